@@ -1,0 +1,116 @@
+"""A rank's failure as a few integers, and back: all ranks must learn of it, and none may wait for one that gave up."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from types import TracebackType
+
+from slurmft.checkpoint.catalog import MANIFEST, SHARED, FileRecord, rank_file
+from slurmft.checkpoint.payload import Damage, Damaged
+from slurmft.checkpoint.team import Team
+from slurmft.errors import CheckpointError, Fenced, SlurmftError
+
+log = logging.getLogger(__name__)
+
+_OTHER, _FENCED = -1, -2
+_WORD_BYTES = 8
+_COMMON = (MANIFEST, SHARED)
+
+
+class Guard:
+    """Runs one rank's part of a collective operation and holds its error back until every rank has been told.
+
+    Without it, a rank whose disk is full would leave, and the others would wait for it until their timeout.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.error = error
+        return True
+
+    @property
+    def code(self) -> int:
+        """0 for success, the errno of an operating system's error, or a negative code."""
+        if self.error is None:
+            return 0
+        if isinstance(self.error, Fenced):
+            return _FENCED
+        return (isinstance(self.error, OSError) and self.error.errno) or _OTHER
+
+    @property
+    def damage_row(self) -> list[int]:
+        """What a failed read found, and in which file."""
+        if self.error is None:
+            return [Damage.NONE, 0]
+        if not isinstance(self.error, Damaged):
+            return [_OTHER, 0]
+        return [self.error.damage, _file_number(self.error.file_name)]
+
+
+def failure(what: str, codes: Sequence[int], team: Team, guard: Guard) -> SlurmftError:
+    """The error that every rank raises; the rank that failed keeps its own as the cause.
+
+    Args:
+        codes: one per rank, starting with rank 0; 0 where all went well.
+    """
+    if _FENCED in codes:
+        return guard.error if isinstance(guard.error, Fenced) else Fenced(f"{what}: a newer attempt owns the run")
+    failed = [(rank, code) for rank, code in enumerate(codes) if code]
+    shown = "; ".join(f"rank {rank}: {_reason(rank, code, team, guard)}" for rank, code in failed[:8])
+    if len(failed) > 8:
+        shown += f"; and {len(failed) - 8} more ranks"
+    if guard.error is not None:
+        log.error("rank %d: %s", team.rank, what, exc_info=guard.error)
+    error = CheckpointError(f"{what}: {shown}", hint="older checkpoints are untouched")
+    error.__cause__ = guard.error
+    return error
+
+
+def damage_report(rows: Sequence[Sequence[int]], team: Team, guard: Guard) -> str:
+    """Why the ranks cannot use a checkpoint, in one line that is the same on every rank."""
+    found: dict[str, None] = {}  # a set that keeps the order
+    for damage, number in rows:
+        if damage:
+            name = _COMMON[number] if number < len(_COMMON) else rank_file(number - len(_COMMON))
+            found.setdefault(f"{name} {Damage(damage).text}")
+    if guard.error is not None:
+        log.warning("rank %d: %s", team.rank, guard.error)
+    return "; ".join(found)
+
+
+def record_to_row(record: FileRecord) -> list[int]:
+    """A file's size and sha256 as signed 64-bit integers, the only thing that tensors carry between ranks."""
+    raw = bytes.fromhex(record.sha256)
+    words = [raw[start : start + _WORD_BYTES] for start in range(0, len(raw), _WORD_BYTES)]
+    return [record.size_bytes, *(int.from_bytes(word, "big", signed=True) for word in words)]
+
+
+def record_from_row(row: Sequence[int]) -> FileRecord:
+    """The reverse of ``record_to_row``."""
+    size_bytes, *words = row
+    return FileRecord(size_bytes, b"".join(word.to_bytes(_WORD_BYTES, "big", signed=True) for word in words).hex())
+
+
+def _file_number(file_name: str) -> int:
+    if file_name in _COMMON:
+        return _COMMON.index(file_name)
+    return len(_COMMON) + int(file_name.removeprefix("rank-").removesuffix(".pt"))
+
+
+def _reason(rank: int, code: int, team: Team, guard: Guard) -> str:
+    if code > 0:
+        return os.strerror(code)
+    if rank == team.rank and guard.error is not None:
+        return f"{type(guard.error).__name__}: {guard.error}"
+    return "an error that its log shows"

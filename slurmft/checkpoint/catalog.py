@@ -1,0 +1,215 @@
+"""What lies in a checkpoint directory: names, markers, order. No torch, nothing is changed.
+
+    <checkpoint_dir>/step-00000100.g7.c12/     step 100, written by generation 7, the 12th commit of this directory
+        shared.pt          model, optimizer, scheduler, scaler, extra: once for all ranks
+        rank-00000.pt      random number generators and loader position of one rank
+        manifest.json      the commit marker: names every file with its size and sha256; written last
+
+The commit number grows by one with every save, whatever the step. It decides what is newest, so that a run which went
+back to an older step (and commits lower steps again) is followed, not the branch that it left.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from slurmft.errors import NewerFormat, StorageError
+from slurmft.storage.files import read_json, write_json
+
+MANIFEST = "manifest.json"
+SHARED = "shared.pt"
+MAX_STEP = 10**15 - 1
+"""The largest step that a folder's name can hold."""
+
+_NAME = re.compile(r"step-(\d{8,15})\.g(\d{1,15})\.c(\d{1,15})", re.ASCII)
+
+
+def rank_file(rank: int) -> str:
+    """The name of the file that ``rank`` writes."""
+    return f"rank-{rank:05d}.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a checkpoint's folder name says; three integers, so that ranks can exchange it as a tensor."""
+
+    step: int
+    generation: int
+    commit: int
+
+    @property
+    def folder_name(self) -> str:
+        return f"step-{self.step:08d}.g{self.generation}.c{self.commit}"
+
+    @classmethod
+    def parse(cls, folder_name: str) -> Identity | None:
+        """The identity in a folder's name, or None when it is not a checkpoint's name exactly as we write it."""
+        if not (match := _NAME.fullmatch(folder_name)):
+            return None
+        identity = cls(*(int(part) for part in match.groups()))
+        return identity if identity.folder_name == folder_name else None
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file as its writer produced it."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One committed checkpoint, as its marker describes it. Its files have not been verified."""
+
+    step: int
+    path: Path
+    metrics: Mapping[str, float]
+    committed_at: datetime
+    generation: int
+    commit: int
+    attempt: str
+    world_size: int
+    files: Mapping[str, FileRecord]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all its files, the marker not counted."""
+        return sum(record.size_bytes for record in self.files.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Everything in a checkpoint directory that carries a checkpoint's name; each list is sorted newest first."""
+
+    committed: list[Entry] = field(default_factory=list)
+    unreadable: list[tuple[Path, str]] = field(default_factory=list)
+    """Folders whose marker exists but cannot be believed, with the reason."""
+    uncommitted: list[Path] = field(default_factory=list)
+    """Saves that are running now, or that never finished."""
+
+
+class Catalog:
+    """The checkpoints of one directory, read from their markers alone: cheap, and safe beside a running trainer."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+
+    def committed(self) -> list[Entry]:
+        """Committed checkpoints, newest commit first; empty when the directory does not exist."""
+        return self.scan().committed
+
+    def scan(self) -> Contents:
+        """One look at the directory.
+
+        Raises:
+            StorageError: the directory exists but cannot be listed.
+        """
+        contents = Contents()
+        for identity in self.identities():
+            path = self.folder / identity.folder_name
+            try:
+                entry = read_entry(path)
+            except StorageError as error:
+                contents.unreadable.append((path, error.what))
+                continue
+            if entry is None:
+                contents.uncommitted.append(path)
+            else:
+                contents.committed.append(entry)
+        return contents
+
+    def identities(self) -> list[Identity]:
+        """Every folder with a checkpoint's name, committed or not, newest first.
+
+        Raises:
+            StorageError: the directory exists but cannot be listed.
+        """
+        try:
+            found = [Identity.parse(child.name) for child in self.folder.iterdir() if child.is_dir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StorageError(f"cannot list {self.folder}: {error}") from error
+        return sorted((one for one in found if one), key=lambda one: (one.commit, one.generation), reverse=True)
+
+
+def read_entry(path: Path) -> Entry | None:
+    """The marker of one checkpoint folder, or None when it was never committed.
+
+    Raises:
+        NewerFormat: a newer slurmft wrote it.
+        StorageError: the marker cannot be read or does not belong to this folder.
+    """
+    value = read_json(path / MANIFEST)
+    if value is None:
+        return None
+    try:
+        return _entry(path, value)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise StorageError(f"{path / MANIFEST} is not a checkpoint's marker: {error!r}") from error
+
+
+def write_marker(entry: Entry) -> None:
+    """Commit ``entry``: after this returns, the checkpoint exists, also after a power cut.
+
+    Raises:
+        OSError: there is no marker.
+    """
+    value = {
+        "step": entry.step,
+        "generation": entry.generation,
+        "commit": entry.commit,
+        "attempt": entry.attempt,
+        "world_size": entry.world_size,
+        "committed_at": entry.committed_at.isoformat(),
+        "metrics": {name: _to_json(number) for name, number in entry.metrics.items()},
+        "files": {name: {"bytes": one.size_bytes, "sha256": one.sha256} for name, one in entry.files.items()},
+    }
+    # The folder was made under the user's umask; the marker must be readable by the same people as the files beside it.
+    write_json(entry.path / MANIFEST, value, mode=entry.path.stat().st_mode & 0o666)
+
+
+def is_newer_format(path: Path) -> bool:
+    """Whether a newer slurmft wrote this checkpoint; such a one is skipped, and never removed."""
+    try:
+        read_json(path / MANIFEST)
+    except NewerFormat:
+        return True
+    except StorageError:
+        return False
+    return False
+
+
+def _entry(path: Path, value: Mapping[str, Any]) -> Entry:
+    identity = Identity(int(value["step"]), int(value["generation"]), int(value["commit"]))
+    if identity.folder_name != path.name:
+        raise ValueError(f"it belongs to {identity.folder_name}")
+    committed_at = datetime.fromisoformat(value["committed_at"])
+    if committed_at.tzinfo is None:
+        raise ValueError("committed_at has no time zone")
+    files = {name: FileRecord(int(one["bytes"]), str(one["sha256"])) for name, one in value["files"].items()}
+    if any(Path(name).name != name for name in files):
+        raise ValueError("a file name leaves the folder")
+    return Entry(
+        step=identity.step,
+        path=path,
+        metrics={str(name): float(number) for name, number in value["metrics"].items()},
+        committed_at=committed_at,
+        generation=identity.generation,
+        commit=identity.commit,
+        attempt=str(value.get("attempt", "")),
+        world_size=int(value["world_size"]),
+        files=files,
+    )
+
+
+def _to_json(number: float) -> float | str:
+    # JSON has no NaN and no infinity; other readers of the marker would refuse the whole file.
+    return number if math.isfinite(number) else str(number)

@@ -1,0 +1,195 @@
+"""``slurmft lab``: a real Slurm cluster on this machine, its commands and its faults."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from slurmft.errors import SlurmftError
+from slurmft.lab import building, faults
+from slurmft.lab.cluster import Lab
+from slurmft.lab.settings import LabSettings, default_folder
+from slurmft.lab.status import LabStatus, status_of
+
+_DEFAULTS = LabSettings()
+
+
+@click.group()
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Where the lab lives [default: $SLURMFT_LAB_FOLDER or /var/lib/slurmft-lab]. Labs in different folders "
+    "do not meet.",
+)
+@click.pass_context
+def lab(context: click.Context, folder: Path | None) -> None:
+    """A real Slurm cluster on this machine, for tests and for trying things out (needs root)."""
+    context.obj = folder or default_folder()
+
+
+@lab.command()
+@click.option("--nodes", type=int, default=_DEFAULTS.nodes, show_default=True, help="Compute nodes n1, n2, ...")
+@click.option("--cpus", type=int, default=_DEFAULTS.cpus, show_default=True, help="CPUs each node claims to have.")
+@click.option("--accounting", is_flag=True, help="Also run MariaDB and slurmdbd, for sacct.")
+@click.option("--kill-wait", type=int, default=_DEFAULTS.kill_wait_s, show_default=True, help="KillWait, seconds.")
+@click.option(
+    "--slurmd-timeout", type=int, default=_DEFAULTS.slurmd_timeout_s, show_default=True, help="SlurmdTimeout, seconds."
+)
+@click.option("--grace", type=int, default=_DEFAULTS.grace_s, show_default=True, help="GraceTime of low and cancel.")
+@click.option(
+    "--expose", type=click.Path(path_type=Path), multiple=True, help="More paths the lab's user must be able to read."
+)
+@click.pass_obj
+def up(
+    folder: Path,
+    *,
+    nodes: int,
+    cpus: int,
+    accounting: bool,
+    kill_wait: int,
+    slurmd_timeout: int,
+    grace: int,
+    expose: tuple[Path, ...],
+) -> None:
+    """Build the cluster and wait until it is ready; quick when it already stands with the same settings."""
+    started = time.monotonic()
+    settings = LabSettings(
+        folder=folder,
+        nodes=nodes,
+        cpus=cpus,
+        accounting=accounting,
+        kill_wait_s=kill_wait,
+        slurmd_timeout_s=slurmd_timeout,
+        grace_s=grace,
+        expose=tuple(path.absolute() for path in expose),
+    )
+    built = Lab.up(settings)
+    click.echo(
+        f"lab ready in {time.monotonic() - started:.1f} s: {', '.join(built.nodes)}, partitions low (default), "
+        f"nograce, cancel, high\nuser {built.user}, home {built.home}\ntry: slurmft lab exec -- sinfo"
+    )
+
+
+@lab.command()
+@click.option("--purge", is_flag=True, help="Also delete the lab's folder with home and logs.")
+@click.pass_obj
+def down(folder: Path, purge: bool) -> None:
+    """End the cluster; no process, mount, namespace or link is left."""
+    (building.purge if purge else building.down)(folder)
+
+
+@lab.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+@click.pass_obj
+def status(folder: Path, as_json: bool) -> None:
+    """What stands: nodes and their states. Exit code 0 when all is well, 1 otherwise."""
+    found = status_of(folder)
+    click.echo(json.dumps(dataclasses.asdict(found), indent=2) if as_json else _as_text(found))
+    sys.exit(0 if found.healthy else 1)
+
+
+def _as_text(found: LabStatus) -> str:
+    if not found.standing:
+        return f"no lab stands in {found.folder}"
+    lines = [f"lab in {found.folder}, user {found.user}", f"controller  {found.controller}"]
+    lines += [f"{node.name:<11} {node.state:<12} {node.address}" for node in found.nodes]
+    return "\n".join([*lines, "healthy" if found.healthy else "not healthy"])
+
+
+@lab.command("exec", context_settings={"ignore_unknown_options": True})
+@click.option("--root", is_flag=True, help="Run as root, who is Slurm's administrator too.")
+@click.option("--node", default=None, help="Run inside this node (n1, ctl) instead of on the login member.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.pass_obj
+def execute(folder: Path, root: bool, node: str | None, command: tuple[str, ...]) -> None:
+    """Run a command in the lab as its ordinary user; its exit code is passed on.
+
+    The working folder is kept where the user may enter it; the environment starts clean, like a login.
+    """
+    _become(Lab.standing(folder), list(command), root=root, node=node)
+
+
+@lab.command()
+@click.option("--root", is_flag=True, help="A shell of root, who is Slurm's administrator too.")
+@click.option("--node", default=None, help="A shell inside this node (n1, ctl) instead of on the login member.")
+@click.pass_obj
+def shell(folder: Path, root: bool, node: str | None) -> None:
+    """Open a shell in the lab, on the login member unless told otherwise."""
+    _become(Lab.standing(folder), ["bash"], root=root, node=node)
+
+
+def _become(standing: Lab, command: list[str], *, root: bool, node: str | None) -> None:
+    argv, environment = standing.command(command, node=node, admin=root, cwd=_working_folder())
+    sys.stdout.flush()
+    os.execvpe(argv[0], argv, environment)  # noqa: S606 - becoming the command passes signals and exit code untouched
+
+
+def _working_folder() -> Path | None:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return None
+
+
+@lab.command("kill-node")
+@click.argument("node")
+@click.pass_obj
+def kill_node(folder: Path, node: str) -> None:
+    """End a node at once, with everything on it, as a power cut does."""
+    faults.kill_node(folder, node)
+
+
+@lab.command("start-node")
+@click.argument("node")
+@click.pass_obj
+def start_node(folder: Path, node: str) -> None:
+    """Start a dead node again."""
+    faults.start_node(folder, node)
+
+
+@lab.command()
+@click.argument("node")
+@click.pass_obj
+def partition(folder: Path, node: str) -> None:
+    """Cut a node off the network; its processes go on."""
+    faults.partition(folder, node)
+
+
+@lab.command()
+@click.argument("node")
+@click.pass_obj
+def heal(folder: Path, node: str) -> None:
+    """Connect a node again that `partition` cut off."""
+    faults.heal(folder, node)
+
+
+@lab.command("stop-controller")
+@click.option("--crash", is_flag=True, help="SIGKILL: what slurmctld had not saved yet is forgotten.")
+@click.pass_obj
+def stop_controller(folder: Path, crash: bool) -> None:
+    """Stop slurmctld; jobs go on, no command is answered."""
+    (faults.crash_controller if crash else faults.stop_controller)(folder)
+
+
+@lab.command("start-controller")
+@click.pass_obj
+def start_controller(folder: Path) -> None:
+    """Start slurmctld again from its saved state."""
+    faults.start_controller(folder)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="slurmft: %(message)s")
+    try:
+        lab(prog_name="slurmft lab")
+    except SlurmftError as error:
+        click.echo(f"slurmft: {error}", err=True)
+        sys.exit(error.exit_code)

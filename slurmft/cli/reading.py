@@ -1,0 +1,144 @@
+"""The verbs that read: ``status``, ``logs``, ``explain``."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from slurmft.cli.names import optional_run_argument, run_argument, runs_root
+from slurmft.errors import StorageError
+from slurmft.launch.overview import Overview, overviews
+from slurmft.storage.journal import Event
+from slurmft.storage.run_folder import RunFolder, list_runs
+
+WATCH_INTERVAL_S = 2.0
+_COLOURS = {"finished": "green", "running": "cyan", "waiting": "yellow", "stopped": "red", "unknown": "magenta"}
+
+
+@click.command()
+@optional_run_argument
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
+@click.option("--watch", is_flag=True, help="Refresh until interrupted.")
+def status(*, run: RunFolder | None, as_json: bool, watch: bool) -> int:
+    """Show what runs are doing: RUN, or all below SLURMFT_RUNS (default: runs)."""
+
+    def look() -> list[Overview]:
+        return overviews([run] if run is not None else list_runs(runs_root()))
+
+    if as_json:
+        for entry in look():
+            click.echo(json.dumps(entry.as_json()))
+        return 0
+    console = Console()
+    if not watch:
+        console.print(_table(look()))
+        return 0
+    with Live(_table(look()), console=console, auto_refresh=False) as live:
+        try:
+            while True:
+                time.sleep(WATCH_INTERVAL_S)
+                live.update(_table(look()), refresh=True)
+        except KeyboardInterrupt:
+            return 0
+
+
+def _table(entries: Sequence[Overview]) -> RenderableType:
+    if not entries:
+        return Text(f"no runs in {runs_root().absolute()} (SLURMFT_RUNS names another folder)")
+    table = Table(box=None, pad_edge=False)
+    for title in ("run", "state", "step", "saved", "loss", "jobs", "starts", "detail"):
+        table.add_column(title, overflow="fold")
+    for entry in entries:
+        table.add_row(
+            entry.run,
+            Text(entry.state, style=_COLOURS.get(entry.state, "")),
+            "-" if entry.step is None else f"{entry.step}/{entry.until or '?'}",
+            "-" if entry.saved is None else str(entry.saved),
+            "-" if entry.metric is None else f"{entry.metric:.4f}",
+            " > ".join(entry.jobs[-3:]) or "-",
+            str(entry.attempts),
+            entry.detail,
+        )
+    return table
+
+
+@click.command()
+@run_argument
+@click.option("--rank", default=0, show_default=True, help="Which worker's output.")
+@click.option("--attempt", help="JOB.RESTART.CYCLE; the newest when empty.")
+@click.option("--all-attempts", is_flag=True, help="Every attempt's, oldest first.")
+@click.option("-n", "--lines", default=0, help="Only the last lines of each.")
+@click.option("-f", "--follow", is_flag=True, help="Go on printing as it grows.")
+def logs(*, run: RunFolder, rank: int, attempt: str | None, all_attempts: bool, lines: int, follow: bool) -> int:
+    """Print a worker's output, and the supervisor's when there is none."""
+    folders = sorted((f for f in run.attempts.iterdir() if f.is_dir()), key=lambda f: f.stat().st_ctime)
+    if attempt is not None:
+        folders = [folder for folder in folders if folder.name == attempt]
+    files = [path for folder in folders if (path := folder / f"rank-{rank}.log").is_file()]
+    if not files:
+        files = sorted([*run.logs.glob("*.log"), *run.submissions.glob("*_log.out")], key=lambda f: f.stat().st_mtime)
+    if not files:
+        raise StorageError(f"run {run.path.name} has no output of rank {rank} yet")
+    for path in files if all_attempts else files[-1:]:
+        if all_attempts:
+            click.echo(f"==> {path.parent.name}/{path.name} <==")
+        text = path.read_text(encoding="utf-8", errors="replace")
+        click.echo("\n".join(text.splitlines()[-lines:]) if lines else text, nl=bool(lines))
+    return _follow(files[-1]) if follow else 0
+
+
+def _follow(path: Path) -> int:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as stream:
+            stream.seek(0, os.SEEK_END)
+            while True:
+                if text := stream.read():
+                    click.echo(text, nl=False)
+                else:
+                    time.sleep(0.3)
+    except KeyboardInterrupt:
+        return 0
+
+
+@click.command()
+@run_argument
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
+def explain(*, run: RunFolder, as_json: bool) -> int:
+    """Tell the run's story: each event, each decision and its reason, from the journal."""
+    events = run.journal().read()
+    if as_json:
+        for event in events:
+            line = {"at": event.at.isoformat(), "attempt": event.attempt, "event": event.event, **event.details}
+            click.echo(json.dumps({"format": 1, **line}))
+        return 0
+    attempt = None
+    for event in events:
+        if event.attempt and event.attempt != attempt:
+            attempt = event.attempt
+            job, restart, *_ = attempt.rsplit(".", 2)
+            click.secho(f"\njob {job}, restart {restart}", bold=True)
+        click.echo(_line(event))
+    return 0
+
+
+def _line(event: Event) -> str:
+    at = event.at.astimezone().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+    details = dict(event.details)
+    reason = str(details.pop("reason", ""))
+    facts = "  ".join(f"{key}={_shown(value)}" for key, value in details.items() if value not in ("", None, []))
+    return f"  {at}  {event.event:<20} {reason}{'  ' * bool(reason and facts)}{facts}".rstrip()
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return " ".join(str(value).split()) if not isinstance(value, list) else ",".join(map(str, value))

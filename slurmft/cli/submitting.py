@@ -1,0 +1,126 @@
+"""``slurmft submit``."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from slurmft import config as configuration
+from slurmft.cli.watching import watch
+from slurmft.config import RunConfig
+from slurmft.errors import RunBusy, SlurmError, SlurmUnavailable, StorageError, UsageError
+from slurmft.policy.verdict import EXIT_TEMPORARY
+from slurmft.scheduler import slurm, submission
+from slurmft.storage.files import replace_atomically
+from slurmft.storage.run_folder import RunFolder
+
+
+@click.command(context_settings={"ignore_unknown_options": False})
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("sbatch_options", nargs=-1, type=click.UNPROCESSED)
+@click.option("--dry-run", is_flag=True, help="Print exactly what would be submitted, and change nothing.")
+@click.option("--wait", is_flag=True, help="Show progress until the run ends; its exit code becomes ours.")
+@click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default="auto", show_default=True,
+              help="Where to run; auto: Slurm where its commands are, else this machine.")  # fmt: skip
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one key, such as slurm.time=30.")
+@click.option("--data", help="Text file or folder to train on: added to the command as --data.")
+def submit(
+    *, config: Path, sbatch_options: tuple[str, ...], dry_run: bool, wait: bool, cluster: str,
+    overrides: tuple[str, ...], data: str | None,
+) -> int:  # fmt: skip
+    """Submit a run, or continue one that has stopped. Options behind -- go to sbatch."""
+    settings = configuration.load(config, overrides)
+    if data is not None:
+        settings = settings.model_copy(update={"command": (*settings.command, "--data", str(Path(data).absolute()))})
+    run = RunFolder(settings.run_folder)
+    where = _where(cluster)
+    options = submission.parse_sbatch_options(sbatch_options)
+    if where == "local" and options:
+        raise UsageError("options behind -- go to sbatch, but this run is local", hint="use --cluster slurm")
+    if dry_run:
+        text = submission.script_text(settings, run, options, frozenset())
+        click.echo(text if where == "slurm" else _local_plan(run))
+        return 0
+    _refuse_if_finished_or_busy(run)
+    _prepare(run, settings)
+    began = time.time()
+    job = _submit(where, settings, run, options)
+    click.echo(f"submitted {settings.name} as job {job}" if where == "slurm" else f"started {settings.name} ({job})")
+    click.echo(f"run folder: {run.path}")
+    if wait:
+        return watch(run, since=began, stop_on_interrupt=where == "local")
+    click.echo(f"watch it with: slurmft status {run.path} --watch", err=True)
+    return 0
+
+
+def _where(cluster: str) -> str:
+    if cluster == "auto":
+        return "slurm" if slurm.available() else "local"
+    if cluster == "slurm" and not slurm.available():
+        raise SlurmUnavailable("there is no sbatch on this machine", hint="use --cluster local, or a login node")
+    return cluster
+
+
+def _local_plan(run: RunFolder) -> str:
+    return " ".join(submission.RunSupervisor(run.config).argv())
+
+
+def _refuse_if_finished_or_busy(run: RunFolder) -> None:
+    if (done := run.done()) is not None:
+        raise UsageError(
+            f"run {run.path.name} finished at step {done.get('step')}",
+            hint=f"choose another run_folder, or remove {run.path}/done.json to train on",
+        )
+    if not run.exists():
+        return
+    from slurmft.launch.run import owner_lives
+
+    owner = run.owner()
+    if owner is not None and owner.cluster == "local" and owner_lives(owner):
+        raise RunBusy(f"run {run.path.name} is running here (process {owner.pid})", hint=f"slurmft stop {run.path}")
+    job_ids = [job for job in run.jobs() if not job.startswith("local-")]
+    if job_ids and slurm.available():
+        for record in slurm.jobs(job_ids[-20:]).values():
+            if record.alive or record.waiting:
+                raise RunBusy(
+                    f"run {run.path.name} has job {record.job_id} in state {record.state}",
+                    hint=f"slurmft stop {run.path} ends it after a save",
+                )
+
+
+def _prepare(run: RunFolder, settings: RunConfig) -> None:
+    run.create()
+    try:
+        replace_atomically(run.config, settings.as_yaml())
+        (run.path / "KILL").unlink(missing_ok=True)  # it stopped the run that this submission continues
+        settings.checkpoint_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot write into {run.path}: {error.strerror or error}") from error
+
+
+def _submit(where: str, settings: RunConfig, run: RunFolder, options: dict[str, Any]) -> str:
+    journal = run.journal()
+    who = getpass.getuser()
+    if where == "local":
+        journal.append("submitting", cluster="local", who=who)
+        pid = submission.submit_here(settings, run)
+        return f"local process {pid}, log {submission.local_log(run, pid)}"
+    journal.append("submitting", cluster="slurm", who=who, command=" ".join(sys.argv))
+    try:
+        job = submission.submit_to_slurm(settings, run, options, frozenset())
+    except SlurmError as error:
+        journal.append("submission failed", reason=error.what)
+        raise
+    with run.lock():
+        run.add_job(job)
+    journal.append("submitted", job=job, host=os.uname().nodename)
+    return job
+
+
+__all__ = ["EXIT_TEMPORARY", "submit"]

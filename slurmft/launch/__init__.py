@@ -1,0 +1,1 @@
+"""Supervisor, agents, workers' processes, and what passes between them. No torch, except in the zygote's preload."""

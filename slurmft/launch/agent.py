@@ -1,0 +1,229 @@
+"""The agent: one process per node. Owns the node's workers, answers the supervisor, and never runs a Slurm command."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmft.config import RunConfig
+from slurmft.errors import LaunchError
+from slurmft.launch.channel import BadMessage, Channel, Message, connect
+from slurmft.launch.environment import common_environment, worker_environment
+from slurmft.launch.heartbeat import NOTHING, Slot
+from slurmft.launch.workers import Worker, Workers, reserve_port
+from slurmft.policy.stop import NEVER
+from slurmft.storage.files import read_json
+from slurmft.storage.run_folder import RunFolder
+
+REPORT_INTERVAL_S = 0.5
+RECONNECT_PAUSE_S = 0.2
+STOPPED_GRACE_S = 20.0
+"""What a worker may still do after it has stopped at the agreed step: its finalizers."""
+
+STORE_BUFFER_S = 0.001
+"""Wait between writing a proposal and reading the ticks, so that a tick stored before it is surely visible."""
+
+log = logging.getLogger(__name__)
+
+
+class Agent:
+    """One node's agent, from its first connection to its shutdown."""
+
+    def __init__(self, config: RunConfig, attempt: str, environment: Mapping[str, str]) -> None:
+        self._config, self._run, self._attempt = config, RunFolder(config.run_folder), attempt
+        self._environment = environment
+        self._index = int(environment.get("SLURMFT_NODE_INDEX", environment.get("SLURM_NODEID", "0")))
+        self._host = environment.get("SLURMD_NODENAME") or socket.gethostname()
+        self._workers = Workers(self._report_exit)
+        self._channel: Channel | None = None
+        self._port_holder: socket.socket | None = None
+        self._term_count = 0
+        self._term_passed_on = False
+        self._unreported: list[Message] = []
+        self._shutdown = False
+        self._last_heard = time.monotonic()
+
+    async def run(self) -> int:
+        """Serve until told to shut down, or until the supervisor is gone for longer than the lease."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            loop.add_signal_handler(number, self._note_signal, signal.Signals(number).name)
+        loop.add_signal_handler(signal.SIGINT, lambda: None)
+        self._workers.start_zygote(
+            common_environment(self._config, self._environment), preload=self._config.fault_tolerance.preload
+        )
+        reports = asyncio.create_task(self._report_regularly())
+        try:
+            return await self._serve_with_lease()
+        finally:
+            reports.cancel()
+            self._workers.close()
+
+    async def _serve_with_lease(self) -> int:
+        lease_s = self._config.fault_tolerance.supervisor_lease_s
+        while not self._shutdown:
+            try:
+                await self._serve_one_connection(lease_s)
+            except (OSError, BadMessage) as error:  # OSError covers TimeoutError
+                log.debug("no supervisor: %s", error)
+            if not self._shutdown and time.monotonic() - self._last_heard > lease_s:
+                # cut off: the run may already go on elsewhere, and two of it must never train
+                log.error("no word from the supervisor for %.0f s; stopping this node's workers", lease_s)
+                return LaunchError.exit_code
+            if not self._shutdown:
+                await asyncio.sleep(RECONNECT_PAUSE_S)
+        return 0
+
+    async def _serve_one_connection(self, lease_s: float) -> None:
+        folder = self._run.attempts / self._attempt
+        where = await asyncio.to_thread(read_json, folder / "control.json")
+        if where is None:
+            raise OSError("the supervisor has not said yet where it listens")
+        secret = (folder / "secret").read_bytes()
+        channel = await self._connect_any(where["hosts"], where["port"], secret)
+        channel.send({"kind": "hello", "node": self._index, "host": self._host, "pid": os.getpid()})
+        self._channel = channel
+        for message in self._unreported:
+            channel.send(message)
+        self._unreported = []
+        try:
+            while not self._shutdown:
+                async with asyncio.timeout(lease_s):  # the supervisor pings; a network that is cut says nothing
+                    message = await channel.receive()
+                if message is None:
+                    return
+                self._last_heard = time.monotonic()
+                answer = await self._handle(message)
+                channel.send({"kind": "reply", "id": message["id"], **answer})
+            await channel.drain()
+        finally:
+            self._channel = None
+            channel.close()
+
+    async def _connect_any(self, hosts: list[str], port: int, secret: bytes) -> Channel:
+        errors: list[Exception] = []
+        for host in hosts:
+            try:
+                return await connect(host, port, secret)
+            except (OSError, BadMessage) as error:
+                errors.append(error)
+        raise errors[-1] if errors else OSError("the supervisor has left no address")
+
+    async def _handle(self, message: Message) -> dict[str, Any]:
+        match message["kind"]:
+            case "start":
+                self._start(message)
+            case "port":
+                self._port_holder, port = reserve_port()
+                return {"port": port}
+            case "look":
+                return self._looks()
+            case "propose":
+                self._propose(message["tick"], message["action"])
+                await asyncio.sleep(STORE_BUFFER_S)
+                return self._looks()
+            case "commit":
+                self._write(Slot.COMMITTED, message["tick"])
+            case "withdraw":
+                self._write(Slot.PROPOSED, NEVER)
+            case "signal":
+                self._pass_on_term()
+            case "kill":
+                self._workers.kill()
+            case "shutdown":
+                self._shutdown = True
+        return {}
+
+    def _start(self, message: Message) -> None:
+        config = self._config
+        ranks = range(message["first_rank"], message["first_rank"] + config.nproc_per_node)
+        folder = self._run.attempts / self._attempt
+        self._workers.start(
+            ranks,
+            [worker_environment(config, self._environment, message, rank, self._attempt) for rank in ranks],
+            command=config.command,
+            folder=config.working_directory or Path.cwd(),
+            logs=folder,
+            verdicts=[self._run.verdicts / f"{self._attempt}.rank-{rank}.json" for rank in ranks],
+            generation=message["generation"],
+        )
+
+    def _propose(self, tick: int, action: int) -> None:
+        # in this order: a worker acts when the commit equals the proposal, which must never be an older one's
+        self._write(Slot.ACTION, action)
+        self._write(Slot.COMMITTED, NOTHING)
+        self._write(Slot.PROPOSED, tick)
+
+    def _write(self, slot: Slot, value: int) -> None:
+        for worker in self._workers.by_rank.values():
+            worker.page[slot] = value
+
+    def _looks(self) -> dict[str, Any]:
+        looks = [worker.look() for worker in self._workers.by_rank.values()]
+        return {"looks": [[look.attached, look.tick, look.alive, look.holding] for look in looks]}
+
+    def _note_signal(self, name: str) -> None:
+        self._term_count += 1
+        self._pass_on_term()
+        self._report({"kind": "signal", "name": name, "count": self._term_count, "at": time.time()})
+
+    def _pass_on_term(self) -> None:
+        """Give every worker SIGTERM once, so that handlers of the user's own run on every site alike.
+
+        With proctrack/cgroup Slurm signals only this process, with others the whole tree.
+        """
+        if not self._term_passed_on:
+            self._term_passed_on = True
+            self._workers.signal(signal.SIGTERM)
+
+    def _report_exit(self, worker: Worker) -> None:
+        self._report({"kind": "exited", "code": worker.exit_code, "killed": worker.killed, **_facts(worker)})
+
+    def _report(self, message: Message) -> None:
+        if self._channel is None:
+            self._unreported.append(message)
+        else:
+            self._channel.send(message)
+
+    async def _report_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_INTERVAL_S)
+            self._workers.kill_lingering(STOPPED_GRACE_S)
+            if self._channel is not None:
+                ranks = [_facts(worker) for worker in self._workers.by_rank.values()]
+                self._channel.send({"kind": "progress", "ranks": ranks, "ready": self._workers.ready.is_set()})
+
+
+def _facts(worker: Worker) -> dict[str, Any]:
+    page = worker.page
+    return {
+        "rank": worker.rank,
+        "state": page[Slot.STATE],
+        "attached": page[Slot.PID] != 0,
+        "step": page[Slot.STEP],
+        "until": page[Slot.UNTIL],
+        "saved": page[Slot.SAVED],
+        "resumed": page[Slot.RESUMED],
+        "first_step_at": page[Slot.FIRST_STEP_AT] / 1e9,
+        "answered": page[Slot.ANSWERED],
+        "metric": page.metric(),
+    }
+
+
+async def serve(config: RunConfig, attempt: str, environment: Mapping[str, str]) -> int:
+    """Run this node's agent; returns its exit code."""
+    agent = Agent(config, attempt, environment)
+    with contextlib.suppress(asyncio.CancelledError):
+        return await agent.run()
+    return LaunchError.exit_code
+
+
+__all__ = ["Agent", "serve"]

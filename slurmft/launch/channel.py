@@ -1,0 +1,134 @@
+"""The control channel: JSON lines over TCP, each one authenticated with the job's secret.
+
+On connect the server sends a nonce and learns nothing about the client before the client's first message proves that it
+knows the secret; the key of a connection is derived from the secret and both sides' nonces, and each line is bound to
+its direction and its place in the sequence. So a stranger who connects, replays or injects lines changes nothing, and
+what it sends closes its own connection only. Lines are authentic, not confidential: no secret travels in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import secrets
+from typing import Any
+
+MAX_LINE_BYTES = 256 * 1024
+HANDSHAKE_TIMEOUT_S = 10.0
+
+Message = dict[str, Any]
+
+
+class BadMessage(Exception):
+    """The peer sent something that is not an authentic message; its connection must be closed."""
+
+
+class Channel:
+    """One authenticated connection. Build it with ``accept`` or ``connect``."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, *, is_server: bool
+    ) -> None:
+        self._reader, self._writer, self._key = reader, writer, key
+        self._mine, self._theirs = (b"s", b"c") if is_server else (b"c", b"s")
+        self._sent = self._received = 0
+        self.peer = str((writer.get_extra_info("peername") or ("?",))[0])
+
+    def send(self, message: Message) -> None:
+        """Queue one message; lost without notice when the peer is gone (its reader notices)."""
+        body = json.dumps(message, separators=(",", ":")).encode()
+        if len(body) > MAX_LINE_BYTES - 100:
+            raise ValueError(f"a control message of {len(body)} bytes is too long")
+        if not self._writer.is_closing():
+            self._writer.write(self._mac(self._mine, self._sent, body) + b" " + body + b"\n")
+            self._sent += 1
+
+    async def receive(self) -> Message | None:
+        """The next message; None when the peer has closed the connection.
+
+        Raises:
+            BadMessage: the line is too long, not authentic, or not a JSON object.
+        """
+        line = await _read_line(self._reader)
+        if line is None:
+            return None
+        mac, _, body = line.partition(b" ")
+        if not hmac.compare_digest(mac, self._mac(self._theirs, self._received, body)):
+            raise BadMessage(f"a line from {self.peer} is not authentic")
+        self._received += 1
+        try:
+            message = json.loads(body)
+        except ValueError as error:
+            raise BadMessage(f"a line from {self.peer} is not JSON") from error
+        if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+            raise BadMessage(f"a line from {self.peer} is not a message")
+        return message
+
+    async def drain(self) -> None:
+        """Wait until what was sent has left this process; errors of a dead peer are its reader's business."""
+        try:
+            await self._writer.drain()
+        except OSError:
+            return
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._writer.close()
+
+    def _mac(self, direction: bytes, number: int, body: bytes) -> bytes:
+        text = direction + str(number).encode() + b" " + body
+        return hmac.new(self._key, text, hashlib.sha256).hexdigest().encode()
+
+
+async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> tuple[Channel, Message]:
+    """The server's side: the connection and its first message, once the client has proved that it knows the secret.
+
+    Raises:
+        BadMessage: it did not.
+        TimeoutError: it took longer than HANDSHAKE_TIMEOUT_S.
+    """
+    async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+        nonce = secrets.token_hex(16).encode()
+        writer.write(nonce + b"\n")
+        theirs = await _read_line(reader)
+        if theirs is None or len(theirs) != 32:
+            raise BadMessage("no handshake")
+        channel = Channel(reader, writer, _key(secret, nonce, theirs), is_server=True)
+        first = await channel.receive()
+        if first is None:
+            raise BadMessage("no first message")
+        return channel, first
+
+
+async def connect(host: str, port: int, secret: bytes) -> Channel:
+    """The client's side. The server stays silent until the first message proves us; send it at once.
+
+    Raises:
+        OSError: nobody listens there, or not in time.
+        BadMessage: whoever listens there is not a server of this protocol.
+    """
+    async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+        reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE_BYTES)
+        theirs = await _read_line(reader)
+        if theirs is None or len(theirs) != 32:
+            writer.close()
+            raise BadMessage(f"{host}:{port} is not a slurmft supervisor")
+        nonce = secrets.token_hex(16).encode()
+        writer.write(nonce + b"\n")
+        return Channel(reader, writer, _key(secret, theirs, nonce), is_server=False)
+
+
+def _key(secret: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    return hmac.new(secret, b"slurmft control 1 " + server_nonce + b" " + client_nonce, hashlib.sha256).digest()
+
+
+async def _read_line(reader: asyncio.StreamReader) -> bytes | None:
+    try:
+        line = await reader.readline()
+    except ValueError as error:
+        raise BadMessage("a line is too long") from error
+    except OSError:
+        return None
+    return line[:-1] if line.endswith(b"\n") else None

@@ -1,0 +1,185 @@
+"""Where a supervisor runs: in a Slurm job, or on this machine alone. Everything above this seam is the same."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from slurmft.config import RunConfig
+from slurmft.errors import SlurmError, SlurmUnavailable
+from slurmft.policy.grace import JobTimes
+from slurmft.policy.verdict import Cause
+from slurmft.scheduler import slurm
+from slurmft.scheduler.environment import SlurmJob, current_job
+from slurmft.scheduler.parsing import JobEnding
+from slurmft.storage.run_folder import Attempt
+
+LOCAL_JOB_VARIABLE = "SLURMFT_LOCAL_JOB"
+LOCAL_RESTART_VARIABLE = "SLURMFT_LOCAL_RESTART"
+
+_OUTSIDE = {
+    JobEnding.REQUEUED: (Cause.REQUEUED_BY_USER, "Slurm puts the job back into the queue (scontrol requeue)"),
+    JobEnding.PREEMPTED: (Cause.PREEMPTED, "Slurm ends the job: preempted"),
+    JobEnding.TIME_LIMIT: (Cause.TIME_LIMIT, "Slurm ends the job: time limit"),
+    JobEnding.CANCELLED: (Cause.CANCELLED, "the job was cancelled (scancel)"),
+}
+
+
+class Cluster(Protocol):
+    """What a supervisor needs from the place it runs in."""
+
+    attempt: Attempt
+
+    @property
+    def name(self) -> str:
+        """``slurm`` or ``local``."""
+
+    @property
+    def listen_host(self) -> str | None:
+        """Interface of the control channel; None for all."""
+
+    def control_hosts(self) -> list[str]:
+        """Names and addresses at which agents find the supervisor, best first."""
+
+    async def start_agents(self, config: RunConfig, log_folder: Path) -> list[asyncio.subprocess.Process]:
+        """Start one agent per node; the processes end when the agents have."""
+
+    def times(self) -> JobTimes:
+        """When the job started and will end; blocking."""
+
+    def why_ending(self) -> tuple[Cause, str] | None:
+        """Why the job is being ended from outside; None when it is not, or nobody can tell; blocking."""
+
+
+def agent_argv(config: RunConfig, attempt: Attempt) -> list[str]:
+    """The agent's command; the secret's place follows from the attempt, the secret itself is in no argument."""
+    return [sys.executable, "-u", "-m", "slurmft", "agent", str(config.run_folder / "config.yaml"), str(attempt)]
+
+
+class SlurmCluster:
+    """Inside a Slurm job's batch step."""
+
+    name = "slurm"
+    listen_host = None
+
+    def __init__(self, job: SlurmJob) -> None:
+        self.job = job
+        self.attempt = Attempt(job=job.job_id, restart=job.restart)
+
+    def control_hosts(self) -> list[str]:
+        """The node's own name, then every address that is not of this machine alone."""
+        addresses = [
+            address.address
+            for interface in psutil.net_if_addrs().values()
+            for address in interface
+            if address.family == socket.AF_INET and not address.address.startswith("127.")
+        ]
+        return list(dict.fromkeys([os.environ.get("SLURMD_NODENAME") or socket.gethostname(), *addresses]))
+
+    async def start_agents(self, config: RunConfig, log_folder: Path) -> list[asyncio.subprocess.Process]:
+        """One srun with one agent per node.
+
+        Raises:
+            SlurmUnavailable: there is no srun.
+        """
+        argv = [*srun_argv(config, os.environ), *agent_argv(config, self.attempt)]
+        with (log_folder / "srun.err").open("ab") as errors:
+            try:
+                # a session of its own: a Ctrl-C at the terminal must not reach srun, which would kill the step
+                process = await asyncio.create_subprocess_exec(
+                    *argv, stdin=asyncio.subprocess.DEVNULL, stderr=errors, start_new_session=True
+                )
+            except FileNotFoundError as error:
+                raise SlurmUnavailable("there is no srun on this node") from error
+        return [process]
+
+    def times(self) -> JobTimes:
+        """From squeue; all unknown when Slurm does not answer."""
+        try:
+            record = slurm.job(self.job.job_id, patience_s=3.0)
+        except SlurmError:
+            record = None
+        if record is None:
+            return JobTimes(start=None, end=None, limit_s=None)
+        return JobTimes(start=record.start, end=record.end, limit_s=record.limit_s)
+
+    def why_ending(self) -> tuple[Cause, str] | None:
+        """From scontrol; None when Slurm does not answer."""
+        try:
+            return _OUTSIDE.get(slurm.ending(self.job.job_id, self.job.restart))
+        except SlurmError:
+            return None
+
+
+def srun_argv(config: RunConfig, environment: Mapping[str, str]) -> list[str]:
+    """The srun that starts the agents: one task on each node, and no task's end is another one's."""
+    nodes = str(config.nodes)
+    argv = ["srun", "--overlap", "--kill-on-bad-exit=0", "--export=ALL", "--mpi=none", "--input=none"]
+    argv += ["--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1"]
+    # since 22.05 srun does not inherit it from sbatch
+    if cpus := environment.get("SLURM_CPUS_PER_TASK"):
+        argv += ["--cpus-per-task", cpus]
+    if config.slurm.no_kill:
+        argv.append("--no-kill")
+    return [*argv, *config.slurm.srun_args]
+
+
+class LocalCluster:
+    """This machine alone: agents are plain processes, and a requeue is the supervisor starting itself anew."""
+
+    name = "local"
+    listen_host = "127.0.0.1"
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        job = environment.get(LOCAL_JOB_VARIABLE) or f"local-{os.getpid()}"
+        self.attempt = Attempt(job=job, restart=int(environment.get(LOCAL_RESTART_VARIABLE, "0")))
+
+    def control_hosts(self) -> list[str]:
+        """Loopback."""
+        return ["127.0.0.1"]
+
+    async def start_agents(self, config: RunConfig, log_folder: Path) -> list[asyncio.subprocess.Process]:
+        """One process per node of the configuration, all on this machine."""
+        with (log_folder / "agents.log").open("ab") as log:
+            return [
+                await asyncio.create_subprocess_exec(
+                    *agent_argv(config, self.attempt),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, "SLURMFT_NODE_INDEX": str(index), "SLURMD_NODENAME": "127.0.0.1"},
+                    start_new_session=True,
+                )
+                for index in range(config.nodes)
+            ]
+
+    def times(self) -> JobTimes:
+        """A machine of one's own has no limits."""
+        return JobTimes(start=None, end=None, limit_s=None)
+
+    def why_ending(self) -> tuple[Cause, str] | None:
+        """Nobody ends a process from outside but by a signal, and that asks for a stop."""
+        return None
+
+    def start_anew(self, argv: Sequence[str]) -> None:
+        """Replace this process by the next start of the run; returns only by raising OSError."""
+        environment = os.environ | {
+            LOCAL_JOB_VARIABLE: self.attempt.job,
+            LOCAL_RESTART_VARIABLE: str(self.attempt.restart + 1),
+        }
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, set(signal.Signals))
+        os.execve(argv[0], list(argv), environment)  # noqa: S606 - an argument list, no shell
+
+
+def detect(environment: Mapping[str, str]) -> Cluster:
+    """The cluster around this process."""
+    job = current_job(environment)
+    return LocalCluster(environment) if job is None else SlurmCluster(job)

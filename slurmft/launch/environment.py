@@ -1,0 +1,71 @@
+"""The environment of zygote and workers: what torchrun's contract asks for, and what slurmft adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmft.config import RunConfig
+from slurmft.storage.fence import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
+
+
+def common_environment(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
+    """What all workers of the run share; libraries that the zygote preloads read parts of it while they load.
+
+    One OpenMP thread each unless the user says otherwise, as torchrun does: more would fight for the same cores.
+    """
+    environment = dict(base)
+    if config.nproc_per_node > 1:
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    # a name that stays the same over all restarts, so that an experiment tracker continues one experiment
+    environment.setdefault("WANDB_RUN_ID", config.name)
+    environment.setdefault("WANDB_RESUME", "allow")
+    return environment | config.environment
+
+
+def worker_environment(
+    config: RunConfig, base: Mapping[str, str], start: Mapping[str, Any], rank: int, attempt: str
+) -> dict[str, str]:
+    """One rank's environment; ``start`` is the supervisor's message."""
+    environment = common_environment(config, base)
+    folder = config.run_folder / "attempts" / attempt
+    local_rank, node = rank - start["first_rank"], start["first_rank"] // config.nproc_per_node
+    environment |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(config.world_size),
+        "LOCAL_WORLD_SIZE": str(config.nproc_per_node),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(config.nodes),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(config.world_size),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": start["master_addr"],
+        "MASTER_PORT": str(start["master_port"]),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": config.name,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        RUN_FOLDER_VARIABLE: str(config.run_folder),
+        GENERATION_VARIABLE: str(start["generation"]),
+        "SLURMFT_ATTEMPT": attempt,
+        "SLURMFT_CHECKPOINT_DIR": str(config.checkpoint_dir),
+        "SLURMFT_CHECKPOINT_INTERVAL_STEPS": str(config.checkpoint.interval_steps),
+        "SLURMFT_BACKEND": config.nccl.backend,
+        "SLURMFT_INIT_TIMEOUT_MINUTES": str(config.nccl.init_timeout_minutes),
+        "SLURMFT_STEP_TIMEOUT_MINUTES": str(config.nccl.step_timeout_minutes),
+    }
+    return _flight_recorder(config.nccl.flight_recorder_buffer_size, folder) | environment
+
+
+def _flight_recorder(entries: int, folder: Path) -> dict[str, str]:
+    # torch renamed these; both names are set so that either generation of torch finds its own
+    prefix = str(folder / "flight-recorder-rank-")
+    return {
+        "TORCH_FR_BUFFER_SIZE": str(entries),
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(entries),
+        "TORCH_FR_DUMP_TEMP_FILE": prefix,
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1" if entries else "0",
+    }

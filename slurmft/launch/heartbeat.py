@@ -1,0 +1,143 @@
+"""The heartbeat page: one worker's state in shared memory, written and read without a system call.
+
+Layout, version 1: 64 signed 64-bit integers in the machine's byte order. Every field has one writer (W the worker,
+A the agent) and is one aligned 8-byte store, so no reader sees half a value; fields are not consistent with each other.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from enum import IntEnum
+from pathlib import Path
+
+from slurmft.policy.stop import NEVER, NOT_STARTED
+
+PAGE_VARIABLE = "SLURMFT_PAGE"
+MAGIC_V1 = 0x534C_5552_4D46_5401
+SLOTS = 64
+SIZE_BYTES = SLOTS * 8
+NOTHING = -1
+
+
+class Slot(IntEnum):
+    """Index of each field."""
+
+    MAGIC = 0  # A  layout and version
+    RANK = 1  # A
+    GENERATION = 2  # A  the attempt that owns the page
+    PID = 3  # W  0 until the worker has attached
+    STATE = 4  # W  a State
+    TICK = 5  # W  the safe point reached (policy.stop)
+    STEP = 6  # W  steps completed, counted over the whole run
+    UNTIL = 7  # W  steps the run will have
+    SAVED = 8  # W  step of the newest committed checkpoint of this attempt
+    RESUMED = 9  # W  step this attempt started from
+    FIRST_STEP_AT = 10  # W  Unix time in ns at which the first new step was done
+    PROGRESS_AT = 11  # W  Unix time in ns of the newest step
+    METRIC = 12  # W  bits of a float64: the number shown beside the step
+    PROPOSED = 13  # A  tick at which to stop, or NEVER
+    COMMITTED = 14  # A  the proposal that every rank has confirmed
+    ACTION = 15  # A  a StopAction, valid once committed
+    ANSWERED = 16  # W  the newest committed tick that was acted on
+    HOLDING = 17  # W  the proposed tick at which the worker waits for the commit
+
+
+class State(IntEnum):
+    """Where a worker is."""
+
+    ABSENT = 0
+    SETUP = 1
+    TRAINING = 2
+    SAVING = 3
+    EVALUATING = 4
+    STOPPED = 5
+    FINISHED = 6
+    FAILED = 7
+
+
+class StopAction(IntEnum):
+    """What workers do at the agreed tick."""
+
+    NONE = 0
+    SAVE_AND_STOP = 1
+    SAVE = 2
+
+
+class Page:
+    """One worker's page. Both sides hold one; see the layout for who may write what."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._slots = memoryview(memory).cast("q")
+
+    @classmethod
+    def create(cls, path: Path, *, rank: int, generation: int) -> Page:
+        """Make the page of a worker that is about to start; readable by this user alone."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.ftruncate(descriptor, SIZE_BYTES)
+            page = cls(mmap.mmap(descriptor, SIZE_BYTES))
+        finally:
+            os.close(descriptor)
+        page[Slot.RANK], page[Slot.GENERATION] = rank, generation
+        page[Slot.TICK] = NOT_STARTED
+        for slot in (Slot.SAVED, Slot.RESUMED, Slot.COMMITTED, Slot.ANSWERED, Slot.HOLDING):
+            page[slot] = NOTHING
+        page[Slot.PROPOSED] = NEVER
+        page.set_metric(float("nan"))
+        page[Slot.MAGIC] = MAGIC_V1
+        return page
+
+    @classmethod
+    def attach(cls, path: Path) -> Page:
+        """The page this worker was given.
+
+        Raises:
+            ValueError: the file is not a page of this version.
+            OSError: there is no such file.
+        """
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            memory = mmap.mmap(descriptor, SIZE_BYTES)
+        finally:
+            os.close(descriptor)
+        page = cls(memory)
+        if page[Slot.MAGIC] != MAGIC_V1:
+            raise ValueError(f"{path} is not a heartbeat page of version 1")
+        page[Slot.PID] = os.getpid()
+        return page
+
+    @classmethod
+    def private(cls) -> Page:
+        """A page nobody reads: for a worker without an agent."""
+        page = cls(mmap.mmap(-1, SIZE_BYTES))
+        for slot in (Slot.SAVED, Slot.RESUMED, Slot.COMMITTED, Slot.ANSWERED, Slot.HOLDING):
+            page[slot] = NOTHING
+        page[Slot.PROPOSED] = NEVER
+        return page
+
+    def __getitem__(self, slot: Slot) -> int:
+        return self._slots[slot]
+
+    def __setitem__(self, slot: Slot, value: int) -> None:
+        self._slots[slot] = value
+
+    def set_metric(self, value: float) -> None:
+        """Store a float64 by its bits."""
+        self._slots[Slot.METRIC] = struct.unpack("=q", struct.pack("=d", value))[0]
+
+    def metric(self) -> float:
+        """The number shown beside the step; NaN before the first report."""
+        return float(struct.unpack("=d", struct.pack("=q", self._slots[Slot.METRIC]))[0])
+
+    def touch(self, slot: Slot) -> None:
+        """Store the time now, in ns."""
+        self._slots[slot] = time.time_ns()
+
+    def close(self) -> None:
+        """Unmap; the file stays."""
+        self._slots.release()
+        self._memory.close()

@@ -1,0 +1,45 @@
+"""The stop agreement, the supervisor's side: look, propose, confirm, commit. The arithmetic is in ``policy.stop``."""
+
+from __future__ import annotations
+
+import logging
+
+from slurmft.launch.agents import AgentPool
+from slurmft.launch.channel import Message
+from slurmft.launch.heartbeat import StopAction
+from slurmft.policy.stop import Look, Plan, StopAt, passed, plan_stop
+
+MAX_TRIES = 30
+
+log = logging.getLogger(__name__)
+
+
+async def agree(pool: AgentPool, action: StopAction) -> Plan:
+    """Make all ranks act at one tick that none of them has passed.
+
+    Returns the committed ``StopAt``, or why there is none. The workers keep training until the commit, but for those
+    that have reached the proposal and wait for the answer.
+
+    Raises:
+        AgentLost: an agent does not answer; workers may be waiting at the proposal, and only their end frees them.
+    """
+    plan = plan_stop(_looks(await pool.call_all("look")))
+    for tries in range(1, MAX_TRIES):
+        if not isinstance(plan, StopAt):
+            await pool.call_all("withdraw")
+            return plan
+        looks = _looks(await pool.call_all("propose", tick=plan.tick, action=int(action)))
+        if not passed(looks, plan.tick):
+            await pool.call_all("commit", tick=plan.tick)
+            return plan
+        log.info("step boundaries come faster than the agreement; trying further ahead (try %d)", tries)
+        plan = plan_stop(looks, tries)
+    raise RuntimeError(f"no agreement after {MAX_TRIES} tries although the distance doubled each time")
+
+
+def _looks(replies: list[Message]) -> list[Look]:
+    return [
+        Look(attached=attached, tick=tick, alive=alive, holding=holding)
+        for reply in replies
+        for attached, tick, alive, holding in reply["looks"]
+    ]

@@ -1,0 +1,428 @@
+"""One attempt, from the start of its agents to its verdict. What follows from the verdict is ``ending``'s business."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slurmft.config import RunConfig
+from slurmft.errors import LaunchError, SlurmftError
+from slurmft.launch.agents import AgentLink, AgentLost, AgentPool
+from slurmft.launch.channel import Message
+from slurmft.launch.cluster import Cluster
+from slurmft.launch.heartbeat import State, StopAction
+from slurmft.launch.stopping import agree
+from slurmft.policy.grace import cause_of_signal, time_left_s
+from slurmft.policy.judge import Circumstances, WorkerEnd, judge
+from slurmft.policy.stop import LAST_SUB, ByThemselves, Finishing, NothingToSave, Plan, StopAt, step_of
+from slurmft.policy.verdict import Action, Cause, Verdict
+from slurmft.storage.files import write_json
+from slurmft.storage.journal import Event, Journal
+from slurmft.storage.run_folder import RunFolder
+
+POLL_S = 0.25
+"""How often request files are looked for and progress is written."""
+
+PEER_GRACE_S = 3.0
+"""After one rank failed: how long the others may take to fail of it by themselves, and say why, before the kill."""
+
+PING_S = 5.0
+WIND_DOWN_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Runs one attempt."""
+
+    def __init__(self, config: RunConfig, cluster: Cluster, run: RunFolder, journal: Journal, generation: int) -> None:
+        self._config, self._cluster, self._run, self._journal = config, cluster, run, journal
+        self._generation = generation
+        self._secret_file = run.new_secret(cluster.attempt)
+        self._pool = AgentPool(self._secret_file.read_bytes(), config.nodes)
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._ends: dict[int, WorkerEnd] = {}
+        self._ranks: dict[int, dict[str, Any]] = {}
+        self._planned: Cause | None = None
+        self._planned_reason = self._launch_error = ""
+        self._outside: tuple[Cause, str] | None = None
+        self._lost: list[str] = []
+        self._over = asyncio.Event()
+        self._agreement = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._first_step_seen = False
+        self._signals = 0
+
+    async def run(self) -> Verdict:
+        """Run the attempt to its end.
+
+        Raises:
+            SlurmftError: nothing could be started.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_own_signal, signal.Signals(number).name)
+        try:
+            await self._launch()
+            if not self._over.is_set():
+                await self._over.wait()
+        except (LaunchError, AgentLost) as error:
+            self._launch_error = str(error)
+        finally:
+            await self._wind_down()
+        return self._verdict()
+
+    async def _launch(self) -> None:
+        folder = self._run.attempt_folder(self._cluster.attempt)
+        port = await self._pool.listen(self._cluster.listen_host)
+        write_json(folder / "control.json", {"hosts": self._cluster.control_hosts(), "port": port})
+        self._processes = await self._cluster.start_agents(self._config, folder)
+        self._background(self._watch_processes())
+        self._background(self._watch_requests())
+        self._background(self._handle_events())
+        self._background(self._watch_agents())
+        await self._wait_for_agents()
+        if self._over.is_set():
+            return
+        await self._start_workers()
+
+    async def _wait_for_agents(self) -> None:
+        timeout_s = self._config.fault_tolerance.launch_timeout_s
+        waits = [asyncio.create_task(self._pool.complete.wait()), asyncio.create_task(self._over.wait())]
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        if not self._pool.complete.is_set() and not self._over.is_set():
+            missing = self._config.nodes - len(self._pool.links)
+            raise LaunchError(
+                f"{missing} of {self._config.nodes} agents did not report within {timeout_s:.0f} s "
+                "(fault_tolerance.launch_timeout_s)",
+                hint=f"see srun.err in {self._run.attempts / str(self._cluster.attempt)}",
+            )
+
+    async def _start_workers(self) -> None:
+        lead = self._pool.links[0]
+        port = (await lead.call("port"))["port"]
+        self._journal.append("agents ready", hosts=[link.host for _, link in sorted(self._pool.links.items())])
+        await asyncio.gather(
+            *(
+                link.call(
+                    "start",
+                    first_rank=node * self._config.nproc_per_node,
+                    generation=self._generation,
+                    master_addr=lead.host,
+                    master_port=port,
+                )
+                for node, link in self._pool.links.items()
+            )
+        )
+        self._journal.append("workers started", world_size=self._config.world_size)
+
+    # What is reported to us
+
+    async def _handle_events(self) -> None:
+        while True:
+            link, message = await self._pool.events.get()
+            match message["kind"]:
+                case "exited":
+                    self._on_exit(link, message)
+                case "progress":
+                    self._ranks.update({facts["rank"]: facts for facts in message["ranks"]})
+                    self._note_first_step()
+                case "signal":
+                    self._on_signal(message["name"], link.host)
+                case "disconnected":
+                    self._background(self._on_disconnect(link))
+
+    def _on_exit(self, link: AgentLink, message: Message) -> None:
+        rank = int(message["rank"])
+        self._ranks[rank] = message
+        self._note_first_step()
+        end = WorkerEnd(
+            rank=rank,
+            node=link.host,
+            code=message["code"],
+            attached=message["attached"],
+            stopped=message["state"] == State.STOPPED,
+            finished=message["state"] == State.FINISHED,
+            killed=message["killed"],
+            error=_error_in(self._run.verdicts / f"{self._cluster.attempt}.rank-{rank}.json"),
+            resumed=message["resumed"],
+            step=message["step"],
+            saved=message["saved"],
+        )
+        self._ends[rank] = end
+        if end.code != 0 and not end.stopped and not end.killed:
+            self._journal.append("worker failed", rank=rank, node=link.host, code=end.code, error=end.error)
+            self._background(self._kill_peers())
+        if len(self._ends) == self._config.world_size:
+            self._over.set()
+
+    async def _kill_peers(self) -> None:
+        await asyncio.sleep(PEER_GRACE_S)
+        if not self._over.is_set():
+            await self._kill_workers("a rank has failed; the others cannot go on without it")
+
+    async def _on_disconnect(self, link: AgentLink) -> None:
+        """Give a connection that broke the time to come back; an agent that is gone takes its workers with it."""
+        await asyncio.sleep(PEER_GRACE_S)
+        if self._over.is_set() or self._pool.links.get(link.node) is not link:
+            return
+        self._lost.append(link.host)
+        self._journal.append("agent lost", node=link.host)
+        await self._kill_workers(f"the agent on {link.host} is gone")
+        await asyncio.sleep(PEER_GRACE_S)
+        self._over.set()
+
+    async def _watch_processes(self) -> None:
+        codes = await asyncio.gather(*(process.wait() for process in self._processes))
+        if not self._over.is_set():
+            await asyncio.sleep(POLL_S)  # reports that are on their way
+        if not self._over.is_set():
+            self._outside = self._outside or await asyncio.to_thread(self._cluster.why_ending)
+            self._journal.append("agents gone", exit_codes=codes)
+            if not self._ends and self._outside is None:
+                self._launch_error = f"the agents ended with {codes} before their workers did"
+            self._over.set()
+
+    def _note_first_step(self) -> None:
+        if self._first_step_seen:
+            return
+        times = [facts["first_step_at"] for facts in self._ranks.values()]
+        if len(times) < self._config.world_size or min(times) <= 0:
+            return
+        self._first_step_seen = True
+        resumed = max(facts["resumed"] for facts in self._ranks.values())
+        facts = since_last_stop(self._journal.read(), max(times))
+        self._journal.append("first step", resumed_from=resumed, **facts)
+
+    # Stops
+
+    def _on_own_signal(self, name: str) -> None:
+        self._signals += 1
+        if self._signals == 1:
+            self._background(self._judge_own_signal(name))
+
+    async def _judge_own_signal(self, name: str) -> None:
+        """Slurm signals the batch step only when it ends the job; a person may at any time."""
+        self._outside = await asyncio.to_thread(self._cluster.why_ending)
+        if self._outside is None:
+            self._signals = 0
+            self._on_signal(name, "the supervisor")
+        else:
+            self._journal.append("ended from outside", reason=self._outside[1])
+
+    def _on_signal(self, name: str, where: str) -> None:
+        if self._planned is None and self._outside is None:
+            self._planned = Cause.SIGNALLED  # remembered at once; the second one of a row must find it
+            self._background(self._stop_for_signal(name, where, time.time()))
+
+    async def _stop_for_signal(self, name: str, where: str, at: float) -> None:
+        times = await asyncio.to_thread(self._cluster.times)
+        lead_s = float(self._config.preemption.signal_lead_s)
+        if self._cluster.name == "local":
+            cause, left_s = Cause.PREEMPTED, self._config.preemption.stop_timeout_s
+        else:
+            cause = cause_of_signal(times, now=at, lead_s=lead_s)
+            hurried = cause in (Cause.TIME_LIMIT, Cause.PREEMPTED)
+            left_s = time_left_s(times, now=at, lead_s=lead_s) if hurried or times.end is None else math.inf
+            left_s = min(left_s, max(self._config.preemption.stop_timeout_s, lead_s))
+        await self._stop(cause, f"{name} at {where}", at=at, left_s=left_s)
+
+    async def _stop(self, cause: Cause, reason: str, *, at: float, left_s: float) -> None:
+        """Save at an agreed step and end the workers; by force when the time is up."""
+        self._planned, self._planned_reason = cause, reason
+        self._journal.append("stop requested", cause=cause.value, reason=reason, signal_at=at, seconds_left=left_s)
+        try:
+            async with asyncio.timeout(left_s):
+                await self._agreed_stop()
+                await self._over.wait()
+        except TimeoutError:
+            self._journal.append("stop overdue", seconds=left_s)
+            log.error("THE SAVE OF THIS STOP DID NOT FINISH within %.0f s; the newest checkpoint continues", left_s)
+            await self._kill_workers("the time of the stop is up")
+
+    async def _agreed_stop(self) -> None:
+        if not self._pool.complete.is_set() or (not self._ranks and not await self._workers_run()):
+            self._over.set()  # nothing runs yet
+            return
+        told = False
+        while not self._over.is_set():
+            async with self._agreement:
+                try:
+                    plan = await agree(self._pool, StopAction.SAVE_AND_STOP)
+                except AgentLost as error:
+                    log.warning("no agreement: %s", error)
+                    return
+            if not told:
+                self._journal.append("stop agreed", **describe(plan))
+            if not isinstance(plan, ByThemselves):
+                break
+            # none of them uses a session, or none of them yet: the signal is all they understand
+            if not told:
+                await self._pool.tell_all("signal")
+            told = True
+            await asyncio.sleep(POLL_S)
+        if isinstance(plan, NothingToSave) and not self._over.is_set():
+            await self._kill_workers("no rank has begun a step, so there is nothing to save")
+
+    async def _workers_run(self) -> bool:
+        with contextlib.suppress(AgentLost):
+            return any(reply["looks"] for reply in await self._pool.call_all("look"))
+        return False
+
+    async def _watch_agents(self) -> None:
+        """Agents stop their workers when they hear nothing for the lease; so ping them, and expect the same of them."""
+        lease_s = self._config.fault_tolerance.supervisor_lease_s
+        while not self._over.is_set():
+            await asyncio.sleep(min(PING_S, lease_s / 4))
+            await self._pool.tell_all("ping")
+            for host, silent_s in self._pool.silent_since(time.monotonic()).items():
+                if silent_s > lease_s and not self._over.is_set() and host not in self._lost:
+                    self._lost.append(host)
+                    self._journal.append("agent lost", node=host, silent_s=silent_s)
+                    await self._kill_workers(f"nothing was heard from {host} for {silent_s:.0f} s")
+                    self._over.set()
+
+    async def _watch_requests(self) -> None:
+        while not self._over.is_set():
+            await asyncio.sleep(POLL_S)
+            with contextlib.suppress(OSError):  # a shared filesystem that hiccups; the next look finds the file
+                await self._look_for_requests()
+                self._write_progress()
+
+    async def _look_for_requests(self) -> None:
+        left_s = self._config.preemption.stop_timeout_s
+        if (who := self._run.take_request("KILL")) is not None:
+            if self._planned is None:
+                self._planned = Cause.STOPPED_BY_USER
+                self._background(self._stop(Cause.STOPPED_BY_USER, f"stopped by {who}", at=time.time(), left_s=left_s))
+            else:  # the stop is under way already; what changes is what follows
+                self._planned, self._planned_reason = Cause.STOPPED_BY_USER, f"stopped by {who}"
+        if (who := self._run.take_request("REQUEUE")) is not None and self._planned is None:
+            self._planned = Cause.REQUEUED_BY_USER
+            self._background(self._stop(Cause.REQUEUED_BY_USER, f"requeued by {who}", at=time.time(), left_s=left_s))
+        if self._planned is None and self._pool.complete.is_set() and (who := self._run.take_request("SAVE")):
+            await self._save_now(who)
+
+    async def _save_now(self, who: str) -> None:
+        async with self._agreement:
+            try:
+                plan = await agree(self._pool, StopAction.SAVE)
+                self._journal.append("save requested", who=who, **describe(plan))
+                tick = getattr(plan, "tick", None)
+                while tick is not None and not self._over.is_set():
+                    if len(self._ranks) and all(facts["answered"] >= tick for facts in self._ranks.values()):
+                        break
+                    await asyncio.sleep(POLL_S)
+                await self._pool.call_all("withdraw")
+            except AgentLost as error:
+                log.warning("the save could not be agreed on: %s", error)
+
+    async def _kill_workers(self, reason: str) -> None:
+        self._journal.append("killing workers", reason=reason)
+        await self._pool.tell_all("kill")
+
+    # The end
+
+    async def _wind_down(self) -> None:
+        self._over.set()
+        await self._pool.tell_all("shutdown")
+        waits = [asyncio.create_task(process.wait()) for process in self._processes]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=WIND_DOWN_S)
+            if late:
+                log.warning("%d agent processes did not end within %.0f s; killing them", len(late), WIND_DOWN_S)
+            for process in self._processes:
+                if process.returncode is None:
+                    process.terminate()  # srun kills its step at once when it gets TERM
+            await asyncio.wait(waits, timeout=WIND_DOWN_S)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._pool.close()
+        self._secret_file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError, SlurmftError):
+            self._write_progress()
+
+    def _verdict(self) -> Verdict:
+        outside = self._outside if self._planned is None or not self._ended_orderly() else None
+        return judge(
+            list(self._ends.values()),
+            world_size=self._config.world_size,
+            seen=Circumstances(
+                planned=self._planned,
+                planned_reason=self._planned_reason,
+                lost_nodes=tuple(self._lost),
+                launch_error=self._launch_error,
+                outside=outside[0] if outside else None,
+                outside_reason=outside[1] if outside else "",
+            ),
+        )
+
+    def _ended_orderly(self) -> bool:
+        return len(self._ends) == self._config.world_size
+
+    def _write_progress(self) -> None:
+        if not self._ranks:
+            return
+        ranks = self._ranks.values()
+        metric = self._ranks.get(0, {}).get("metric", math.nan)
+        self._run.write_progress(
+            at=time.time(),
+            attempt=str(self._cluster.attempt),
+            step=max(facts["step"] for facts in ranks),
+            until=max(facts["until"] for facts in ranks),
+            saved=max(facts["saved"] for facts in ranks),
+            state=State(min(facts["state"] for facts in ranks)).name.lower(),
+            metric=metric if math.isfinite(metric) else None,
+        )
+
+    def _background(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done_in_background)
+
+    def _done_in_background(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("internal error: %r", error, exc_info=error)
+            self._launch_error = self._launch_error or f"internal error: {error!r}"
+            self._over.set()
+
+
+def since_last_stop(events: Sequence[Event], first_step_at: float) -> dict[str, Any]:
+    """Seconds from the signal that asked for the newest stop to the first step after it; empty when the newest end
+    of an attempt was none that continues by itself."""
+    decisions = [event for event in events if event.event == "decision"]
+    stops = [event for event in events if event.event == "stop requested"]
+    if not decisions or not stops or decisions[-1].details.get("action") != Action.CONTINUE:
+        return {}
+    if decisions[-1].attempt != stops[-1].attempt:
+        return {}
+    seconds = round(first_step_at - stops[-1].details["signal_at"], 3)
+    return {"seconds_since_stop_request": seconds, "stop_of_attempt": stops[-1].attempt}
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """A plan in the journal's words."""
+    if isinstance(plan, StopAt):
+        return {"plan": "save at step", "step": step_of(plan.tick) + bool(plan.tick & LAST_SUB)}
+    return {"plan": {NothingToSave: "nothing to save", Finishing: "the workers are finishing"}.get(
+        type(plan), "the workers stop by themselves")}  # fmt: skip
+
+
+def _error_in(path: Path) -> str:
+    try:
+        lines = json.loads(path.read_text(encoding="utf-8"))["traceback"].strip().splitlines()
+    except (OSError, ValueError, KeyError, AttributeError):
+        return ""
+    return str(lines[-1])[:500] if lines else ""

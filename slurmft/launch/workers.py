@@ -1,0 +1,259 @@
+"""A node's workers: their pages, their processes (through the zygote), and what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmft.launch.heartbeat import PAGE_VARIABLE, Page, Slot, State
+from slurmft.launch.zygote import PACKET_BYTES
+from slurmft.policy.stop import Look
+
+PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim", "numpy")
+"""torch.optim pulls torch._dynamo in when the first optimizer is built: 1.1 s that every worker would pay."""
+
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a private folder is made in it
+_PREFIX = f"slurmft-{os.getuid()}-"
+
+
+@dataclass(slots=True)
+class Worker:
+    """One rank on this node."""
+
+    rank: int
+    page: Page
+    pid: int = 0
+    exit_code: int | None = None
+    """As of subprocess: negative for a signal; None while it lives."""
+
+    killed: bool = False
+    """We killed it."""
+
+    stopped_since: float | None = None
+    """When it was first seen in state STOPPED, by the monotonic clock."""
+
+    @property
+    def alive(self) -> bool:
+        """It has not been seen to end."""
+        return self.exit_code is None
+
+    def look(self) -> Look:
+        """What the stop agreement needs to know."""
+        return Look(
+            attached=self.page[Slot.PID] != 0,
+            tick=self.page[Slot.TICK],
+            alive=self.alive and self.pid != 0,
+            holding=self.page[Slot.HOLDING],
+        )
+
+
+def zygote_arguments(command: Sequence[str]) -> list[str] | None:
+    """What follows the interpreter in ``command`` when a fork of ours can run it, else None.
+
+    It can when the command is this very interpreter with a script or ``-m module`` and no option but ``-u``.
+    """
+    program = command[0]
+    if program.endswith(".py"):
+        return list(command)
+    found = shutil.which(program)
+    # the unresolved names must agree: all virtual environments link to one interpreter
+    same = found is not None and os.path.abspath(found) == os.path.abspath(sys.executable)  # noqa: PTH100
+    rest = [word for index, word in enumerate(command[1:]) if not (word == "-u" and index == 0)]
+    if not (same or program in ("python", "python3")) or not rest:
+        return None
+    if rest[0] == "-m":
+        return rest if len(rest) > 1 else None
+    return None if rest[0].startswith("-") else rest
+
+
+class Workers:
+    """Starts, watches and ends the workers of one node."""
+
+    def __init__(self, on_exit: Callable[[Worker], None]) -> None:
+        self._on_exit = on_exit
+        self.by_rank: dict[int, Worker] = {}
+        self.folder, self._lock = _private_shared_folder()
+        self._zygote: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._signal_at_start: int | None = None
+        self.ready = asyncio.Event()
+
+    def start_zygote(self, environment: Mapping[str, str], *, preload: bool) -> None:
+        """Begin importing torch; returns at once."""
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            argv = [sys.executable, "-m", "slurmft.launch.zygote", str(theirs.fileno()), *(PRELOAD if preload else ())]
+            self._zygote = subprocess.Popen(
+                argv, pass_fds=[theirs.fileno()], env=dict(environment), stdin=subprocess.DEVNULL
+            )
+        mine.setblocking(False)
+        self._socket = mine
+        asyncio.get_running_loop().add_reader(mine.fileno(), self._read)
+
+    def start(
+        self, ranks: Sequence[int], environments: Sequence[dict[str, str]], *, command: Sequence[str],
+        folder: Path, logs: Path, verdicts: Sequence[Path], generation: int,
+    ) -> None:  # fmt: skip
+        """Fork one worker for each rank; the zygote takes the requests as soon as it is ready."""
+        arguments = zygote_arguments(command)
+        self.by_rank = {}
+        for rank, environment, verdict in zip(ranks, environments, verdicts, strict=True):
+            path = self.folder / f"rank-{rank}"
+            self.by_rank[rank] = Worker(rank=rank, page=Page.create(path, rank=rank, generation=generation))
+            self._send(
+                {
+                    "rank": rank,
+                    "environment": environment | {PAGE_VARIABLE: str(path)},
+                    "python": arguments is not None,
+                    "argv": arguments or list(command),
+                    "folder": str(folder),
+                    "log": str(logs / f"rank-{rank}.log"),
+                    "verdict": str(verdict),
+                }
+            )
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every living worker itself, not to its children; to those to come, when they come."""
+        self._signal_at_start = number
+        for worker in self._living():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL every living worker and all that it started in its own session.
+
+        Workers that wait for the zygote's imports never come to life: the zygote goes with them.
+        """
+        waiting = [worker for worker in self.by_rank.values() if worker.alive and not worker.pid]
+        for worker in waiting:
+            worker.killed = True
+        if waiting and self._zygote is not None:
+            self._zygote.kill()
+        for worker in self._living():
+            self._kill(worker)
+
+    def kill_lingering(self, grace_s: float) -> None:
+        """Kill workers that have stopped at the agreed step, with everything saved, but do not end."""
+        now = time.monotonic()
+        for worker in self._living():
+            if worker.page[Slot.STATE] == State.STOPPED:
+                worker.stopped_since = worker.stopped_since or now
+                if now - worker.stopped_since > grace_s:
+                    self._kill(worker)
+
+    def close(self) -> None:
+        """End the zygote and all workers with it, and remove the pages."""
+        self.kill()
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            self._socket.close()
+        if self._zygote is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._zygote.wait(timeout=0.5)
+            self._zygote.kill()
+            self._zygote.wait()
+        for worker in self.by_rank.values():
+            worker.page.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+
+    def _kill(self, worker: Worker) -> None:
+        worker.killed = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker.pid, signal.SIGKILL)
+
+    def _living(self) -> list[Worker]:
+        return [worker for worker in self.by_rank.values() if worker.alive and worker.pid]
+
+    def _send(self, request: dict[str, object]) -> None:
+        if self._socket is None:
+            raise RuntimeError("start_zygote first")
+        packet = json.dumps(request).encode()
+        if len(packet) > PACKET_BYTES:
+            raise ValueError(f"the environment and command of a worker take {len(packet)} bytes")
+        self._socket.send(packet)
+
+    def _read(self) -> None:
+        if self._socket is None:
+            return
+        try:
+            packet = self._socket.recv(PACKET_BYTES)
+        except BlockingIOError:
+            return
+        if not packet:
+            self._zygote_is_gone()
+            return
+        message = json.loads(packet)
+        if message["kind"] == "ready":
+            self.ready.set()
+        elif message["kind"] == "started":
+            worker = self.by_rank[message["rank"]]
+            worker.pid = message["pid"]
+            if self._signal_at_start is not None:
+                os.kill(worker.pid, self._signal_at_start)
+        else:
+            self._ended(message["pid"], message["code"])
+
+    def _ended(self, pid: int, code: int) -> None:
+        for worker in self.by_rank.values():
+            if worker.pid == pid and worker.alive:
+                worker.exit_code = code
+                if worker.page[Slot.STATE] not in (State.STOPPED, State.FINISHED):
+                    worker.page[Slot.STATE] = State.FAILED
+                self._on_exit(worker)
+
+    def _zygote_is_gone(self) -> None:
+        # its children died with it; the kernel sees to that
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            self._socket.close()
+            self._socket = None
+        for worker in self.by_rank.values():
+            if worker.alive:
+                worker.exit_code = -signal.SIGKILL
+                self._on_exit(worker)
+
+
+def reserve_port() -> tuple[socket.socket, int]:
+    """A port for rank 0's store, held by a bound socket that does not listen.
+
+    With SO_REUSEADDR on both, the store can bind it as well while nobody else is handed it.
+    """
+    holder = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    return holder, int(holder.getsockname()[1])
+
+
+def _private_shared_folder() -> tuple[Path, int]:
+    root = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    _remove_left_overs(root)
+    folder = Path(tempfile.mkdtemp(dir=root, prefix=_PREFIX))  # mode 0700
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder, lock
+
+
+def _remove_left_overs(root: Path) -> None:
+    # a lock tells the living from the dead across process-id namespaces, a process id would not
+    for folder in root.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            lock = os.open(folder / "lock", os.O_RDWR)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

@@ -1,0 +1,162 @@
+"""The zygote: a process with torch imported already, from which workers are forked.
+
+``import torch`` and what optimizers pull in lazily cost two to three seconds; a fork costs milliseconds. The zygote
+stays single-threaded and never touches a GPU, so that its children can do both. It speaks with its agent over a
+socketpair, one JSON object per packet, and dies with it; its children die with it in turn.
+
+Run as ``python -m slurmft.launch.zygote FD PRELOAD...``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+PACKET_BYTES = 4 * 1024 * 1024
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve fork requests until the agent is gone. In a forked child, become the worker and return its exit code."""
+    die_with_parent()
+    # Slurm sends its TERM to the whole tree on some sites; only the agent answers to it
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    agent = socket.socket(fileno=int(arguments[0]))
+    for module in arguments[1:]:
+        with contextlib.suppress(ImportError):  # a worker that needs it will say so itself
+            importlib.import_module(module)
+    _send(agent, {"kind": "ready", "pid": os.getpid()})
+    worker = _serve(agent)
+    return 0 if worker is None else worker()
+
+
+def _serve(agent: socket.socket) -> Callable[[], int] | None:
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write)
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+    children: set[int] = set()
+    while True:
+        ready = select.select([agent.fileno(), wake_read], [], [])[0]
+        if wake_read in ready:
+            os.read(wake_read, 4096)
+            _reap(agent, children)
+        if agent.fileno() not in ready:
+            continue
+        packet = agent.recv(PACKET_BYTES)
+        if not packet:
+            _end(children)
+            return None
+        request = json.loads(packet)
+        if (pid := os.fork()) == 0:
+            signal.set_wakeup_fd(-1)
+            os.close(wake_read)
+            os.close(wake_write)
+            agent.close()
+            return lambda: _become(request)
+        children.add(pid)
+        _send(agent, {"kind": "started", "rank": request["rank"], "pid": pid})
+
+
+def _reap(agent: socket.socket, children: set[int]) -> None:
+    for pid in list(children):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            children.discard(pid)
+            _send(agent, {"kind": "exited", "pid": pid, "code": os.waitstatus_to_exitcode(status)})
+
+
+def _end(children: set[int]) -> None:
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _send(agent: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # the agent is gone; the next read says so
+        agent.send(json.dumps(message).encode())
+
+
+def _become(request: dict[str, Any]) -> int:
+    """Turn this child into the worker: signals, session, output, environment, then the user's program."""
+    die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.setsid()
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    try:
+        os.chdir(request["folder"])
+        if request["python"]:
+            return _run_python(request["argv"], Path(request["verdict"]))
+        _execute(request["argv"])
+    except OSError as error:
+        sys.stderr.write(f"slurmft: cannot start {request['argv'][0]!r} in {request['folder']}: {error}\n")
+        return 127
+
+
+def _execute(argv: Sequence[str]) -> NoReturn:
+    os.execvp(argv[0], list(argv))  # noqa: S606 - an argument list, no shell
+
+
+def _run_python(argv: Sequence[str], verdict: Path) -> int:
+    """Run ``script.py ARGS``, ``-m module ARGS`` or ``-c code ARGS`` as the interpreter itself would."""
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    try:
+        if argv[0] == "-m":
+            sys.argv = [argv[1], *argv[2:]]
+            sys.path[0] = str(Path.cwd())
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(argv)
+            sys.path[0] = str(Path(argv[0]).resolve().parent)
+            runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as stop:
+        return _exit_code(stop)
+    except BaseException:  # noqa: BLE001 - whatever the user's program raised, as the interpreter would report it
+        text = traceback.format_exc()
+        sys.stderr.write(text)
+        with contextlib.suppress(OSError):
+            verdict.write_text(json.dumps({"format": 1, "cause": "worker error", "traceback": text[-8000:]}))
+        return 1
+    return 0
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code & 0xFF
+    sys.stderr.write(f"{stop.code}\n")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

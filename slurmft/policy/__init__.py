@@ -1,0 +1,1 @@
+"""Pure decisions: values in, values out. No files, no clock, no processes, no torch."""

@@ -1,0 +1,122 @@
+"""From what was seen of the workers to one verdict: the most telling end wins, victims never do."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, PLANNED, Cause, Verdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerEnd:
+    """How one worker ended, in the order in which ends were seen."""
+
+    rank: int
+    node: str
+    code: int
+    """As of subprocess: negative for a signal."""
+
+    attached: bool = False
+    """It used ``slurmft.session``."""
+
+    stopped: bool = False
+    """It stopped at the agreed tick."""
+
+    finished: bool = False
+    """It reached the end of its loop."""
+
+    killed: bool = False
+    """We killed it, so it is a victim."""
+
+    error: str = ""
+    """Last line of its traceback."""
+
+    resumed: int = -1
+    step: int = 0
+    saved: int = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Circumstances:
+    """What the supervisor knows beside the workers' ends."""
+
+    planned: Cause | None = None
+    """A stop had been asked for, and why."""
+
+    planned_reason: str = ""
+    lost_nodes: tuple[str, ...] = ()
+    launch_error: str = ""
+    outside: Cause | None = None
+    """Slurm was ending the job, and why."""
+
+    outside_reason: str = ""
+
+
+def judge(ends: Sequence[WorkerEnd], *, world_size: int, seen: Circumstances) -> Verdict:
+    """The verdict on an attempt of ``world_size`` ranks."""
+    cause, reason, code = _cause(ends, world_size, seen)
+    saved = [end.saved for end in ends if end.saved >= 0]
+    return Verdict(
+        cause=cause,
+        reason=reason,
+        exit_code=code,
+        first_step=max((0, *(end.resumed for end in ends))),
+        last_step=max((end.step for end in ends), default=0),
+        saved_step=max(saved) if saved else None,
+    )
+
+
+def _cause(ends: Sequence[WorkerEnd], world_size: int, seen: Circumstances) -> tuple[Cause, str, int]:
+    if len(ends) == world_size and all(end.finished for end in ends) and not _culprits(ends, planned=False):
+        return Cause.FINISHED, f"all {world_size} ranks finished at step {ends[0].step}", 0
+    for code, cause in (
+        (EXIT_VALIDATION_FAILED, Cause.VALIDATION_FAILED),
+        (EXIT_RERUN_ELSEWHERE, Cause.RERUN_ELSEWHERE),
+    ):
+        for end in ends:
+            if end.code == code:
+                return cause, f"rank {end.rank} on {end.node} exited with {code}", code
+    if seen.outside is not None:
+        return seen.outside, seen.outside_reason, 0
+    if seen.launch_error:
+        return Cause.LAUNCH_FAILURE, seen.launch_error, 0
+    if seen.planned is not None:
+        return seen.planned, _planned_reason(ends, world_size, seen), 0
+    if culprits := _culprits(ends, planned=False):
+        return _blame(culprits[0])
+    if seen.lost_nodes:
+        return Cause.NODE_LOST, f"lost contact with {', '.join(seen.lost_nodes)}", 0
+    if len(ends) == world_size and all(end.code == 0 for end in ends):
+        return Cause.FINISHED, f"all {world_size} ranks exited with 0", 0
+    return Cause.NODE_LOST, f"{world_size - len(ends)} of {world_size} ranks disappeared without an exit status", 0
+
+
+def _culprits(ends: Sequence[WorkerEnd], *, planned: bool) -> list[WorkerEnd]:
+    calm = {0, -signal.SIGTERM, 128 + signal.SIGTERM} if planned else {0}
+    return [end for end in ends if end.code not in calm and not end.stopped and not end.killed]
+
+
+def _planned_reason(ends: Sequence[WorkerEnd], world_size: int, seen: Circumstances) -> str:
+    if culprits := _culprits(ends, planned=True):
+        _, reason, _ = _blame(culprits[0])
+        return f"{seen.planned_reason}; no save at the stop: {reason}"
+    stopped = [end for end in ends if end.stopped]
+    if len(stopped) == world_size:
+        return f"{seen.planned_reason}; all ranks stopped at step {stopped[0].step}"
+    return f"{seen.planned_reason}; {len(stopped)} of {world_size} ranks stopped at a step boundary"
+
+
+def _blame(end: WorkerEnd) -> tuple[Cause, str, int]:
+    where = f"rank {end.rank} on {end.node}"
+    detail = f": {end.error}" if end.error else ""
+    if end.code < 0:
+        name = signal.Signals(-end.code).name if -end.code in set(signal.Signals) else f"signal {-end.code}"
+        return Cause.SIGNAL_CRASH, f"{where} was killed by {name}{detail}", 128 - end.code
+    return Cause.WORKER_ERROR, f"{where} exited with {end.code}{detail}", end.code
+
+
+def is_planned(cause: Cause) -> bool:
+    """Whether somebody asked for the stop."""
+    return cause in PLANNED

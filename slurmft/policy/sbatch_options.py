@@ -1,0 +1,33 @@
+"""The long options of sbatch, so that a misspelt one is refused before it reaches the queue.
+
+Source: the manual page sbatch(1) of Slurm 22.05 to 25.11. Options that print and exit (``--help``, ``--usage``,
+``--version``, ``--test-only``) or that make sbatch itself wait are left out.
+"""
+
+from __future__ import annotations
+
+SBATCH_OPTIONS = frozenset(
+    """
+    account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment constraint
+    container container-id contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline
+    delay-boot dependency distribution error exclude exclusive export export-file extra extra-node-info get-user-env
+    gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint hold ignore-pbs input
+    job-name kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus
+    network nice nodefile nodelist no-requeue ntasks-per-core ntasks-per-gpu ntasks-per-socket oom-kill-step
+    open-mode output overcommit oversubscribe partition power prefer priority profile propagate qos quiet reboot
+    reservation resv-ports segment sockets-per-node spread-job stepmgr switches thread-spec threads-per-core time
+    time-min tmp tres-bind tres-per-task uid use-min-nodes verbose wait-all-nodes wckey x11
+    """.split()  # noqa: SIM905 - a hundred quoted words would be harder to read
+)
+
+OWNED_OPTIONS = {
+    "signal": "use preemption.signal and preemption.signal_lead_s",
+    "nodes": "use nodes",
+    "ntasks": "one agent runs on each node; use nproc_per_node for workers",
+    "ntasks-per-node": "one agent runs on each node; use nproc_per_node for workers",
+    "open-mode": "logs always append, so that a requeue keeps them",
+    "no-requeue": "use requeue: false",
+    "array": "a run is one job; submit each run by itself",
+    "wrap": "use command",
+}
+"""Options that slurmft sets itself, with what to use instead."""

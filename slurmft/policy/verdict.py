@@ -1,0 +1,72 @@
+"""What ended an attempt, and what is done about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Cause(StrEnum):
+    """What ended an attempt; the vocabulary of the journal and of ``slurmft explain``."""
+
+    FINISHED = "finished"
+    PREEMPTED = "preempted"
+    TIME_LIMIT = "time limit"
+    SIGNALLED = "signalled"
+    STOPPED_BY_USER = "stopped by user"
+    REQUEUED_BY_USER = "requeued by user"
+    WORKER_ERROR = "worker error"
+    SIGNAL_CRASH = "signal crash"
+    NODE_LOST = "node lost"
+    LAUNCH_FAILURE = "launch failure"
+    RERUN_ELSEWHERE = "rerun elsewhere"
+    VALIDATION_FAILED = "result validation failed"
+    CANCELLED = "cancelled"
+
+
+PLANNED = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.SIGNALLED, Cause.STOPPED_BY_USER, Cause.REQUEUED_BY_USER})
+"""Causes that never spend the failure budget (design, ordering rule 7)."""
+
+EXIT_RERUN_ELSEWHERE = 16
+EXIT_VALIDATION_FAILED = 17
+EXIT_TEMPORARY = 75
+EXIT_DO_NOT_REQUEUE = 93
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What ended one attempt."""
+
+    cause: Cause
+    reason: str
+    """One sentence with the evidence: which rank, which node, which signal."""
+
+    exit_code: int = 0
+    """The first failing worker's own code; 0 when none failed."""
+
+    first_step: int = 0
+    """Step the attempt resumed from."""
+
+    last_step: int = 0
+    """Newest step any rank had reached."""
+
+    saved_step: int | None = None
+    """Step of the newest checkpoint this attempt committed; None when it committed none."""
+
+
+class Action(StrEnum):
+    """What follows an attempt."""
+
+    FINISH = "finish"
+    CONTINUE = "continue"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What is done about a verdict, always with its reason."""
+
+    action: Action
+    reason: str
+    exit_code: int
+    """The supervisor's exit code, unless Slurm restarts the job first."""

@@ -1,0 +1,48 @@
+"""What the environment says about the job around us, and what must not leak from it into another job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_LEAKING = ("SLURM_", "SLURMD_", "SLURMFT_", "SUBMITIT_", "PMI_", "PMIX_", "TORCHELASTIC_", "SRUN_DEBUG")
+_KEPT = frozenset({"SLURM_CONF", "SLURM_CLUSTERS", "SLURMFT_RUNS", "SUBMITIT_PREEMPT_SIGNAL"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmJob:
+    """The job this process runs in."""
+
+    job_id: str
+    """As commands take it: ``123``, or ``123_4`` for an array task."""
+
+    restart: int
+    nodes: str
+    """Hostlist of the allocation."""
+
+    node_count: int
+    partition: str
+
+
+def current_job(environment: Mapping[str, str]) -> SlurmJob | None:
+    """The Slurm job around this process; None outside of one."""
+    job_id = environment.get("SLURM_JOB_ID")
+    if not job_id:
+        return None
+    if array := environment.get("SLURM_ARRAY_JOB_ID"):
+        job_id = f"{array}_{environment.get('SLURM_ARRAY_TASK_ID', '0')}"
+    return SlurmJob(
+        job_id=job_id,
+        restart=int(environment.get("SLURM_RESTART_COUNT", "0")),
+        nodes=environment.get("SLURM_JOB_NODELIST", ""),
+        node_count=int(environment.get("SLURM_JOB_NUM_NODES", "1")),
+        partition=environment.get("SLURM_JOB_PARTITION", ""),
+    )
+
+
+def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a job that is submitted from inside a job: without what describes the parent.
+
+    Slurm exports all of it otherwise, and the child believes in its parent's restart count and node list.
+    """
+    return {name: value for name, value in environment.items() if name in _KEPT or not name.startswith(_LEAKING)}

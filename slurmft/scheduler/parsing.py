@@ -1,0 +1,174 @@
+"""What Slurm printed, as values. Pure; tested on recorded output."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+
+JOB_FORMAT = "%i|%T|%r|%N|%B|%S|%e|%l|%P"
+"""squeue's fields, portable from 22.05 on; the ones that may hold a bar (none) would have to come last."""
+
+_NOTHING = frozenset({"", "N/A", "NONE", "None", "(null)", "Unknown", "n/a", "INVALID", "UNLIMITED", "NOT_SET"})
+
+ALIVE = frozenset(
+    {"RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "STAGE_OUT", "SIGNALING", "STOPPED", "RESIZING"}
+)
+WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRecord:
+    """One job as squeue shows it."""
+
+    job_id: str
+    state: str
+    reason: str
+    nodes: str
+    """Hostlist of the allocation; empty while pending."""
+
+    batch_host: str
+    start: float | None
+    """Unix time; of a pending job the expected one."""
+
+    end: float | None
+    """Unix time at which Slurm will end it: the limit, or the end of a preemption's grace."""
+
+    limit_s: float | None
+    partition: str
+
+    @property
+    def alive(self) -> bool:
+        """It has nodes."""
+        return self.state in ALIVE
+
+    @property
+    def waiting(self) -> bool:
+        """It is in the queue."""
+        return self.state in WAITING
+
+
+def parse_jobs(text: str) -> list[JobRecord]:
+    """The jobs in the output of ``squeue -o JOB_FORMAT``; lines of another shape (banners, errors) are skipped."""
+    return [_job(fields) for line in text.splitlines() if len(fields := line.strip().split("|")) == 9]
+
+
+def _job(fields: list[str]) -> JobRecord:
+    job_id, state, reason, nodes, batch_host, start, end, limit, partition = (field.strip() for field in fields)
+    return JobRecord(
+        job_id=job_id,
+        state=state,
+        reason=reason,
+        nodes="" if nodes in _NOTHING else nodes,
+        batch_host="" if batch_host in _NOTHING else batch_host,
+        start=parse_time(start),
+        end=parse_time(end),
+        limit_s=parse_duration_s(limit),
+        partition=partition,
+    )
+
+
+def parse_time(text: str) -> float | None:
+    """Unix seconds from ``SLURM_TIME_FORMAT=%s`` or from Slurm's standard local time; None where it says nothing."""
+    if text in _NOTHING:
+        return None
+    if text.isdecimal():
+        return float(text)
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+def parse_duration_s(text: str) -> float | None:
+    """Seconds in ``[D-]HH:MM:SS``, ``MM:SS`` or ``MM``; None for UNLIMITED and the like."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        return None
+    days, *parts = match.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    if days is not None:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:
+        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+    return float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def parse_pairs(text: str) -> dict[str, str]:
+    """``Key=Value`` words of scontrol; a value with blanks is cut at the first one."""
+    return dict(word.split("=", 1) for word in text.split() if "=" in word)
+
+
+class JobEnding(StrEnum):
+    """Why Slurm is ending a job, as far as the job itself can tell."""
+
+    NOT_ENDING = "not ending"
+    REQUEUED = "requeued"
+    PREEMPTED = "preempted"
+    TIME_LIMIT = "time limit"
+    CANCELLED = "cancelled"
+
+
+def parse_ending(text: str, restart: int) -> JobEnding:
+    """Why the job in ``scontrol -o show job`` is ending, seen from its ``restart``.
+
+    COMPLETING hides the base state, but a requeue counts the restart at once, a preemption leaves its time, and a time
+    limit leaves an end that is the start plus the limit; what remains is a cancellation (22.05 to 26.05).
+    """
+    pairs = parse_pairs(text)
+    state = pairs.get("JobState", "")
+    if state in ("RUNNING", "SUSPENDED", "CONFIGURING", "SIGNALING", "STOPPED", "RESIZING"):
+        return JobEnding.NOT_ENDING
+    if state in WAITING or int(pairs.get("Restarts", "0")) > restart:
+        return JobEnding.REQUEUED
+    if state == "PREEMPTED" or pairs.get("PreemptTime", "None") not in _NOTHING:
+        return JobEnding.PREEMPTED
+    start, end = parse_time(pairs.get("StartTime", "")), parse_time(pairs.get("EndTime", ""))
+    limit = parse_duration_s(pairs.get("TimeLimit", ""))
+    if state == "TIMEOUT" or (start and end and limit and end - start >= limit):
+        return JobEnding.TIME_LIMIT
+    return JobEnding.CANCELLED
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """The hosts in a hostlist such as ``gpu[01-03,7],login``, in order, zero padding kept.
+
+    Raises:
+        ValueError: brackets do not match.
+    """
+    hosts: list[str] = []
+    for part in _split_outside_brackets(text):
+        hosts.extend(_expand(part))
+    return hosts
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    parts, depth, start = [], 0, 0
+    for index, character in enumerate(text):
+        depth += (character == "[") - (character == "]")
+        if depth not in (0, 1):
+            raise ValueError(f"{text!r} is not a hostlist")
+        if character == "," and depth == 0:
+            parts.append(text[start:index])
+            start = index + 1
+    if depth:
+        raise ValueError(f"{text!r} is not a hostlist")
+    return [part for part in [*parts, text[start:]] if part]
+
+
+def _expand(part: str) -> list[str]:
+    match = re.match(r"([^\[]*)\[([^\]]+)\](.*)", part)
+    if match is None:
+        return [part]
+    prefix, ranges, rest = match.groups()
+    numbers: list[str] = []
+    for item in ranges.split(","):
+        first, dash, last = item.partition("-")
+        if dash:
+            numbers.extend(str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+        else:
+            numbers.append(first)
+    return [f"{prefix}{number}{tail}" for number in numbers for tail in _expand(rest)]

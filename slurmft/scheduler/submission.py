@@ -1,0 +1,235 @@
+"""Building and submitting jobs with submitit: the only home of submitit.
+
+submitit writes the script, calls sbatch (or starts its local controller) and keeps the files. Its own signal handling
+must not own the protocol: its handler saves and requeues inside the handler, and the requeue's own TERM enters it
+again. So the script runs the supervisor itself, with ``exec``: Slurm's batch step is the supervisor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.local.local import LocalExecutor
+from submitit.slurm.slurm import SlurmExecutor
+
+from slurmft.config import RunConfig
+from slurmft.errors import SlurmError, SlurmUnavailable, UsageError
+from slurmft.policy.sbatch_options import OWNED_OPTIONS, SBATCH_OPTIONS
+from slurmft.scheduler.environment import scrubbed
+from slurmft.storage.run_folder import RunFolder
+
+_SHORT_OPTIONS = {
+    "A": "account", "p": "partition", "q": "qos", "t": "time", "c": "cpus-per-task", "C": "constraint", "x": "exclude",
+    "w": "nodelist", "J": "job-name", "G": "gpus", "d": "dependency", "b": "begin", "L": "licenses", "o": "output",
+    "e": "error", "H": "hold", "D": "chdir", "N": "nodes", "n": "ntasks", "a": "array",
+}  # fmt: skip
+_FOREVER_MINUTES = 10 * 365 * 24 * 60
+
+
+@dataclass(frozen=True, slots=True)
+class RunSupervisor:
+    """What submitit is asked to run: the supervisor, in place of the calling process."""
+
+    config: Path
+
+    def argv(self) -> list[str]:
+        """The supervisor's command, in the interpreter that submits."""
+        return [sys.executable, "-u", "-m", "slurmft", "run", str(self.config)]
+
+    def __call__(self) -> None:
+        """Become the supervisor; returns only by raising OSError."""
+        os.execv(sys.executable, self.argv())  # noqa: S606 - an argument list, no shell
+
+
+class _SupervisorInSlurm(SlurmExecutor):
+    """Writes a script whose last line becomes the supervisor."""
+
+    supervisor: RunSupervisor
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 2  # a script can be written, and shown by --dry-run, where there is no Slurm
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return f"exec {shlex.join(self.supervisor.argv())}"
+
+
+class _SupervisorHere(LocalExecutor):
+    """Starts the supervisor as a process of this machine, below submitit's controller."""
+
+    supervisor: RunSupervisor
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return shlex.join(self.supervisor.argv())
+
+
+def parse_sbatch_options(arguments: Sequence[str]) -> dict[str, Any]:
+    """sbatch's options, as given behind ``--``, by their long names; a flag is True.
+
+    Raises:
+        UsageError: not an option of sbatch, or one that slurmft sets itself.
+    """
+    options: dict[str, Any] = {}
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.lstrip("-").partition("=")
+        if word.startswith("-") and not word.startswith("--"):
+            name, value = _SHORT_OPTIONS.get(word[1:2], word[1:2]), word[2:]
+            equals = "=" if value else ""
+        elif not word.startswith("--"):
+            raise UsageError(f"{word!r} is not an option of sbatch", hint="give --option=value behind --")
+        if name in OWNED_OPTIONS:
+            raise UsageError(f"--{name} is set by slurmft", hint=OWNED_OPTIONS[name])
+        if name not in SBATCH_OPTIONS:
+            raise UsageError(f"{word!r} is not an option of sbatch", hint="see the manual page sbatch(1)")
+        if not equals and words and not words[0].startswith("-"):
+            equals, value = "=", words.pop(0)
+        options[name] = value if equals else True
+    return options
+
+
+def script_text(config: RunConfig, run: RunFolder, options: Mapping[str, Any], avoid: frozenset[str]) -> str:
+    """The exact script that ``submit_to_slurm`` would submit."""
+    executor = _slurm_executor(config, run, options, avoid)
+    return str(executor._make_submission_file_text(executor._submitit_command_str, "dry-run"))
+
+
+def submit_to_slurm(config: RunConfig, run: RunFolder, options: Mapping[str, Any], avoid: frozenset[str]) -> str:
+    """Submit the run; returns the job id and leaves the script at ``run.script`` for successors.
+
+    Raises:
+        SlurmError: sbatch refused, with its own words.
+    """
+    executor = _slurm_executor(config, run, options, avoid)
+    inside = {name: value for name, value in os.environ.items() if name not in scrubbed(os.environ)}
+    with _without(inside):
+        try:
+            job = executor.submit(executor.supervisor)
+        except (FailedSubmissionError, FailedJobError) as error:
+            raise SlurmError(f"sbatch refused the job: {_last_words(error)}") from error
+        except FileNotFoundError as error:
+            raise SlurmUnavailable("there is no sbatch on this machine", hint="use --cluster local") from error
+    job_id = str(job.job_id)
+    run.script.write_bytes((run.submissions / f"{job_id}_submission.sh").read_bytes())
+    return job_id
+
+
+def submit_here(config: RunConfig, run: RunFolder) -> int:
+    """Start the supervisor on this machine in the background; returns the process id of submitit's controller.
+
+    The controller ignores Ctrl-C and the end of the terminal: the run is stopped with ``slurmft stop``.
+    """
+    executor = _SupervisorHere(run.submissions)
+    executor.supervisor = RunSupervisor(run.config)
+    executor.update_parameters(
+        timeout_min=_FOREVER_MINUTES, signal_delay_s=0, stderr_to_stdout=True, **_visible_gpus(config.nproc_per_node)
+    )
+    inside = {name: value for name, value in os.environ.items() if name not in scrubbed(os.environ)}
+    with _without(inside), _ignoring(signal.SIGINT, signal.SIGHUP), _output_to(run.submissions / "controller.log"):
+        return int(executor.submit(executor.supervisor).job_id)
+
+
+def local_log(run: RunFolder, controller_pid: int) -> Path:
+    """Where submitit's controller sends the supervisor's output."""
+    return run.submissions / f"{controller_pid}_0_log.out"
+
+
+def _slurm_executor(
+    config: RunConfig, run: RunFolder, options: Mapping[str, Any], avoid: frozenset[str]
+) -> _SupervisorInSlurm:
+    if any(ord(character) < 32 for character in str(run.path)):
+        raise UsageError(f"the run folder {str(run.path)!r} holds a line break or control character")
+    executor = _SupervisorInSlurm(run.submissions)
+    executor.supervisor = RunSupervisor(run.config)
+    parameters = _sbatch_parameters(config, run, options, avoid)
+    executor.update_parameters(
+        nodes=config.nodes,
+        ntasks_per_node=1,
+        use_srun=False,
+        stderr_to_stdout=True,
+        job_name=parameters.pop("job-name", config.name),
+        time=parameters.pop("time", None),  # submitit's default would limit the job to 5 minutes
+        wckey=parameters.pop("wckey", None),
+        additional_parameters=parameters,
+    )
+    return executor
+
+
+def _sbatch_parameters(
+    config: RunConfig, run: RunFolder, options: Mapping[str, Any], avoid: frozenset[str]
+) -> dict[str, Any]:
+    section = config.slurm
+    values = section.model_dump(exclude_none=True, exclude={"requeue", "no_kill", "srun_args"})
+    parameters = {key.replace("_", "-"): value for key, value in values.items() if value is not False}
+    parameters["output"] = section.output or str(run.logs).replace("%", "%%") + "/%j.log"
+    parameters["signal"] = f"{config.preemption.signal}@{config.preemption.signal_lead_s}"
+    parameters["open-mode"] = "append"
+    parameters["requeue" if section.requeue else "no-requeue"] = True
+    if section.no_kill:
+        parameters["no-kill"] = True
+    parameters |= options
+    if excluded := [*filter(None, [parameters.get("exclude")]), *sorted(avoid)]:
+        parameters["exclude"] = ",".join(excluded)
+    return parameters
+
+
+def _visible_gpus(count: int) -> dict[str, Any]:
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        gpus = [int(part) for part in visible.split(",") if part.strip().isdecimal()]
+    else:
+        gpus = sorted(int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*"))
+    return {"gpus_per_node": min(count, len(gpus)), "visible_gpus": gpus[:count]} if gpus else {}
+
+
+def _last_words(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if "error" in line.lower()]
+    return " ".join(line.replace("sbatch: error: ", "").strip() for line in lines) or str(error)
+
+
+@contextlib.contextmanager
+def _without(variables: Mapping[str, str]) -> Iterator[None]:
+    for name in variables:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(variables)
+
+
+@contextlib.contextmanager
+def _output_to(path: Path) -> Iterator[None]:
+    """Children started inside hold on to ``path``, not to our terminal or to a pipe that somebody reads us through."""
+    saved = [os.dup(descriptor) for descriptor in range(3)]
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        for descriptor, target in enumerate((nothing, log, log)):
+            os.dup2(target, descriptor)
+        yield
+    finally:
+        for descriptor, before in enumerate(saved):
+            os.dup2(before, descriptor)
+        for opened in (*saved, nothing, log):
+            os.close(opened)
+
+
+@contextlib.contextmanager
+def _ignoring(*numbers: signal.Signals) -> Iterator[None]:
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""The run folder and its files. No torch, no Slurm."""

@@ -1,0 +1,77 @@
+"""The stop agreement, the worker's side: one integer compare per step."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from slurmft.launch.heartbeat import Page, Slot, StopAction
+from slurmft.policy.stop import END
+from slurmft.training.signals import StopSignal
+
+HOLD_PAUSE_S = 0.0005
+COLLECTIVE_EVERY_TICKS = 8
+
+
+class Agreement(Protocol):
+    """Tells a worker at each tick what all ranks do at it."""
+
+    def at(self, tick: int) -> StopAction:
+        """What to do at this tick; the same on all ranks."""
+
+    def answered(self, tick: int) -> None:
+        """It has been done."""
+
+
+class AgreementByAgent:
+    """Through the heartbeat page: no collective, no system call while nobody asks."""
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+        self._acted_on = -1
+
+    def at(self, tick: int) -> StopAction:
+        """Publish the tick, then compare; hold at a proposal until it is committed, moved or withdrawn."""
+        page = self._page
+        page[Slot.TICK] = tick
+        if tick < page[Slot.PROPOSED]:
+            return StopAction.NONE
+        while True:
+            proposed = page[Slot.PROPOSED]
+            if tick < proposed or proposed == self._acted_on:
+                page[Slot.HOLDING] = -1
+                return StopAction.NONE
+            page[Slot.HOLDING] = proposed
+            if page[Slot.COMMITTED] == proposed:
+                self._acted_on = proposed
+                return StopAction(page[Slot.ACTION])
+            time.sleep(HOLD_PAUSE_S)
+
+    def answered(self, tick: int) -> None:
+        """Tell the agent."""
+        self._page[Slot.ANSWERED] = tick
+
+
+class AgreementByCollective:
+    """Without an agent (plain srun, torchrun): one small all-reduce every few ticks."""
+
+    def __init__(self, stop: StopSignal, device: torch.device, world_size: int) -> None:
+        self._stop, self._device, self._world_size = stop, device, world_size
+        self._count = 0
+
+    def at(self, tick: int) -> StopAction:
+        """Whether any rank has seen the signal; asked of all every COLLECTIVE_EVERY_TICKS calls."""
+        self._count += 1
+        if self._world_size == 1 or not dist.is_initialized():
+            return StopAction.SAVE_AND_STOP if self._stop.seen else StopAction.NONE
+        if self._count % COLLECTIVE_EVERY_TICKS or tick >= END:
+            return StopAction.NONE
+        seen = torch.tensor([int(self._stop.seen)], device=self._device)
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+        return StopAction.SAVE_AND_STOP if int(seen.item()) else StopAction.NONE
+
+    def answered(self, tick: int) -> None:
+        """Nobody to tell."""

@@ -1,0 +1,247 @@
+"""The session: what a trainer's own script needs to survive. A few lines of it are enough:
+
+    with start_session(seed=1) as session:
+        loaded = checkpoints.load_latest(model, optimizer)
+        for step in session.steps(start=loaded.step, until=1000, save=save):
+            ...
+
+It finds out by itself whether an agent watches (a heartbeat page in the environment), and does without one under plain
+srun, torchrun or python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from slurmft.launch.heartbeat import NOTHING, PAGE_VARIABLE, Page, Slot, State, StopAction
+from slurmft.policy.stop import END, tick_of
+from slurmft.policy.verdict import EXIT_TEMPORARY
+from slurmft.training import rng
+from slurmft.training.agreement import AgreementByAgent, AgreementByCollective
+from slurmft.training.groups import ProcessGroups
+from slurmft.training.signals import StopSignal
+
+Batch = TypeVar("Batch")
+SaveFunction = Callable[[int], Any]
+
+log = logging.getLogger(__name__)
+
+
+class PlannedStop(SystemExit):
+    """Ends the worker after an agreed stop; exit code 75. Not an ``Exception``, so that trainers do not swallow it."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(EXIT_TEMPORARY)
+        self.step = step
+
+
+class Session:
+    """One worker's part of the run. Use ``start_session``; leave it as a context manager."""
+
+    rank: int
+    """This worker's rank in the world."""
+
+    local_rank: int
+    """Its rank on its node."""
+
+    world_size: int
+    """Ranks in all."""
+
+    device: torch.device
+    """Where its model belongs."""
+
+    checkpoint_dir: Path
+    """Where the run's checkpoints live."""
+
+    def __init__(self, page: Page | None, groups: ProcessGroups) -> None:
+        environment = os.environ
+        self.rank = int(environment.get("RANK", "0"))
+        self.local_rank = int(environment.get("LOCAL_RANK", "0"))
+        self.world_size = int(environment.get("WORLD_SIZE", "1"))
+        self.device = groups.device
+        self.checkpoint_dir = Path(environment.get("SLURMFT_CHECKPOINT_DIR", "checkpoints"))
+        self._interval_steps = int(environment.get("SLURMFT_CHECKPOINT_INTERVAL_STEPS", "100"))
+        self._groups = groups
+        self._signal = StopSignal.install()
+        self._page = page or Page.private()
+        self._agreement = (
+            AgreementByAgent(self._page)
+            if page is not None
+            else AgreementByCollective(self._signal, groups.device, self.world_size)
+        )
+        self._save: SaveFunction | None = None
+        self._step = self._sub = 0
+        self._page[Slot.STATE] = State.SETUP
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this is rank 0: the one that prints."""
+        return self.rank == 0
+
+    def steps(self, *, start: int, until: int, save: SaveFunction) -> Iterator[int]:
+        """The numbers of the steps to do: ``start`` up to ``until - 1``.
+
+        ``save(step)`` is called on every rank, with the number of steps that are complete: every
+        ``checkpoint.interval_steps``, when somebody asks for it, before a stop, and at the end. A stop raises
+        PlannedStop here, after the save, on all ranks at the same step.
+
+        Raises:
+            PlannedStop: the run was asked to stop, and its state is saved.
+            ValueError: ``start`` is negative.
+        """
+        if start < 0:
+            raise ValueError(f"start={start} is not a number of completed steps")
+        self._save = save
+        page = self._page
+        page[Slot.RESUMED] = page[Slot.STEP] = start
+        page[Slot.UNTIL] = until
+        page[Slot.STATE] = State.TRAINING
+        saved = start if start else NOTHING  # resumed from it, so it is on disk
+        page[Slot.SAVED] = NOTHING
+        for step in range(start, until):
+            self._step, self._sub = step, 0
+            if self._interval_steps and step > start and step % self._interval_steps == 0 and saved != step:
+                self._save_now(step)
+                saved = step
+            self._at_tick(tick_of(step), saved)
+            yield step
+            self._signal.chain_again()
+            self._step_is_done(step + 1, start)
+        self._step, self._sub = until, 0
+        if until > start:
+            self._save_now(until)
+        page[Slot.TICK] = END
+        page[Slot.STATE] = State.FINISHED
+
+    def evaluating(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Iterate over the batches of an evaluation inside a step, stopping between two of them when asked to.
+
+        The evaluation leaves no trace in the training's random numbers. A stop inside of it saves the state of the step
+        it belongs to, so that the resumed run repeats the whole evaluation: put it at the beginning of a step.
+
+        Raises:
+            PlannedStop: the run was asked to stop, and its state is saved.
+        """
+        before = rng.capture()
+        self._page[Slot.STATE] = State.EVALUATING
+        try:
+            for batch in batches:
+                self._sub += 1
+                self._at_tick(tick_of(self._step, self._sub), None, before)
+                yield batch
+        finally:
+            rng.restore(before)
+            self._page[Slot.STATE] = State.TRAINING
+
+    def report(self, **metrics: float) -> None:
+        """Show numbers beside the step in ``slurmft status``; the first one is kept. Call it as often as you like."""
+        for value in metrics.values():
+            self._page.set_metric(float(value))
+            return
+
+    def new_group(self, ranks: list[int] | None = None, **options: Any) -> Any:
+        """``torch.distributed.new_group`` with the configured timeout, which torch does not hand down by itself."""
+        return self._groups.new_group(ranks, **options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, PlannedStop | SystemExit):
+            self._page[Slot.STATE] = State.FAILED
+        self._groups.close(orderly=kind is None or isinstance(error, PlannedStop))
+
+    def _step_is_done(self, step: int, start: int) -> None:
+        page = self._page
+        page[Slot.STEP] = step
+        page.touch(Slot.PROGRESS_AT)
+        if step == start + 1:
+            page.touch(Slot.FIRST_STEP_AT)
+            self._groups.after_first_step()
+
+    def _at_tick(self, tick: int, saved: int | None, randomness: dict[str, Any] | None = None) -> None:
+        action = self._agreement.at(tick)
+        if action is StopAction.NONE:
+            return
+        step = self._step
+        if saved != step:
+            if randomness is not None:
+                now = rng.capture()
+                rng.restore(randomness)
+            self._save_now(step)
+            if randomness is not None:
+                rng.restore(now)
+        else:
+            self._page[Slot.SAVED] = step
+        self._agreement.answered(tick)
+        if action is StopAction.SAVE_AND_STOP:
+            self._page[Slot.STATE] = State.STOPPED
+            raise PlannedStop(step)
+
+    def _save_now(self, step: int) -> None:
+        state = self._page[Slot.STATE]
+        self._page[Slot.STATE] = State.SAVING
+        began = time.monotonic()
+        if self._save is None:
+            raise RuntimeError("session.evaluating() needs session.steps() around it: only that knows how to save")
+        self._save(step)
+        self._page[Slot.SAVED] = step
+        self._page[Slot.STATE] = state
+        if self.is_lead:
+            log.info("saved step %d in %.2f s", step, time.monotonic() - began)
+
+
+def start_session(*, seed: int | None = None, backend: str | None = None) -> Session:
+    """Join the run: process group with the configured timeouts, device, seeds, and the agent's heartbeat page.
+
+    ``seed`` seeds python and torch (and numpy where it is imported) the same way on every start; a checkpoint's own
+    random state replaces it. ``backend`` overrides ``nccl.backend``.
+
+    Raises:
+        torch.distributed.DistError: the process group cannot be joined.
+    """
+    if not logging.getLogger().handlers:
+        logging.basicConfig(level=logging.INFO, format="slurmft rank %(rank)s: %(message)s", handlers=[_handler()])
+    path = os.environ.get(PAGE_VARIABLE)
+    page = Page.attach(Path(path)) if path else None
+    if seed is not None:
+        random.seed(seed)
+        torch.manual_seed(seed)
+    groups = ProcessGroups.join(backend)
+    session = Session(page, groups)
+    if session.is_lead:
+        log.info("%s", json.dumps({"process group": groups.facts(), "agent": page is not None}))
+    return session
+
+
+def _handler() -> logging.Handler:
+    handler = logging.StreamHandler()
+    rank = os.environ.get("RANK", "0")
+
+    def add_rank(record: logging.LogRecord) -> bool:
+        record.rank = rank
+        return True
+
+    handler.addFilter(add_rank)
+    return handler
+
+
+def destroy() -> None:
+    """Leave the process group, if one was joined."""
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()

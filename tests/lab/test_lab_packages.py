@@ -1,0 +1,76 @@
+"""When no lab can be built: the reason, and what is done about it. Nothing is installed here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import slurmft
+from slurmft.errors import LabUnavailable
+from slurmft.lab import packages
+from slurmft.lab.cluster import Lab
+
+
+@pytest.fixture
+def only_util_linux(monkeypatch):
+    present = {"nsenter", "setpriv", "apt-get"}
+    monkeypatch.setattr(packages.shutil, "which", lambda name, path: f"/bin/{name}" if name in present else None)
+
+
+def test_missing_packages_are_named_once(only_util_linux):
+    assert packages.missing_packages(accounting=False) == (
+        "slurmctld",
+        "slurmd",
+        "slurm-client",
+        "munge",
+        "iproute2",
+        "passwd",
+    )
+    assert packages.missing_packages(accounting=True)[-2:] == ("slurmdbd", "mariadb-server")
+
+
+def test_missing_packages_are_a_reason_to_skip(only_util_linux, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert Lab.availability().startswith("Slurm's packages are missing: slurmctld slurmd")
+
+
+def test_root_installs_what_is_missing_without_recommendations(only_util_linux, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    calls = []
+    monkeypatch.setattr(packages, "run", lambda argv, **options: calls.append(list(argv)) or "")
+    with pytest.raises(LabUnavailable, match="packages are missing"):  # nothing was really installed
+        packages.ensure_packages(accounting=False)
+    assert [call[0] for call in calls] == ["apt-get", "apt-get"]
+    assert calls[0][-1] == "update"
+    assert calls[1][-8:-6] == ["install", "--no-install-recommends"]
+
+
+def test_an_ordinary_user_is_told_so_and_installs_nothing(only_util_linux, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "needs root" in Lab.availability()
+    with pytest.raises(LabUnavailable, match="needs root"):
+        packages.ensure_packages(accounting=False)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
+@pytest.mark.parametrize("words", [["up"], ["down"], ["status"], ["exec", "true"], ["kill-node", "n1"]], ids=" ".join)
+def test_the_command_line_exits_69_without_root(words, tmp_path):
+    launch = "import os, runpy, sys; import slurmft.cli.lab; os.setgid(65534); os.setuid(65534); "
+    launch += "sys.argv[0] = 'lab'; runpy.run_module('slurmft.cli.lab', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", launch, "--folder", "/var/lib/slurmft-lab-nobody", *words],
+        capture_output=True,
+        text=True,
+        cwd=Path(slurmft.__file__).parent.parent,
+        timeout=30,
+        check=False,
+    )
+    if words == ["down"]:  # there is nothing there, so nothing needs root
+        assert done.returncode == 0
+        return
+    assert done.returncode == 69, done.stderr
+    assert done.stderr.startswith("slurmft: the Slurm lab needs root")

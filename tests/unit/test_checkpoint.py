@@ -1,0 +1,426 @@
+"""One process: what is saved comes back exactly, and whatever happens to a checkpoint, an older good one is found."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from slurmft.checkpoint import Catalog, CheckpointManager, manager
+from slurmft.errors import CheckpointError, DataError, Fenced, UsageError
+from slurmft.training.data import ByteCorpus, WindowLoader
+
+
+class Run:
+    """A tiny training run with everything that has state: dropout, a schedule, a scaler, a loader."""
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        corpus = ByteCorpus(torch.arange(2000, dtype=torch.int64).to(torch.uint8), "numbers")
+        self.loader = WindowLoader(corpus, 8, 4, seed=5)
+        self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=50)
+
+    @property
+    def parts(self):
+        return {"scheduler": self.scheduler, "loader": self.loader}
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            x, _ = next(self.loader)
+            noise = random.random() + float(np.random.rand())
+            loss = (self.model(x.float() / 256 + noise) ** 2).mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+
+    def weights(self) -> list[torch.Tensor]:
+        return [weight.detach().clone() for weight in self.model.state_dict().values()]
+
+
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run()
+
+
+@pytest.fixture
+def three(tmp_path: Path, run: Run) -> CheckpointManager:
+    """Checkpoints of steps 1, 2 and 3."""
+    checkpoints = CheckpointManager(tmp_path)
+    for step in (1, 2, 3):
+        run.train(1)
+        checkpoints.save(run.model, run.optimizer, step=step, metrics={"loss": step}, **run.parts)
+    return checkpoints
+
+
+def newest(checkpoints: CheckpointManager) -> Path:
+    return Catalog(checkpoints.directory).committed()[0].path
+
+
+def steps(folder: Path) -> list[int]:
+    return [entry.step for entry in Catalog(folder).committed()]
+
+
+def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path):
+    whole = Run()
+    whole.train(20)
+    first = Run()
+    first.train(7)
+    CheckpointManager(tmp_path).save(first.model, first.optimizer, step=7, metrics={}, **first.parts)
+    second = Run(seed=99)
+    second.train(3)
+    loaded = CheckpointManager(tmp_path).load_latest(second.model, second.optimizer, **second.parts)
+    second.train(20 - loaded.step)
+    assert same(whole.weights(), second.weights())
+
+
+def test_saving_does_not_disturb_training(tmp_path):
+    plain, saving = Run(), None
+    plain.train(6)
+    saving = Run()
+    for step in range(6):
+        saving.train(1)
+        CheckpointManager(tmp_path).save(saving.model, saving.optimizer, step=step + 1, **saving.parts)
+    assert same(plain.weights(), saving.weights())
+
+
+def test_an_empty_or_absent_directory_is_a_fresh_start(tmp_path, run):
+    for folder in (tmp_path, tmp_path / "absent"):
+        loaded = CheckpointManager(folder).load_latest(run.model, run.optimizer)
+        assert (loaded.found, loaded.step, loaded.path, loaded.skipped) == (False, 0, None, ())
+        assert not CheckpointManager(folder).load_best(run.model, run.optimizer).found
+
+
+def test_what_load_returns(tmp_path, run):
+    checkpoints = CheckpointManager(tmp_path)
+    path = checkpoints.save(
+        run.model, run.optimizer, step=4, metrics={"loss": torch.tensor(0.5)}, extra={"ema": torch.ones(2), "name": "x"}
+    )
+    loaded = checkpoints.load_latest(run.model, run.optimizer)
+    assert (loaded.step, loaded.path, loaded.metrics, loaded.world_size) == (4, path, {"loss": 0.5}, 1)
+    assert loaded.extra["name"] == "x" and torch.equal(loaded.extra["ema"], torch.ones(2))
+
+
+def test_a_gradient_scaler_comes_back(tmp_path, run):
+    class Scaler:
+        def __init__(self, scale):
+            self.scale = scale
+
+        def state_dict(self):
+            return {"scale": self.scale}
+
+        def load_state_dict(self, state_dict):
+            self.scale = state_dict["scale"]
+
+    CheckpointManager(tmp_path).save(run.model, run.optimizer, step=1, scaler=Scaler(1024.0))
+    fresh = Scaler(1.0)
+    CheckpointManager(tmp_path).load_latest(run.model, run.optimizer, scaler=fresh)
+    assert fresh.scale == 1024.0
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+
+def truncate(folder: Path) -> None:
+    with (folder / "shared.pt").open("r+b") as stream:
+        stream.truncate(100)
+
+
+def flip(name: str):
+    def damage(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (folder / name).write_bytes(content)
+
+    return damage
+
+
+def remove(name: str):
+    return lambda folder: (folder / name).unlink()
+
+
+def marker(text: str):
+    return lambda folder: (folder / "manifest.json").write_text(text)
+
+
+def edit_marker(**changes):
+    def damage(folder: Path) -> None:
+        value = json.loads((folder / "manifest.json").read_text())
+        (folder / "manifest.json").write_text(json.dumps(value | changes))
+
+    return damage
+
+
+def marker_is_a_folder(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").mkdir()
+
+
+def trusted_garbage(folder: Path) -> None:
+    """Right size and hash, wrong content: written so by a sick host."""
+    import hashlib
+
+    garbage = b"not a checkpoint" * 10
+    (folder / "shared.pt").write_bytes(garbage)
+    value = json.loads((folder / "manifest.json").read_text())
+    value["files"]["shared.pt"] = {"bytes": len(garbage), "sha256": hashlib.sha256(garbage).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(value))
+
+
+DAMAGES = [
+    pytest.param(truncate, "shared.pt has the wrong size", id="truncated"),
+    pytest.param(flip("shared.pt"), "shared.pt has the wrong sha256", id="flipped-bit"),
+    pytest.param(flip("rank-00000.pt"), "rank-00000.pt has the wrong sha256", id="flipped-bit-of-rank-file"),
+    pytest.param(remove("shared.pt"), "shared.pt is missing", id="no-shared-file"),
+    pytest.param(remove("rank-00000.pt"), "rank-00000.pt is missing", id="no-rank-file"),
+    pytest.param(trusted_garbage, "shared.pt cannot be read", id="garbage-with-a-right-hash"),
+    pytest.param(marker("{"), "manifest.json cannot be read", id="marker-cut-off"),
+    pytest.param(marker("[]"), "manifest.json cannot be read", id="marker-not-an-object"),
+    pytest.param(marker('{"format": 1}'), "manifest.json cannot be read", id="marker-empty"),
+    pytest.param(edit_marker(step=77), "manifest.json cannot be read", id="marker-of-another-step"),
+    pytest.param(edit_marker(files={"../x": {"bytes": 1, "sha256": ""}}), "manifest.json cannot", id="path-escapes"),
+    pytest.param(edit_marker(files={}), "shared.pt is missing", id="marker-lists-nothing"),
+    pytest.param(edit_marker(format=99), "manifest.json was written by a newer slurmft", id="newer-format"),
+    pytest.param(marker_is_a_folder, "manifest.json cannot be read", id="marker-is-a-folder"),
+]
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGES)
+def test_a_damaged_newest_checkpoint_is_skipped_with_its_reason(three, damage, reason, caplog):
+    damaged = newest(three)
+    damage(damaged)
+    fresh = Run(seed=3)
+    loaded = CheckpointManager(three.directory).load_latest(fresh.model, fresh.optimizer, **fresh.parts)
+    assert loaded.step == 2
+    [(path, why)] = loaded.skipped
+    assert path == damaged and reason in why
+    assert str(damaged) in caplog.text and reason in caplog.text
+
+
+def test_nothing_usable_is_an_error_that_names_each_and_changes_nothing(three):
+    paths = [entry.path for entry in Catalog(three.directory).committed()]
+    for path, damage in zip(paths, [truncate, flip("shared.pt"), marker("{")], strict=True):
+        damage(path)
+    fresh = Run(seed=3)
+    before = fresh.weights()
+    with pytest.raises(CheckpointError) as caught:
+        three.load_latest(fresh.model, fresh.optimizer, **fresh.parts)
+    assert all(str(path) in str(caught.value) for path in paths)
+    assert same(before, fresh.weights()) and fresh.loader.position == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(), torch.nn.Linear(16, 2)),
+            "2.weight is [1, 16]",
+        ),
+        (torch.nn.Linear(8, 16), "it lacks bias, weight"),
+        (torch.nn.Sequential(torch.nn.Linear(8, 16)), "this model has no 2.bias, 2.weight"),
+    ],
+    ids=["shape", "missing", "unknown"],
+)
+def test_a_model_that_does_not_fit_is_an_error_and_stays_whole(three, model, message):
+    before = [weight.detach().clone() for weight in model.parameters()]
+    with pytest.raises(CheckpointError, match="does not fit") as caught:
+        three.load_latest(model, torch.optim.AdamW(model.parameters()))
+    assert message in str(caught.value)
+    assert same(before, list(model.parameters()))
+
+
+def test_an_optimizer_that_does_not_fit_is_an_error(three, run):
+    with pytest.raises(CheckpointError, match="parameters per optimizer group"):
+        three.load_latest(run.model, torch.optim.AdamW(list(run.model.parameters())[:1]))
+
+
+def test_other_data_is_refused_before_the_model_is_touched(three):
+    fresh = Run(seed=3)
+    before = fresh.weights()
+    other = WindowLoader(ByteCorpus(torch.zeros(99, dtype=torch.uint8), "zeros"), 8, 4, seed=5)
+    with pytest.raises(DataError, match="zeros"):
+        three.load_latest(fresh.model, fresh.optimizer, scheduler=fresh.scheduler, loader=other)
+    assert same(before, fresh.weights())
+
+
+def test_what_is_missing_on_either_side_is_a_warning(tmp_path, run, caplog):
+    CheckpointManager(tmp_path).save(run.model, run.optimizer, step=1, loader=run.loader)
+    CheckpointManager(tmp_path).load_latest(run.model, run.optimizer, scheduler=run.scheduler)
+    assert "holds no scheduler state" in caplog.text
+    assert "no loader was passed" in caplog.text
+
+
+# ---- transactions ----------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_fails_the_save_and_leaves_the_older_one(three, run):
+    before = steps(three.directory)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, hard))
+    try:
+        with pytest.raises(CheckpointError, match="rank 0: File too large"):
+            three.save(run.model, run.optimizer, step=4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert steps(three.directory) == before
+    assert len(list(three.directory.iterdir())) == 3
+    three.save(run.model, run.optimizer, step=4)
+    assert three.load_latest(run.model, run.optimizer).step == 4
+
+
+def test_a_full_filesystem_fails_the_save(tmp_path, run):
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small filesystem needs root")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(tmp_path)], check=False)
+    if mounted.returncode:
+        pytest.skip("this machine forbids mounting a tmpfs")
+    try:
+        checkpoints = CheckpointManager(tmp_path)
+        checkpoints.save(run.model, run.optimizer, step=1)
+        model = torch.nn.Linear(300, 300)
+        with pytest.raises(CheckpointError, match=os.strerror(errno.ENOSPC)):
+            checkpoints.save(model, torch.optim.SGD(model.parameters()), step=2)
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000001.g0.c1"]
+        assert checkpoints.load_latest(run.model, run.optimizer).step == 1
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_read_only_place_fails_the_save(tmp_path, run):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        CheckpointManager(tmp_path / "file" / "checkpoints").save(run.model, run.optimizer, step=1)
+
+
+def test_values_that_weights_only_would_refuse_are_refused_when_saving(three, run):
+    for value in (object(), lambda: 0, Path("x")):
+        with pytest.raises(CheckpointError):
+            three.save(run.model, run.optimizer, step=4, extra={"value": value})
+    assert steps(three.directory) == [3, 2, 1]
+    assert len(list(three.directory.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    "bad", [{"step": -1}, {"step": 10**15}, {"step": 1.5}, {"step": 4, "metrics": {"loss": "low"}}]
+)
+def test_bad_arguments_commit_nothing(three, run, bad):
+    with pytest.raises(CheckpointError):
+        three.save(run.model, run.optimizer, **bad)
+    assert steps(three.directory) == [3, 2, 1]
+    assert len(list(three.directory.iterdir())) == 3
+
+
+def test_left_overs_are_never_trusted_and_go_at_the_next_load(three, run):
+    left_over = three.directory / "step-00000009.g0.c9"
+    shutil.copytree(newest(three), left_over)
+    (left_over / "manifest.json").unlink()
+    assert CheckpointManager(three.directory).load_latest(run.model, run.optimizer).step == 3
+    assert not left_over.exists()
+
+
+def test_a_reader_leaves_the_running_save_of_a_newer_generation_alone(three, run, monkeypatch):
+    running = three.directory / "step-00000009.g7.c9"
+    running.mkdir()
+    three.load_latest(run.model, run.optimizer)
+    assert running.exists()
+    monkeypatch.setenv("SLURMFT_GENERATION", "7")
+    three.load_latest(run.model, run.optimizer)
+    assert not running.exists()
+
+
+def test_a_fenced_attempt_commits_nothing(three, run, monkeypatch, tmp_path_factory):
+    run_folder = tmp_path_factory.mktemp("run")
+    (run_folder / "owner.json").write_text('{"format": 1, "generation": 8, "job": "77"}')
+    monkeypatch.setenv("SLURMFT_RUN_FOLDER", str(run_folder))
+    monkeypatch.setenv("SLURMFT_GENERATION", "7")
+    with pytest.raises(Fenced):
+        three.save(run.model, run.optimizer, step=4)
+    assert steps(three.directory) == [3, 2, 1]
+
+
+def test_an_attempt_fenced_while_it_writes_commits_nothing(three, run, monkeypatch, tmp_path_factory):
+    run_folder = tmp_path_factory.mktemp("run")
+    monkeypatch.setenv("SLURMFT_RUN_FOLDER", str(run_folder))
+    monkeypatch.setenv("SLURMFT_GENERATION", "7")
+    write_payload = manager.write_payload
+
+    def overtaken(path, payload):
+        (run_folder / "owner.json").write_text('{"format": 1, "generation": 8, "job": "77"}')
+        return write_payload(path, payload)
+
+    monkeypatch.setattr(manager, "write_payload", overtaken)
+    with pytest.raises(Fenced):
+        three.save(run.model, run.optimizer, step=4)
+    assert steps(three.directory) == [3, 2, 1]
+    assert len(list(three.directory.iterdir())) == 3
+
+
+def test_the_marker_tells_who_wrote_it(tmp_path, run, monkeypatch):
+    monkeypatch.setenv("SLURMFT_GENERATION", "7")
+    monkeypatch.setenv("SLURMFT_ATTEMPT", "1234.1.2")
+    path = CheckpointManager(tmp_path).save(run.model, run.optimizer, step=5, metrics={"loss": math.inf})
+    assert path.name == "step-00000005.g7.c1"
+    value = json.loads((path / "manifest.json").read_text(), parse_constant=pytest.fail)
+    assert (value["generation"], value["attempt"], value["world_size"]) == (7, "1234.1.2", 1)
+    assert value["files"].keys() == {"shared.pt", "rank-00000.pt"}
+    assert value["files"]["shared.pt"]["bytes"] == (path / "shared.pt").stat().st_size
+    assert Catalog(tmp_path).committed()[0].metrics == {"loss": math.inf}
+
+
+def test_the_newest_commit_of_a_step_wins_and_replaces_the_older(three, run, monkeypatch):
+    monkeypatch.setenv("SLURMFT_GENERATION", "2")
+    first = three.save(run.model, run.optimizer, step=2, metrics={"loss": 9}, extra={"who": "second"})
+    loaded = three.load_latest(run.model, run.optimizer)
+    assert (loaded.path, loaded.extra) == (first, {"who": "second"})
+    assert steps(three.directory) == [2, 3, 1]
+
+
+def test_a_failed_save_of_a_committed_step_keeps_the_committed_one(three, run):
+    with pytest.raises(CheckpointError):
+        three.save(run.model, run.optimizer, step=3, extra={"value": object()})
+    assert three.load_latest(run.model, run.optimizer).step == 3
+
+
+def test_odd_directory_names(tmp_path, run):
+    folder = tmp_path / "a b'c\"d\ne" / "$(x)"
+    CheckpointManager(folder).save(run.model, run.optimizer, step=1)
+    assert CheckpointManager(str(folder)).load_latest(run.model, run.optimizer).step == 1
+
+
+def test_strangers_in_the_directory_are_left_alone(three, run):
+    for name in ("step-00000003.g0.c3.bak", "step-3.g0.c3", "step-00000007", "notes"):
+        (three.directory / name).mkdir()
+    (three.directory / "step-00000008.g0.c8").write_text("a file")
+    three.save(run.model, run.optimizer, step=4)
+    assert three.load_latest(run.model, run.optimizer).step == 4
+    assert len(list(three.directory.iterdir())) == 5 + 4  # three newest, and step 1, which is the best
+
+
+@pytest.mark.parametrize("bad", [{"keep_last_n": 0}, {"best_mode": "median"}])
+def test_settings_that_make_no_sense_are_refused(tmp_path, bad):
+    with pytest.raises(UsageError):
+        CheckpointManager(tmp_path, **bad)
+
+
+def test_a_sharded_model_is_refused(tmp_path, run):
+    run.model[0].weight.device_mesh = "a DTensor has one"
+    with pytest.raises(UsageError, match="sharded"):
+        CheckpointManager(tmp_path).save(run.model, run.optimizer, step=1)
