@@ -84,7 +84,7 @@ class Agent:
 
     async def _serve_one_connection(self, lease_s: float) -> None:
         folder = self._run.attempts / self._attempt
-        where = await asyncio.to_thread(read_json, folder / "control.json")
+        where = read_json(folder / "control.json")
         if where is None:
             raise OSError("the supervisor has not said yet where it listens")
         secret = (folder / "secret").read_bytes()

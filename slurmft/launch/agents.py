@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -84,8 +85,13 @@ class AgentPool:
 
     async def listen(self, host: str | None) -> int:
         """Open the port; None listens on every interface. Returns the port."""
-        self._server = await asyncio.start_server(self._serve, host, 0, limit=MAX_LINE_BYTES)
-        return int(self._server.sockets[0].getsockname()[1])
+        # one socket: given no host, start_server opens one per address family, each with a port of its own
+        if host is None and socket.has_dualstack_ipv6():
+            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            listener = socket.create_server((host or "", 0))
+        self._server = await asyncio.start_server(self._serve, sock=listener, limit=MAX_LINE_BYTES)
+        return int(listener.getsockname()[1])
 
     async def close(self) -> None:
         """Close the port and every connection."""
