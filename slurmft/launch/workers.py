@@ -161,9 +161,7 @@ class Workers:
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
             self._socket.close()
         if self._zygote is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._zygote.wait(timeout=0.5)
-            self._zygote.kill()
+            self._zygote.kill()  # it holds nothing, and the kernel ends its children with it
             self._zygote.wait()
         for worker in self.by_rank.values():
             worker.page.close()

@@ -9,8 +9,10 @@ Run as ``python -m slurmft.launch.zygote FD PRELOAD...``.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -19,6 +21,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,8 +36,8 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Serve fork requests until the agent is gone. In a forked child, become the worker and return its exit code."""
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Serve fork requests until the agent is gone. In a forked child, become the worker and end with its exit code."""
     die_with_parent()
     # Slurm sends its TERM to the whole tree on some sites; only the agent answers to it
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -44,8 +47,25 @@ def main(arguments: Sequence[str]) -> int:
         with contextlib.suppress(ImportError):  # a worker that needs it will say so itself
             importlib.import_module(module)
     _send(agent, {"kind": "ready", "pid": os.getpid()})
+    gc.collect()
+    gc.freeze()  # children share these pages for as long as no collector touches them
     worker = _serve(agent)
-    return 0 if worker is None else worker()
+    if worker is None:
+        os._exit(0)
+    _leave(worker())
+
+
+def _leave(code: int) -> NoReturn:
+    """End like an interpreter does, without taking the module state apart.
+
+    That part costs a forked child about a second of copying shared pages, and torch's destructors can deadlock in it.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
 
 
 def _serve(agent: socket.socket) -> Callable[[], int] | None:
@@ -159,4 +179,4 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])
