@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,8 @@ def submit(
     """Submit a run, or continue one that has stopped. Options behind -- go to sbatch."""
     settings = configuration.load(config, overrides)
     if data is not None:
+        if not Path(data).exists():
+            raise UsageError(f"--data: there is no {data}")
         settings = settings.model_copy(update={"command": (*settings.command, "--data", str(Path(data).absolute()))})
     run = RunFolder(settings.run_folder)
     where = _where(cluster)
@@ -49,12 +50,12 @@ def submit(
         return 0
     _refuse_if_finished_or_busy(run)
     _prepare(run, settings)
-    began = time.time()
+    told = len(run.journal().read())
     job = _submit(where, settings, run, options)
     click.echo(f"submitted {settings.name} as job {job}" if where == "slurm" else f"started {settings.name} ({job})")
     click.echo(f"run folder: {run.path}")
     if wait:
-        return watch(run, since=began, stop_on_interrupt=where == "local")
+        return watch(run, told=told, stop_on_interrupt=where == "local")
     click.echo(f"watch it with: slurmft status {run.path} --watch", err=True)
     return 0
 

@@ -21,9 +21,10 @@ _TOLD = frozenset({"stop requested", "requeued", "resubmitted", "starting anew",
                    "agent lost", "stop overdue", "stop without a save", "not continued", "save requested"})  # fmt: skip
 
 
-def watch(run: RunFolder, *, since: float, stop_on_interrupt: bool) -> int:
+def watch(run: RunFolder, *, told: int, stop_on_interrupt: bool) -> int:
     """Show progress until the run has ended; returns its exit code.
 
+    ``told`` is the length of the journal before the run was submitted: what stands there is of earlier submissions.
     Ctrl-C stops the watching; where the run lives on this machine it asks the run to save and end first.
     """
     console = Console()
@@ -34,7 +35,7 @@ def watch(run: RunFolder, *, since: float, stop_on_interrupt: bool) -> int:
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task(run.path.name, total=None, note="starting")
         try:
-            last = _follow(run, since, progress, bar)
+            last = _follow(run, told, progress, bar)
         except KeyboardInterrupt:
             if not stop_on_interrupt:
                 progress.stop()
@@ -42,16 +43,15 @@ def watch(run: RunFolder, *, since: float, stop_on_interrupt: bool) -> int:
                 return 130
             progress.update(bar, note="saving, then ending (Ctrl-C again leaves it to itself)")
             run.request("KILL", "Ctrl-C")
-            last = _follow(run, since, progress, bar)
-    return _report(run, last, since)
+            last = _follow(run, told, progress, bar)
+    return _report(run, last, run.journal().read()[told:])
 
 
-def _follow(run: RunFolder, since: float, progress: Progress, bar: TaskID) -> Overview:
-    told = 0
-    asked_slurm = 0.0
+def _follow(run: RunFolder, before: int, progress: Progress, bar: TaskID) -> Overview:
+    told, asked_slurm, since = before, 0.0, time.time()
     while True:
         time.sleep(FAST_S)
-        events = [event for event in run.journal().read() if event.seconds() >= since - 1.0]
+        events = run.journal().read()
         for event in events[told:]:
             if event.event in _TOLD:
                 progress.console.print(_told(event), highlight=False)
@@ -60,7 +60,9 @@ def _follow(run: RunFolder, since: float, progress: Progress, bar: TaskID) -> Ov
         if run.done() is not None or time.monotonic() - asked_slurm > SLURM_S:
             asked_slurm = time.monotonic()
             view = overviews([run])[0]
-            if view.state == "finished" or (view.state == "stopped" and any(e.event == "decision" for e in events)):
+            if view.state == "finished" or (
+                view.state == "stopped" and any(e.event == "decision" for e in events[before:])
+            ):
                 return view
             if view.state in ("stopped", "new") and time.time() - since > 30.0:
                 return view
@@ -81,15 +83,15 @@ def _told(event: Event) -> str:
     return ": ".join(words)
 
 
-def _report(run: RunFolder, view: Overview, since: float) -> int:
-    events = [event for event in run.journal().read() if event.seconds() >= since - 1.0]
+def _report(run: RunFolder, view: Overview, events: list[Event]) -> int:
     decisions = [event for event in events if event.event == "decision"]
     code = int(decisions[-1].details["exit_code"]) if decisions else EXIT_TEMPORARY
     starts = sum(event.event == "attempt started" for event in events)
     stops = sum(event.event == "stop requested" for event in events)
     click.echo(f"{view.run}: {view.state}. {view.detail}")
     click.echo(f"  steps      {view.step} of {view.until}" + (f", loss {view.metric:.4f}" if view.metric else ""))
-    click.echo(f"  time       {time.time() - since:.1f} s, {starts} starts, {stops} stops")
+    seconds = events[-1].seconds() - events[0].seconds() if events else 0.0
+    click.echo(f"  time       {seconds:.1f} s, {starts} starts, {stops} stops")
     click.echo(f"  saved      step {view.saved} in {run.path}")
     if digest := _final_digest(run):
         click.echo(f"  weights    sha256 {digest}")

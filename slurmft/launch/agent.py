@@ -91,8 +91,8 @@ class Agent:
         channel = await self._connect_any(where["hosts"], where["port"], secret)
         channel.send({"kind": "hello", "node": self._index, "host": self._host, "pid": os.getpid()})
         self._channel = channel
-        for message in self._unreported:
-            channel.send(message)
+        for report in self._unreported:
+            channel.send(report)
         self._unreported = []
         try:
             while not self._shutdown:

@@ -73,8 +73,9 @@ class Ending:
     def _continue_in_slurm(self, cluster: SlurmCluster, verdict: Verdict, decision: Decision) -> int:
         how = self.config.preemption.continue_by
         outside = cluster.why_ending()
-        if outside is not None and outside[0] is Cause.REQUEUED_BY_USER:
-            self.journal.append("slurm requeues", job=cluster.job.job_id)
+        if outside is not None and outside[0] in (Cause.REQUEUED_BY_USER, Cause.CANCELLED):
+            # somebody was faster: a second requeue would be one too many, and a cancelled run must stay cancelled
+            self.journal.append("left to slurm", reason=outside[1])
             return decision.exit_code
         if how == "auto" and verdict.cause is Cause.PREEMPTED and _preemption_cancels(cluster):
             reason = f"partition {cluster.job.partition} cancels what it preempts"

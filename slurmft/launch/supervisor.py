@@ -35,6 +35,7 @@ PEER_GRACE_S = 3.0
 """After one rank failed: how long the others may take to fail of it by themselves, and say why, before the kill."""
 
 PING_S = 5.0
+ENDED_BY_TERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
 WIND_DOWN_S = 10.0
 
 log = logging.getLogger(__name__)
@@ -160,7 +161,9 @@ class Supervisor:
             saved=message["saved"],
         )
         self._ends[rank] = end
-        if end.code != 0 and not end.stopped and not end.killed:
+        # a script that knows only the signal dies of it; its peers may still be saving, and have until the deadline
+        obeyed = self._planned is not None and end.code in ENDED_BY_TERM
+        if end.code != 0 and not end.stopped and not end.killed and not obeyed:
             self._journal.append("worker failed", rank=rank, node=link.host, code=end.code, error=end.error)
             self._background(self._kill_peers())
         if len(self._ends) == self._config.world_size:
@@ -213,28 +216,34 @@ class Supervisor:
 
     async def _judge_own_signal(self, name: str) -> None:
         """Slurm signals the batch step only when it ends the job; a person may at any time."""
-        self._outside = await asyncio.to_thread(self._cluster.why_ending)
-        if self._outside is None:
+        if not await self._is_ending():
             self._signals = 0
             self._on_signal(name, "the supervisor")
-        else:
-            self._journal.append("ended from outside", reason=self._outside[1])
+
+    async def _is_ending(self) -> bool:
+        if self._outside is None:
+            self._outside = await asyncio.to_thread(self._cluster.why_ending)
+            if self._outside is not None:
+                self._journal.append("ended from outside", reason=self._outside[1])
+        return self._outside is not None
 
     def _on_signal(self, name: str, where: str) -> None:
-        if self._planned is None and self._outside is None:
+        if self._planned is None:
             self._planned = Cause.SIGNALLED  # remembered at once; the second one of a row must find it
             self._background(self._stop_for_signal(name, where, time.time()))
 
     async def _stop_for_signal(self, name: str, where: str, at: float) -> None:
-        times = await asyncio.to_thread(self._cluster.times)
-        lead_s = float(self._config.preemption.signal_lead_s)
+        times, ending = await asyncio.gather(asyncio.to_thread(self._cluster.times), self._is_ending())
+        section = self._config.preemption
+        lead_s = float(section.signal_lead_s)
         if self._cluster.name == "local":
-            cause, left_s = Cause.PREEMPTED, self._config.preemption.stop_timeout_s
+            cause, left_s = Cause.PREEMPTED, section.stop_timeout_s
+        elif ending and self._outside is not None:
+            cause, left_s = self._outside[0], lead_s  # KillWait decides; what can be saved until then is saved
         else:
             cause = cause_of_signal(times, now=at, lead_s=lead_s)
             hurried = cause in (Cause.TIME_LIMIT, Cause.PREEMPTED)
-            left_s = time_left_s(times, now=at, lead_s=lead_s) if hurried or times.end is None else math.inf
-            left_s = min(left_s, max(self._config.preemption.stop_timeout_s, lead_s))
+            left_s = time_left_s(times, now=at, lead_s=lead_s) if hurried else section.stop_timeout_s
         await self._stop(cause, f"{name} at {where}", at=at, left_s=left_s)
 
     async def _stop(self, cause: Cause, reason: str, *, at: float, left_s: float) -> None:
@@ -354,7 +363,10 @@ class Supervisor:
             self._write_progress()
 
     def _verdict(self) -> Verdict:
-        outside = self._outside if self._planned is None or not self._ended_orderly() else None
+        # a save that still worked does not undo a cancellation
+        binding = self._outside is not None and self._outside[0] in (Cause.CANCELLED, Cause.REQUEUED_BY_USER)
+        orderly = self._planned is not None and len(self._ends) == self._config.world_size
+        outside = self._outside if binding or not orderly else None
         return judge(
             list(self._ends.values()),
             world_size=self._config.world_size,
@@ -367,9 +379,6 @@ class Supervisor:
                 outside_reason=outside[1] if outside else "",
             ),
         )
-
-    def _ended_orderly(self) -> bool:
-        return len(self._ends) == self._config.world_size
 
     def _write_progress(self) -> None:
         if not self._ranks:

@@ -27,6 +27,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from slurmft.errors import SlurmftError
+from slurmft.policy.verdict import Cause
+from slurmft.storage.files import write_json
+
 PACKET_BYTES = 4 * 1024 * 1024
 _PR_SET_PDEATHSIG = 1
 
@@ -160,13 +164,21 @@ def _run_python(argv: Sequence[str], verdict: Path) -> int:
             runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as stop:
         return _exit_code(stop)
+    except SlurmftError as error:  # says what, where and what to do; a traceback would bury it
+        sys.stderr.write(f"slurmft: {error}\n")
+        _leave_verdict(verdict, str(error.what))
+        return error.exit_code
     except BaseException:  # noqa: BLE001 - whatever the user's program raised, as the interpreter would report it
         text = traceback.format_exc()
         sys.stderr.write(text)
-        with contextlib.suppress(OSError):
-            verdict.write_text(json.dumps({"format": 1, "cause": "worker error", "traceback": text[-8000:]}))
+        _leave_verdict(verdict, text)
         return 1
     return 0
+
+
+def _leave_verdict(path: Path, text: str) -> None:
+    with contextlib.suppress(OSError):
+        write_json(path, {"cause": Cause.WORKER_ERROR, "traceback": text[-8000:]})
 
 
 def _exit_code(stop: SystemExit) -> int:

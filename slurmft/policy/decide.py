@@ -10,6 +10,7 @@ from slurmft.policy.verdict import (
     EXIT_DO_NOT_REQUEUE,
     EXIT_RERUN_ELSEWHERE,
     EXIT_TEMPORARY,
+    EXIT_USAGE,
     PLANNED,
     Action,
     Cause,
@@ -53,6 +54,9 @@ def decide(verdict: Verdict, budget: Budget, exit_actions: Mapping[ExitAction, s
         return Decision(action=Action.STOP, reason=verdict.reason, exit_code=verdict.exit_code)
     if verdict.cause is Cause.RERUN_ELSEWHERE and action is None:
         return Decision(action=Action.CONTINUE, reason=verdict.reason, exit_code=EXIT_RERUN_ELSEWHERE)
+    if verdict.cause is Cause.WORKER_ERROR and verdict.exit_code == EXIT_USAGE and action is None:
+        reason = f"{verdict.reason}; bad usage or input ({EXIT_USAGE}) fails again wherever it is tried"
+        return Decision(action=Action.STOP, reason=reason, exit_code=EXIT_USAGE)
     return _after_failure(verdict, budget)
 
 

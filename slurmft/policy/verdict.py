@@ -27,6 +27,7 @@ class Cause(StrEnum):
 PLANNED = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.SIGNALLED, Cause.STOPPED_BY_USER, Cause.REQUEUED_BY_USER})
 """Causes that never spend the failure budget (design, ordering rule 7)."""
 
+EXIT_USAGE = 2
 EXIT_RERUN_ELSEWHERE = 16
 EXIT_VALIDATION_FAILED = 17
 EXIT_TEMPORARY = 75

@@ -1,0 +1,61 @@
+# Everything a newcomer or CI runs. Nothing here knows about one machine: versions are in setup.cfg and constraints.txt.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install quickstart test check lint lab clean
+
+# PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
+PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
+	$(name) -c 'import sys; sys.version_info < (3, 11) or print("$(name)")' 2>/dev/null)))
+TESTS ?=
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+# A cluster of its own, so that the tests neither meet nor take down the one of `make lab`.
+TEST_LAB := /var/lib/slurmft-lab-make-test
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## make .venv and install slurmft into it, editable, with what tests and lint need
+
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+	@if [[ ! -x $(BIN)/python ]]; then \
+		[[ -n "$(PYTHON)" ]] || { echo "slurmft needs Python 3.11 or newer and found none; make PYTHON=... names one" >&2; exit 1; }; \
+		"$(PYTHON)" -m venv .venv || { rm -rf .venv; echo "no virtual environment: on Debian, apt-get install python3-venv" >&2; exit 1; }; \
+	fi
+	@echo "installing into .venv (the first time torch is downloaded: a few minutes)"
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[test,lint]'
+	@touch $@
+
+quickstart: install ## train the example on this machine, with live progress (about a minute)
+	@$(BIN)/slurmft submit configs/quickstart.yaml --cluster local --wait \
+		--set run_folder=runs/quickstart-$$(date +%Y%m%d-%H%M%S)
+
+test: lint ## lint, then every test on a real Slurm cluster that is built for it (root; else those are skipped)
+	@export SLURMFT_LAB_FOLDER=$(TEST_LAB); \
+	if [[ $$(id -u) == 0 ]]; then \
+		take_down() { $(BIN)/slurmft lab down > $(TEST_LAB).down 2>&1 || cat $(TEST_LAB).down >&2; rm -f $(TEST_LAB).down; }; \
+		trap take_down EXIT; \
+		$(BIN)/slurmft lab up --accounting || [[ $$? == 69 ]]; \
+	fi; \
+	$(BIN)/pytest $(TESTS)
+
+check: test ## everything CI runs
+
+lint: install ## ruff, mypy --strict, shellcheck
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/shellcheck bin/* sbatch/*.sh .ci/run
+
+lab: install ## a shell in a real Slurm cluster on this machine (root); `slurmft lab down` ends it
+	@$(BIN)/slurmft lab up
+	@echo 'in it:  slurmft submit configs/quickstart.yaml --wait --set run_folder=$$HOME/runs/quickstart'
+	@$(BIN)/slurmft lab shell
+
+clean: ## remove .venv and caches; runs/ stays
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -path ./runs -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

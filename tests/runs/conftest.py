@@ -1,0 +1,170 @@
+"""Real runs on a real cluster: a lab of these tests' own, and a run as a tester sees it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slurmft.lab import building
+from slurmft.lab.cluster import Lab
+from slurmft.lab.settings import LabSettings
+from slurmft.storage.journal import Event
+from slurmft.storage.run_folder import RunFolder
+
+STEPS = 60
+TRAINER = ["python", "-m", "slurmft.examples.byte_gpt", "--channels", "32", "--layers", "1", "--window", "32",
+           "--batch-size", "2", "--eval-every", "15", "--eval-batches", "3", "--limit-bytes", "200000"]  # fmt: skip
+
+
+def eventually(condition: Callable[[], Any], within_s: float, what: str) -> Any:
+    """The condition's first true value."""
+    deadline = time.monotonic() + within_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {within_s:.0f} s: {what}", pytrace=True)
+        time.sleep(0.1)
+    return value
+
+
+@dataclass
+class Run:
+    """One run on the lab."""
+
+    lab: Lab
+    path: Path
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder(self.path)
+
+    def slurmft(self, *arguments: str, check: bool = True) -> str:
+        return self.lab.run(["slurmft", *arguments], check=check, timeout=90).stdout
+
+    def submit(self, *options: str) -> str:
+        """Submit it; returns the job id."""
+        output = self.slurmft("submit", str(self.path.with_suffix(".yaml")), *options)
+        return output.split(" as job ")[1].split()[0]
+
+    def events(self, name: str | None = None) -> list[Event]:
+        return [event for event in self.folder.journal().read() if name in (None, event.event)]
+
+    def wait_for(self, name: str, count: int = 1, within_s: float = 60.0) -> Event:
+        """The ``count``-th event of that name."""
+        eventually(lambda: len(self.events(name)) >= count, within_s, f"{count} x {name!r}\n{self.story()}")
+        return self.events(name)[count - 1]
+
+    def wait_for_step(self, step: int, within_s: float = 60.0) -> None:
+        eventually(
+            lambda: ((self.folder.progress() or {}).get("step") or 0) >= step, within_s, f"step {step}\n{self.story()}"
+        )
+
+    def wait_until_done(self, within_s: float = 120.0) -> None:
+        eventually(lambda: self.folder.done() is not None, within_s, f"done\n{self.story()}")
+
+    def wait_until_out_of_queue(self, job: str, within_s: float = 60.0) -> None:
+        def gone() -> bool:
+            states = self.lab.run(["squeue", "-h", "-j", job, "-o", "%T"], check=False).stdout.split()
+            return not states
+
+        eventually(gone, within_s, f"job {job} out of the queue\n{self.story()}")
+
+    def story(self) -> str:
+        """For the message of a test that fails."""
+        logs = "".join(path.read_text() for path in sorted(self.folder.logs.glob("*.log")))
+        return "\n".join(f"{e.at:%H:%M:%S} {e.attempt} {e.event} {e.details}" for e in self.events()) + "\n" + logs
+
+    def output(self, rank: int = 0) -> str:
+        """All output of one rank, over all attempts."""
+        paths = sorted(self.folder.attempts.glob(f"*/rank-{rank}.log"), key=lambda path: path.stat().st_mtime)
+        return "".join(path.read_text() for path in paths)
+
+    def digest(self) -> str:
+        lines = [line for line in self.output().splitlines() if line.startswith("final weights sha256: ")]
+        assert len(lines) == 1, f"{len(lines)} digests\n{self.story()}\n{self.output()}"
+        return lines[0].split()[-1]
+
+    def job_states(self) -> dict[str, str]:
+        """State of each of the run's jobs in the accounting, newest row."""
+        jobs = ",".join(self.folder.jobs())
+        rows = self.lab.run(["sacct", "-X", "-P", "-n", "-o", "JobID,State", "-j", jobs]).stdout.split("\n")
+        return dict(row.split("|", 1) for row in rows if row)
+
+    def configure(self, **changes: Any) -> None:
+        """Merge ``changes`` into the configuration."""
+        path = self.path.with_suffix(".yaml")
+        config = yaml.safe_load(path.read_text())
+        for key, value in changes.items():
+            config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
+        path.write_text(yaml.safe_dump(config))
+
+
+@pytest.fixture(scope="session")
+def lab() -> Iterator[Lab]:
+    reason = Lab.availability(accounting=True)
+    if reason is not None:
+        pytest.skip(reason)
+    folder = Path(f"/var/lib/slurmft-lab-runs-{os.getpid()}")
+    try:
+        yield Lab.up(
+            LabSettings(folder=folder, nodes=4, accounting=True, kill_wait_s=5, grace_s=15, slurmd_timeout_s=8)
+        )
+    finally:
+        building.purge(folder)
+
+
+@pytest.fixture
+def new_run(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Callable[..., Run]]:
+    """Makes runs of 2 nodes x 2 ranks; ends whatever of them is left."""
+
+    def make(name: str = "", *, delay: float = 0.1, steps: int = STEPS, command: list[str] | None = None,
+             **changes: Any) -> Run:  # fmt: skip
+        name = name or request.node.name.replace("[", "-").replace("]", "")
+        run = Run(lab, lab.home / "runs" / name)
+        run.path.parent.mkdir(exist_ok=True)
+        os.chown(run.path.parent, lab.uid, lab.gid)
+        config = {
+            "command": command or [*TRAINER, "--steps", str(steps), "--step-delay", str(delay)],
+            "run_folder": str(run.path),
+            "nodes": 2,
+            "nproc_per_node": 2,
+            "checkpoint": {"interval_steps": 25},
+            "slurm": {"partition": "low", "time": "10"},
+        }
+        run.path.with_suffix(".yaml").write_text(yaml.safe_dump(config))
+        run.configure(**changes)
+        return run
+
+    yield make
+    lab.run_as_admin(["scancel", "--user", lab.user], check=False)
+    lab.wait_until_idle(60)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(lab: Lab) -> str:
+    """The digest of the weights after the same training, left alone."""
+    run = Run(lab, lab.home / "undisturbed")
+    config = {
+        "command": [*TRAINER, "--steps", str(STEPS)],
+        "run_folder": str(run.path),
+        "nodes": 2,
+        "nproc_per_node": 2,
+        "checkpoint": {"interval_steps": 25},
+    }
+    run.path.with_suffix(".yaml").write_text(json.dumps(config))
+    run.submit()
+    run.wait_until_done()
+    return run.digest()
+
+
+def preempt(lab: Lab, seconds: int = 1) -> str:
+    """Submit a job to ``high`` that takes every node for a moment; returns its id."""
+    options = ["--parsable", "-p", "high", "-N", "4", "--exclusive", "-t", "1", "-o", "/dev/null"]
+    return lab.run(["sbatch", *options, "--wrap", f"srun sleep {seconds}"], cwd=lab.home).stdout.strip()

@@ -1,0 +1,493 @@
+"""Running Slurm's commands: small programs on PATH stand in for them, and misbehave."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from slurmft.config import RunConfig, validate
+from slurmft.errors import SlurmError, SlurmUnavailable, UsageError
+from slurmft.scheduler import command, slurm, submission
+from slurmft.scheduler.submission import parse_sbatch_options, script_text, submit_to_slurm
+from slurmft.storage.run_folder import RunFolder
+
+
+class Stubs:
+    """Programs in a folder that comes first on PATH; each notes its arguments."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "calls"
+
+    def write(self, name: str, body: str) -> None:
+        path = self.folder / name
+        path.write_text(f'#!/bin/bash\nprintf "%s\\n" "{name} $*" >> {shlex.quote(str(self.log))}\n{textwrap.dedent(body)}\n')
+        path.chmod(0o755)
+
+    def calls(self) -> list[str]:
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+
+@pytest.fixture
+def stubs(tmp_path, monkeypatch) -> Stubs:
+    folder = tmp_path / "stubs"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return Stubs(folder)
+
+
+# command
+
+
+def test_the_output_is_returned(stubs):
+    stubs.write("squeue", 'echo "1|RUNNING"; echo "a warning" >&2')
+    assert command.run(["squeue", "-h"]) == "1|RUNNING\n"
+    assert stubs.calls() == ["squeue -h"]
+
+
+def test_arguments_reach_the_command_unchanged(stubs):
+    stubs.write("squeue", 'printf "<%s>" "$@"')
+    assert command.run(["squeue", "a b", "$HOME", "*", "'", ""]) == "<a b><$HOME><*><'><>"
+
+
+def test_times_are_asked_for_in_unix_seconds_and_input_is_empty(stubs):
+    stubs.write("squeue", 'echo "$SLURM_TIME_FORMAT"; cat')
+    assert command.run(["squeue"]) == "%s\n"
+
+
+def test_an_environment_of_its_own(stubs, monkeypatch):
+    monkeypatch.setenv("LEAK", "1")
+    stubs.write("sbatch", 'echo "[$LEAK]"')
+    assert command.run(["sbatch"], environment={"PATH": os.environ["PATH"]}) == "[]\n"
+
+
+def test_output_that_is_no_text_is_still_output(stubs):
+    stubs.write("squeue", r"printf 'a\xffb'")
+    assert command.run(["squeue"]) == "a\ufffdb"
+
+
+def test_a_missing_command(stubs):
+    with pytest.raises(SlurmUnavailable, match="the command sacctx is not on this machine"):
+        command.run(["sacctx"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda path: path.chmod(0o644), id="not executable"),
+        pytest.param(lambda path: (path.write_text("no program"), path.chmod(0o755)), id="no program"),
+    ],
+)
+@pytest.mark.xfail(strict=True, raises=OSError, reason="bug: only FileNotFoundError is translated")
+def test_a_command_that_cannot_be_run(stubs, make):
+    stubs.write("squeuex", "true")
+    make(stubs.folder / "squeuex")
+    with pytest.raises(SlurmUnavailable):
+        command.run(["squeuex"])
+
+
+@pytest.mark.parametrize("body", ["exec sleep 20", "sleep 4 & wait", "trap '' TERM; sleep 4"], ids=["hangs", "child", "deaf"])
+def test_a_command_that_hangs(stubs, body):
+    stubs.write("squeue", body)
+    began = time.monotonic()
+    with pytest.raises(SlurmUnavailable, match="squeue did not answer within 0 s"):
+        command.run(["squeue"], timeout_s=0.3)
+    assert time.monotonic() - began < 3.0
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", SlurmUnavailable),
+        ("slurm_load_jobs error: Socket timed out on send/recv operation", SlurmUnavailable),
+        ("error: If munged is up, restart with --num-threads=10", SlurmUnavailable),
+        ("Zero Bytes were transmitted or received", SlurmUnavailable),
+        ("sbatch: error: Batch job submission failed: Invalid partition name specified", SlurmError),
+        ("scontrol_requeue: Access/permission denied", SlurmError),
+        ("", SlurmError),
+    ],
+)
+def test_no_answer_is_told_from_a_refusal(stubs, message, kind):
+    stubs.write("scontrol", f"echo {shlex.quote(message)} >&2; exit 1")
+    with pytest.raises(SlurmError) as caught:
+        command.run(["scontrol", "requeue", "7", "secret-looking"])
+    assert type(caught.value) is kind
+    assert str(caught.value) == f"scontrol requeue 7: {message or 'exit code 1'}"
+
+
+def test_data_beside_an_error_is_not_data(stubs):
+    """squeue prints what it has and fails: half an answer must not pass for a whole one."""
+    stubs.write("squeue", 'echo "1|RUNNING"; echo "slurm_load_jobs error: something" >&2; exit 1')
+    with pytest.raises(SlurmError, match="something"):
+        command.run(["squeue"])
+
+
+def test_a_controller_that_comes_back_is_waited_for(stubs, tmp_path):
+    stubs.write(
+        "scontrol",
+        f"""
+        if [ "$(wc -l < {stubs.log})" -lt 3 ]; then
+            echo "Unable to contact slurm controller (connect failure)" >&2; exit 1
+        fi
+        echo fine
+        """,
+    )
+    pauses: list[float] = []
+    assert command.run_patiently(["scontrol", "ping"], patience_s=30, pause_s=0.5, sleep=pauses.append) == "fine\n"
+    assert pauses == [0.5, 0.5]
+
+
+def test_patience_ends(stubs):
+    stubs.write("scontrol", 'echo "Unable to contact slurm controller" >&2; exit 1')
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    with pytest.raises(SlurmUnavailable):
+        command.run_patiently(["scontrol", "ping"], patience_s=5.0, clock=lambda: now[0], sleep=sleep)
+    assert now[0] == 4.0
+    assert len(stubs.calls()) == 5
+
+
+def test_a_refusal_is_not_repeated(stubs):
+    stubs.write("scontrol", 'echo "Access/permission denied" >&2; exit 1')
+    with pytest.raises(SlurmError):
+        command.run_patiently(["scontrol", "ping"], patience_s=30)
+    assert len(stubs.calls()) == 1
+
+
+def test_signals_are_ignored_inside_and_handled_again_afterwards():
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    try:
+        with pytest.raises(KeyError), command.ignoring_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise KeyError
+        assert seen == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert seen == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# slurm
+
+DISABLED = 'echo "Requested operation is presently disabled for job 7" >&2; exit 1'
+
+
+def test_a_requeue_is_two_commands(stubs):
+    stubs.write("scontrol", "")
+    slurm.requeue("7", delay_s=2, patience_s=1)
+    assert stubs.calls() == ["scontrol requeue 7", "scontrol update JobId=7 StartTime=now+2"]
+
+
+def test_requeueing_that_is_switched_off_is_switched_on(stubs):
+    stubs.write(
+        "scontrol",
+        f"""
+        if [ "$1" = requeue ] && ! grep -q Requeue=1 {stubs.log}; then {DISABLED}; fi
+        """,
+    )
+    slurm.requeue("7", delay_s=2, patience_s=1)
+    assert stubs.calls() == [
+        "scontrol requeue 7",
+        "scontrol update JobId=7 Requeue=1",
+        "scontrol requeue 7",
+        "scontrol update JobId=7 StartTime=now+2",
+    ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f'[ "$1" = requeue ] && {{ {DISABLED}; }}; echo "Access/permission denied" >&2; exit 1',
+        f'[ "$1" = requeue ] && {{ {DISABLED}; }}; exit 0',
+    ],
+    ids=["the update is refused", "the update changes nothing"],
+)
+def test_requeueing_that_stays_off_says_so(stubs, body):
+    stubs.write("scontrol", body)
+    with pytest.raises(slurm.RequeueDisabled):
+        slurm.requeue("7", delay_s=2, patience_s=1)
+    assert not any("StartTime" in call for call in stubs.calls())
+
+
+def test_a_job_that_is_pending_counts_as_requeued(stubs):
+    stubs.write("scontrol", '[ "$1" = requeue ] && { echo "Job is pending execution" >&2; exit 1; }; exit 0')
+    slurm.requeue("7", delay_s=2, patience_s=1)
+    assert stubs.calls()[-1] == "scontrol update JobId=7 StartTime=now+2"
+
+
+def test_a_refused_requeue_is_an_error(stubs):
+    stubs.write("scontrol", 'echo "Job/step already completing or completed" >&2; exit 1')
+    with pytest.raises(SlurmError, match="already completing"):
+        slurm.requeue("7", delay_s=2, patience_s=1)
+    assert len(stubs.calls()) == 1
+
+
+def test_both_commands_survive_the_terms_that_the_requeue_itself_sends(stubs):
+    """As in the batch step: scontrol requeue makes Slurm send TERM and CONT to everything around it."""
+    stubs.write("scontrol", 'kill -TERM 0; kill -CONT 0; kill -HUP 0; sleep 0.05; echo "done $1" >> "$0.done"')
+    code = (
+        "from slurmft.scheduler import command, slurm\n"
+        "with command.ignoring_signals():\n"
+        "    slurm.requeue('7', delay_s=2, patience_s=5)\n"
+        "print('survived')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, start_new_session=True, check=False
+    )
+    assert (result.returncode, result.stdout) == (0, "survived\n"), result.stderr
+    assert (stubs.folder / "scontrol.done").read_text() == "done requeue\ndone update\n"
+
+
+@pytest.mark.parametrize(("delay_s", "when"), [(0, "now"), (-5, "now"), (1, "now+1"), (600, "now+600")])
+def test_a_begin_time(stubs, delay_s, when):
+    stubs.write("scontrol", "")
+    slurm.begin_in("12_4", delay_s)
+    assert stubs.calls() == [f"scontrol update JobId=12_4 StartTime={when}"]
+
+
+def test_jobs_are_looked_up_in_one_command(stubs):
+    stubs.write("squeue", 'echo "banner"; echo "7|RUNNING|None|n1|n1|1|2|3:00|low"; echo "8|PENDING|x||n/a|N/A|N/A|5|low"')
+    assert {job_id: job.state for job_id, job in slurm.jobs(["7", "8", "9"]).items()} == {"7": "RUNNING", "8": "PENDING"}
+    assert stubs.calls()[0].startswith("squeue -h -t all -j 7,8,9 -o ")
+    assert slurm.job("9") is None
+
+
+def test_no_jobs_are_no_command(stubs):
+    assert slurm.jobs([]) == {}
+
+
+def test_a_forgotten_job_is_none_and_a_silent_controller_is_an_error(stubs):
+    stubs.write("squeue", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
+    assert slurm.job("7") is None
+    stubs.write("squeue", 'echo "Unable to contact slurm controller" >&2; exit 1')
+    with pytest.raises(SlurmUnavailable):
+        slurm.job("7", patience_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [("PartitionName=low PreemptMode=REQUEUE,GANG X=1", "REQUEUE"), ("PreemptMode=CANCEL", "CANCEL"), ("X=1", "OFF")],
+)
+def test_the_preempt_mode(stubs, text, mode):
+    stubs.write("scontrol", f"echo {shlex.quote(text)}")
+    assert slurm.preempt_mode("low") == mode
+
+
+@pytest.mark.parametrize(("printed", "job_id"), [("43", "43"), ("43;cluster", "43")])
+def test_a_successor_is_submitted_once_with_a_clean_environment(stubs, tmp_path, printed, job_id):
+    stubs.write("sbatch", f'echo "{printed}"; env > "$0.env"; pwd > "$0.pwd"')
+    environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "42", "SLURM_CONF": "/c", "SLURMFT_GENERATION": "3"}
+    script = tmp_path / "job.sh"
+    assert slurm.submit_successor(script, after="42", options=["--nodes=2"], environment=environment) == job_id
+    assert stubs.calls() == [f"sbatch --parsable --dependency=afterany:42 --nodes=2 {script}"]
+    names = {line.split("=")[0] for line in (stubs.folder / "sbatch.env").read_text().splitlines()}
+    assert "SLURM_CONF" in names
+    assert names & {"SLURM_JOB_ID", "SLURMFT_GENERATION"} == set()
+    assert (stubs.folder / "sbatch.pwd").read_text().strip() == str(tmp_path)
+
+
+def test_a_successor_is_never_submitted_twice(stubs, tmp_path):
+    stubs.write("sbatch", 'echo "Socket timed out on send/recv operation" >&2; exit 1')
+    with pytest.raises(SlurmUnavailable):
+        slurm.submit_successor(tmp_path / "job.sh", after="42", options=[], environment=os.environ)
+    assert len(stubs.calls()) == 1
+
+
+def test_a_successor_inherits_size_and_place():
+    environment = {"SLURM_JOB_PARTITION": "low", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ACCOUNT": "", "X": "1"}
+    assert slurm.inherited_options(environment) == ["--partition=low", "--nodes=2"]
+
+
+# submission
+
+
+def config_of(run: RunFolder, **keys: object) -> RunConfig:
+    return validate({"command": ["python", "train.py"], "run_folder": str(run.path), **keys}, source="test")
+
+
+def directives(text: str) -> dict[str, str | bool]:
+    """What sbatch would read: one option per line, quotes removed."""
+    found: dict[str, str | bool] = {}
+    for line in text.splitlines():
+        if line.startswith("#SBATCH "):
+            (word,) = shlex.split(line.removeprefix("#SBATCH "))
+            name, equals, value = word.removeprefix("--").partition("=")
+            found[name] = value if equals else True
+    return found
+
+
+@pytest.fixture
+def run(tmp_path) -> RunFolder:
+    return RunFolder(tmp_path / "runs" / "a")
+
+
+def test_the_script_carries_the_protocol(run):
+    text = script_text(config_of(run, nodes=2, slurm={"partition": "low"}), run, {}, frozenset())
+    assert directives(text) == {
+        "job-name": "a", "nodes": "2", "ntasks-per-node": "1", "open-mode": "append", "requeue": True,
+        "partition": "low", "output": f"{run.path}/logs/%j.log", "signal": "SIGTERM@120",
+    }  # fmt: skip
+    assert text.startswith("#!/bin/bash\n")
+    assert text.splitlines()[-1] == f"exec {sys.executable} -u -m slurmft run {run.config}"
+    assert not run.path.exists(), "a dry run changes nothing"
+
+
+def test_no_time_limit_is_invented(run):
+    assert "time" not in directives(script_text(config_of(run), run, {}, frozenset()))
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "avoid", "expected"),
+    [
+        ({"slurm": {"time": "1:30:00"}}, {}, (), {"time": "1:30:00"}),
+        ({"slurm": {"time": "30"}}, {"time": "60"}, (), {"time": "60"}),
+        ({"slurm": {"requeue": False}}, {}, (), {"no-requeue": True}),
+        ({"slurm": {"no_kill": True}}, {}, (), {"no-kill": True}),
+        ({"slurm": {"hold": True, "exclusive": False}}, {}, (), {"hold": True}),
+        ({"slurm": {"job_name": "my job"}}, {}, (), {"job-name": "my job"}),
+        ({"slurm": {"output": "/logs/%x-%j.out"}}, {}, (), {"output": "/logs/%x-%j.out"}),
+        ({"slurm": {"wckey": "w"}}, {}, (), {"wckey": "w"}),
+        ({"preemption": {"signal": "SIGUSR1", "signal_lead_s": 300}}, {}, (), {"signal": "SIGUSR1@300"}),
+        ({"slurm": {"exclude": "n9"}}, {}, ("n2", "n1"), {"exclude": "n9,n1,n2"}),
+        ({}, {}, ("n2",), {"exclude": "n2"}),
+        ({"slurm": {"gpus_per_node": 8, "mem": 0, "gres": "tmp:5"}}, {}, (), {"gpus-per-node": "8", "mem": "0", "gres": "tmp:5"}),
+        ({"slurm": {"comment": "two words"}}, {}, (), {"comment": "two words"}),
+    ],
+    ids=str,
+)
+def test_what_a_key_becomes(run, keys, options, avoid, expected):
+    found = directives(script_text(config_of(run, **keys), run, options, frozenset(avoid)))
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_switched_off_options_leave_no_trace(run):
+    found = directives(script_text(config_of(run, slurm={"requeue": False, "exclusive": False}), run, {}, frozenset()))
+    assert found.keys() & {"requeue", "no-kill", "exclusive", "exclude", "srun-args"} == set()
+
+
+@pytest.mark.parametrize("name", ["two words", "it's", 'say "x"', "100%j", "a$HOME`id`", "back\\slash", "ü"])
+def test_an_odd_name_of_a_run_stays_one_word(tmp_path, name):
+    run = RunFolder(tmp_path / name)
+    text = script_text(config_of(run), run, {}, frozenset())
+    assert shlex.split(text.splitlines()[-1])[-1] == str(run.config)
+    assert directives(text)["output"] == str(run.logs).replace("%", "%%") + "/%j.log"
+    assert directives(text)["job-name"] == name
+
+
+@pytest.mark.parametrize("name", ["line\nbreak", "tab\tbed", "esc\x1b"])
+def test_a_control_character_in_the_run_folder_is_refused(tmp_path, name):
+    run = RunFolder(tmp_path / name)
+    with pytest.raises(UsageError, match="line break or control character"):
+        script_text(config_of(run), run, {}, frozenset())
+
+
+@pytest.mark.xfail(strict=True, reason="bug: the directive is cut in two lines, and the second is a directive of its own")
+@pytest.mark.parametrize("slurm_section", [{"comment": "a\n#SBATCH --uid=0"}, {"job_name": "a\nb"}], ids=str)
+def test_a_line_break_in_an_option_is_refused(run, slurm_section):
+    with pytest.raises((UsageError, SlurmError)):
+        script_text(config_of(run, slurm=slurm_section), run, {}, frozenset())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ([], {}),
+        (["--partition=low"], {"partition": "low"}),
+        (["--partition", "low", "--hold"], {"partition": "low", "hold": True}),
+        (["-p", "low", "-t30"], {"partition": "low", "time": "30"}),
+        (["-J", "a b", "-x", "n[1-2]"], {"job-name": "a b", "exclude": "n[1-2]"}),
+        (["--exclusive", "--nice=-5"], {"exclusive": True, "nice": "-5"}),
+        (["--comment=a=b"], {"comment": "a=b"}),
+        (["--time=1", "--time=2"], {"time": "2"}),
+        (["-H"], {"hold": True}),
+        (["--mail-type="], {"mail-type": ""}),
+    ],
+    ids=str,
+)
+def test_options_behind_the_dashes(arguments, options):
+    assert parse_sbatch_options(arguments) == options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["low"], "'low' is not an option of sbatch"),
+        (["--partitoin=low"], "is not an option of sbatch"),
+        (["-Z"], "is not an option of sbatch"),
+        (["--nodes=2"], "--nodes is set by slurmft"),
+        (["-N2"], "--nodes is set by slurmft"),
+        (["-n", "4"], "--ntasks is set by slurmft"),
+        (["--signal=USR1@9"], "preemption.signal"),
+        (["-a1-3"], "--array is set by slurmft"),
+        (["--hold", "-p", "low", "extra"], "'extra' is not an option of sbatch"),
+        (["--"], "is not an option of sbatch"),
+        (["-"], "is not an option of sbatch"),
+    ],
+    ids=str,
+)
+def test_options_that_are_refused(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        parse_sbatch_options(arguments)
+
+
+@pytest.mark.xfail(strict=True, reason="bug: sbatch has it; say which key to use instead, or know its long name")
+@pytest.mark.parametrize("option", ["--requeue", "--no-kill", "-k", "-M", "-F", "-s", "-m", "-S"])
+def test_a_true_option_of_sbatch_is_not_called_unknown(option):
+    try:
+        parse_sbatch_options([option, "x"])
+    except UsageError as error:
+        assert "is not an option of sbatch" not in str(error)
+
+
+def test_a_submission_leaves_its_script_for_successors(stubs, run, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    stubs.write("sbatch", 'cp "${@: -1}" "$0.script"; env > "$0.env"; echo "Submitted batch job 42"')
+    run.create()
+    job = submit_to_slurm(config_of(run), run, {"hold": True}, frozenset({"n3"}))
+    assert job == "42"
+    submitted = (stubs.folder / "sbatch.script").read_text()
+    assert run.script.read_text() == submitted
+    assert directives(submitted)["exclude"] == "n3"
+    assert directives(submitted)["hold"] is True
+    assert submitted.splitlines()[-1].startswith("exec ")
+    assert "SLURM_JOB_ID=" not in (stubs.folder / "sbatch.env").read_text()
+    assert os.environ["SLURM_JOB_ID"] == "41"
+
+
+def test_a_dry_run_shows_what_is_submitted(stubs, run):
+    stubs.write("sbatch", 'echo "Submitted batch job 42"')
+    run.create()
+    shown = script_text(config_of(run), run, {}, frozenset())
+    submit_to_slurm(config_of(run), run, {}, frozenset())
+    assert run.script.read_text() == shown
+
+
+def test_a_refused_submission_has_sbatchs_own_words(stubs, run):
+    stubs.write("sbatch", 'echo "sbatch: error: Batch job submission failed: Invalid account" >&2; exit 1')
+    run.create()
+    with pytest.raises(SlurmError, match="sbatch refused the job: Batch job submission failed: Invalid account"):
+        submit_to_slurm(config_of(run), run, {}, frozenset())
+    assert not run.script.exists()
+
+
+def test_a_submission_without_sbatch(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run.create()
+    with pytest.raises(SlurmUnavailable, match="there is no sbatch on this machine"):
+        submit_to_slurm(config_of(run), run, {}, frozenset())
+
+
+def test_the_supervisor_runs_in_the_interpreter_that_submits(run):
+    assert submission.RunSupervisor(run.config).argv()[:4] == [sys.executable, "-u", "-m", "slurmft"]
