@@ -23,7 +23,8 @@ install: $(INSTALLED) ## make .venv and install slurmft into it, editable, with 
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@if [[ ! -x $(BIN)/python ]]; then \
-		[[ -n "$(PYTHON)" ]] || { echo "slurmft needs Python 3.11 or newer and found none; make PYTHON=... names one" >&2; exit 1; }; \
+		"$(or $(PYTHON),python3)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+			{ echo "slurmft needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }; \
 		"$(PYTHON)" -m venv .venv || { rm -rf .venv; echo "no virtual environment: on Debian, apt-get install python3-venv" >&2; exit 1; }; \
 	fi
 	@echo "installing into .venv (the first time torch is downloaded: a few minutes)"
@@ -37,7 +38,10 @@ quickstart: install ## train the example on this machine, with live progress (ab
 test: lint ## lint, then every test on a real Slurm cluster that is built for it (root; else those are skipped)
 	@export SLURMFT_LAB_FOLDER=$(TEST_LAB); \
 	if [[ $$(id -u) == 0 ]]; then \
-		take_down() { $(BIN)/slurmft lab down > $(TEST_LAB).down 2>&1 || cat $(TEST_LAB).down >&2; rm -f $(TEST_LAB).down; }; \
+		take_down() { \
+			[[ $$? == 0 ]] && options=--purge || options=; \
+			said=$$($(BIN)/slurmft lab down $$options 2>&1) || echo "$$said" >&2; \
+		}; \
 		trap take_down EXIT; \
 		$(BIN)/slurmft lab up --accounting || [[ $$? == 69 ]]; \
 	fi; \

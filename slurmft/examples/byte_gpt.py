@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from slurmft.checkpoint import CheckpointManager
 from slurmft.training.data import ByteCorpus, WindowLoader
@@ -82,7 +81,7 @@ def train(args: argparse.Namespace) -> None:
 
         torch.manual_seed(args.seed)
         plain = ByteGPT(args.window, args.channels, args.layers, args.heads, args.dropout).to(session.device)
-        model = distributed(plain, session.device, session.world_size, eval_batches[0])
+        model = session.distributed(plain, lambda ddp: loss_of(ddp, eval_batches[0], session.device))
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
         torch.manual_seed(args.seed + session.rank)  # every rank drops out other neurons
@@ -125,23 +124,6 @@ def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], device: 
     input_bt, target_bt = batch
     loss: torch.Tensor = model(input_bt.to(device), target_bt.to(device))
     return loss
-
-
-def distributed(
-    model: nn.Module, device: torch.device, world_size: int, batch: tuple[torch.Tensor, torch.Tensor]
-) -> nn.Module:
-    """``model`` in DDP, its gradient buckets settled.
-
-    DDP rearranges its buckets after the first backward pass of a process, and the order in which three or more ranks
-    are summed depends on where in a bucket a gradient lies. Without a pass before step one, the first step after a
-    resume would sum in another order than the uninterrupted run did, and the weights would part in their last bits.
-    """
-    if world_size == 1:
-        return model
-    wrapped = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
-    loss_of(wrapped, batch, device).backward()  # type: ignore[no-untyped-call]
-    wrapped.zero_grad(set_to_none=True)
-    return wrapped
 
 
 class Progress:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from slurmft.launch.agents import AgentPool
 from slurmft.launch.channel import Message
 from slurmft.launch.heartbeat import StopAction
-from slurmft.policy.stop import Look, Plan, StopAt, passed, plan_stop
+from slurmft.policy.stop import Finishing, Look, NothingToSave, Plan, StopAt, passed, plan_stop, step_of
 
 MAX_TRIES = 30
 
@@ -35,6 +36,14 @@ async def agree(pool: AgentPool, action: StopAction) -> Plan:
         log.info("step boundaries come faster than the agreement; trying further ahead (try %d)", tries)
         plan = plan_stop(looks, tries)
     raise RuntimeError(f"no agreement after {MAX_TRIES} tries although the distance doubled each time")
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """A plan in the journal's words."""
+    if isinstance(plan, StopAt):
+        return {"plan": "save at step", "step": step_of(plan.tick)}
+    return {"plan": {NothingToSave: "nothing to save", Finishing: "the workers are finishing"}.get(
+        type(plan), "the workers stop by themselves")}  # fmt: skip
 
 
 def _looks(replies: list[Message]) -> list[Look]:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import math
 import signal
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from slurmft.config import RunConfig
@@ -18,14 +14,15 @@ from slurmft.errors import LaunchError, SlurmftError
 from slurmft.launch.agents import AgentLink, AgentLost, AgentPool
 from slurmft.launch.channel import Message
 from slurmft.launch.cluster import Cluster
-from slurmft.launch.heartbeat import State, StopAction
-from slurmft.launch.stopping import agree
+from slurmft.launch.heartbeat import StopAction
+from slurmft.launch.observations import Observations
+from slurmft.launch.stopping import agree, describe
 from slurmft.policy.grace import cause_of_signal, time_left_s
-from slurmft.policy.judge import Circumstances, WorkerEnd, judge
-from slurmft.policy.stop import LAST_SUB, ByThemselves, Finishing, NothingToSave, Plan, StopAt, step_of
-from slurmft.policy.verdict import Action, Cause, Verdict
+from slurmft.policy.judge import Circumstances, judge
+from slurmft.policy.stop import ByThemselves, NothingToSave
+from slurmft.policy.verdict import Cause, Verdict
 from slurmft.storage.files import write_json
-from slurmft.storage.journal import Event, Journal
+from slurmft.storage.journal import Journal
 from slurmft.storage.run_folder import RunFolder
 
 POLL_S = 0.25
@@ -50,8 +47,7 @@ class Supervisor:
         self._secret_file = run.new_secret(cluster.attempt)
         self._pool = AgentPool(self._secret_file.read_bytes(), config.nodes)
         self._processes: list[asyncio.subprocess.Process] = []
-        self._ends: dict[int, WorkerEnd] = {}
-        self._ranks: dict[int, dict[str, Any]] = {}
+        self._seen = Observations(run, journal, cluster.attempt, config.world_size)
         self._planned: Cause | None = None
         self._planned_reason = self._launch_error = ""
         self._outside: tuple[Cause, str] | None = None
@@ -59,7 +55,6 @@ class Supervisor:
         self._over = asyncio.Event()
         self._agreement = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._first_step_seen = False
         self._signals = 0
 
     async def run(self) -> Verdict:
@@ -136,37 +131,20 @@ class Supervisor:
                 case "exited":
                     self._on_exit(link, message)
                 case "progress":
-                    self._ranks.update({facts["rank"]: facts for facts in message["ranks"]})
-                    self._note_first_step()
+                    self._seen.note_progress(message["ranks"])
                 case "signal":
                     self._on_signal(message["name"], link.host)
                 case "disconnected":
                     self._background(self._on_disconnect(link))
 
     def _on_exit(self, link: AgentLink, message: Message) -> None:
-        rank = int(message["rank"])
-        self._ranks[rank] = message
-        self._note_first_step()
-        end = WorkerEnd(
-            rank=rank,
-            node=link.host,
-            code=message["code"],
-            attached=message["attached"],
-            stopped=message["state"] == State.STOPPED,
-            finished=message["state"] == State.FINISHED,
-            killed=message["killed"],
-            error=_error_in(self._run.verdicts / f"{self._cluster.attempt}.rank-{rank}.json"),
-            resumed=message["resumed"],
-            step=message["step"],
-            saved=message["saved"],
-        )
-        self._ends[rank] = end
+        end = self._seen.note_exit(link.host, message)
         # a script that knows only the signal dies of it; its peers may still be saving, and have until the deadline
         obeyed = self._planned is not None and end.code in ENDED_BY_TERM
         if end.code != 0 and not end.stopped and not end.killed and not obeyed:
-            self._journal.append("worker failed", rank=rank, node=link.host, code=end.code, error=end.error)
+            self._journal.append("worker failed", rank=end.rank, node=link.host, code=end.code, error=end.error)
             self._background(self._kill_peers())
-        if len(self._ends) == self._config.world_size:
+        if self._seen.all_ended:
             self._over.set()
 
     async def _kill_peers(self) -> None:
@@ -192,20 +170,9 @@ class Supervisor:
         if not self._over.is_set():
             self._outside = self._outside or await asyncio.to_thread(self._cluster.why_ending)
             self._journal.append("agents gone", exit_codes=codes)
-            if not self._ends and self._outside is None:
+            if not self._seen.ends and self._outside is None:
                 self._launch_error = f"the agents ended with {codes} before their workers did"
             self._over.set()
-
-    def _note_first_step(self) -> None:
-        if self._first_step_seen:
-            return
-        times = [facts["first_step_at"] for facts in self._ranks.values()]
-        if len(times) < self._config.world_size or min(times) <= 0:
-            return
-        self._first_step_seen = True
-        resumed = max(facts["resumed"] for facts in self._ranks.values())
-        facts = since_last_stop(self._journal.read(), max(times))
-        self._journal.append("first step", resumed_from=resumed, **facts)
 
     # Stops
 
@@ -260,7 +227,7 @@ class Supervisor:
             await self._kill_workers("the time of the stop is up")
 
     async def _agreed_stop(self) -> None:
-        if not self._pool.complete.is_set() or (not self._ranks and not await self._workers_run()):
+        if not self._pool.complete.is_set() or (not self._seen.any_started and not await self._workers_run()):
             self._over.set()  # nothing runs yet
             return
         told = False
@@ -306,7 +273,7 @@ class Supervisor:
             await asyncio.sleep(POLL_S)
             with contextlib.suppress(OSError):  # a shared filesystem that hiccups; the next look finds the file
                 await self._look_for_requests()
-                self._write_progress()
+                self._seen.write_progress()
 
     async def _look_for_requests(self) -> None:
         left_s = self._config.preemption.stop_timeout_s
@@ -329,7 +296,7 @@ class Supervisor:
                 self._journal.append("save requested", who=who, **describe(plan))
                 tick = getattr(plan, "tick", None)
                 while tick is not None and not self._over.is_set():
-                    if len(self._ranks) and all(facts["answered"] >= tick for facts in self._ranks.values()):
+                    if self._seen.all_answered(tick):
                         break
                     await asyncio.sleep(POLL_S)
                 await self._pool.call_all("withdraw")
@@ -360,15 +327,15 @@ class Supervisor:
         await self._pool.close()
         self._secret_file.unlink(missing_ok=True)
         with contextlib.suppress(OSError, SlurmftError):
-            self._write_progress()
+            self._seen.write_progress()
 
     def _verdict(self) -> Verdict:
         # a save that still worked does not undo a cancellation
         binding = self._outside is not None and self._outside[0] in (Cause.CANCELLED, Cause.REQUEUED_BY_USER)
-        orderly = self._planned is not None and len(self._ends) == self._config.world_size
+        orderly = self._planned is not None and self._seen.all_ended
         outside = self._outside if binding or not orderly else None
         return judge(
-            list(self._ends.values()),
+            list(self._seen.ends.values()),
             world_size=self._config.world_size,
             seen=Circumstances(
                 planned=self._planned,
@@ -378,21 +345,6 @@ class Supervisor:
                 outside=outside[0] if outside else None,
                 outside_reason=outside[1] if outside else "",
             ),
-        )
-
-    def _write_progress(self) -> None:
-        if not self._ranks:
-            return
-        ranks = self._ranks.values()
-        metric = self._ranks.get(0, {}).get("metric", math.nan)
-        self._run.write_progress(
-            at=time.time(),
-            attempt=str(self._cluster.attempt),
-            step=max(facts["step"] for facts in ranks),
-            until=max(facts["until"] for facts in ranks),
-            saved=max(facts["saved"] for facts in ranks),
-            state=State(min(facts["state"] for facts in ranks)).name.lower(),
-            metric=metric if math.isfinite(metric) else None,
         )
 
     def _background(self, work: Any) -> None:
@@ -406,32 +358,3 @@ class Supervisor:
             log.error("internal error: %r", error, exc_info=error)
             self._launch_error = self._launch_error or f"internal error: {error!r}"
             self._over.set()
-
-
-def since_last_stop(events: Sequence[Event], first_step_at: float) -> dict[str, Any]:
-    """Seconds from the signal that asked for the newest stop to the first step after it; empty when the newest end
-    of an attempt was none that continues by itself."""
-    decisions = [event for event in events if event.event == "decision"]
-    stops = [event for event in events if event.event == "stop requested"]
-    if not decisions or not stops or decisions[-1].details.get("action") != Action.CONTINUE:
-        return {}
-    if decisions[-1].attempt != stops[-1].attempt:
-        return {}
-    seconds = round(first_step_at - stops[-1].details["signal_at"], 3)
-    return {"seconds_since_stop_request": seconds, "stop_of_attempt": stops[-1].attempt}
-
-
-def describe(plan: Plan) -> dict[str, Any]:
-    """A plan in the journal's words."""
-    if isinstance(plan, StopAt):
-        return {"plan": "save at step", "step": step_of(plan.tick) + bool(plan.tick & LAST_SUB)}
-    return {"plan": {NothingToSave: "nothing to save", Finishing: "the workers are finishing"}.get(
-        type(plan), "the workers stop by themselves")}  # fmt: skip
-
-
-def _error_in(path: Path) -> str:
-    try:
-        lines = json.loads(path.read_text(encoding="utf-8"))["traceback"].strip().splitlines()
-    except (OSError, ValueError, KeyError, AttributeError):
-        return ""
-    return str(lines[-1])[:500] if lines else ""

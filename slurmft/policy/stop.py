@@ -1,9 +1,10 @@
 """At which tick all ranks stop: the arithmetic of the agreement (design, ordering rule 5).
 
 A *tick* is a safe point of a worker: a step boundary, or a batch of an evaluation. It is one integer,
-``step << SUB_BITS | sub``: all ticks of one step name the same training state, so ranks that stop at different ticks of
-one step still stop at the same state. A worker first publishes the tick it has reached, then compares it with the
-proposed one; whoever reaches the proposal waits until it is committed or moved.
+``step << SUB_BITS | evaluation << BATCH_BITS | batch``: all ticks of one step name the same training state, so ranks that
+stop at different ticks of one step still stop at the same state. The end of an evaluation is the last tick of its block,
+so that ranks with fewer batches meet the others there. A worker first publishes the tick it has reached, then compares
+it with the proposed one; whoever reaches the proposal waits until it is committed or moved.
 """
 
 from __future__ import annotations
@@ -11,27 +12,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SUB_BITS = 20
+BATCH_BITS = 20
+SUB_BITS = 32
 NOT_STARTED = -1
 """The worker has not reached its first step boundary."""
 
 END = 1 << 61
-"""The worker has left its training loop for good."""
+"""The worker has left its training loop for good; steps stay below 2**29."""
 
 NEVER = 1 << 62
 """No stop is proposed."""
 
-LAST_SUB = (1 << SUB_BITS) - 1
+LAST_BATCH = (1 << BATCH_BITS) - 1
+LAST_EVALUATION = (1 << (SUB_BITS - BATCH_BITS)) - 1
 
 
-def tick_of(step: int, sub: int = 0) -> int:
-    """The tick of safe point ``sub`` of ``step``; an evaluation longer than 2**20 batches stays at the last one."""
-    return step << SUB_BITS | min(sub, LAST_SUB)
+def tick_of(step: int, evaluation: int = 0, batch: int = 0) -> int:
+    """The tick of a step's boundary, or of a batch (from 1) of one of its evaluations (from 0).
+
+    Beyond 2**20 batches or 2**12 evaluations ticks stand still: no stop is possible there before the end.
+    """
+    sub = min(evaluation, LAST_EVALUATION) << BATCH_BITS | min(batch, LAST_BATCH - 1)
+    return step << SUB_BITS | sub
+
+
+def end_of_evaluation(step: int, evaluation: int) -> int:
+    """The tick at which every rank leaves an evaluation, however many batches it had."""
+    return step << SUB_BITS | min(evaluation, LAST_EVALUATION) << BATCH_BITS | LAST_BATCH
 
 
 def step_of(tick: int) -> int:
-    """The step a tick belongs to; NOT_STARTED stays negative."""
+    """The step a tick belongs to: that many steps are complete there. NOT_STARTED stays negative."""
     return tick >> SUB_BITS
+
+
+def _evaluation_of(tick: int) -> int | None:
+    """Which evaluation of which step a rank is inside of; None where it may be training already."""
+    return tick >> BATCH_BITS if 0 < tick & LAST_BATCH < LAST_BATCH else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +92,10 @@ class Look:
 def plan_stop(looks: Sequence[Look], tries: int = 0) -> Plan:
     """The next step of the agreement, given one look at every rank.
 
-    The first proposal is the next tick of the rank that is furthest. Each retry (a rank had passed the proposal before
-    it arrived, because steps are shorter than a round trip) doubles the distance, so the agreement always ends.
+    When all ranks are inside the same evaluation they stop at its next batch. Otherwise at the next step boundary of the
+    rank that is furthest: one that is not evaluating may be inside a step, which it cannot leave. Each retry (a rank
+    had passed the proposal before it arrived, because steps are shorter than a round trip) doubles the distance, so the
+    agreement always ends.
     """
     if not any(look.attached for look in looks):
         return ByThemselves() if any(look.alive for look in looks) else NothingToSave()
@@ -86,15 +105,22 @@ def plan_stop(looks: Sequence[Look], tries: int = 0) -> Plan:
     if min(ticks) <= NOT_STARTED:
         return NothingToSave()
     furthest = max(ticks)
-    if tries == 0:
+    evaluations = {_evaluation_of(tick) for tick in ticks}
+    if tries == 0 and len(evaluations) == 1 and None not in evaluations:
         return StopAt(furthest + 1)
     return StopAt(tick_of(step_of(furthest) + (1 << tries)))
 
 
 def passed(looks: Sequence[Look], proposal: int) -> bool:
-    """Whether some rank may have gone by ``proposal`` without seeing it.
+    """Whether some rank may have gone by ``proposal`` without seeing it, or saw it only in a later step.
 
     A rank *at* the proposal may have compared just before it was written, so only a smaller tick, or the rank's own
     word that it waits there, is proof.
     """
-    return any(look.tick >= proposal and look.holding != proposal for look in looks)
+
+    def is_safe(look: Look) -> bool:
+        if look.tick < proposal:
+            return True
+        return look.holding == proposal and step_of(look.tick) == step_of(proposal)
+
+    return not all(is_safe(look) for look in looks)

@@ -11,7 +11,6 @@ srun, torchrun or python.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -23,13 +22,14 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
-import torch.distributed as dist
+from torch import nn
 
 from slurmft.launch.heartbeat import NOTHING, PAGE_VARIABLE, Page, Slot, State, StopAction
-from slurmft.policy.stop import END, tick_of
+from slurmft.policy.stop import END, end_of_evaluation, tick_of
 from slurmft.policy.verdict import EXIT_TEMPORARY
 from slurmft.training import rng
 from slurmft.training.agreement import AgreementByAgent, AgreementByCollective
+from slurmft.training.ddp import Rehearsal, settled_ddp
 from slurmft.training.groups import ProcessGroups
 from slurmft.training.signals import StopSignal
 
@@ -82,7 +82,7 @@ class Session:
             else AgreementByCollective(self._signal, groups.device, self.world_size)
         )
         self._save: SaveFunction | None = None
-        self._step = self._sub = 0
+        self._step = self._evaluations = 0
         self._page[Slot.STATE] = State.SETUP
 
     @property
@@ -111,7 +111,7 @@ class Session:
         saved = start if start else NOTHING  # resumed from it, so it is on disk
         page[Slot.SAVED] = NOTHING
         for step in range(start, until):
-            self._step, self._sub = step, 0
+            self._step, self._evaluations = step, 0
             if self._interval_steps and step > start and step % self._interval_steps == 0 and saved != step:
                 self._save_now(step)
                 saved = step
@@ -119,7 +119,6 @@ class Session:
             yield step
             self._signal.chain_again()
             self._step_is_done(step + 1, start)
-        self._step, self._sub = until, 0
         if until > start:
             self._save_now(until)
         page[Slot.TICK] = END
@@ -129,27 +128,41 @@ class Session:
         """Iterate over the batches of an evaluation inside a step, stopping between two of them when asked to.
 
         The evaluation leaves no trace in the training's random numbers. A stop inside of it saves the state of the step
-        it belongs to, so that the resumed run repeats the whole evaluation: put it at the beginning of a step.
+        it belongs to, so that the resumed run repeats the whole evaluation: put it at the beginning of a step, on every
+        rank, and run it to its end. Ranks may have different numbers of batches. One that only some ranks do works too,
+        but a stop then waits for its end.
 
         Raises:
             PlannedStop: the run was asked to stop, and its state is saved.
         """
         before = rng.capture()
+        number, self._evaluations = self._evaluations, self._evaluations + 1
         self._page[Slot.STATE] = State.EVALUATING
         try:
-            for batch in batches:
-                self._sub += 1
-                self._at_tick(tick_of(self._step, self._sub), None, before)
+            for index, batch in enumerate(batches, start=1):
+                self._at_tick(tick_of(self._step, number, index), None, before)
                 yield batch
+            self._at_tick(end_of_evaluation(self._step, number), None, before)
         finally:
-            rng.restore(before)
-            self._page[Slot.STATE] = State.TRAINING
+            if self._page[Slot.STATE] == State.EVALUATING:
+                rng.restore(before)
+                self._page[Slot.STATE] = State.TRAINING
 
     def report(self, **metrics: float) -> None:
         """Show numbers beside the step in ``slurmft status``; the first one is kept. Call it as often as you like."""
         for value in metrics.values():
             self._page.set_metric(float(value))
             return
+
+    def distributed(self, model: nn.Module, rehearsal: Rehearsal) -> nn.Module:
+        """``model`` in DDP that sums gradients in the same order after every start; itself where there is one rank.
+
+        ``rehearsal(ddp_model)`` does one forward pass and returns the loss; it leaves no trace (``training.ddp``).
+        """
+        if self.world_size == 1:
+            return model
+        devices = [self.device] if self.device.type == "cuda" else None
+        return settled_ddp(model, rehearsal, device_ids=devices)
 
     def new_group(self, ranks: list[int] | None = None, **options: Any) -> Any:
         """``torch.distributed.new_group`` with the configured timeout, which torch does not hand down by itself."""
@@ -238,10 +251,3 @@ def _handler() -> logging.Handler:
 
     handler.addFilter(add_rank)
     return handler
-
-
-def destroy() -> None:
-    """Leave the process group, if one was joined."""
-    if dist.is_initialized():
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()

@@ -17,6 +17,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.seen = False
         self._chained: signal._HANDLER = None
+        self._calling = False
 
     @classmethod
     def install(cls) -> StopSignal:
@@ -38,8 +39,12 @@ class StopSignal:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.seen = True
-        if callable(self._chained):
-            self._chained(number, frame)
+        if callable(self._chained) and not self._calling:
+            self._calling = True  # theirs may in turn call the handler it replaced, which is this one
+            try:
+                self._chained(number, frame)
+            finally:
+                self._calling = False
 
 
 def _keep_from_child() -> None:

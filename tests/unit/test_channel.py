@@ -266,6 +266,7 @@ def test_a_message_cannot_be_sent_back_to_its_sender():
             writer.write(secrets.token_hex(16).encode() + b"\n")
             await reader.readline()
             writer.write(await reader.readline())
+            writer.close()
 
         listener = await asyncio.start_server(mirror, HERE, 0)
         async with listener, talking(listener.sockets[0].getsockname()[1]) as client:
@@ -278,7 +279,12 @@ def test_a_message_cannot_be_sent_back_to_its_sender():
 
 @pytest.mark.parametrize(
     ("body", "message"),
-    [(b"[1]", "is not a message"), (b"{}", "is not a message"), (b'{"kind":1}', "is not a message"), (b"{", "is not JSON")],
+    [
+        (b"[1]", "is not a message"),
+        (b"{}", "is not a message"),
+        (b'{"kind":1}', "is not a message"),
+        (b"{", "is not JSON"),
+    ],
 )
 def test_an_authentic_line_must_be_a_message(body, message):
     async def work() -> None:
@@ -291,7 +297,9 @@ def test_an_authentic_line_must_be_a_message(body, message):
 
 
 @pytest.mark.parametrize(
-    "sent", [b"", b"short\n", b"0" * 32 + b"\n", b"0" * 32 + b"\nxyz"], ids=["nothing", "no nonce", "a nonce", "half a line"]
+    "sent",
+    [b"", b"short\n", b"0" * 32 + b"\n", b"0" * 32 + b"\nxyz"],
+    ids=["nothing", "no nonce", "a nonce", "half a line"],
 )
 def test_a_handshake_that_dawdles_is_ended(monkeypatch, sent):
     monkeypatch.setattr(channel, "HANDSHAKE_TIMEOUT_S", 0.1)
@@ -374,7 +382,7 @@ def test_nobody_listening_is_an_oserror():
     async def work() -> None:
         async with serving() as server:
             port = server.port
-        with pytest.raises(OSError, match="refused|Connect call failed"):
+        with pytest.raises(OSError, match=r"refused|Connect call failed"):
             await connect(HERE, port, SECRET)
 
     run(work())
@@ -444,7 +452,10 @@ def test_the_pool_is_complete_when_every_node_has_reported():
 def test_all_nodes_are_asked_at_once_and_answer_in_their_order():
     async def work() -> None:
         async with pooling(2) as (pool, port):
-            async with agent(port, 1, lambda m: {"node": 1, "n": m["n"]}), agent(port, 0, lambda m: {"node": 0, "n": m["n"]}):
+            async with (
+                agent(port, 1, lambda m: {"node": 1, "n": m["n"]}),
+                agent(port, 0, lambda m: {"node": 0, "n": m["n"]}),
+            ):
                 await pool.complete.wait()
                 replies = await asyncio.gather(*(pool.call_all("look", n=number) for number in range(40)))
             assert [[reply["node"] for reply in both] for both in replies] == [[0, 1]] * 40
@@ -456,7 +467,7 @@ def test_all_nodes_are_asked_at_once_and_answer_in_their_order():
 def test_replies_that_come_in_another_order_find_their_calls():
     async def work() -> None:
         held: list[Message] = []
-        async with pooling(1) as (pool, port), agent(port, 0, lambda m: held.append(m)) as node:
+        async with pooling(1) as (pool, port), agent(port, 0, held.append) as node:
             await pool.complete.wait()
             calls = [asyncio.create_task(pool.links[0].call("look", n=n)) for n in range(3)]
             await until(lambda: len(held) == 3)
@@ -480,7 +491,9 @@ def test_replies_that_nobody_waits_for_change_nothing():
     run(work())
 
 
-@pytest.mark.xfail(strict=True, reason="bug: int() of a reply's id raises in _listen_to and ends the task, not only the connection")
+@pytest.mark.xfail(
+    strict=True, reason="bug: int() of a reply's id raises in _listen_to and ends the task, not only the connection"
+)
 def test_a_reply_with_an_impossible_id_is_a_bad_message():
     async def work() -> None:
         raised: list[Any] = []
@@ -536,9 +549,7 @@ def test_a_node_that_reconnects_takes_its_place():
     run(work())
 
 
-@pytest.mark.parametrize(
-    "hello", [{"node": 2}, {"node": -1}, {"node": "x"}, {"node": None}, {"pid": []}], ids=str
-)
+@pytest.mark.parametrize("hello", [{"node": 2}, {"node": -1}, {"node": "x"}, {"node": None}, {"pid": []}], ids=str)
 def test_an_agent_that_does_not_belong_is_refused(hello):
     async def work() -> None:
         async with pooling(2) as (pool, port), agent(port, 0):
@@ -554,7 +565,12 @@ def test_an_agent_that_does_not_belong_is_refused(hello):
 
 @pytest.mark.parametrize(
     "nonsense",
-    [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 4096, b"x" * (MAX_LINE_BYTES * 2), b"0" * 32 + b"\n" + b"f" * 64 + b' {"kind":"hello"}\n'],
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x00" * 4096,
+        b"x" * (MAX_LINE_BYTES * 2),
+        b"0" * 32 + b"\n" + b"f" * 64 + b' {"kind":"hello"}\n',
+    ],
     ids=["http", "zeros", "oversized", "forged"],
 )
 def test_strangers_do_not_disturb_the_others(nonsense):

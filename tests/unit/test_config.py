@@ -63,8 +63,12 @@ def test_settings_cannot_be_changed_afterwards():
     [
         pytest.param({"node": 2}, "unknown key node; did you mean nodes?", id="top level"),
         pytest.param({"checkpoint": {"dirctory": "x"}}, "unknown key checkpoint.dirctory; did you mean directory?"),
-        pytest.param({"preemption": {"signal_lead": 9}}, "unknown key preemption.signal_lead; did you mean signal_lead_s?"),
-        pytest.param({"slurm": {"partitoin": "x"}}, "slurm.partitoin is not an option of sbatch; did you mean partition?"),
+        pytest.param(
+            {"preemption": {"signal_lead": 9}}, "unknown key preemption.signal_lead; did you mean signal_lead_s?"
+        ),
+        pytest.param(
+            {"slurm": {"partitoin": "x"}}, "slurm.partitoin is not an option of sbatch; did you mean partition?"
+        ),
         pytest.param({"slurm": {"cpus_per_tsk": 2}}, "did you mean cpus_per_task?", id="sbatch option of ours"),
         pytest.param({"slurm": {"tres_per_tsk": 2}}, "did you mean tres_per_task?", id="sbatch option of sbatch's"),
         pytest.param({"zzzzzz": 1}, "unknown key zzzzzz\n", id="nothing near"),
@@ -114,7 +118,8 @@ def test_all_problems_are_reported_at_once():
 
 
 @pytest.mark.xfail(
-    strict=True, reason="bug: SlurmConfig's validator raises at its first problem, and not at all beside a field's problem"
+    strict=True,
+    reason="bug: SlurmConfig's validator raises at its first problem, and not at all beside a field's problem",
 )
 @pytest.mark.parametrize(
     ("section", "expected"),
@@ -133,7 +138,9 @@ def test_all_problems_of_the_slurm_section_are_reported_at_once(section, expecte
 # sbatch's options
 
 
-@pytest.mark.parametrize("key", ["gres", "mail_type", "gpus_per_task", "reservation", "time_min", "mem_per_cpu", "hold"])
+@pytest.mark.parametrize(
+    "key", ["gres", "mail_type", "gpus_per_task", "reservation", "time_min", "mem_per_cpu", "hold"]
+)
 def test_any_option_of_sbatch_may_be_given(key):
     assert (validate(with_(slurm={key: "x"}), source="t").slurm.model_extra or {})[key] == "x"
 
@@ -162,7 +169,13 @@ def test_what_slurmft_sets_itself_is_refused_with_what_to_use_instead(key, inste
 
 @pytest.mark.parametrize(
     ("written", "time"),
-    [("30", "30"), ('"1:30:00"', "1:30:00"), ("1-12:00:00", "1-12:00:00"), ("0:30:00", "0:30:00"), ('"30:00"', "30:00")],
+    [
+        ("30", "30"),
+        ('"1:30:00"', "1:30:00"),
+        ("1-12:00:00", "1-12:00:00"),
+        ("0:30:00", "0:30:00"),
+        ('"30:00"', "30:00"),
+    ],
 )
 def test_a_time_reaches_sbatch_as_written(file, written, time):
     assert from_yaml(file, f"slurm: {{time: {written}}}").slurm.time == time
@@ -238,14 +251,16 @@ def test_what_is_no_configuration(file, text, message):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="there is no configuration file .*nowhere.yaml"):
+    with pytest.raises(ConfigError, match=r"there is no configuration file .*nowhere.yaml"):
         load(tmp_path / "nowhere.yaml")
 
 
-@pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: path.write_bytes(b"\xff\xfe")], ids=["folder", "bytes"])
+@pytest.mark.parametrize(
+    "make", [lambda path: path.mkdir(), lambda path: path.write_bytes(b"\xff\xfe")], ids=["folder", "bytes"]
+)
 def test_an_unreadable_file_is_named(tmp_path, make):
     make(path := tmp_path / "config.yaml")
-    with pytest.raises(ConfigError, match="cannot read .*config.yaml"):
+    with pytest.raises(ConfigError, match=r"cannot read .*config.yaml"):
         load(path)
 
 
@@ -325,7 +340,9 @@ def test_a_code_has_one_action(actions):
     assert "is in both" in problems(exit_actions=actions)
 
 
-@pytest.mark.parametrize("actions", [{"COMPLETE": 0, "RESCHEDULE": "11-16", "FAIL": "17"}, {"FAIL": "3,3"}, {}], ids=str)
+@pytest.mark.parametrize(
+    "actions", [{"COMPLETE": 0, "RESCHEDULE": "11-16", "FAIL": "17"}, {"FAIL": "3,3"}, {}], ids=str
+)
 def test_codes_that_do_not_overlap(actions):
     assert validate(with_(exit_actions=actions), source="t").exit_actions.keys() == actions.keys()
 

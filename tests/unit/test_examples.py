@@ -38,6 +38,10 @@ class Session:
     def evaluating(self, batches):
         return batches
 
+    def distributed(self, model, rehearsal):
+        from slurmft.training.ddp import settled_ddp
+        return model if self.world_size == 1 else settled_ddp(model, rehearsal)
+
     def report(self, **values):
         assert all(isinstance(value, float) for value in values.values())
 

@@ -97,7 +97,7 @@ def test_a_time_is_in_nanoseconds(page):
 )
 def test_what_is_no_page_is_refused(tmp_path, content):
     (tmp_path / "page").write_bytes(content)
-    with pytest.raises(ValueError, match="heartbeat page|mmap"):
+    with pytest.raises(ValueError, match=r"heartbeat page|mmap"):
         Page.attach(tmp_path / "page")
 
 

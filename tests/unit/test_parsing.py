@@ -81,7 +81,9 @@ def test_a_completing_job_ends_before_its_limit():
         pytest.param(
             "  9|RUNNING|None|n1|n1|1763650000|1763650180|NOT_SET|low  ", {"job_id": "9", "limit_s": None}, id="padded"
         ),
-        pytest.param("9|REQUEUE_HOLD|x||n/a|N/A|N/A|5|low", {"waiting": True, "alive": False, "limit_s": 300.0}, id="hold"),
+        pytest.param(
+            "9|REQUEUE_HOLD|x||n/a|N/A|N/A|5|low", {"waiting": True, "alive": False, "limit_s": 300.0}, id="hold"
+        ),
         pytest.param("9|TIMEOUT|x|n1|n1|1|2|5|low", {"waiting": False, "alive": False}, id="over"),
         pytest.param("9|UNKNOWN_TO_US|x|n1|n1|1|2|5|low", {"waiting": False, "alive": False}, id="a state of tomorrow"),
     ],
@@ -134,7 +136,9 @@ def test_a_duration(text, seconds):
     assert parse_duration_s(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["UNLIMITED", "INVALID", "Partition_Limit", "N/A", "", "-1", "1:2:3:4", "1.5", "3m", "-"])
+@pytest.mark.parametrize(
+    "text", ["UNLIMITED", "INVALID", "Partition_Limit", "N/A", "", "-1", "1:2:3:4", "1.5", "3m", "-"]
+)
 def test_what_is_no_duration(text):
     assert parse_duration_s(text) is None
 
@@ -183,7 +187,7 @@ LIMIT_REACHED = {"StartTime": "2026-11-20T15:28:18", "EndTime": "2026-11-20T15:3
         pytest.param(scontrol("RUNNING", 3), 3, JobEnding.NOT_ENDING, id="running after requeues"),
         pytest.param(scontrol("SUSPENDED"), 0, JobEnding.NOT_ENDING, id="suspended"),
         pytest.param(scontrol("CONFIGURING"), 0, JobEnding.NOT_ENDING, id="nodes are booting"),
-        pytest.param(scontrol("COMPLETING", 1, **LIMIT_REACHED), 0, JobEnding.REQUEUED, id="scontrol requeue, recorded"),
+        pytest.param(scontrol("COMPLETING", 1, **LIMIT_REACHED), 0, JobEnding.REQUEUED, id="requeue, recorded"),
         pytest.param(scontrol("PENDING", 1), 0, JobEnding.REQUEUED, id="requeued and pending already"),
         pytest.param(scontrol("REQUEUE_HOLD", 1), 0, JobEnding.REQUEUED, id="requeued and held"),
         pytest.param(scontrol("COMPLETING", 2), 1, JobEnding.REQUEUED, id="requeued a second time"),
@@ -191,7 +195,7 @@ LIMIT_REACHED = {"StartTime": "2026-11-20T15:28:18", "EndTime": "2026-11-20T15:3
         pytest.param(scontrol("COMPLETING", 2), 2, JobEnding.CANCELLED, id="scancel of a second restart"),
         pytest.param(scontrol("CANCELLED"), 0, JobEnding.CANCELLED, id="cancelled"),
         pytest.param(
-            scontrol("COMPLETING", PreemptTime="2026-11-20T15:28:08"), 0, JobEnding.PREEMPTED, id="preempted, completing"
+            scontrol("COMPLETING", PreemptTime="2026-11-20T15:28:08"), 0, JobEnding.PREEMPTED, id="being preempted"
         ),
         pytest.param(scontrol("PREEMPTED"), 0, JobEnding.PREEMPTED, id="preempted"),
         pytest.param(
@@ -205,7 +209,7 @@ LIMIT_REACHED = {"StartTime": "2026-11-20T15:28:18", "EndTime": "2026-11-20T15:3
             id="time limit in epoch seconds",
         ),
         pytest.param(
-            scontrol("COMPLETING", TimeLimit="UNLIMITED", **LIMIT_REACHED), 0, JobEnding.CANCELLED, id="no limit to reach"
+            scontrol("COMPLETING", TimeLimit="UNLIMITED", **LIMIT_REACHED), 0, JobEnding.CANCELLED, id="no limit"
         ),
     ],
 )  # fmt: skip
@@ -286,7 +290,9 @@ def test_what_is_no_hostlist(text):
 
 @NO_DATABASE
 @given(
-    st.lists(st.tuples(st.sampled_from(["n", "gpu-", "r1n"]), st.integers(0, 99), st.integers(0, 20), st.integers(1, 4)))
+    st.lists(
+        st.tuples(st.sampled_from(["n", "gpu-", "r1n"]), st.integers(0, 99), st.integers(0, 20), st.integers(1, 4))
+    )
 )
 def test_ranges_of_any_padding(parts):
     text = ",".join(f"{prefix}[{first:0{width}d}-{first + more:0{width}d}]" for prefix, first, more, width in parts)

@@ -297,7 +297,9 @@ def test_exit_codes(text, codes):
     assert parse_codes(text) == codes
 
 
-@pytest.mark.parametrize("text", ["", "a", "1-", "-1", "5-3", "256", "0-256", "1,,2", "1 2", "1--2", "0x10", "1.0", "+1"])
+@pytest.mark.parametrize(
+    "text", ["", "a", "1-", "-1", "5-3", "256", "0-256", "1,,2", "1 2", "1--2", "0x10", "1.0", "+1"]
+)
 def test_what_is_no_exit_code(text):
     with pytest.raises(ValueError, match="exit code"):
         parse_codes(text)
@@ -340,4 +342,3 @@ def test_every_long_option_of_this_machines_sbatch_is_known():
     offered = set(re.findall(r"(?:^|\s)--([a-z0-9][a-z0-9-]*)", text))
     left_out = {"help", "usage", "version", "test-only", "wait", "parsable"}
     assert offered - SBATCH_OPTIONS - OWNED_OPTIONS.keys() - SECTION_KEYS - left_out == set()
-

@@ -266,6 +266,7 @@ class World:
                     actors.append(lambda trainer=trainer: next(trainer, None))
             actors += [lambda node=node: self._step(handlers, node) for node in handlers]
             if not handlers and not self.decided:
+
                 def advance() -> None:
                     nonlocal awaited
                     try:
@@ -274,9 +275,8 @@ class World:
                         self.plan, self.decided = end.value, True
                         return
                     replies[:] = [{} for _ in nodes]
-                    handlers.update(
-                        {i: agent_handles(awaited, node, replies[i]) for i, node in enumerate(nodes)}
-                    )
+                    handlers.update({i: agent_handles(awaited, node, replies[i]) for i, node in enumerate(nodes)})
+
                 actors.append(advance)
             if not actors:
                 break
@@ -372,6 +372,13 @@ UNEVEN_BUG = (
 @given(UNEVEN, NODE, SCHEDULES)
 def test_ranks_with_uneven_evaluations_stop_together(evaluations, per_node, schedule):
     explore(evaluations, per_node=per_node, coupled=True, schedule=schedule)
+
+
+@pytest.mark.xfail(strict=True, reason=UNCOUPLED)
+@MODEL
+@given(UNEVEN, NODE, SCHEDULES)
+def test_ranks_with_neither_in_common_stop_together(evaluations, per_node, schedule):
+    explore(evaluations, per_node=per_node, coupled=False, schedule=schedule)
 
 
 @pytest.mark.xfail(strict=True, reason=UNEVEN_BUG)

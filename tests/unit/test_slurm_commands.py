@@ -29,7 +29,9 @@ class Stubs:
 
     def write(self, name: str, body: str) -> None:
         path = self.folder / name
-        path.write_text(f'#!/bin/bash\nprintf "%s\\n" "{name} $*" >> {shlex.quote(str(self.log))}\n{textwrap.dedent(body)}\n')
+        path.write_text(
+            f'#!/bin/bash\nprintf "%s\\n" "{name} $*" >> {shlex.quote(str(self.log))}\n{textwrap.dedent(body)}\n'
+        )
         path.chmod(0o755)
 
     def calls(self) -> list[str]:
@@ -94,7 +96,9 @@ def test_a_command_that_cannot_be_run(stubs, make):
         command.run(["squeuex"])
 
 
-@pytest.mark.parametrize("body", ["exec sleep 20", "sleep 4 & wait", "trap '' TERM; sleep 4"], ids=["hangs", "child", "deaf"])
+@pytest.mark.parametrize(
+    "body", ["exec sleep 20", "sleep 4 & wait", "trap '' TERM; sleep 4"], ids=["hangs", "child", "deaf"]
+)
 def test_a_command_that_hangs(stubs, body):
     stubs.write("squeue", body)
     began = time.monotonic()
@@ -258,8 +262,13 @@ def test_a_begin_time(stubs, delay_s, when):
 
 
 def test_jobs_are_looked_up_in_one_command(stubs):
-    stubs.write("squeue", 'echo "banner"; echo "7|RUNNING|None|n1|n1|1|2|3:00|low"; echo "8|PENDING|x||n/a|N/A|N/A|5|low"')
-    assert {job_id: job.state for job_id, job in slurm.jobs(["7", "8", "9"]).items()} == {"7": "RUNNING", "8": "PENDING"}
+    stubs.write(
+        "squeue", 'echo "banner"; echo "7|RUNNING|None|n1|n1|1|2|3:00|low"; echo "8|PENDING|x||n/a|N/A|N/A|5|low"'
+    )
+    assert {job_id: job.state for job_id, job in slurm.jobs(["7", "8", "9"]).items()} == {
+        "7": "RUNNING",
+        "8": "PENDING",
+    }
     assert stubs.calls()[0].startswith("squeue -h -t all -j 7,8,9 -o ")
     assert slurm.job("9") is None
 
@@ -362,7 +371,12 @@ def test_no_time_limit_is_invented(run):
         ({"preemption": {"signal": "SIGUSR1", "signal_lead_s": 300}}, {}, (), {"signal": "SIGUSR1@300"}),
         ({"slurm": {"exclude": "n9"}}, {}, ("n2", "n1"), {"exclude": "n9,n1,n2"}),
         ({}, {}, ("n2",), {"exclude": "n2"}),
-        ({"slurm": {"gpus_per_node": 8, "mem": 0, "gres": "tmp:5"}}, {}, (), {"gpus-per-node": "8", "mem": "0", "gres": "tmp:5"}),
+        (
+            {"slurm": {"gpus_per_node": 8, "mem": 0, "gres": "tmp:5"}},
+            {},
+            (),
+            {"gpus-per-node": "8", "mem": "0", "gres": "tmp:5"},
+        ),
         ({"slurm": {"comment": "two words"}}, {}, (), {"comment": "two words"}),
     ],
     ids=str,
@@ -393,7 +407,9 @@ def test_a_control_character_in_the_run_folder_is_refused(tmp_path, name):
         script_text(config_of(run), run, {}, frozenset())
 
 
-@pytest.mark.xfail(strict=True, reason="bug: the directive is cut in two lines, and the second is a directive of its own")
+@pytest.mark.xfail(
+    strict=True, reason="bug: the directive is cut in two lines, and the second is a directive of its own"
+)
 @pytest.mark.parametrize("slurm_section", [{"comment": "a\n#SBATCH --uid=0"}, {"job_name": "a\nb"}], ids=str)
 def test_a_line_break_in_an_option_is_refused(run, slurm_section):
     with pytest.raises((UsageError, SlurmError)):
