@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from slurmft.errors import ConfigError
 from slurmft.policy.exit_actions import ExitAction, parse_codes
 from slurmft.policy.sbatch_options import OWNED_OPTIONS, SBATCH_OPTIONS
 
-Text = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value)]
+Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) in (int, float) else value)]
 """A string that YAML may have read as a number."""
 
 
@@ -29,11 +29,17 @@ def _as_argv(value: Any) -> Any:
     return shlex.split(value) if isinstance(value, str) else value
 
 
-def _minutes_to_slurm_time(value: Any) -> Any:
-    # YAML 1.1 reads 1:30:00 as a number in base 60: 5400. sbatch would read 5400 as minutes.
-    if isinstance(value, int) and value >= 3600:
-        raise ValueError(f"write the time in quotes, such as '1:30:00'; YAML has read it as the number {value}")
-    return str(value) if isinstance(value, int) else value
+class _Loader(yaml.SafeLoader):
+    """YAML as people mean it: 1:30:00 is a time and not 5400, ``no`` and 010 are what they look like (YAML 1.2)."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":int", ":float", ":bool", ":timestamp"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), [*"tTfF"])
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9][0-9]*)$"), [*"-+0123456789"])
+# fractions stay text until the field that takes them is known: 1.50 may be the name of a partition
 
 
 class _Section(BaseModel):
@@ -48,7 +54,7 @@ class SlurmConfig(_Section):
     partition: Text | None = None
     """Partition to submit to; the cluster's default when empty."""
 
-    time: Annotated[Text | None, BeforeValidator(_minutes_to_slurm_time)] = None
+    time: Text | None = None
     """Time limit as sbatch reads it: minutes, ``"H:MM:SS"`` or ``"D-HH:MM:SS"``."""
 
     account: Text | None = None
@@ -86,17 +92,6 @@ class SlurmConfig(_Section):
 
     srun_args: tuple[str, ...] = ()
     """More options for the ``srun`` that starts the agents, such as ``--mpi=none``."""
-
-    @model_validator(mode="after")
-    def _only_sbatch_options(self) -> SlurmConfig:
-        for key in self.model_extra or {}:
-            option = key.replace("_", "-")
-            if option in OWNED_OPTIONS:
-                raise ValueError(f"slurm.{key} is set by slurmft: {OWNED_OPTIONS[option]}")
-            if option not in SBATCH_OPTIONS:
-                known = [name.replace("-", "_") for name in SBATCH_OPTIONS] + list(type(self).model_fields)
-                raise ValueError(f"slurm.{key} is not an option of sbatch{_did_you_mean(key, known)}")
-        return self
 
 
 class CheckpointConfig(_Section):
@@ -239,7 +234,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: names every wrong key at once, with the nearest known one.
     """
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 - a SafeLoader
     except FileNotFoundError as error:
         raise ConfigError(f"there is no configuration file {path}", hint="see configs/quickstart.yaml") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -259,15 +254,16 @@ def validate(raw: Mapping[str, Any], *, source: str) -> RunConfig:
     Raises:
         ConfigError: one line for each problem.
     """
+    problems = _unknown_sbatch_options(raw.get("slurm"))
     try:
-        return RunConfig.model_validate(raw)
+        config = RunConfig.model_validate(raw)
     except ValidationError as error:
-        problems = "\n".join(f"  {_problem(detail)}" for detail in error.errors())
-        count = error.error_count()
-        raise ConfigError(
-            f"{source}: {count} problem{'s' if count > 1 else ''}\n{problems}",
-            hint="configs/reference.yaml documents every key",
-        ) from None
+        problems += [_problem(detail) for detail in error.errors()]
+    if problems:
+        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise ConfigError(f"{source}: {count}\n{lines}", hint="configs/reference.yaml documents every key")
+    return config
 
 
 def schema() -> dict[str, Any]:
@@ -275,12 +271,28 @@ def schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
 
 
+def _unknown_sbatch_options(section: Any) -> list[str]:
+    if not isinstance(section, Mapping):
+        return []
+    problems = []
+    known = [name.replace("-", "_") for name in SBATCH_OPTIONS] + list(SlurmConfig.model_fields)
+    for key in section:
+        option = str(key).replace("_", "-")
+        if key in SlurmConfig.model_fields:
+            continue
+        if option in OWNED_OPTIONS:
+            problems.append(f"slurm.{key} is set by slurmft: {OWNED_OPTIONS[option]}")
+        elif option not in SBATCH_OPTIONS:
+            problems.append(f"slurm.{key} is not an option of sbatch{_did_you_mean(str(key), known)}")
+    return problems
+
+
 def _apply(raw: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set {override!r} is not of the form key.sub=value")
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {override!r}: the value is not YAML: {error}") from error
     *parents, last = key.split(".")

@@ -56,17 +56,17 @@ def _table(entries: Sequence[Overview]) -> RenderableType:
         return Text(f"no runs in {runs_root().absolute()} (SLURMFT_RUNS names another folder)")
     table = Table(box=None, pad_edge=False)
     for title in ("run", "state", "step", "saved", "loss", "jobs", "starts", "detail"):
-        table.add_column(title, overflow="fold")
+        table.add_column(title, overflow="fold", no_wrap=title not in ("run", "detail"))
     for entry in entries:
         table.add_row(
-            entry.run,
+            Text(entry.run),
             Text(entry.state, style=_COLOURS.get(entry.state, "")),
             "-" if entry.step is None else f"{entry.step}/{entry.until or '?'}",
             "-" if entry.saved is None else str(entry.saved),
             "-" if entry.metric is None else f"{entry.metric:.4f}",
             " > ".join(entry.jobs[-3:]) or "-",
             str(entry.attempts),
-            entry.detail,
+            Text(entry.detail),
         )
     return table
 
@@ -84,6 +84,8 @@ def logs(*, run: RunFolder, rank: int, attempt: str | None, all_attempts: bool, 
     if attempt is not None:
         folders = [folder for folder in folders if folder.name == attempt]
     files = [path for folder in folders if (path := folder / f"rank-{rank}.log").is_file()]
+    if not files and any(any(folder.glob("rank-*.log")) for folder in folders):
+        raise StorageError(f"run {run.path.name} has no rank {rank}")
     if not files:
         files = sorted([*run.logs.glob("*.log"), *run.submissions.glob("*_log.out")], key=lambda f: f.stat().st_mtime)
     if not files:

@@ -75,7 +75,7 @@ def _local_plan(run: RunFolder) -> str:
 def _refuse_if_finished_or_busy(run: RunFolder) -> None:
     if (done := run.done()) is not None:
         raise UsageError(
-            f"run {run.path.name} finished at step {done.get('step')}",
+            f"run {run.path.name} is finished ({done.get('reason')})",
             hint=f"choose another run_folder, or remove {run.path}/done.json to train on",
         )
     if not run.exists():

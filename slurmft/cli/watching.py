@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from slurmft.launch.overview import Overview, overviews
 from slurmft.policy.verdict import EXIT_TEMPORARY
@@ -15,7 +14,13 @@ from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import RunFolder
 
 FAST_S, SLURM_S = 0.3, 3.0
-"""The folder is cheap to look at; Slurm is asked rarely, and only about a run that shows no progress."""
+"""The folder is cheap to look at; Slurm is asked rarely."""
+
+PLAIN_LINE_S = 10.0
+"""Without a terminal there is no bar; one line now and then shows that something happens."""
+
+GIVE_UP_S = 30.0
+"""A run that has left no decision and no job for this long has ended badly."""
 
 _TOLD = frozenset({"stop requested", "requeued", "resubmitted", "starting anew", "first step", "worker failed",
                    "agent lost", "stop overdue", "stop without a save", "not continued", "save requested"})  # fmt: skip
@@ -27,56 +32,81 @@ def watch(run: RunFolder, *, told: int, stop_on_interrupt: bool) -> int:
     ``told`` is the length of the journal before the run was submitted: what stands there is of earlier submissions.
     Ctrl-C stops the watching; where the run lives on this machine it asks the run to save and end first.
     """
-    console = Console()
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total} steps"),
-        TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task(run.path.name, total=None, note="starting")
-        try:
-            last = _follow(run, told, progress, bar)
-        except KeyboardInterrupt:
-            if not stop_on_interrupt:
-                progress.stop()
-                click.echo(f"the run goes on; slurmft stop {run.path} ends it after a save")
-                return 130
-            progress.update(bar, note="saving, then ending (Ctrl-C again leaves it to itself)")
-            run.request("KILL", "Ctrl-C")
-            last = _follow(run, told, progress, bar)
-    return _report(run, last, run.journal().read()[told:])
+    watcher = Watcher(run, told)
+    try:
+        view = watcher.follow()
+    except KeyboardInterrupt:
+        if not stop_on_interrupt:
+            click.echo(f"the run goes on; slurmft stop {run.path} ends it after a save")
+            return 130
+        click.echo("saving, then ending; Ctrl-C again leaves the run to itself")
+        run.request("KILL", "Ctrl-C")
+        view = watcher.follow()
+    return _report(run, view, run.journal().read()[told:])
 
 
-def _follow(run: RunFolder, before: int, progress: Progress, bar: TaskID) -> Overview:
-    told, asked_slurm, since = before, 0.0, time.time()
-    while True:
-        time.sleep(FAST_S)
-        events = run.journal().read()
-        for event in events[told:]:
+class Watcher:
+    """Follows one submission of a run."""
+
+    def __init__(self, run: RunFolder, told: int) -> None:
+        self._run, self._before, self._told = run, told, told
+        self._began = time.time()
+        self._console = Console()
+        self._last_line_at = time.monotonic()
+
+    def follow(self) -> Overview:
+        """Show what happens until the run has ended."""
+        columns = (
+            TextColumn("{task.description}", markup=False), BarColumn(bar_width=20),
+            TextColumn("{task.fields[note]}", markup=False), TimeElapsedColumn(),
+        )  # fmt: skip
+        asked_slurm = 0.0
+        with Progress(*columns, console=self._console) as progress:
+            bar = progress.add_task(self._run.path.name[:24], total=None, note="starting")
+            while True:
+                time.sleep(FAST_S)
+                events = self._tell_news()
+                self._show_progress(progress, bar)
+                if self._run.done() is None and time.monotonic() - asked_slurm < SLURM_S:
+                    continue
+                asked_slurm = time.monotonic()
+                if (view := self._ended(events)) is not None:
+                    return view
+
+    def _tell_news(self) -> list[Event]:
+        events = self._run.journal().read()
+        for event in events[self._told :]:
             if event.event in _TOLD:
-                progress.console.print(_told(event), highlight=False)
-        told = len(events)
-        _show(run.progress(), since, progress, bar)
-        if run.done() is not None or time.monotonic() - asked_slurm > SLURM_S:
-            asked_slurm = time.monotonic()
-            view = overviews([run])[0]
-            if view.state == "finished" or (
-                view.state == "stopped" and any(e.event == "decision" for e in events[before:])
-            ):
-                return view
-            if view.state in ("stopped", "new") and time.time() - since > 30.0:
-                return view
+                self._console.print(_told(event), highlight=False, markup=False)
+        self._told = len(events)
+        return events[self._before :]
 
+    def _show_progress(self, progress: Progress, bar: TaskID) -> None:
+        facts = self._run.progress() or {}
+        if facts.get("at", 0.0) < self._began:
+            return
+        note = str(facts.get("state", ""))
+        if facts.get("until"):
+            note = f"{facts['step']}/{facts['until']} {note}"
+            note += f" loss {facts['metric']:.3f}" if facts.get("metric") is not None else ""
+        progress.update(bar, completed=facts.get("step", 0), total=facts.get("until") or None, note=note)
+        if not self._console.is_terminal and time.monotonic() - self._last_line_at > PLAIN_LINE_S:
+            self._last_line_at = time.monotonic()
+            self._console.print(f"{time.strftime('%H:%M:%S')} {note}", highlight=False, markup=False)
 
-def _show(facts: Any, since: float, progress: Progress, bar: TaskID) -> None:
-    if not facts or facts["at"] < since or not facts.get("until"):
-        return
-    loss = f"loss {facts['metric']:.3f}" if facts.get("metric") is not None else ""
-    progress.update(bar, completed=facts["step"], total=facts["until"], note=f"{facts['state']} {loss}")
+    def _ended(self, events: list[Event]) -> Overview | None:
+        view = overviews([self._run])[0]
+        decided = any(event.event == "decision" for event in events)
+        if view.state == "finished" or (view.state == "stopped" and decided):
+            return view
+        late = time.time() - self._began > GIVE_UP_S
+        return view if view.state in ("stopped", "new") and late else None
 
 
 def _told(event: Event) -> str:
     words = [f"{event.at.astimezone():%H:%M:%S} {event.event}"]
+    if (rank := event.details.get("rank")) is not None:
+        words[0] += f" (rank {rank} on {event.details.get('node')}, exit code {event.details.get('code')})"
     words += [str(event.details[key]) for key in ("reason", "error") if event.details.get(key)]
     if (seconds := event.details.get("seconds_since_stop_request")) is not None:
         words.append(f"{seconds:.1f} s after the stop was asked for")
@@ -88,11 +118,13 @@ def _report(run: RunFolder, view: Overview, events: list[Event]) -> int:
     code = int(decisions[-1].details["exit_code"]) if decisions else EXIT_TEMPORARY
     starts = sum(event.event == "attempt started" for event in events)
     stops = sum(event.event == "stop requested" for event in events)
-    click.echo(f"{view.run}: {view.state}. {view.detail}")
-    click.echo(f"  steps      {view.step} of {view.until}" + (f", loss {view.metric:.4f}" if view.metric else ""))
     seconds = events[-1].seconds() - events[0].seconds() if events else 0.0
-    click.echo(f"  time       {seconds:.1f} s, {starts} starts, {stops} stops")
-    click.echo(f"  saved      step {view.saved} in {run.path}")
+    click.echo(f"{view.run}: {view.state}. {view.detail}")
+    if view.until:
+        click.echo(f"  steps      {view.step} of {view.until}" + (f", loss {view.metric:.4f}" if view.metric else ""))
+    click.echo(f"  time       {seconds:.1f} s; starts: {starts}, stops: {stops}")
+    if view.saved is not None:
+        click.echo(f"  saved      step {view.saved} in {run.path}")
     if digest := _final_digest(run):
         click.echo(f"  weights    sha256 {digest}")
     click.echo(f"  the story  slurmft explain {run.path}")

@@ -13,6 +13,7 @@ from typing import Any
 from slurmft.launch.channel import MAX_LINE_BYTES, BadMessage, Channel, Message, accept
 
 CALL_TIMEOUT_S = 10.0
+NO_CALL = -1
 MAX_STRANGERS = 64
 """Connections that have not proved themselves yet; more are closed at once."""
 
@@ -57,8 +58,15 @@ class AgentLink:
             self._waiting.pop(call_id, None)
 
     def answered(self, message: Message) -> None:
-        """Hand a reply to the call that waits for it."""
-        future = self._waiting.pop(int(message.get("id", -1)), None)
+        """Hand a reply to the call that waits for it.
+
+        Raises:
+            BadMessage: it is no reply to anything.
+        """
+        call_id = message.get("id", NO_CALL)
+        if not isinstance(call_id, int):
+            raise BadMessage(f"a reply from {self.host} has the id {call_id!r}")
+        future = self._waiting.pop(call_id, None)
         if future is not None and not future.done():
             future.set_result(message)
 

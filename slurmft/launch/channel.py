@@ -111,10 +111,13 @@ async def connect(host: str, port: int, secret: bytes) -> Channel:
     """
     async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
         reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE_BYTES)
-        theirs = await _read_line(reader)
-        if theirs is None or len(theirs) != 32:
+        try:
+            theirs = await _read_line(reader)
+            if theirs is None or len(theirs) != 32:
+                raise BadMessage(f"{host}:{port} is not a slurmft supervisor")
+        except BaseException:  # a time-out is a cancellation in here
             writer.close()
-            raise BadMessage(f"{host}:{port} is not a slurmft supervisor")
+            raise
         nonce = secrets.token_hex(16).encode()
         writer.write(nonce + b"\n")
         return Channel(reader, writer, _key(secret, theirs, nonce), is_server=False)

@@ -29,6 +29,7 @@ _OUTSIDE = {
     JobEnding.REQUEUED: (Cause.REQUEUED_BY_USER, "Slurm puts the job back into the queue (scontrol requeue)"),
     JobEnding.PREEMPTED: (Cause.PREEMPTED, "Slurm ends the job: preempted"),
     JobEnding.TIME_LIMIT: (Cause.TIME_LIMIT, "Slurm ends the job: time limit"),
+    JobEnding.NODE_LOST: (Cause.NODE_LOST, "Slurm ends the job: a node failed"),
     JobEnding.CANCELLED: (Cause.CANCELLED, "the job was cancelled (scancel)"),
 }
 
@@ -61,7 +62,7 @@ class Cluster(Protocol):
 
 def agent_argv(config: RunConfig, attempt: Attempt) -> list[str]:
     """The agent's command; the secret's place follows from the attempt, the secret itself is in no argument."""
-    return [sys.executable, "-u", "-m", "slurmft", "agent", str(config.run_folder / "config.yaml"), str(attempt)]
+    return [sys.executable, "-P", "-u", "-m", "slurmft", "agent", str(config.run_folder / "config.yaml"), str(attempt)]
 
 
 class SlurmCluster:

@@ -46,7 +46,7 @@ class Ending:
         )
         log.info("verdict: %s; decision: %s; %s", verdict.cause.value, decision.action.value, decision.reason)
         if decision.action is Action.FINISH:
-            self.run.mark_done(step=verdict.last_step, job=self.cluster.attempt.job, reason=decision.reason)
+            self.run.mark_done(step=verdict.last_step or None, job=self.cluster.attempt.job, reason=decision.reason)
             return 0
         if decision.action is Action.STOP:
             return decision.exit_code
@@ -64,7 +64,7 @@ class Ending:
             return decision.exit_code
         if isinstance(self.cluster, LocalCluster):
             self.journal.append("starting anew", restart=attempt.restart + 1)
-            self.cluster.start_anew([sys.executable, "-u", "-m", "slurmft", "run", str(self.run.config)])
+            self.cluster.start_anew([sys.executable, "-P", "-u", "-m", "slurmft", "run", str(self.run.config)])
         if not isinstance(self.cluster, SlurmCluster):
             raise TypeError(f"no way to continue on {self.cluster.name}")
         with ignoring_signals():
@@ -108,7 +108,8 @@ class Ending:
             options = [f"--chdir={Path.cwd()}"]
             if not script.is_file():  # submitted with plain sbatch: Slurm has the script, the environment its options
                 script.write_text(slurm.batch_script(job_id), encoding="utf-8")
-                options += slurm.inherited_options(os.environ)
+                signal_option = f"--signal={self.config.preemption.signal}@{self.config.preemption.signal_lead_s}"
+                options += ["--requeue", "--open-mode=append", signal_option, *slurm.inherited_options(os.environ)]
             command = slurm.successor_command(script, after=job_id, options=options)
             self.journal.append("resubmitting", command=shlex.join(command))
             successor = slurm.submit_successor(script, after=job_id, options=options, environment=os.environ)
@@ -136,7 +137,7 @@ def budget_of(history: list[Event], verdict: Verdict, config: RunConfig) -> Budg
             failures = idle_limits = 0
         if facts.get("cause") == Cause.TIME_LIMIT:
             idle_limits += 1
-        elif facts.get("cause") not in {cause.value for cause in PLANNED}:
+        elif facts.get("cause") not in {Cause.RERUN_ELSEWHERE.value, *(cause.value for cause in PLANNED)}:
             failures += 1
     if verdict.last_step > max(verdict.first_step, 0):
         failures = idle_limits = 0

@@ -73,6 +73,10 @@ class Observations:
         if not self._ranks:
             return
         ranks = self._ranks.values()
+        if not any(facts["attached"] for facts in ranks):
+            # a script that does not use the session says nothing about its steps
+            self._run.write_progress(at=time.time(), attempt=str(self._attempt), state="running")
+            return
         metric = self._ranks.get(0, {}).get("metric", math.nan)
         self._run.write_progress(
             at=time.time(),

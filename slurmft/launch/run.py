@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import psutil
 
 from slurmft.config import RunConfig
-from slurmft.errors import RunBusy, SlurmError
+from slurmft.errors import RunBusy, SlurmError, UsageError
 from slurmft.launch.cluster import Cluster, detect
 from slurmft.launch.ending import Ending
 from slurmft.launch.supervisor import Supervisor
@@ -30,13 +30,14 @@ def supervise(config: RunConfig, environment: Mapping[str, str]) -> int:
         SlurmftError: nothing was started.
     """
     cluster, run = detect(environment), RunFolder(config.run_folder)
+    _refuse_too_few_nodes(config, environment)
     run.create()
     if not run.config.exists():
         replace_atomically(run.config, config.as_yaml())
     journal = run.journal(cluster.attempt)
     if (done := run.done()) is not None:
         journal.append("already finished", step=done.get("step"))
-        log.info("run %s finished at step %s; nothing to do", config.name, done.get("step"))
+        log.info("run %s is finished (%s); nothing to do", config.name, done.get("reason"))
         return 0
     generation = _take_over(run, cluster)
     journal.append("attempt started", generation=generation, cluster=cluster.name, host=os.uname().nodename,
@@ -46,6 +47,15 @@ def supervise(config: RunConfig, environment: Mapping[str, str]) -> int:
     _drop_stale_requests(run, journal)
     verdict = asyncio.run(Supervisor(config, cluster, run, journal, generation).run())
     return Ending(config, cluster, run, journal).act_on(verdict)
+
+
+def _refuse_too_few_nodes(config: RunConfig, environment: Mapping[str, str]) -> None:
+    allocated = int(environment.get("SLURM_JOB_NUM_NODES", config.nodes))
+    if allocated < config.nodes:
+        raise UsageError(
+            f"the configuration asks for nodes: {config.nodes}, but this job has {allocated}",
+            hint="make --nodes of the batch script and nodes of the configuration agree",
+        )
 
 
 def _take_over(run: RunFolder, cluster: Cluster) -> int:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from slurmft.config import RunConfig
@@ -171,7 +172,8 @@ class Supervisor:
             self._outside = self._outside or await asyncio.to_thread(self._cluster.why_ending)
             self._journal.append("agents gone", exit_codes=codes)
             if not self._seen.ends and self._outside is None:
-                self._launch_error = f"the agents ended with {codes} before their workers did"
+                last_words = _last_line(self._run.attempts / str(self._cluster.attempt) / "srun.err")
+                self._launch_error = f"the agents ended with {codes} before their workers did{last_words}"
             self._over.set()
 
     # Stops
@@ -294,7 +296,7 @@ class Supervisor:
             try:
                 plan = await agree(self._pool, StopAction.SAVE)
                 self._journal.append("save requested", who=who, **describe(plan))
-                tick = getattr(plan, "tick", None)
+                tick = getattr(plan, "tick", None)  # there is none where nobody uses a session: nothing is saved
                 while tick is not None and not self._over.is_set():
                     if self._seen.all_answered(tick):
                         break
@@ -358,3 +360,11 @@ class Supervisor:
             log.error("internal error: %r", error, exc_info=error)
             self._launch_error = self._launch_error or f"internal error: {error!r}"
             self._over.set()
+
+
+def _last_line(path: Path) -> str:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return f"; srun: {lines[-1][:300]}" if lines else ""

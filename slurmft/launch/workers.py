@@ -95,7 +95,14 @@ class Workers:
         """Begin importing torch; returns at once."""
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            argv = [sys.executable, "-m", "slurmft.launch.zygote", str(theirs.fileno()), *(PRELOAD if preload else ())]
+            argv = [
+                sys.executable,
+                "-P",
+                "-m",
+                "slurmft.launch.zygote",
+                str(theirs.fileno()),
+                *(PRELOAD if preload else ()),
+            ]
             self._zygote = subprocess.Popen(
                 argv, pass_fds=[theirs.fileno()], env=dict(environment), stdin=subprocess.DEVNULL
             )
@@ -171,6 +178,7 @@ class Workers:
     def _kill(self, worker: Worker) -> None:
         worker.killed = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(worker.pid, signal.SIGKILL)  # it may not lead its group yet
             os.killpg(worker.pid, signal.SIGKILL)
 
     def _living(self) -> list[Worker]:
@@ -179,10 +187,11 @@ class Workers:
     def _send(self, request: dict[str, object]) -> None:
         if self._socket is None:
             raise RuntimeError("start_zygote first")
-        packet = json.dumps(request).encode()
-        if len(packet) > PACKET_BYTES:
-            raise ValueError(f"the environment and command of a worker take {len(packet)} bytes")
-        self._socket.send(packet)
+        # in a file: an environment may be larger than what a socket holds while the zygote is still importing
+        path = self.folder / f"request-{request['rank']}.json"
+        path.touch(mode=0o600)
+        path.write_text(json.dumps(request), encoding="utf-8")
+        self._socket.send(json.dumps({"request": str(path)}).encode())
 
     def _read(self) -> None:
         if self._socket is None:

@@ -2,7 +2,8 @@
 
 ``import torch`` and what optimizers pull in lazily cost two to three seconds; a fork costs milliseconds. The zygote
 stays single-threaded and never touches a GPU, so that its children can do both. It speaks with its agent over a
-socketpair, one JSON object per packet, and dies with it; its children die with it in turn.
+socketpair, one JSON object per packet (a request names the file it lies in). It dies with its agent, and its children
+die with it.
 
 Run as ``python -m slurmft.launch.zygote FD PRELOAD...``.
 """
@@ -10,10 +11,12 @@ Run as ``python -m slurmft.launch.zygote FD PRELOAD...``.
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import ctypes
 import gc
 import importlib
+import importlib.machinery
 import json
 import os
 import runpy
@@ -23,15 +26,16 @@ import socket
 import sys
 import threading
 import traceback
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from slurmft.errors import SlurmftError
-from slurmft.policy.verdict import Cause
+from slurmft.policy.verdict import EXIT_USAGE, Cause
 from slurmft.storage.files import write_json
 
-PACKET_BYTES = 4 * 1024 * 1024
+PACKET_BYTES = 64 * 1024
 _PR_SET_PDEATHSIG = 1
 
 
@@ -89,7 +93,7 @@ def _serve(agent: socket.socket) -> Callable[[], int] | None:
         if not packet:
             _end(children)
             return None
-        request = json.loads(packet)
+        request = json.loads(Path(json.loads(packet)["request"]).read_text(encoding="utf-8"))
         if (pid := os.fork()) == 0:
             signal.set_wakeup_fd(-1)
             os.close(wake_read)
@@ -156,12 +160,16 @@ def _run_python(argv: Sequence[str], verdict: Path) -> int:
     try:
         if argv[0] == "-m":
             sys.argv = [argv[1], *argv[2:]]
-            sys.path[0] = str(Path.cwd())
+            sys.path.insert(0, str(Path.cwd()))
             runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = list(argv)
-            sys.path[0] = str(Path(argv[0]).resolve().parent)
-            runpy.run_path(argv[0], run_name="__main__")
+            script = Path(argv[0])
+            if not script.exists():
+                sys.stderr.write(f"slurmft: there is no script {argv[0]!r} in {Path.cwd()}\n")
+                return EXIT_USAGE
+            sys.path.insert(0, str(script.resolve().parent))
+            _run_script(script.absolute())
     except SystemExit as stop:
         return _exit_code(stop)
     except SlurmftError as error:  # says what, where and what to do; a traceback would bury it
@@ -170,10 +178,24 @@ def _run_python(argv: Sequence[str], verdict: Path) -> int:
         return error.exit_code
     except BaseException:  # noqa: BLE001 - whatever the user's program raised, as the interpreter would report it
         text = traceback.format_exc()
-        sys.stderr.write(text)
+        kind, value, trace = sys.exc_info()
+        if kind is not None and value is not None:
+            sys.excepthook(kind, value, trace)
         _leave_verdict(verdict, text)
         return 1
     return 0
+
+
+def _run_script(path: Path) -> None:
+    """As ``python path`` would: ``__file__`` absolute, ``sys.argv[0]`` as given. runpy makes them the same."""
+    name = str(path)
+    module = types.ModuleType("__main__")
+    vars(module).update(
+        __file__=name, __cached__=None, __spec__=None, __builtins__=builtins,
+        __loader__=importlib.machinery.SourceFileLoader("__main__", name),
+    )  # fmt: skip
+    sys.modules["__main__"] = module
+    exec(compile(path.read_bytes(), name, "exec", dont_inherit=True), vars(module))  # noqa: S102 - the user's own program
 
 
 def _leave_verdict(path: Path, text: str) -> None:

@@ -37,7 +37,8 @@ class Budget:
 
 def decide(verdict: Verdict, budget: Budget, exit_actions: Mapping[ExitAction, str] | None = None) -> Decision:
     """What follows ``verdict``. A planned stop and exit 16 never spend the failure budget."""
-    action = explicit_action(verdict.exit_code, exit_actions or {}) if verdict.cause not in PLANNED else None
+    has_code = verdict.cause is Cause.FINISHED or (verdict.exit_code != 0 and verdict.cause not in PLANNED)
+    action = explicit_action(verdict.exit_code, exit_actions or {}) if has_code else None
     if action is ExitAction.COMPLETE or (action is None and verdict.cause is Cause.FINISHED):
         return Decision(action=Action.FINISH, reason=verdict.reason, exit_code=0)
     if action is ExitAction.FAIL:

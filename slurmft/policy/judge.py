@@ -102,6 +102,8 @@ def _planned_reason(ends: Sequence[WorkerEnd], world_size: int, seen: Circumstan
     if culprits := _culprits(ends, planned=True):
         _, reason, _ = _blame(culprits[0])
         return f"{seen.planned_reason}; no save at the stop: {reason}"
+    if not any(end.attached for end in ends):
+        return f"{seen.planned_reason}; the workers ended by the signal"
     stopped = [end for end in ends if end.stopped]
     if len(stopped) == world_size:
         return f"{seen.planned_reason}; all ranks stopped at step {stopped[0].step}"

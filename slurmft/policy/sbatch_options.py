@@ -26,8 +26,10 @@ OWNED_OPTIONS = {
     "ntasks": "one agent runs on each node; use nproc_per_node for workers",
     "ntasks-per-node": "one agent runs on each node; use nproc_per_node for workers",
     "open-mode": "logs always append, so that a requeue keeps them",
-    "no-requeue": "use requeue: false",
+    "no-requeue": "use slurm.requeue, as in requeue: false",
     "array": "a run is one job; submit each run by itself",
     "wrap": "use command",
+    "requeue": "use slurm.requeue",
+    "no-kill": "use slurm.no_kill",
 }
 """Options that slurmft sets itself, with what to use instead."""

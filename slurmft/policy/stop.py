@@ -1,10 +1,10 @@
 """At which tick all ranks stop: the arithmetic of the agreement (design, ordering rule 5).
 
 A *tick* is a safe point of a worker: a step boundary, or a batch of an evaluation. It is one integer,
-``step << SUB_BITS | evaluation << BATCH_BITS | batch``: all ticks of one step name the same training state, so ranks that
-stop at different ticks of one step still stop at the same state. The end of an evaluation is the last tick of its block,
-so that ranks with fewer batches meet the others there. A worker first publishes the tick it has reached, then compares
-it with the proposed one; whoever reaches the proposal waits until it is committed or moved.
+``step << SUB_BITS | evaluation << BATCH_BITS | batch``: all ticks of one step name the same training state, so ranks
+that stop at different ticks of one step still stop at the same state. The end of an evaluation is the last tick of its
+block, so that ranks with fewer batches meet the others there. A worker first publishes the tick it has reached, then
+compares it with the proposed one; whoever reaches the proposal waits until it is committed or moved.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ class Look:
 def plan_stop(looks: Sequence[Look], tries: int = 0) -> Plan:
     """The next step of the agreement, given one look at every rank.
 
-    When all ranks are inside the same evaluation they stop at its next batch. Otherwise at the next step boundary of the
-    rank that is furthest: one that is not evaluating may be inside a step, which it cannot leave. Each retry (a rank
-    had passed the proposal before it arrived, because steps are shorter than a round trip) doubles the distance, so the
-    agreement always ends.
+    When all ranks are inside the same evaluation they stop at its next batch. Otherwise at the next step boundary of
+    the rank that is furthest: one that is not evaluating may be inside a step, which it cannot leave. Each retry (a
+    rank had passed the proposal before it arrived, because steps are shorter than a round trip) doubles the distance,
+    so the agreement always ends.
     """
     if not any(look.attached for look in looks):
         return ByThemselves() if any(look.alive for look in looks) else NothingToSave()

@@ -58,6 +58,8 @@ def run(
         )
     except FileNotFoundError as error:
         raise SlurmUnavailable(f"the command {argv[0]} is not on this machine") from error
+    except OSError as error:
+        raise SlurmUnavailable(f"the command {argv[0]} cannot be run: {error.strerror or error}") from error
     except subprocess.TimeoutExpired as error:
         raise SlurmUnavailable(f"{argv[0]} did not answer within {timeout_s:.0f} s") from error
     if result.returncode == 0:

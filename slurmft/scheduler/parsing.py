@@ -98,14 +98,15 @@ def parse_duration_s(text: str) -> float | None:
 
 
 def parse_pairs(text: str) -> dict[str, str]:
-    """``Key=Value`` words of scontrol; a value with blanks is cut at the first one."""
-    return dict(word.split("=", 1) for word in text.split() if "=" in word)
+    """``Key=Value`` words of scontrol, the first of equal keys; a value with blanks is cut at the first one."""
+    return dict(word.split("=", 1) for word in reversed(text.split()) if "=" in word)
 
 
 class JobEnding(StrEnum):
     """Why Slurm is ending a job, as far as the job itself can tell."""
 
     NOT_ENDING = "not ending"
+    NODE_LOST = "node lost"
     REQUEUED = "requeued"
     PREEMPTED = "preempted"
     TIME_LIMIT = "time limit"
@@ -118,14 +119,19 @@ def parse_ending(text: str, restart: int) -> JobEnding:
     COMPLETING hides the base state, but a requeue counts the restart at once, a preemption leaves its time, and a time
     limit leaves an end that is the start plus the limit; what remains is a cancellation (22.05 to 26.05).
     """
-    pairs = parse_pairs(text)
+    # job name and comment are the user's own words and may look like facts: the first stands before these, the other
+    # behind everything
+    facts = re.search(r"UserId=\S+\(\d+\) GroupId=.*", text, re.DOTALL)
+    pairs = parse_pairs(facts.group() if facts else text)
     state = pairs.get("JobState", "")
-    if state in ("RUNNING", "SUSPENDED", "CONFIGURING", "SIGNALING", "STOPPED", "RESIZING"):
+    if state in ("", "RUNNING", "SUSPENDED", "CONFIGURING", "SIGNALING", "STOPPED", "RESIZING"):
         return JobEnding.NOT_ENDING
     if state in WAITING or int(pairs.get("Restarts", "0")) > restart:
         return JobEnding.REQUEUED
     if state == "PREEMPTED" or pairs.get("PreemptTime", "None") not in _NOTHING:
         return JobEnding.PREEMPTED
+    if state in ("NODE_FAIL", "BOOT_FAIL"):
+        return JobEnding.NODE_LOST
     start, end = parse_time(pairs.get("StartTime", "")), parse_time(pairs.get("EndTime", ""))
     limit = parse_duration_s(pairs.get("TimeLimit", ""))
     if state == "TIMEOUT" or (start and end and limit and end - start >= limit):

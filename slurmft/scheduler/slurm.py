@@ -13,6 +13,7 @@ from slurmft.scheduler.environment import scrubbed
 from slurmft.scheduler.parsing import JOB_FORMAT, JobEnding, JobRecord, parse_ending, parse_jobs, parse_pairs
 
 PATIENCE_S = 30.0
+_CONFIGURATIONS = [Path(path) for path in ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf")]
 
 
 class RequeueDisabled(SlurmError):
@@ -20,8 +21,19 @@ class RequeueDisabled(SlurmError):
 
 
 def available() -> bool:
-    """Whether this machine has Slurm's client commands."""
-    return shutil.which("sbatch") is not None and shutil.which("scontrol") is not None
+    """Whether this machine belongs to a cluster: it has Slurm's client commands and a configuration for them.
+
+    Packages alone, such as a test lab installs, are no cluster. A controller that is down is: whoever waits for it does
+    not want to train on the login node instead.
+    """
+    if shutil.which("sbatch") is None or shutil.which("scontrol") is None:
+        return False
+    if "SLURM_CONF" in os.environ or any(path.exists() for path in _CONFIGURATIONS):
+        return True
+    try:  # a site may build its own paths in, or serve the configuration over the network
+        return "ClusterName" in command.run(["scontrol", "show", "config"], timeout_s=3.0)
+    except SlurmError:
+        return False
 
 
 def jobs(job_ids: Sequence[str], *, patience_s: float = 5.0) -> dict[str, JobRecord]:
@@ -159,7 +171,7 @@ def submit_successor(script: Path, *, after: str, options: Sequence[str], enviro
         successor_command(script, after=after, options=options),
         timeout_s=60.0,
         environment=scrubbed(environment),
-        folder=script.parent,
+        folder=Path.cwd(),  # becomes its SLURM_SUBMIT_DIR, to which a script's relative paths belong
     )
     return text.strip().split(";")[0]
 
@@ -173,5 +185,12 @@ def inherited_options(environment: Mapping[str, str] = os.environ) -> list[str]:
         "SLURM_JOB_QOS": "--qos",
         "SLURM_JOB_NAME": "--job-name",
         "SLURM_CPUS_PER_TASK": "--cpus-per-task",
+        "SLURM_GPUS_PER_NODE": "--gpus-per-node",
+        "SLURM_MEM_PER_NODE": "--mem",
+        "SLURM_JOB_RESERVATION": "--reservation",
     }
-    return [f"{option}={value}" for name, option in names.items() if (value := environment.get(name))]
+    options = [f"{option}={value}" for name, option in names.items() if (value := environment.get(name))]
+    record = job(environment["SLURM_JOB_ID"]) if "SLURM_JOB_ID" in environment else None
+    if record is not None and record.limit_s is not None:
+        options.append(f"--time={round(record.limit_s / 60)}")
+    return options

@@ -31,6 +31,8 @@ _SHORT_OPTIONS = {
     "A": "account", "p": "partition", "q": "qos", "t": "time", "c": "cpus-per-task", "C": "constraint", "x": "exclude",
     "w": "nodelist", "J": "job-name", "G": "gpus", "d": "dependency", "b": "begin", "L": "licenses", "o": "output",
     "e": "error", "H": "hold", "D": "chdir", "N": "nodes", "n": "ntasks", "a": "array",
+    "k": "no-kill", "M": "clusters", "F": "nodefile", "s": "oversubscribe", "m": "distribution", "S": "core-spec",
+    "B": "extra-node-info", "I": "immediate", "K": "kill-on-bad-exit", "O": "overcommit", "Q": "quiet", "v": "verbose",
 }  # fmt: skip
 _FOREVER_MINUTES = 10 * 365 * 24 * 60
 
@@ -43,7 +45,7 @@ class RunSupervisor:
 
     def argv(self) -> list[str]:
         """The supervisor's command, in the interpreter that submits."""
-        return [sys.executable, "-u", "-m", "slurmft", "run", str(self.config)]
+        return [sys.executable, "-P", "-u", "-m", "slurmft", "run", str(self.config)]
 
     def __call__(self) -> None:
         """Become the supervisor; returns only by raising OSError."""
@@ -180,6 +182,9 @@ def _sbatch_parameters(
     if section.no_kill:
         parameters["no-kill"] = True
     parameters |= options
+    for name, value in parameters.items():
+        if any(ord(character) < 32 for character in str(value)):
+            raise UsageError(f"--{name} {str(value)!r} holds a line break or control character")
     if excluded := [*filter(None, [parameters.get("exclude")]), *sorted(avoid)]:
         parameters["exclude"] = ",".join(excluded)
     return parameters

@@ -72,7 +72,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         raise StorageError(f"cannot read {path}: {error}") from error
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StorageError(f"{path} is not JSON: {error}", hint="move it away and run again") from error
     if not isinstance(value, dict):
         raise StorageError(f"{path} does not hold a JSON object", hint="move it away and run again")

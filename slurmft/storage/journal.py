@@ -54,7 +54,10 @@ class Journal:
 
         Raises:
             OSError: the filesystem refused; nothing was written, or a part that readers skip.
+            ValueError: a detail has the name of something that every line has.
         """
+        if reserved := {"format", "at", "attempt"} & details.keys():
+            raise ValueError(f"a journal line's details cannot be called {', '.join(sorted(reserved))}")
         record = Event(at=self._clock(), event=event, attempt=self.attempt, details=details)
         line = json.dumps(
             {

@@ -84,20 +84,23 @@ class RunFolder:
         Raises:
             StorageError: it cannot be created, or belongs to somebody else.
         """
-        try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for folder in (self.attempts, self.verdicts, self.submissions, self.logs):
-                folder.mkdir(mode=0o700, exist_ok=True)
-            status = self.path.stat()
-        except OSError as error:
-            raise StorageError(
-                f"cannot create the run folder {self.path}: {error.strerror or error}",
-                hint="run_folder must lie on a filesystem that you can write to and that every node sees",
-            ) from error
+        self._make(self.path)
+        status = self.path.stat()
         if status.st_uid != os.getuid():
             raise StorageError(f"the run folder {self.path} belongs to user id {status.st_uid}, not to you")
         if stat.S_IMODE(status.st_mode) & stat.S_IWOTH:
             raise StorageError(f"the run folder {self.path} is writable by everybody", hint=f"chmod o-w {self.path}")
+        for folder in (self.attempts, self.verdicts, self.submissions, self.logs):
+            self._make(folder)
+
+    def _make(self, folder: Path) -> None:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"cannot create the run folder {folder}: {error.strerror or error}",
+                hint="run_folder must lie on a filesystem that you can write to and that every node sees",
+            ) from error
 
     def exists(self) -> bool:
         """Whether this is the folder of a run."""
@@ -123,7 +126,12 @@ class RunFolder:
     def owner(self) -> Owner | None:
         """The newest attempt's owner; None before the first."""
         value = read_json(self._owner)
-        return None if value is None else Owner(**{name: value[name] for name in Owner.__dataclass_fields__})
+        if value is None:
+            return None
+        try:
+            return Owner(**{name: value[name] for name in Owner.__dataclass_fields__})
+        except KeyError as error:
+            raise StorageError(f"{self._owner} lacks {error}", hint="move it away and run again") from error
 
     def take_over(self, owner: Owner) -> None:
         """Record a new owner; from now on every older generation is fenced. Call with the lock held."""

@@ -145,6 +145,7 @@ class Session:
             self._at_tick(end_of_evaluation(self._step, number), None, before)
         finally:
             if self._page[Slot.STATE] == State.EVALUATING:
+                self._page[Slot.TICK] = end_of_evaluation(self._step, number)  # left early: no longer inside
                 rng.restore(before)
                 self._page[Slot.STATE] = State.TRAINING
 

@@ -217,19 +217,16 @@ def test_why_a_job_is_ending(text, restart, ending):
     assert parse_ending(text, restart) is ending
 
 
-@pytest.mark.xfail(strict=True, reason="bug: without a JobState the job counts as cancelled (design, ordering rule 6)")
 @pytest.mark.parametrize("text", ["", "*** maintenance on Monday ***\n", "No jobs in the system\n"], ids=repr)
 def test_an_answer_without_a_state_says_nothing(text):
     assert parse_ending(text, 0) is JobEnding.NOT_ENDING
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a lost node is taken for scancel, and the run is not continued")
 @pytest.mark.parametrize("state", ["NODE_FAIL", "BOOT_FAIL"])
 def test_a_lost_node_is_not_a_cancellation(state):
     assert parse_ending(scontrol(state), 0) is not JobEnding.CANCELLED
 
 
-@pytest.mark.xfail(strict=True, reason="bug: the last of equal keys wins, so a comment of the user's replaces a fact")
 def test_a_comment_with_an_equals_sign_is_not_a_fact():
     assert parse_ending(scontrol("RUNNING").strip() + " Comment=try Restarts=9 JobState=CANCELLED", 0) is (
         JobEnding.NOT_ENDING

@@ -7,7 +7,7 @@ The supervisor in the model is the real ``launch.stopping.agree``; agents and wo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from slurmft.launch.heartbeat import NOTHING, Slot, StopAction
 from slurmft.launch.stopping import agree
 from slurmft.policy.stop import (
     END,
-    LAST_SUB,
+    LAST_BATCH,
     NEVER,
     NOT_STARTED,
     ByThemselves,
@@ -27,6 +27,7 @@ from slurmft.policy.stop import (
     Look,
     NothingToSave,
     StopAt,
+    end_of_evaluation,
     passed,
     plan_stop,
     step_of,
@@ -41,19 +42,32 @@ def looks(*ticks: int) -> list[Look]:
 
 
 @pytest.mark.parametrize(
-    ("step", "sub", "tick"),
-    [(0, 0, 0), (1, 0, 1 << 20), (3, 5, (3 << 20) + 5), (3, 1 << 30, (4 << 20) - 1), (10**12, 0, 10**12 << 20)],
+    ("place", "tick"),
+    [
+        ((0,), 0),
+        ((1,), 1 << 32),
+        ((3, 0, 5), (3 << 32) + 5),
+        ((3, 2, 5), (3 << 32) + (2 << 20) + 5),
+        ((3, 0, 1 << 30), (3 << 32) + LAST_BATCH - 1),
+        ((3, 1 << 30, 1 << 30), (4 << 32) - 2),
+        ((10**8,), 10**8 << 32),
+    ],
 )
-def test_a_tick_is_a_step_and_a_place_in_it(step, sub, tick):
-    assert tick_of(step, sub) == tick
-    assert step_of(tick) == step
+def test_a_tick_is_a_step_and_a_place_in_it(place, tick):
+    assert tick_of(*place) == tick
+    assert step_of(tick) == place[0]
 
 
-@given(st.integers(0, 1 << 40), st.integers(0, 1 << 21), st.integers(0, 1 << 40), st.integers(0, 1 << 21))
-def test_ticks_are_in_the_order_of_training(step, sub, later_step, later_sub):
-    first, second = sorted([(step, min(sub, LAST_SUB)), (later_step, min(later_sub, LAST_SUB))])
+PLACES = st.tuples(st.integers(0, 1 << 28), st.integers(0, 4000), st.integers(0, LAST_BATCH - 1))
+
+
+@given(PLACES, PLACES)
+def test_ticks_are_in_the_order_of_training(one, other):
+    first, second = sorted([one, other])
     assert tick_of(*first) <= tick_of(*second)
-    assert NOT_STARTED < tick_of(*first) < END < NEVER
+    assert NOT_STARTED < tick_of(*first) < end_of_evaluation(*first[:2]) < tick_of(first[0], first[1] + 1)
+    assert end_of_evaluation(*second[:2]) < END < NEVER
+    assert step_of(end_of_evaluation(*first[:2])) == first[0]
 
 
 def test_not_started_belongs_to_no_step():
@@ -77,17 +91,23 @@ def test_not_started_belongs_to_no_step():
         pytest.param(looks(tick_of(3), NOT_STARTED), 0, NothingToSave(), id="one has not begun"),
         pytest.param(looks(END, tick_of(3)), 0, Finishing(), id="one has left its loop"),
         pytest.param(looks(END, NOT_STARTED), 0, Finishing(), id="one has left, one has not begun"),
-        pytest.param(looks(tick_of(3), tick_of(4)), 0, StopAt(tick_of(4) + 1), id="the tick after the furthest"),
-        pytest.param(looks(tick_of(0), tick_of(0)), 0, StopAt(tick_of(0) + 1), id="at the very first boundary"),
+        pytest.param(looks(tick_of(3), tick_of(4)), 0, StopAt(tick_of(5)), id="the boundary after the furthest"),
+        pytest.param(looks(tick_of(0), tick_of(0)), 0, StopAt(tick_of(1)), id="at the very first boundary"),
         pytest.param(looks(tick_of(4)), 1, StopAt(tick_of(6)), id="second try two steps ahead"),
-        pytest.param(looks(tick_of(4, 7)), 3, StopAt(tick_of(12)), id="fourth try eight steps ahead"),
+        pytest.param(looks(tick_of(4, 0, 7)), 3, StopAt(tick_of(12)), id="fourth try eight steps ahead"),
+        pytest.param(
+            looks(tick_of(4, 1, 7), tick_of(4, 1, 2)), 0, StopAt(tick_of(4, 1, 8)), id="all in one evaluation"
+        ),
+        pytest.param(looks(tick_of(4, 1, 7), tick_of(4)), 0, StopAt(tick_of(5)), id="one does not evaluate"),
+        pytest.param(looks(tick_of(4, 1, 7), tick_of(4, 0, 7)), 0, StopAt(tick_of(5)), id="in two evaluations"),
+        pytest.param(looks(tick_of(4, 0, 7), end_of_evaluation(4, 0)), 0, StopAt(tick_of(5)), id="one is through"),
     ],
 )  # fmt: skip
 def test_the_plan(ranks, tries, plan):
     assert plan_stop(ranks, tries) == plan
 
 
-@given(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=8), st.integers(0, 28))
+@given(st.lists(st.integers(0, 1 << 50), min_size=1, max_size=8), st.integers(0, 28))
 def test_a_proposal_lies_ahead_of_every_rank(ticks, tries):
     plan = plan_stop(looks(*ticks), tries)
     assert isinstance(plan, StopAt)
@@ -105,6 +125,8 @@ P = tick_of(5)
         pytest.param(Look(attached=True, tick=P, alive=True), True, id="at it, perhaps compared before it was written"),
         pytest.param(Look(attached=True, tick=P, alive=True, holding=P), False, id="waits at it"),
         pytest.param(Look(attached=True, tick=P, alive=True, holding=P - 9), True, id="waits at an older one"),
+        pytest.param(Look(attached=True, tick=P + 1, alive=True, holding=P), False, id="waits behind it in its step"),
+        pytest.param(Look(attached=True, tick=tick_of(6), alive=True, holding=P), True, id="waits at a later step"),
         pytest.param(Look(attached=True, tick=P + 1, alive=True), True, id="behind it"),
         pytest.param(Look(attached=True, tick=END, alive=True), True, id="has left its loop"),
     ],
@@ -168,8 +190,8 @@ class ModelWorker:
 class Rank:
     """What one rank trains, and what became of it."""
 
-    evaluations: list[int]
-    """Batches of the evaluation at the beginning of each step."""
+    evaluations: list[tuple[int, ...]]
+    """Batches of each evaluation at the beginning of each step; a negative number: left early, after so many."""
 
     worker: ModelWorker = field(default_factory=lambda: ModelWorker(MemoryPage()))
     in_collective: int = -1
@@ -180,10 +202,11 @@ class Rank:
     def train(self, world: World) -> Step:
         self.worker.page[Slot.PID] = 1
         yield
-        for step, batches in enumerate(self.evaluations):
-            for sub in range(batches + 1):
-                tick = tick_of(step, sub)
-                if (yield from self.worker.at(tick)) is StopAction.SAVE_AND_STOP:
+        for step, evaluations in enumerate(self.evaluations):
+            for tick in self.ticks(step, evaluations):
+                if tick < 0:  # left early: published, not compared
+                    self.worker.page[Slot.TICK] = -tick
+                elif (yield from self.worker.at(tick)) is StopAction.SAVE_AND_STOP:
                     self.stopped_at, self.stopped_tick = step, tick
                     return
                 yield
@@ -192,6 +215,13 @@ class Rank:
         self.in_collective = len(self.evaluations)
         self.worker.page[Slot.TICK] = END
         self.finished = True
+
+    @staticmethod
+    def ticks(step: int, evaluations: Sequence[int]) -> Iterator[int]:
+        yield tick_of(step)
+        for number, batches in enumerate(evaluations):
+            yield from (tick_of(step, number, batch) for batch in range(1, abs(batches) + 1))
+            yield end_of_evaluation(step, number) * (1 if batches >= 0 else -1)
 
     def may_run(self, world: World) -> bool:
         """Coupled ranks leave a step's collective when all have entered it; a rank that has stopped never will."""
@@ -308,7 +338,7 @@ class World:
             assert all(rank.finished for rank in self.ranks), "a rank was left waiting"
 
 
-def explore(evaluations: list[list[int]], *, per_node: int, coupled: bool, schedule: bytes) -> None:
+def explore(evaluations: list[list[tuple[int, ...]]], *, per_node: int, coupled: bool, schedule: bytes) -> None:
     world = World([Rank(list(steps)) for steps in evaluations], per_node=per_node, coupled=coupled)
     # the chosen schedule first; then everybody in turn, fairly, so that only a real deadlock is one
     world.run(itertools.chain(schedule, itertools.cycle(range(251))))
@@ -324,17 +354,19 @@ RANKS = st.integers(1, 4)
 NODE = st.integers(1, 2)
 
 
-def alike(draw_steps: list[int], ranks: int) -> list[list[int]]:
-    return [draw_steps] * ranks
+COUNTS = st.sampled_from([(), (), (), (1,), (4,), (2, 3), (0,)])
+WITHOUT_EVALUATION = st.tuples(st.integers(1, 12), RANKS).map(lambda size: [[()] * size[0]] * size[1])
+EVEN = st.tuples(st.lists(COUNTS, min_size=1, max_size=12), RANKS).map(lambda both: [both[0]] * both[1])
 
 
-EVEN = st.builds(alike, st.lists(st.sampled_from([0, 0, 0, 1, 4]), min_size=1, max_size=12), RANKS)
-WITHOUT_EVALUATION = st.builds(alike, st.integers(1, 12).map(lambda count: [0] * count), RANKS)
-UNEVEN = st.integers(1, 8).flatmap(
-    lambda steps: st.lists(
-        st.lists(st.sampled_from([0, 0, 1, 4]), min_size=steps, max_size=steps), min_size=1, max_size=4
+def each_its_own(counts: st.SearchStrategy[tuple[int, ...]]) -> st.SearchStrategy[list[list[tuple[int, ...]]]]:
+    return st.integers(1, 8).flatmap(
+        lambda steps: st.lists(st.lists(counts, min_size=steps, max_size=steps), min_size=1, max_size=4)
     )
-)
+
+
+UNEVEN = each_its_own(COUNTS)
+LEFT_EARLY = each_its_own(st.sampled_from([(), (4,), (-1,), (-3,)]))
 
 
 @MODEL
@@ -343,17 +375,12 @@ def test_ranks_with_a_collective_per_step_stop_together(evaluations, per_node, s
     explore(evaluations, per_node=per_node, coupled=True, schedule=schedule)
 
 
-UNCOUPLED = "bug: passed() trusts a rank that waits *behind* the proposal, at a later step than the others"
-
-
-@pytest.mark.xfail(strict=True, reason=UNCOUPLED)
 @MODEL
 @given(WITHOUT_EVALUATION, NODE, SCHEDULES)
 def test_ranks_without_a_collective_per_step_stop_together(evaluations, per_node, schedule):
     explore(evaluations, per_node=per_node, coupled=False, schedule=schedule)
 
 
-@pytest.mark.xfail(strict=True, reason=UNCOUPLED)
 def test_a_rank_that_waits_some_steps_behind_the_proposal_has_passed_it():
     """Gradient accumulation: rank 0 ran three boundaries ahead before the proposal for step 5 reached its page."""
     ahead = Look(attached=True, tick=tick_of(8), alive=True, holding=P)
@@ -361,36 +388,41 @@ def test_a_rank_that_waits_some_steps_behind_the_proposal_has_passed_it():
     assert passed([ahead, waiting], P)
 
 
-UNEVEN_BUG = (
-    "bug: a rank whose evaluation is shorter goes into the step's collective without meeting the proposed batch, "
-    "and the others stop without it"
-)
-
-
-@pytest.mark.xfail(strict=True, reason=UNEVEN_BUG)
 @MODEL
 @given(UNEVEN, NODE, SCHEDULES)
 def test_ranks_with_uneven_evaluations_stop_together(evaluations, per_node, schedule):
     explore(evaluations, per_node=per_node, coupled=True, schedule=schedule)
 
 
-@pytest.mark.xfail(strict=True, reason=UNCOUPLED)
 @MODEL
 @given(UNEVEN, NODE, SCHEDULES)
 def test_ranks_with_neither_in_common_stop_together(evaluations, per_node, schedule):
     explore(evaluations, per_node=per_node, coupled=False, schedule=schedule)
 
 
-@pytest.mark.xfail(strict=True, reason=UNEVEN_BUG)
-def test_an_evaluation_on_rank_0_alone_does_not_stop_rank_0_alone():
+@MODEL
+@given(LEFT_EARLY, NODE, SCHEDULES)
+def test_ranks_that_leave_evaluations_early_stop_together(evaluations, per_node, schedule):
+    explore(evaluations, per_node=per_node, coupled=True, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        pytest.param((), id="never"),
+        pytest.param((1,), id="shorter"),
+        pytest.param((-1,), id="left early"),
+    ],
+)
+def test_a_rank_that_is_in_the_collective_is_not_left_behind_by_one_that_evaluates(batches):
     """Rank 1 is in the collective of step 2 already when the stop comes; it cannot be called back."""
-    ranks = [Rank([0, 0, 6, 0]), Rank([0, 0, 0, 0])]
+    ranks = [Rank([(), (), (6,), ()]), Rank([(), (), batches, ()])]
     world = World(ranks, per_node=1, coupled=True)
 
     def schedule() -> Iterator[int]:
         # both ranks in turn, until rank 0 is inside the evaluation of step 2 and rank 1 in the collective
-        while ranks[0].worker.page[Slot.TICK] < tick_of(2, 2) or ranks[1].in_collective < 2:
-            yield 0 if ranks[0].worker.page[Slot.TICK] < tick_of(2, 2) else 1
+        while (first := ranks[0].worker.page[Slot.TICK] < tick_of(2, 0, 2)) or ranks[1].in_collective < 2:
+            yield 0 if first else 1
         yield from itertools.repeat(-1, 200)  # now the supervisor, as fast as it can
         yield from itertools.cycle(range(251))
 
@@ -400,7 +432,7 @@ def test_an_evaluation_on_rank_0_alone_does_not_stop_rank_0_alone():
 
 @pytest.mark.parametrize("begins", range(0, 60, 4))
 def test_a_stop_in_the_first_step_says_that_there_is_nothing_to_save_or_stops_together(begins):
-    world = World([Rank([0, 0]), Rank([0, 0])], per_node=1, coupled=True)
+    world = World([Rank([(), ()]), Rank([(), ()])], per_node=1, coupled=True)
     world.run(itertools.chain(itertools.repeat(0, begins), itertools.cycle([2, 1, 0, 3])))
     world.check()
 

@@ -88,7 +88,6 @@ def test_a_missing_command(stubs):
         pytest.param(lambda path: (path.write_text("no program"), path.chmod(0o755)), id="no program"),
     ],
 )
-@pytest.mark.xfail(strict=True, raises=OSError, reason="bug: only FileNotFoundError is translated")
 def test_a_command_that_cannot_be_run(stubs, make):
     stubs.write("squeuex", "true")
     make(stubs.folder / "squeuex")
@@ -295,7 +294,9 @@ def test_the_preempt_mode(stubs, text, mode):
 
 
 @pytest.mark.parametrize(("printed", "job_id"), [("43", "43"), ("43;cluster", "43")])
-def test_a_successor_is_submitted_once_with_a_clean_environment(stubs, tmp_path, printed, job_id):
+def test_a_successor_is_submitted_once_with_a_clean_environment(stubs, tmp_path, monkeypatch, printed, job_id):
+    (tmp_path / "where the job was submitted").mkdir()
+    monkeypatch.chdir(tmp_path / "where the job was submitted")
     stubs.write("sbatch", f'echo "{printed}"; env > "$0.env"; pwd > "$0.pwd"')
     environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "42", "SLURM_CONF": "/c", "SLURMFT_GENERATION": "3"}
     script = tmp_path / "job.sh"
@@ -304,7 +305,7 @@ def test_a_successor_is_submitted_once_with_a_clean_environment(stubs, tmp_path,
     names = {line.split("=")[0] for line in (stubs.folder / "sbatch.env").read_text().splitlines()}
     assert "SLURM_CONF" in names
     assert names & {"SLURM_JOB_ID", "SLURMFT_GENERATION"} == set()
-    assert (stubs.folder / "sbatch.pwd").read_text().strip() == str(tmp_path)
+    assert (stubs.folder / "sbatch.pwd").read_text().strip() == str(Path.cwd()), "its SLURM_SUBMIT_DIR"
 
 
 def test_a_successor_is_never_submitted_twice(stubs, tmp_path):
@@ -349,7 +350,7 @@ def test_the_script_carries_the_protocol(run):
         "partition": "low", "output": f"{run.path}/logs/%j.log", "signal": "SIGTERM@120",
     }  # fmt: skip
     assert text.startswith("#!/bin/bash\n")
-    assert text.splitlines()[-1] == f"exec {sys.executable} -u -m slurmft run {run.config}"
+    assert text.splitlines()[-1] == f"exec {sys.executable} -P -u -m slurmft run {run.config}"
     assert not run.path.exists(), "a dry run changes nothing"
 
 
@@ -407,9 +408,6 @@ def test_a_control_character_in_the_run_folder_is_refused(tmp_path, name):
         script_text(config_of(run), run, {}, frozenset())
 
 
-@pytest.mark.xfail(
-    strict=True, reason="bug: the directive is cut in two lines, and the second is a directive of its own"
-)
 @pytest.mark.parametrize("slurm_section", [{"comment": "a\n#SBATCH --uid=0"}, {"job_name": "a\nb"}], ids=str)
 def test_a_line_break_in_an_option_is_refused(run, slurm_section):
     with pytest.raises((UsageError, SlurmError)):
@@ -458,7 +456,6 @@ def test_options_that_are_refused(arguments, message):
         parse_sbatch_options(arguments)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: sbatch has it; say which key to use instead, or know its long name")
 @pytest.mark.parametrize("option", ["--requeue", "--no-kill", "-k", "-M", "-F", "-s", "-m", "-S"])
 def test_a_true_option_of_sbatch_is_not_called_unknown(option):
     try:
@@ -506,4 +503,4 @@ def test_a_submission_without_sbatch(run, monkeypatch, tmp_path):
 
 
 def test_the_supervisor_runs_in_the_interpreter_that_submits(run):
-    assert submission.RunSupervisor(run.config).argv()[:4] == [sys.executable, "-u", "-m", "slurmft"]
+    assert submission.RunSupervisor(run.config).argv()[:5] == [sys.executable, "-P", "-u", "-m", "slurmft"]

@@ -125,7 +125,6 @@ def test_garbage_is_an_error_of_ours_or_an_object(tmp_path, content):
         assert isinstance(read_json(path), dict)
 
 
-@pytest.mark.xfail(strict=True, raises=RecursionError, reason="bug: json raises RecursionError, which is no ValueError")
 def test_deep_garbage_is_an_error_of_ours(tmp_path):
     (tmp_path / "a.json").write_text("[" * 100_000)
     with pytest.raises(StorageError, match="is not JSON"):
@@ -217,7 +216,6 @@ def test_a_local_clock_is_kept_as_an_instant(tmp_path):
     assert journal.read()[0].at == NOON
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a detail called at, attempt or format replaces the line's own")
 @pytest.mark.parametrize("name", ["at", "attempt", "format"])
 def test_a_detail_cannot_replace_what_every_line_has(tmp_path, name):
     journal = Journal(tmp_path, attempt="7.0.0", clock=lambda: NOON)
@@ -288,7 +286,6 @@ def test_somebody_elses_folder_is_refused(tmp_path):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a folder of somebody else's")
-@pytest.mark.xfail(strict=True, reason="bug: create() makes its folders before it looks whose folder it is")
 def test_nothing_is_created_in_somebody_elses_folder(tmp_path):
     os.chown(tmp_path, 65534, 65534)
     with pytest.raises(StorageError):
@@ -386,9 +383,6 @@ def test_an_owner_of_a_later_version_with_more_facts_is_understood(run):
     assert run.owner() == owner
 
 
-@pytest.mark.xfail(
-    strict=True, raises=KeyError, reason="bug: an owner file that lacks a key is a KeyError, not StorageError"
-)
 def test_an_owner_that_lacks_a_fact_is_an_error_of_ours(run):
     write_json(run.path / OWNER_FILE, {"job": "7"})
     with pytest.raises(StorageError):

@@ -278,7 +278,6 @@ def test_a_script_sees_what_the_interpreter_would_show_it(tmp_path, command):
     on_a_node(tmp_path, work)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: the fork runs the script a little differently than the interpreter would")
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -532,11 +531,6 @@ def test_the_pages_of_a_dead_agent_are_removed_and_those_of_a_living_one_are_kep
     on_a_node(tmp_path, work)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=OSError,
-    reason="bug: requests are limited by the socket's buffer (208 KiB), not by PACKET_BYTES",
-)
 @pytest.mark.parametrize(("ranks", "size"), [(1, 300_000), (16, 20_000)], ids=["one large", "many ranks"])
 def test_a_large_environment_reaches_the_workers(tmp_path, ranks, size):
     """Requests wait in the socket while the zygote imports torch."""
@@ -550,11 +544,6 @@ def test_a_large_environment_reaches_the_workers(tmp_path, ranks, size):
     on_a_node(tmp_path, work)
 
 
-@pytest.mark.xfail(
-    raises=TimeoutError,
-    strict=False,  # a race: almost always lost within ten tries, but by luck
-    reason="bug: killpg before the child's setsid finds no such group, and the worker lives on",
-)
 def test_a_kill_right_after_the_fork_is_a_kill(tmp_path):
     async def work(node: Node) -> None:
         node.script("import time; time.sleep(300)")
