@@ -94,12 +94,12 @@ class Ending:
         job_id, delay_s = cluster.job.job_id, self.config.preemption.requeue_delay_s
         self.journal.append("requeueing", job=job_id, delay_s=delay_s)
         try:
-            slurm.requeue(job_id, delay_s=delay_s)
+            on_time = slurm.requeue(job_id, delay_s=delay_s)
         except SlurmError as error:
             self.journal.append("requeue failed", reason=error.what)
             log.warning("the job could not be requeued: %s", error.what)
             return False
-        self.journal.append("requeued", job=job_id, delay_s=delay_s)
+        self.journal.append("requeued", job=job_id, delay_s=delay_s if on_time else "Slurm's own, about 121")
         return True
 
     def _resubmit(self, cluster: SlurmCluster) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from slurmft.scheduler.environment import scrubbed
 from slurmft.scheduler.parsing import JOB_FORMAT, JobEnding, JobRecord, parse_ending, parse_jobs, parse_pairs
 
 PATIENCE_S = 30.0
+log = logging.getLogger(__name__)
 _CONFIGURATIONS = [Path(path) for path in ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf")]
 
 
@@ -83,12 +85,14 @@ def preempt_mode(partition: str) -> str:
     return pairs.get("PreemptMode", "OFF").split(",")[0]
 
 
-def requeue(job_id: str, *, delay_s: int, patience_s: float = PATIENCE_S) -> None:
+def requeue(job_id: str, *, delay_s: int, patience_s: float = PATIENCE_S) -> bool:
     """Put a job back into the queue, to begin ``delay_s`` seconds from now instead of Slurm's 121.
 
     The begin time must lie in the future when the job's last process and epilog are gone; else Slurm adds its own
     wait (``slurmctld/job_mgr.c``, batch_requeue_fini). Called from inside the job, the requeue ends the caller: call it
     with signals ignored (``command.ignoring_signals``). Idempotent: a job that is pending already counts as requeued.
+
+    Returns whether the begin time could be set; when not, the job is requeued all the same, and waits Slurm's own time.
 
     Raises:
         RequeueDisabled: requeueing is off for this job and could not be switched on.
@@ -103,7 +107,12 @@ def requeue(job_id: str, *, delay_s: int, patience_s: float = PATIENCE_S) -> Non
         except SlurmError as error:
             raise RequeueDisabled(f"job {job_id} may not be requeued: {error.what}") from error
         _requeue_only(job_id, patience_s)
-    begin_in(job_id, delay_s, patience_s=patience_s)
+    try:
+        begin_in(job_id, delay_s, patience_s=patience_s)
+    except SlurmError as error:
+        log.warning("job %s is requeued, but begins only after Slurm's own delay: %s", job_id, error.what)
+        return False
+    return True
 
 
 def begin_in(job_id: str, delay_s: int, *, patience_s: float = PATIENCE_S) -> None:

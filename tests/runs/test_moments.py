@@ -32,7 +32,7 @@ def test_a_term_before_the_first_step_has_nothing_to_save(lab: Lab, new_run: New
 
 def test_a_term_in_an_evaluation_repeats_it(lab: Lab, new_run: NewRun) -> None:
     """The evaluation at step 2 is long; the stop inside of it saves step 2, and the resumed run begins with it."""
-    slow = [*TRAINER, "--steps", "6", "--eval-every", "2", "--eval-batches", "400"]
+    slow = [*TRAINER, "--steps", "6", "--eval-every", "2", "--eval-batches", "3000"]
     alone = new_run("evaluation-undisturbed", command=slow)
     alone.submit()
     alone.wait_until_done()
