@@ -1,4 +1,4 @@
-"""Process groups have the configured timeouts: read back from the groups themselves, before and after the first step."""
+"""Process groups have the configured timeouts, read back from the groups, before and after the first step."""
 
 from __future__ import annotations
 
