@@ -35,6 +35,7 @@ PEER_GRACE_S = 3.0
 PING_S = 5.0
 ENDED_BY_TERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
 WIND_DOWN_S = 10.0
+CAUSE_PATIENCE_S = 15.0
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,9 @@ class Supervisor:
         self._lost: list[str] = []
         self._over = asyncio.Event()
         self._agreement = asyncio.Lock()
+        self._stop_told = asyncio.Event()
+        """The journal has the stop, its cause and its deadline."""
+
         self._tasks: set[asyncio.Task[Any]] = set()
         self._signals = 0
 
@@ -69,8 +73,10 @@ class Supervisor:
             loop.add_signal_handler(number, self._on_own_signal, signal.Signals(number).name)
         try:
             await self._launch()
-            if not self._over.is_set():
-                await self._over.wait()
+            await self._over.wait()
+            if self._planned is not None:  # a slow Slurm must not cost us the cause
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop_told.wait(), CAUSE_PATIENCE_S)
         except (LaunchError, AgentLost) as error:
             self._launch_error = str(error)
         finally:
@@ -202,6 +208,8 @@ class Supervisor:
             self._background(self._stop_for_signal(name, where, time.time()))
 
     async def _stop_for_signal(self, name: str, where: str, at: float) -> None:
+        # the save must not wait for Slurm's answers: they only say why, and how long there is
+        stopping = asyncio.create_task(self._agreed_stop())
         times, ending = await asyncio.gather(asyncio.to_thread(self._cluster.times), self._is_ending())
         section = self._config.preemption
         lead_s = float(section.signal_lead_s)
@@ -213,20 +221,32 @@ class Supervisor:
             cause = cause_of_signal(times, now=at, lead_s=lead_s)
             hurried = cause in (Cause.TIME_LIMIT, Cause.PREEMPTED)
             left_s = time_left_s(times, now=at, lead_s=lead_s) if hurried else section.stop_timeout_s
-        await self._stop(cause, f"{name} at {where}", at=at, left_s=left_s)
+        if self._planned is Cause.STOPPED_BY_USER:  # asked for in the meantime
+            cause = Cause.STOPPED_BY_USER
+        await self._stop(cause, f"{name} at {where}", stopping, at=at, left_s=left_s)
 
-    async def _stop(self, cause: Cause, reason: str, *, at: float, left_s: float) -> None:
+    def _stop_for_request(self, cause: Cause, reason: str) -> None:
+        self._planned = cause
+        left_s = self._config.preemption.stop_timeout_s
+        stopping = asyncio.create_task(self._agreed_stop())
+        self._background(self._stop(cause, reason, stopping, at=time.time(), left_s=left_s))
+
+    async def _stop(self, cause: Cause, reason: str, stopping: asyncio.Task[None], *, at: float, left_s: float) -> None:
         """Save at an agreed step and end the workers; by force when the time is up."""
-        self._planned, self._planned_reason = cause, reason
+        self._planned = cause
+        self._planned_reason = self._planned_reason or reason
         self._journal.append("stop requested", cause=cause.value, reason=reason, signal_at=at, seconds_left=left_s)
+        self._stop_told.set()
         try:
             async with asyncio.timeout(left_s):
-                await self._agreed_stop()
+                await stopping
                 await self._over.wait()
         except TimeoutError:
             self._journal.append("stop overdue", seconds=left_s)
             log.error("THE SAVE OF THIS STOP DID NOT FINISH within %.0f s; the newest checkpoint continues", left_s)
             await self._kill_workers("the time of the stop is up")
+            await asyncio.sleep(PEER_GRACE_S)
+            self._over.set()  # a node that is cut off cannot tell that its workers are gone
 
     async def _agreed_stop(self) -> None:
         if not self._pool.complete.is_set() or (not self._seen.any_started and not await self._workers_run()):
@@ -240,17 +260,18 @@ class Supervisor:
                 except AgentLost as error:
                     log.warning("no agreement: %s", error)
                     return
-            if not told:
-                self._journal.append("stop agreed", **describe(plan))
-            if not isinstance(plan, ByThemselves):
-                break
-            # none of them uses a session, or none of them yet: the signal is all they understand
-            if not told:
+            if isinstance(plan, NothingToSave):
+                await self._kill_workers("no rank has begun a step, so there is nothing to save")
+            elif isinstance(plan, ByThemselves) and not told:
+                # none of them uses a session, or none of them yet: the signal is all they understand
                 await self._pool.tell_all("signal")
+            if not told:
+                await self._stop_told.wait()
+                self._journal.append("stop agreed", **describe(plan))
             told = True
+            if not isinstance(plan, ByThemselves):
+                return
             await asyncio.sleep(POLL_S)
-        if isinstance(plan, NothingToSave) and not self._over.is_set():
-            await self._kill_workers("no rank has begun a step, so there is nothing to save")
 
     async def _workers_run(self) -> bool:
         with contextlib.suppress(AgentLost):
@@ -274,22 +295,20 @@ class Supervisor:
         while not self._over.is_set():
             await asyncio.sleep(POLL_S)
             with contextlib.suppress(OSError):  # a shared filesystem that hiccups; the next look finds the file
-                await self._look_for_requests()
+                self._look_for_requests()
                 self._seen.write_progress()
 
-    async def _look_for_requests(self) -> None:
-        left_s = self._config.preemption.stop_timeout_s
+    def _look_for_requests(self) -> None:
         if (who := self._run.take_request("KILL")) is not None:
             if self._planned is None:
-                self._planned = Cause.STOPPED_BY_USER
-                self._background(self._stop(Cause.STOPPED_BY_USER, f"stopped by {who}", at=time.time(), left_s=left_s))
+                self._stop_for_request(Cause.STOPPED_BY_USER, f"stopped by {who}")
             else:  # the stop is under way already; what changes is what follows
                 self._planned, self._planned_reason = Cause.STOPPED_BY_USER, f"stopped by {who}"
+                self._journal.append("will not continue", reason=self._planned_reason)
         if (who := self._run.take_request("REQUEUE")) is not None and self._planned is None:
-            self._planned = Cause.REQUEUED_BY_USER
-            self._background(self._stop(Cause.REQUEUED_BY_USER, f"requeued by {who}", at=time.time(), left_s=left_s))
+            self._stop_for_request(Cause.REQUEUED_BY_USER, f"requeued by {who}")
         if self._planned is None and self._pool.complete.is_set() and (who := self._run.take_request("SAVE")):
-            await self._save_now(who)
+            self._background(self._save_now(who))
 
     async def _save_now(self, who: str) -> None:
         async with self._agreement:
