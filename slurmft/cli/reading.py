@@ -80,7 +80,7 @@ def _table(entries: Sequence[Overview]) -> RenderableType:
 @click.option("-f", "--follow", is_flag=True, help="Go on printing as it grows.")
 def logs(*, run: RunFolder, rank: int, attempt: str | None, all_attempts: bool, lines: int, follow: bool) -> int:
     """Print a worker's output, and the supervisor's when there is none."""
-    folders = sorted((f for f in run.attempts.iterdir() if f.is_dir()), key=lambda f: f.stat().st_ctime)
+    folders = sorted((f for f in run.attempts.glob("*") if f.is_dir()), key=lambda f: f.stat().st_ctime)
     if attempt is not None:
         folders = [folder for folder in folders if folder.name == attempt]
     files = [path for folder in folders if (path := folder / f"rank-{rank}.log").is_file()]

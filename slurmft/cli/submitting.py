@@ -48,10 +48,12 @@ def submit(
         text = submission.script_text(settings, run, options, frozenset())
         click.echo(text if where == "slurm" else _local_plan(run))
         return 0
-    _refuse_if_finished_or_busy(run)
-    _prepare(run, settings)
-    told = len(run.journal().read())
-    job = _submit(where, settings, run, options)
+    run.create()
+    with run.lock():  # two submissions at once: the second one must find the first one's job
+        _refuse_if_finished_or_busy(run)
+        _prepare(run, settings)
+        told = len(run.journal().read())
+        job = _submit(where, settings, run, options)
     click.echo(f"submitted {settings.name} as job {job}" if where == "slurm" else f"started {settings.name} ({job})")
     click.echo(f"run folder: {run.path}")
     if wait:
@@ -96,10 +98,10 @@ def _refuse_if_finished_or_busy(run: RunFolder) -> None:
 
 
 def _prepare(run: RunFolder, settings: RunConfig) -> None:
-    run.create()
     try:
         replace_atomically(run.config, settings.as_yaml())
-        (run.path / "KILL").unlink(missing_ok=True)  # it stopped the run that this submission continues
+        if run.take_request("KILL") is not None:
+            click.echo("removed the KILL file: this submission continues the run that it stopped", err=True)
         settings.checkpoint_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"cannot write into {run.path}: {error.strerror or error}") from error
@@ -118,8 +120,7 @@ def _submit(where: str, settings: RunConfig, run: RunFolder, options: dict[str, 
     except SlurmError as error:
         journal.append("submission failed", reason=error.what)
         raise
-    with run.lock():
-        run.add_job(job)
+    run.add_job(job)
     journal.append("submitted", job=job, host=os.uname().nodename)
     return job
 

@@ -66,6 +66,8 @@ class Agent:
         finally:
             reports.cancel()
             self._workers.close()
+            if self._channel is not None:
+                self._channel.close()  # only now: it tells the supervisor that nothing of this node is left
 
     async def _serve_with_lease(self) -> int:
         lease_s = self._config.fault_tolerance.supervisor_lease_s
@@ -105,8 +107,9 @@ class Agent:
                 channel.send({"kind": "reply", "id": message["id"], **answer})
             await channel.drain()
         finally:
-            self._channel = None
-            channel.close()
+            if not self._shutdown:
+                self._channel = None
+                channel.close()
 
     async def _connect_any(self, hosts: list[str], port: int, secret: bytes) -> Channel:
         errors: list[Exception] = []

@@ -131,6 +131,15 @@ class AgentPool:
             if isinstance(result, Exception):
                 log.debug("%s: %s", kind, result)
 
+    async def wait_until_gone(self, timeout_s: float) -> bool:
+        """Whether every agent has closed its connection, which it does when its workers are dead, in that time."""
+        deadline = time.monotonic() + timeout_s
+        while any(link.channel is not None for link in self.links.values()):
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(0.01)
+        return True
+
     def silent_since(self, now: float) -> Mapping[str, float]:
         """Seconds since each agent was last heard of, by host."""
         return {link.host: now - link.last_heard for link in self.links.values()}

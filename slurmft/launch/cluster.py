@@ -26,7 +26,7 @@ LOCAL_JOB_VARIABLE = "SLURMFT_LOCAL_JOB"
 LOCAL_RESTART_VARIABLE = "SLURMFT_LOCAL_RESTART"
 
 _OUTSIDE = {
-    JobEnding.REQUEUED: (Cause.REQUEUED_BY_USER, "Slurm puts the job back into the queue (scontrol requeue)"),
+    JobEnding.REQUEUED: (Cause.REQUEUED, "Slurm puts the job back into the queue (scontrol requeue, or preemption)"),
     JobEnding.PREEMPTED: (Cause.PREEMPTED, "Slurm ends the job: preempted"),
     JobEnding.TIME_LIMIT: (Cause.TIME_LIMIT, "Slurm ends the job: time limit"),
     JobEnding.NODE_LOST: (Cause.NODE_LOST, "Slurm ends the job: a node failed"),

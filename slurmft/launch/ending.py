@@ -19,6 +19,10 @@ from slurmft.scheduler.command import ignoring_signals
 from slurmft.storage.journal import Event, Journal
 from slurmft.storage.run_folder import RunFolder
 
+OTHERS_END_S = 4
+"""Added to the begin time when the step did not end in order: its slurmstepds still look for an srun that is gone (seen:
+2.5 s), and a begin time that has passed before they end falls back to Slurm's 121 s."""
+
 log = logging.getLogger(__name__)
 
 
@@ -45,6 +49,8 @@ class Ending:
             "decision", action=decision.action.value, reason=decision.reason, exit_code=decision.exit_code
         )
         log.info("verdict: %s; decision: %s; %s", verdict.cause.value, decision.action.value, decision.reason)
+        if decision.action is not Action.CONTINUE:
+            self.run.take_request("KILL")  # only now: a stop must outlive an attempt that could not finish it
         if decision.action is Action.FINISH:
             self.run.mark_done(step=verdict.last_step or None, job=self.cluster.attempt.job, reason=decision.reason)
             return 0
@@ -73,15 +79,17 @@ class Ending:
     def _continue_in_slurm(self, cluster: SlurmCluster, verdict: Verdict, decision: Decision) -> int:
         how = self.config.preemption.continue_by
         outside = cluster.why_ending()
-        if outside is not None and outside[0] in (Cause.REQUEUED_BY_USER, Cause.CANCELLED):
+        if outside is not None and outside[0] in (Cause.REQUEUED, Cause.CANCELLED):
             # somebody was faster: a second requeue would be one too many, and a cancelled run must stay cancelled
             self.journal.append("left to slurm", reason=outside[1])
+            if outside[0] is Cause.REQUEUED:
+                self._begin_soon(cluster.job.job_id)
             return decision.exit_code
         if how == "auto" and verdict.cause is Cause.PREEMPTED and _preemption_cancels(cluster):
             reason = f"partition {cluster.job.partition} cancels what it preempts"
             self.journal.append("requeue skipped", reason=reason)
             how = "resubmit"
-        if how in ("auto", "requeue") and self._requeue(cluster):
+        if how in ("auto", "requeue") and self._requeue(cluster, verdict):
             return decision.exit_code
         if how in ("auto", "resubmit") and self._resubmit(cluster):
             return decision.exit_code
@@ -90,8 +98,10 @@ class Ending:
         log.error("THE RUN IS SAVED BUT WILL NOT CONTINUE BY ITSELF. To continue it: %s", command)
         return EXIT_TEMPORARY
 
-    def _requeue(self, cluster: SlurmCluster) -> bool:
+    def _requeue(self, cluster: SlurmCluster, verdict: Verdict) -> bool:
         job_id, delay_s = cluster.job.job_id, self.config.preemption.requeue_delay_s
+        if verdict.cause not in PLANNED:
+            delay_s += OTHERS_END_S
         self.journal.append("requeueing", job=job_id, delay_s=delay_s)
         try:
             on_time = slurm.requeue(job_id, delay_s=delay_s)
@@ -101,6 +111,16 @@ class Ending:
             return False
         self.journal.append("requeued", job=job_id, delay_s=delay_s if on_time else "Slurm's own, about 121")
         return True
+
+    def _begin_soon(self, job_id: str) -> None:
+        """Spare a job that Slurm requeues its two minutes; other nodes' processes need a moment more to be gone."""
+        delay_s = self.config.preemption.requeue_delay_s + OTHERS_END_S
+        try:
+            slurm.begin_in(job_id, delay_s)
+        except SlurmError as error:
+            self.journal.append("begin time not set", reason=error.what)
+        else:
+            self.journal.append("begin time set", job=job_id, delay_s=delay_s)
 
     def _resubmit(self, cluster: SlurmCluster) -> bool:
         job_id, script = cluster.job.job_id, self.run.script
@@ -133,13 +153,13 @@ def budget_of(history: list[Event], verdict: Verdict, config: RunConfig) -> Budg
         if event.event != "verdict":
             continue
         facts = event.details
-        if facts.get("last_step", 0) > max(facts.get("first_step", 0), 0):
+        if facts.get("saved_step", -1) > facts.get("first_step", 0):
             failures = idle_limits = 0
         if facts.get("cause") == Cause.TIME_LIMIT:
             idle_limits += 1
         elif facts.get("cause") not in {Cause.RERUN_ELSEWHERE.value, *(cause.value for cause in PLANNED)}:
             failures += 1
-    if verdict.last_step > max(verdict.first_step, 0):
+    if verdict.progressed:
         failures = idle_limits = 0
     section = config.fault_tolerance
     return Budget(

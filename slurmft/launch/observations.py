@@ -36,6 +36,18 @@ class Observations:
         """Some agent has reported workers."""
         return bool(self._ranks)
 
+    def reached(self) -> tuple[int, int]:
+        """First and newest step of the attempt, as far as its ranks have told; zeros before."""
+        told = [facts for facts in self._ranks.values() if facts["resumed"] >= 0]
+        if not told:
+            return 0, 0
+        return max(facts["resumed"] for facts in told), max(facts["step"] for facts in told)
+
+    def saved(self) -> int | None:
+        """Newest step that every rank has saved; None when there is none."""
+        steps = [facts["saved"] for facts in self._ranks.values() if facts["attached"]]
+        return min(steps) if len(steps) == self._world_size and min(steps) >= 0 else None
+
     def all_answered(self, tick: int) -> bool:
         """Every rank has done what was agreed for ``tick``."""
         return bool(self._ranks) and all(facts["answered"] >= tick for facts in self._ranks.values())
@@ -58,9 +70,7 @@ class Observations:
             finished=message["state"] == State.FINISHED,
             killed=message["killed"],
             error=_error_in(self._run.verdicts / f"{self._attempt}.rank-{rank}.json"),
-            resumed=message["resumed"],
             step=message["step"],
-            saved=message["saved"],
         )
         return end
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from slurmft.errors import SlurmError
+from slurmft.errors import SlurmError, StorageError
 from slurmft.launch.run import owner_lives
 from slurmft.scheduler import slurm
 from slurmft.scheduler.parsing import JobRecord
@@ -20,7 +20,7 @@ class Overview:
     run: str
     folder: str
     state: str
-    """finished, running, waiting, stopped, unknown (Slurm did not answer), or new."""
+    """finished, running, waiting, stopped, unknown (Slurm did not answer), damaged, or new."""
 
     detail: str
     """Why, in Slurm's or the journal's words."""
@@ -67,14 +67,32 @@ def overview(run: RunFolder, records: Mapping[str, JobRecord] | None) -> Overvie
 
 def overviews(runs: Sequence[RunFolder]) -> list[Overview]:
     """All of them with one question to Slurm."""
-    job_ids = [job for run in runs if run.done() is None for job in run.jobs()[-5:] if not job.startswith("local-")]
+    job_ids = [job for run in runs for job in _slurm_jobs(run)]
     records: Mapping[str, JobRecord] | None = {}
     if job_ids and slurm.available():
         try:
             records = slurm.jobs(job_ids)
         except SlurmError:
             records = None
-    return [overview(run, records) for run in runs]
+    return [_overview_or_damage(run, records) for run in runs]
+
+
+def _slurm_jobs(run: RunFolder) -> list[str]:
+    try:
+        return [] if run.done() else [job for job in run.jobs()[-5:] if not job.startswith("local-")]
+    except StorageError:
+        return []
+
+
+def _overview_or_damage(run: RunFolder, records: Mapping[str, JobRecord] | None) -> Overview:
+    """One damaged run folder must not hide the others."""
+    try:
+        return overview(run, records)
+    except StorageError as error:
+        nothing: dict[str, Any] = dict.fromkeys(("job", "step", "until", "saved", "metric", "at"))
+        return Overview(
+            run=run.path.name, folder=str(run.path), state="damaged", detail=error.what, jobs=(), attempts=0, **nothing
+        )
 
 
 def _state(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from slurmft.errors import SlurmError, StorageError
+from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
 from slurmft.launch.run import owner_lives
 from slurmft.scheduler import slurm
 from slurmft.scheduler.parsing import JobRecord, expand_hostlist
@@ -43,12 +43,16 @@ def stop(run: RunFolder, who: str) -> str:
     """
     journal = run.journal()
     journal.append("stop asked for", who=who)
-    waiting = [record.job_id for record in records_of(run) if record.waiting]
-    for job_id in waiting:
-        slurm.cancel(job_id)
-    if is_alive(run):
-        run.request("KILL", who)
-        return f"run {run.path.name} will save and end"
+    run.request("KILL", who)  # first: it needs no Slurm, and a job that starts in between finds it
+    try:
+        waiting = [record.job_id for record in records_of(run) if record.waiting]
+        for job_id in waiting:
+            slurm.cancel(job_id)
+        if is_alive(run):
+            return f"run {run.path.name} will save and end"
+    except SlurmUnavailable as error:
+        return f"run {run.path.name} will save and end, if it runs: {error.what}"
+    run.take_request("KILL")
     if waiting:
         journal.append("cancelled", jobs=waiting, reason=f"cancelled by {who}")
         return f"cancelled the waiting job {', '.join(waiting)}"

@@ -61,6 +61,7 @@ class Supervisor:
 
         self._tasks: set[asyncio.Task[Any]] = set()
         self._signals = 0
+        self._kill_seen = False
 
     async def run(self) -> Verdict:
         """Run the attempt to its end.
@@ -177,9 +178,9 @@ class Supervisor:
         if not self._over.is_set():
             self._outside = self._outside or await asyncio.to_thread(self._cluster.why_ending)
             self._journal.append("agents gone", exit_codes=codes)
-            if not self._seen.ends and self._outside is None:
+            if not self._seen.any_started and self._outside is None:
                 last_words = _last_line(self._run.attempts / str(self._cluster.attempt) / "srun.err")
-                self._launch_error = f"the agents ended with {codes} before their workers did{last_words}"
+                self._launch_error = f"the agents ended with {codes} before they had started a worker{last_words}"
             self._over.set()
 
     # Stops
@@ -299,7 +300,8 @@ class Supervisor:
                 self._seen.write_progress()
 
     def _look_for_requests(self) -> None:
-        if (who := self._run.take_request("KILL")) is not None:
+        if not self._kill_seen and (who := self._run.see_request("KILL")) is not None:
+            self._kill_seen = True
             if self._planned is None:
                 self._stop_for_request(Cause.STOPPED_BY_USER, f"stopped by {who}")
             else:  # the stop is under way already; what changes is what follows
@@ -333,6 +335,11 @@ class Supervisor:
     async def _wind_down(self) -> None:
         self._over.set()
         await self._pool.tell_all("shutdown")
+        if not self._pool.complete.is_set():
+            for process in self._processes:  # agents on their way cannot be told
+                with contextlib.suppress(ProcessLookupError):
+                    process.terminate()
+        await self._pool.wait_until_gone(WIND_DOWN_S)  # even without their srun: a requeue must find nobody alive
         waits = [asyncio.create_task(process.wait()) for process in self._processes]
         if waits:
             _, late = await asyncio.wait(waits, timeout=WIND_DOWN_S)
@@ -352,13 +359,15 @@ class Supervisor:
 
     def _verdict(self) -> Verdict:
         # a save that still worked does not undo a cancellation
-        binding = self._outside is not None and self._outside[0] in (Cause.CANCELLED, Cause.REQUEUED_BY_USER)
+        binding = self._outside is not None and self._outside[0] in (Cause.CANCELLED, Cause.REQUEUED)
         orderly = self._planned is not None and self._seen.all_ended
         outside = self._outside if binding or not orderly else None
         return judge(
             list(self._seen.ends.values()),
             world_size=self._config.world_size,
             seen=Circumstances(
+                reached=self._seen.reached(),
+                saved=self._seen.saved(),
                 planned=self._planned,
                 planned_reason=self._planned_reason,
                 lost_nodes=tuple(self._lost),

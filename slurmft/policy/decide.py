@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from slurmft.policy.exit_actions import ExitAction, explicit_action
 from slurmft.policy.verdict import (
     EXIT_DO_NOT_REQUEUE,
+    EXIT_NOT_EXECUTABLE,
+    EXIT_NOT_FOUND,
     EXIT_RERUN_ELSEWHERE,
     EXIT_TEMPORARY,
     EXIT_USAGE,
@@ -17,6 +19,9 @@ from slurmft.policy.verdict import (
     Decision,
     Verdict,
 )
+
+HOPELESS = frozenset({EXIT_USAGE, EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND})
+"""Exit codes that another try, on whatever node, would only repeat."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,17 +60,16 @@ def decide(verdict: Verdict, budget: Budget, exit_actions: Mapping[ExitAction, s
         return Decision(action=Action.STOP, reason=verdict.reason, exit_code=verdict.exit_code)
     if verdict.cause is Cause.RERUN_ELSEWHERE and action is None:
         return Decision(action=Action.CONTINUE, reason=verdict.reason, exit_code=EXIT_RERUN_ELSEWHERE)
-    if verdict.cause is Cause.WORKER_ERROR and verdict.exit_code == EXIT_USAGE and action is None:
-        reason = f"{verdict.reason}; bad usage or input ({EXIT_USAGE}) fails again wherever it is tried"
-        return Decision(action=Action.STOP, reason=reason, exit_code=EXIT_USAGE)
+    if verdict.cause is Cause.WORKER_ERROR and verdict.exit_code in HOPELESS and action is None:
+        reason = f"{verdict.reason}; bad usage, bad input or a missing program fails again wherever it is tried"
+        return Decision(action=Action.STOP, reason=reason, exit_code=verdict.exit_code)
     return _after_failure(verdict, budget)
 
 
 def _after_planned_stop(verdict: Verdict, budget: Budget) -> Decision:
     if verdict.cause is Cause.STOPPED_BY_USER:
         return Decision(action=Action.STOP, reason=verdict.reason, exit_code=EXIT_TEMPORARY)
-    progressed = verdict.last_step > verdict.first_step
-    if verdict.cause is Cause.TIME_LIMIT and not progressed and _exhausted(budget):
+    if verdict.cause is Cause.TIME_LIMIT and not verdict.progressed and _exhausted(budget):
         return Decision(
             action=Action.STOP,
             reason=f"{budget.stops_without_progress + 1} time limits in a row without a new step; "

@@ -33,14 +33,19 @@ class WorkerEnd:
     error: str = ""
     """Last line of its traceback."""
 
-    resumed: int = -1
     step: int = 0
-    saved: int = -1
+    """Steps it had completed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Circumstances:
     """What the supervisor knows beside the workers' ends."""
+
+    reached: tuple[int, int] = (0, 0)
+    """First and newest step of the attempt."""
+
+    saved: int | None = None
+    """Newest step that every rank has saved."""
 
     planned: Cause | None = None
     """A stop had been asked for, and why."""
@@ -57,14 +62,13 @@ class Circumstances:
 def judge(ends: Sequence[WorkerEnd], *, world_size: int, seen: Circumstances) -> Verdict:
     """The verdict on an attempt of ``world_size`` ranks."""
     cause, reason, code = _cause(ends, world_size, seen)
-    saved = [end.saved for end in ends if end.saved >= 0]
     return Verdict(
         cause=cause,
         reason=reason,
         exit_code=code,
-        first_step=max((0, *(end.resumed for end in ends))),
-        last_step=max((end.step for end in ends), default=0),
-        saved_step=max(saved) if saved else None,
+        first_step=seen.reached[0],
+        last_step=seen.reached[1],
+        saved_step=seen.saved,
     )
 
 
@@ -103,7 +107,7 @@ def _planned_reason(ends: Sequence[WorkerEnd], world_size: int, seen: Circumstan
         _, reason, _ = _blame(culprits[0])
         return f"{seen.planned_reason}; no save at the stop: {reason}"
     if not any(end.attached for end in ends):
-        return f"{seen.planned_reason}; the workers ended by the signal"
+        return f"{seen.planned_reason}; the workers have ended"
     stopped = [end for end in ends if end.stopped]
     if len(stopped) == world_size:
         return f"{seen.planned_reason}; all ranks stopped at step {stopped[0].step}"

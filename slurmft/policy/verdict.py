@@ -15,6 +15,7 @@ class Cause(StrEnum):
     SIGNALLED = "signalled"
     STOPPED_BY_USER = "stopped by user"
     REQUEUED_BY_USER = "requeued by user"
+    REQUEUED = "requeued by Slurm"
     WORKER_ERROR = "worker error"
     SIGNAL_CRASH = "signal crash"
     NODE_LOST = "node lost"
@@ -24,10 +25,14 @@ class Cause(StrEnum):
     CANCELLED = "cancelled"
 
 
-PLANNED = frozenset({Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.SIGNALLED, Cause.STOPPED_BY_USER, Cause.REQUEUED_BY_USER})
+PLANNED = frozenset(
+    {Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.SIGNALLED, Cause.STOPPED_BY_USER, Cause.REQUEUED_BY_USER, Cause.REQUEUED}
+)
 """Causes that never spend the failure budget (design, ordering rule 7)."""
 
 EXIT_USAGE = 2
+EXIT_NOT_EXECUTABLE = 126
+EXIT_NOT_FOUND = 127
 EXIT_RERUN_ELSEWHERE = 16
 EXIT_VALIDATION_FAILED = 17
 EXIT_TEMPORARY = 75
@@ -52,7 +57,12 @@ class Verdict:
     """Newest step any rank had reached."""
 
     saved_step: int | None = None
-    """Step of the newest checkpoint this attempt committed; None when it committed none."""
+    """Step of the newest checkpoint that every rank of this attempt took part in; None when there is none."""
+
+    @property
+    def progressed(self) -> bool:
+        """Whether the run is further than before: steps that were not saved will be done again."""
+        return self.saved_step is not None and self.saved_step > self.first_step
 
 
 class Action(StrEnum):

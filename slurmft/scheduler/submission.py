@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import sys
@@ -153,6 +154,8 @@ def _slurm_executor(
 ) -> _SupervisorInSlurm:
     if any(ord(character) < 32 for character in str(run.path)):
         raise UsageError(f"the run folder {str(run.path)!r} holds a line break or control character")
+    if pattern := re.search(r"%[jtAa]", str(run.path)):
+        raise UsageError(f"the run folder {str(run.path)!r} holds {pattern.group()}, which stands for a job's number")
     executor = _SupervisorInSlurm(run.submissions)
     executor.supervisor = RunSupervisor(run.config)
     parameters = _sbatch_parameters(config, run, options, avoid)

@@ -76,6 +76,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
         raise StorageError(f"{path} is not JSON: {error}", hint="move it away and run again") from error
     if not isinstance(value, dict):
         raise StorageError(f"{path} does not hold a JSON object", hint="move it away and run again")
-    if not isinstance(version := value.get("format"), int) or version > FORMAT:
+    if not isinstance(version := value.get("format"), int):
+        raise StorageError(f"{path} does not say which format it has", hint="move it away and run again")
+    if version > FORMAT:
         raise NewerFormat(f"{path} has format {version!r}; this slurmft reads up to {FORMAT}", hint="upgrade slurmft")
     return value

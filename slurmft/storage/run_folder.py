@@ -195,15 +195,19 @@ class RunFolder:
         """Ask the run for one of REQUESTS."""
         (self.path / kind).write_text(who + "\n", encoding="utf-8")
 
-    def take_request(self, kind: str) -> str | None:
-        """Who asked for ``kind``, removing the request; None when nobody did. A bare ``touch`` counts."""
-        path = self.path / kind
+    def see_request(self, kind: str) -> str | None:
+        """Who asks for ``kind``; None when nobody does. A bare ``touch`` counts."""
         try:
-            who = path.read_text(encoding="utf-8", errors="replace").strip()[:200]
-            path.unlink()
+            who = (self.path / kind).read_text(encoding="utf-8", errors="replace").strip()[:200]
         except FileNotFoundError:
             return None
         return who or "somebody who touched the file"
+
+    def take_request(self, kind: str) -> str | None:
+        """Who asked for ``kind``, removing the request; None when nobody did."""
+        who = self.see_request(kind)
+        (self.path / kind).unlink(missing_ok=True)
+        return who
 
 
 def find_run(name: str, root: Path) -> RunFolder:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runs.conftest import TRAINER, Run, eventually
+from runs.conftest import TRAINER, Run, eventually, preempt
 from slurmft.lab.cluster import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
@@ -94,3 +94,45 @@ def test_every_reading_verb_tells_the_run(new_run: NewRun) -> None:
     assert "finished" in run.slurmft("status", str(run.path))
     assert "final weights sha256" in run.slurmft("logs", str(run.path))
     assert "rank 3" in run.slurmft("logs", str(run.path), "--rank", "3")
+
+
+def test_a_preemption_without_grace_goes_on_from_the_newest_checkpoint(
+    lab: Lab, new_run: NewRun, undisturbed: str
+) -> None:
+    """GraceTime 0: Slurm requeues by itself and would let the job wait 121 s."""
+    run = new_run(slurm={"partition": "nograce"})
+    job = run.submit()
+    run.wait_for_step(30)
+    preempt(lab)
+    run.wait_for("attempt started", 2)
+    run.wait_until_done()
+    assert run.folder.jobs() == [job]
+    assert run.events("left to slurm"), run.story()
+    assert not run.events("requeued"), "Slurm did; a second requeue would be one too many"
+    assert run.digest() == undisturbed
+
+
+def test_a_killed_srun_costs_seconds_and_no_steps_that_were_saved(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
+    run = new_run()
+    run.submit()
+    run.wait_for_step(30)
+    batch_host = run.events("agents ready")[0].details["hosts"][0]
+    lab.run_on(batch_host, ["pkill", "-9", "-x", "srun"])
+    run.wait_for("attempt started", 2)
+    run.wait_until_done()
+    verdict = run.events("verdict")[0].details
+    assert verdict["last_step"] >= 30
+    assert verdict["saved_step"] == 25
+    assert run.digest() == undisturbed
+
+
+def test_a_stop_outlives_the_attempt_that_could_not_finish_it(lab: Lab, new_run: NewRun) -> None:
+    run = new_run()
+    job = run.submit()
+    run.wait_for_step(5)
+    (run.path / "KILL").touch()
+    lab.run(["scontrol", "requeue", job])
+    run.wait_until_out_of_queue(job, within_s=180)
+    assert run.folder.done() is None
+    assert run.events("decision")[-1].details["action"] == "stop"
+    assert not (run.path / "KILL").exists()

@@ -19,8 +19,9 @@ from slurmft.storage.journal import Event
 # decide
 
 
-def verdict(cause: Cause, *, code: int = 0, first: int = 0, last: int = 10) -> Verdict:
-    return Verdict(cause=cause, reason="why", exit_code=code, first_step=first, last_step=last)
+def verdict(cause: Cause, *, code: int = 0, first: int = 0, last: int = 10, saved: int | None = None) -> Verdict:
+    saved = last if saved is None and last > first else saved
+    return Verdict(cause=cause, reason="why", exit_code=code, first_step=first, last_step=last, saved_step=saved)
 
 
 def budget(failures: int = 0, *, idle: int = 0) -> Budget:
@@ -44,6 +45,10 @@ FINISH, CONTINUE, STOP = Action.FINISH, Action.CONTINUE, Action.STOP
         (verdict(Cause.TIME_LIMIT, first=10, last=10), budget(idle=0), CONTINUE, 75),
         (verdict(Cause.TIME_LIMIT, first=10, last=10), budget(idle=1), CONTINUE, 75),
         (verdict(Cause.TIME_LIMIT, first=10, last=10), budget(idle=2), STOP, 93),
+        (verdict(Cause.TIME_LIMIT, first=10, last=15, saved=10), budget(idle=2), STOP, 93),
+        (verdict(Cause.REQUEUED), budget(99), CONTINUE, 75),
+        (verdict(Cause.WORKER_ERROR, code=2), budget(0), STOP, 2),
+        (verdict(Cause.WORKER_ERROR, code=127), budget(0), STOP, 127),
         (verdict(Cause.CANCELLED), budget(), STOP, 75),
         (verdict(Cause.VALIDATION_FAILED, code=17), budget(), STOP, 17),
         (verdict(Cause.RERUN_ELSEWHERE, code=16), budget(99), CONTINUE, 16),
@@ -137,7 +142,7 @@ STUCK = verdict(Cause.WORKER_ERROR, code=1, first=10, last=10)
     ],
 )
 def test_what_was_spent(history, failures, idle):
-    events = [event("verdict", cause=cause, first_step=first, last_step=last) for cause, first, last in history]
+    events = [event("verdict", cause=cause, first_step=first, saved_step=saved) for cause, first, saved in history]
     spent = budget_of([event("attempt started"), *events], STUCK, CONFIG)
     assert (spent.failures_so_far, spent.stops_without_progress) == (failures, idle)
 
@@ -160,7 +165,7 @@ def end(rank: int, code: int = 0, **facts: object) -> WorkerEnd:
 
 
 DONE = [end(0, finished=True), end(1, finished=True)]
-STOPPED = [end(0, 75, stopped=True, saved=7), end(1, 75, stopped=True, saved=7)]
+STOPPED = [end(0, 75, stopped=True), end(1, 75, stopped=True)]
 PREEMPTION = Circumstances(planned=Cause.PREEMPTED, planned_reason="SIGTERM at n0")
 
 
@@ -226,19 +231,18 @@ def test_the_verdict(ends, seen, cause, code, words):
     assert words in found.reason
 
 
+def test_the_verdicts_steps_are_those_of_the_circumstances():
+    found = judge(STOPPED, world_size=2, seen=Circumstances(reached=(5, 9), saved=8))
+    assert (found.first_step, found.last_step, found.saved_step) == (5, 9, 8)
+
+
 @pytest.mark.parametrize(
-    ("ends", "steps"),
-    [
-        pytest.param([], (0, 0, None), id="nobody ended"),
-        pytest.param([end(0, resumed=-1, step=0)], (0, 0, None), id="ended before its first step"),
-        pytest.param([end(0, resumed=5, step=9, saved=8), end(1, resumed=5, step=8, saved=8)], (5, 9, 8), id="saved"),
-        pytest.param([end(0, resumed=5, step=9, saved=-1)], (5, 9, None), id="never saved"),
-        pytest.param([end(0, resumed=0, step=0, saved=0)], (0, 0, 0), id="saved at step 0"),
-    ],
+    ("first", "last", "saved", "progressed"),
+    [(0, 10, 10, True), (10, 20, 15, True), (10, 20, None, False), (10, 20, 10, False), (0, 0, None, False)],
 )
-def test_the_verdicts_steps(ends, steps):
-    found = judge(ends, world_size=2, seen=Circumstances())
-    assert (found.first_step, found.last_step, found.saved_step) == steps
+def test_only_what_is_saved_is_progress(first, last, saved, progressed):
+    given = Verdict(cause=Cause.PREEMPTED, reason="", first_step=first, last_step=last, saved_step=saved)
+    assert given.progressed is progressed
 
 
 # grace

@@ -392,7 +392,7 @@ def test_switched_off_options_leave_no_trace(run):
     assert found.keys() & {"requeue", "no-kill", "exclusive", "exclude", "srun-args"} == set()
 
 
-@pytest.mark.parametrize("name", ["two words", "it's", 'say "x"', "100%j", "a$HOME`id`", "back\\slash", "ü"])
+@pytest.mark.parametrize("name", ["two words", "it's", 'say "x"', "100%", "a$HOME`id`", "back\\slash", "ü"])
 def test_an_odd_name_of_a_run_stays_one_word(tmp_path, name):
     run = RunFolder(tmp_path / name)
     text = script_text(config_of(run), run, {}, frozenset())
@@ -405,6 +405,13 @@ def test_an_odd_name_of_a_run_stays_one_word(tmp_path, name):
 def test_a_control_character_in_the_run_folder_is_refused(tmp_path, name):
     run = RunFolder(tmp_path / name)
     with pytest.raises(UsageError, match="line break or control character"):
+        script_text(config_of(run), run, {}, frozenset())
+
+
+@pytest.mark.parametrize("name", ["p%j", "%A_%a", "x%t"])
+def test_a_run_folder_that_submitit_would_rename_is_refused(tmp_path, name):
+    run = RunFolder(tmp_path / name)
+    with pytest.raises(UsageError, match="stands for a job's number"):
         script_text(config_of(run), run, {}, frozenset())
 
 
