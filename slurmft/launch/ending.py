@@ -20,8 +20,8 @@ from slurmft.storage.journal import Event, Journal
 from slurmft.storage.run_folder import RunFolder
 
 OTHERS_END_S = 4
-"""Added to the begin time when the step did not end in order: its slurmstepds still look for an srun that is gone (seen:
-2.5 s), and a begin time that has passed before they end falls back to Slurm's 121 s."""
+"""Added to the begin time when the step did not end in order: its slurmstepds still look for an srun that is gone
+(2.5 s were seen), and a begin time that has passed before they end falls back to Slurm's 121 s."""
 
 log = logging.getLogger(__name__)
 
