@@ -16,7 +16,7 @@ _EXIT_CODES = """\b
 Exit codes:
   0   done; of a job: the run is complete
   2   bad configuration or usage; nothing was started
-  16  the run goes on, on other hardware
+  16  the trainer wants other hardware; requeued (excluding nodes is yet to come)
   17  a result failed its validation; not continued
   69  the lab cannot exist here (no root, or packages missing)
   75  temporary: stopped with a checkpoint, or Slurm did not answer
