@@ -14,7 +14,8 @@ from slurmft import config as configuration
 from slurmft.cli.watching import watch
 from slurmft.config import RunConfig
 from slurmft.errors import RunBusy, SlurmError, SlurmUnavailable, StorageError, UsageError
-from slurmft.policy.verdict import EXIT_TEMPORARY
+from slurmft.launch import rescue
+from slurmft.launch.run import owner_lives
 from slurmft.scheduler import slurm, submission
 from slurmft.storage.files import replace_atomically
 from slurmft.storage.run_folder import RunFolder
@@ -82,14 +83,11 @@ def _refuse_if_finished_or_busy(run: RunFolder) -> None:
         )
     if not run.exists():
         return
-    from slurmft.launch.run import owner_lives
-
     owner = run.owner()
     if owner is not None and owner.cluster == "local" and owner_lives(owner):
         raise RunBusy(f"run {run.path.name} is running here (process {owner.pid})", hint=f"slurmft stop {run.path}")
-    job_ids = [job for job in run.jobs() if not job.startswith("local-")]
-    if job_ids and slurm.available():
-        for record in slurm.jobs(job_ids[-20:]).values():
+    if slurm.available():
+        for record in rescue.records_of(run):
             if record.alive or record.waiting:
                 raise RunBusy(
                     f"run {run.path.name} has job {record.job_id} in state {record.state}",
@@ -123,6 +121,3 @@ def _submit(where: str, settings: RunConfig, run: RunFolder, options: dict[str, 
     run.add_job(job)
     journal.append("submitted", job=job, host=os.uname().nodename)
     return job
-
-
-__all__ = ["EXIT_TEMPORARY", "submit"]

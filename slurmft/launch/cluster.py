@@ -20,7 +20,7 @@ from slurmft.policy.verdict import Cause
 from slurmft.scheduler import slurm
 from slurmft.scheduler.environment import SlurmJob, current_job
 from slurmft.scheduler.parsing import JobEnding
-from slurmft.storage.run_folder import Attempt
+from slurmft.storage.run_folder import LOCAL_PREFIX, Attempt
 
 LOCAL_JOB_VARIABLE = "SLURMFT_LOCAL_JOB"
 LOCAL_RESTART_VARIABLE = "SLURMFT_LOCAL_RESTART"
@@ -140,7 +140,7 @@ class LocalCluster:
     listen_host = "127.0.0.1"
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        job = environment.get(LOCAL_JOB_VARIABLE) or f"local-{os.getpid()}"
+        job = environment.get(LOCAL_JOB_VARIABLE) or f"{LOCAL_PREFIX}{os.getpid()}"
         self.attempt = Attempt(job=job, restart=int(environment.get(LOCAL_RESTART_VARIABLE, "0")))
 
     def control_hosts(self) -> list[str]:

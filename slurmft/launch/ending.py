@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -70,7 +69,9 @@ class Ending:
             return decision.exit_code
         if isinstance(self.cluster, LocalCluster):
             self.journal.append("starting anew", restart=attempt.restart + 1)
-            self.cluster.start_anew([sys.executable, "-P", "-u", "-m", "slurmft", "run", str(self.run.config)])
+            from slurmft.scheduler.submission import RunSupervisor  # brings submitit, which only this branch needs
+
+            self.cluster.start_anew(RunSupervisor(self.run.config).argv())
         if not isinstance(self.cluster, SlurmCluster):
             raise TypeError(f"no way to continue on {self.cluster.name}")
         with ignoring_signals():

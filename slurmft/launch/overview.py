@@ -48,7 +48,7 @@ def overview(run: RunFolder, records: Mapping[str, JobRecord] | None) -> Overvie
     """The run's state; ``records`` is what Slurm said of its jobs, None when it did not answer."""
     owner, done, progress = run.owner(), run.done(), run.progress() or {}
     jobs = run.jobs()
-    state, detail = _state(run, owner, done, [job for job in jobs if not job.startswith("local-")], records)
+    state, detail = _state(run, owner, done, run.slurm_jobs(), records)
     return Overview(
         run=run.path.name,
         folder=str(run.path),
@@ -79,7 +79,7 @@ def overviews(runs: Sequence[RunFolder]) -> list[Overview]:
 
 def _slurm_jobs(run: RunFolder) -> list[str]:
     try:
-        return [] if run.done() else [job for job in run.jobs()[-5:] if not job.startswith("local-")]
+        return [] if run.done() else run.slurm_jobs()[-5:]
     except StorageError:
         return []
 

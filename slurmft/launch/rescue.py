@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
@@ -19,7 +20,7 @@ def records_of(run: RunFolder) -> list[JobRecord]:
     Raises:
         SlurmUnavailable: Slurm did not answer.
     """
-    job_ids = [job for job in run.jobs() if not job.startswith("local-")][-20:]
+    job_ids = run.slurm_jobs()[-20:]
     return list(slurm.jobs(job_ids).values()) if job_ids else []
 
 
@@ -119,9 +120,7 @@ def _begin_when_pending(job_id: str) -> None:
         if record is None or record.state == "RUNNING":
             return
         if record.state == "PENDING":
-            try:
+            with contextlib.suppress(SlurmError):  # it began by itself in between, or Slurm is busy: look again
                 slurm.begin_in(job_id, 0)
-            except SlurmError:
-                continue  # it began by itself in between, or Slurm is busy: look again
-            return
+                return
         time.sleep(0.5)

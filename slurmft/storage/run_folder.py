@@ -19,6 +19,9 @@ from slurmft.storage.files import read_json, write_json
 from slurmft.storage.journal import Journal
 
 LOCK_TIMEOUT_S = 20.0
+LOCAL_PREFIX = "local-"
+"""Begins the job id of a run that has no Slurm around it."""
+
 REQUESTS = ("KILL", "SAVE", "REQUEUE")
 """Files that ask a run for something: stop after saving, save now, save and go through the queue again."""
 
@@ -28,7 +31,7 @@ class Attempt:
     """One start of the trainer's processes inside a job."""
 
     job: str
-    """Slurm job id, or ``local-<pid>``."""
+    """Slurm job id, or LOCAL_PREFIX and a process id."""
 
     restart: int
     """SLURM_RESTART_COUNT."""
@@ -156,6 +159,10 @@ class RunFolder:
     def jobs(self) -> list[str]:
         """The run's jobs so far, oldest first."""
         return list((read_json(self._jobs) or {}).get("jobs", []))
+
+    def slurm_jobs(self) -> list[str]:
+        """Those of them that Slurm knows, oldest first."""
+        return [job for job in self.jobs() if not job.startswith(LOCAL_PREFIX)]
 
     def add_job(self, job: str) -> None:
         """Remember a job of this run. Idempotent. Call with the lock held."""
