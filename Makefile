@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test check lint lab clean
+.PHONY: help install quickstart test check lint lab bench clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -12,6 +12,10 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 py
 TESTS ?=
 BIN := .venv/bin
 INSTALLED := .venv/installed
+
+# All but the tests of the lab itself, which look at the whole machine. Most of their time they wait for Slurm, so two go
+# on at once, each in a cluster of its own.
+BESIDES := tests/runs tests/unit tests/test_architecture.py
 
 # A cluster of its own, so that the tests neither meet nor take down the one of `make lab`.
 TEST_LAB := /var/lib/slurmft-lab-make-test
@@ -45,7 +49,9 @@ test: lint ## lint, then every test on a real Slurm cluster that is built for it
 		trap take_down EXIT; \
 		$(BIN)/slurmft lab up --accounting || [[ $$? == 69 ]]; \
 	fi; \
-	$(BIN)/pytest $(TESTS)
+	if [[ -n "$(strip $(TESTS))" ]]; then $(BIN)/pytest $(TESTS); exit; fi; \
+	$(BIN)/pytest tests/lab; \
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15 $(BESIDES)
 
 check: test ## everything CI runs
 
@@ -53,12 +59,15 @@ lint: install ## ruff, mypy --strict, shellcheck
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/shellcheck bin/* sbatch/*.sh .ci/run
+	@$(BIN)/shellcheck bin/* sbatch/*.sh bench/endings/trainers/*.sh .ci/run
 
 lab: install ## a shell in a real Slurm cluster on this machine (root); `slurmft lab down` ends it
 	@$(BIN)/slurmft lab up
 	@echo 'in it:  slurmft submit configs/quickstart.yaml --wait --set run_folder=$$HOME/runs/quickstart'
 	@$(BIN)/slurmft lab shell
+
+bench: install ## measure every ending and what slurmft costs, into bench/results/ (root; 12 minutes, nothing else running)
+	@$(BIN)/python bench/endings --output bench/results/endings.md
 
 clean: ## remove .venv and caches; runs/ stays
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -15,6 +15,7 @@ _HOMES = {
     "start_session": "slurmft.training.session",
     "Session": "slurmft.training.session",
     "PlannedStop": "slurmft.training.session",
+    "ignore_strangers_term": "slurmft.training.signals",
     "CheckpointManager": "slurmft.checkpoint",
     "SlurmftError": "slurmft.errors",
 }

@@ -2,11 +2,11 @@
 
 Every section is one model; every field has its meaning beside it. A typo costs one second on the login node, not two
 hours in the queue: unknown keys are refused with the nearest known one, and all problems are reported at once.
+Whatever a file holds, ``load`` gives settings that can be written down and read back, or a ConfigError.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shlex
@@ -15,14 +15,37 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from slurmft.errors import ConfigError
+from slurmft.policy import plain_values as plain
 from slurmft.policy.exit_actions import ExitAction, parse_codes
-from slurmft.policy.sbatch_options import OWNED_OPTIONS, SBATCH_OPTIONS
+from slurmft.policy.sbatch_section import option_value, unknown_options
+
+MAX_FILE_BYTES = 1024 * 1024
+MAX_NODES, MAX_NPROC_PER_NODE = 65_536, 1024
+"""More than any cluster has; on one machine a slip of the finger would start a million processes."""
+
+MAX_SECONDS = 10 * 365 * 86_400.0
+MAX_COUNT = 10**15 - 1
+"""Steps and counts are kept as integers of 64 bits."""
 
 Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) in (int, float) else value)]
 """A string that YAML may have read as a number."""
+
+Count = Annotated[int, BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_COUNT))]
+_Positive = Annotated[int, Field(ge=1), BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_COUNT))]
+Seconds = Annotated[float, BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_SECONDS))]
+Minutes = Annotated[float, BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_SECONDS / 60))]
 
 
 def _as_argv(value: Any) -> Any:
@@ -30,7 +53,34 @@ def _as_argv(value: Any) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: 1:30:00 is a time and not 5400, ``no`` and 010 are what they look like (YAML 1.2)."""
+    """YAML as people mean it: 1:30:00 is a time and not 5400, ``no`` and 010 are what they look like (YAML 1.2).
+
+    A key that is given twice is refused: the first one, which somebody also meant, would be lost without a word.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._seen: set[int] = set()
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        # once: afterwards it also holds what << has merged into it, and that may be overridden
+        if id(node) not in self._seen:
+            self._seen.add(id(node))
+            self._refuse_duplicates(node)
+        super().flatten_mapping(node)
+        if len(node.value) > plain.MAX_VALUES:
+            raise yaml.constructor.ConstructorError(None, None, "<< merges too many keys", node.start_mark)
+
+    @staticmethod
+    def _refuse_duplicates(node: yaml.MappingNode) -> None:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.value in lines:
+                what = f"the key {key.value!r} is there twice (first in line {lines[key.value]})"
+                raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
+            lines[key.value] = key.start_mark.line + 1
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -43,13 +93,20 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
 class SlurmConfig(_Section):
     """sbatch's long options with ``_`` for ``-``; any option of sbatch's manual page may be given."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False, defer_build=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _options_are_words(cls, section: Any) -> Any:
+        if not isinstance(section, dict):
+            return section
+        return {key: value if key == "srun_args" else option_value(key, value) for key, value in section.items()}
 
     partition: Text | None = None
     """Partition to submit to; the cluster's default when empty."""
@@ -63,7 +120,7 @@ class SlurmConfig(_Section):
     qos: Text | None = None
     """Quality of service."""
 
-    cpus_per_task: int | None = Field(default=None, ge=1)
+    cpus_per_task: _Positive | None = None
     """CPUs of each node's agent, shared by its workers."""
 
     gpus_per_node: Text | None = None
@@ -100,23 +157,23 @@ class CheckpointConfig(_Section):
     directory: Path | None = None
     """Folder of the checkpoints; ``checkpoints`` in the run folder when empty. Must be shared by all nodes."""
 
-    interval_steps: int = Field(default=100, ge=0)
+    interval_steps: Count = Field(default=100, ge=0)
     """Steps between two periodic checkpoints; 0 saves only at stops and at the end."""
 
 
 class FaultToleranceConfig(_Section):
     """What may go wrong, how often, and for how long."""
 
-    num_job_retries_on_failure: int = Field(default=2, ge=0)
+    num_job_retries_on_failure: Count = Field(default=2, ge=0)
     """Restarts of the job after failures, counted anew whenever the run has made progress in between."""
 
-    max_no_progress_cycles: int = Field(default=3, ge=1)
+    max_no_progress_cycles: Count = Field(default=3, ge=1)
     """Time limits in a row without one new step before the run is given up with exit code 93."""
 
-    launch_timeout_s: float = Field(default=300.0, gt=0)
+    launch_timeout_s: Seconds = Field(default=300.0, gt=0)
     """Seconds until every agent must have reported."""
 
-    supervisor_lease_s: float = Field(default=60.0, gt=0)
+    supervisor_lease_s: Seconds = Field(default=60.0, gt=0)
     """Seconds an agent keeps its workers running without hearing from the supervisor (fencing)."""
 
     preload: bool = True
@@ -129,17 +186,17 @@ class PreemptionConfig(_Section):
     signal: Literal["SIGTERM", "SIGUSR1", "SIGUSR2"] = "SIGTERM"
     """Signal of ``sbatch --signal``. A preemption sends SIGTERM in any case, so SIGTERM is always obeyed too."""
 
-    signal_lead_s: int = Field(default=120, ge=1, le=65535)
+    signal_lead_s: Count = Field(default=120, ge=1, le=65535)
     """Seconds before the time limit at which Slurm sends the signal; up to 30 s earlier."""
 
     continue_by: Literal["auto", "requeue", "resubmit", "nothing"] = "auto"
     """How the run continues: requeue this job, submit a successor, or only say how. auto: requeue, else resubmit."""
 
-    requeue_delay_s: int = Field(default=2, ge=1, le=600)
+    requeue_delay_s: Count = Field(default=2, ge=1, le=600)
     """Begin time of a requeued job, seconds from now. It must lie after the end of the job's processes and epilog:
     a shorter one falls back to Slurm's own 121 s."""
 
-    stop_timeout_s: float = Field(default=600.0, gt=0)
+    stop_timeout_s: Seconds = Field(default=600.0, gt=0)
     """Longest wait for the save of a stop that has no deadline of its own (``slurmft stop``, a signal by hand)."""
 
 
@@ -149,13 +206,13 @@ class NcclConfig(_Section):
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """auto: nccl where the worker has a GPU, else gloo."""
 
-    init_timeout_minutes: float = Field(default=30.0, gt=0)
+    init_timeout_minutes: Minutes = Field(default=30.0, gt=0)
     """Collective timeout until the first step of the process is done (start-up, compilation, first load)."""
 
-    step_timeout_minutes: float = Field(default=10.0, gt=0)
+    step_timeout_minutes: Minutes = Field(default=10.0, gt=0)
     """Collective timeout afterwards."""
 
-    flight_recorder_buffer_size: int = Field(default=2000, ge=0)
+    flight_recorder_buffer_size: Count = Field(default=2000, ge=0)
     """Collectives that torch's flight recorder remembers; 0 switches it off."""
 
 
@@ -165,13 +222,13 @@ class RunConfig(_Section):
     command: Annotated[tuple[Text, ...], BeforeValidator(_as_argv), Field(min_length=1)]
     """The trainer: a list of arguments, or one string that is split like a shell would, without running one."""
 
-    run_folder: Path
+    run_folder: Annotated[Path, BeforeValidator(plain.usable_run_folder)]
     """Folder of this run on the shared filesystem; its last part is the run's name. Relative to where you submit."""
 
-    nodes: int = Field(default=1, ge=1)
+    nodes: Annotated[Count, AfterValidator(plain.at_most(MAX_NODES))] = Field(default=1, ge=1)
     """Nodes to train on."""
 
-    nproc_per_node: int = Field(default=1, ge=1)
+    nproc_per_node: Annotated[Count, AfterValidator(plain.at_most(MAX_NPROC_PER_NODE))] = Field(default=1, ge=1)
     """Workers on each node: one per GPU."""
 
     environment: dict[str, Text] = Field(default_factory=dict)
@@ -188,6 +245,13 @@ class RunConfig(_Section):
 
     exit_actions: dict[ExitAction, Text] = Field(default_factory=dict)
     """The trainer's own exit codes: ``{COMPLETE: "0", RESCHEDULE: "11-20", FAIL: "17"}``; beats the defaults."""
+
+    @field_validator("command")
+    @classmethod
+    def _program_is_named(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value[0].strip():
+            raise ValueError("its first word, the program, is empty")
+        return value
 
     @field_validator("exit_actions")
     @classmethod
@@ -233,19 +297,13 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: names every wrong key at once, with the nearest known one.
     """
-    try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 - a SafeLoader
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no configuration file {path}", hint="see configs/quickstart.yaml") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
+    raw = _yaml(_text_of(path), of=str(path))
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold keys and values", hint="see configs/reference.yaml")
     for override in overrides:
         _apply(raw, override)
-    return _absolute(validate(raw, source=str(path)), Path.cwd())
+    source = " ".join([str(path), *(f"--set {plain.shown(override)}" for override in overrides)])
+    return _absolute(validate(raw, source=source), source=source)
 
 
 def validate(raw: Mapping[str, Any], *, source: str) -> RunConfig:
@@ -254,51 +312,58 @@ def validate(raw: Mapping[str, Any], *, source: str) -> RunConfig:
     Raises:
         ConfigError: one line for each problem.
     """
-    problems = _unknown_sbatch_options(raw.get("slurm"))
+    given = {key: value for key, value in raw.items() if value is not None}  # a key without a value: not given
     try:
-        config = RunConfig.model_validate(raw)
+        problems = list(plain.unusable(given))
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}", hint="look at its aliases (*name)") from error
+    problems += unknown_options(given.get("slurm"), list(SlurmConfig.model_fields))
+    try:
+        config = RunConfig.model_validate(given)
     except ValidationError as error:
-        problems += [_problem(detail) for detail in error.errors()]
+        problems += [_problem(detail) for detail in error.errors(include_input=False, include_url=False)]
     if problems:
-        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-        lines = "\n".join(f"  {problem}" for problem in problems)
-        raise ConfigError(f"{source}: {count}\n{lines}", hint="configs/reference.yaml documents every key")
+        raise ConfigError(f"{source}: {plain.as_text(problems)}", hint="configs/reference.yaml documents every key")
     return config
 
 
-def schema() -> dict[str, Any]:
-    """The JSON schema of a configuration, for editors."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
+def _text_of(path: Path) -> str:
+    try:
+        with path.open("rb") as stream:  # may be a pipe, or have no end
+            content = stream.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise ConfigError(f"{path} is longer than {MAX_FILE_BYTES} bytes", hint="is it the configuration?")
+        return content.decode()
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no configuration file {path}", hint="see configs/quickstart.yaml") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {path}: it is not UTF-8 ({error.reason} at byte {error.start})") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read {path}: {reason}", hint="give the path of a YAML file") from error
 
 
-def _unknown_sbatch_options(section: Any) -> list[str]:
-    if not isinstance(section, Mapping):
-        return []
-    problems = []
-    known = [name.replace("-", "_") for name in SBATCH_OPTIONS] + list(SlurmConfig.model_fields)
-    for key in section:
-        option = str(key).replace("_", "-")
-        if key in SlurmConfig.model_fields:
-            continue
-        if option in OWNED_OPTIONS:
-            problems.append(f"slurm.{key} is set by slurmft: {OWNED_OPTIONS[option]}")
-        elif option not in SBATCH_OPTIONS:
-            problems.append(f"slurm.{key} is not an option of sbatch{_did_you_mean(str(key), known)}")
-    return problems
+def _yaml(text: str, *, of: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{of} is not YAML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{of} is nested too deeply") from error
+    # what yaml lets through of its constructors: numbers of 5000 digits, !!int of nothing, !!bool of something else
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"{of} is not YAML: one of its values is not what its tag says ({error})") from error
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set {override!r} is not of the form key.sub=value")
-    try:
-        value = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override!r}: the value is not YAML: {error}") from error
+    value = _yaml(text, of=f"--set {override!r}: the value")
     *parents, last = key.split(".")
     target = raw
     for parent in parents:
-        child = target.setdefault(parent, {})
+        child = target[parent] = {} if target.get(parent) is None else target[parent]
         if not isinstance(child, dict):
             raise ConfigError(f"--set {override!r}: {parent} is a value, not a section")
         target = child
@@ -306,9 +371,10 @@ def _apply(raw: dict[str, Any], override: str) -> None:
 
 
 def _problem(detail: Mapping[str, Any]) -> str:
-    where = ".".join(str(part) for part in detail["loc"])
+    where = ".".join(plain.shown(part) for part in detail["loc"])
+    *section, last = detail["loc"] or ("",)
     if detail["type"] == "extra_forbidden":
-        return f"unknown key {where}{_did_you_mean(str(detail['loc'][-1]), _known_keys(detail['loc'][:-1]))}"
+        return f"unknown key {where}{plain.did_you_mean(plain.shown(last), _known_keys(section))}"
     message = str(detail["msg"]).removeprefix("Value error, ")
     if detail["type"] == "missing":
         return f"{where}: missing; it has no default"
@@ -325,20 +391,20 @@ def _known_keys(section: Sequence[Any]) -> list[str]:
     return list(model.model_fields)
 
 
-def _did_you_mean(key: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+def _absolute(config: RunConfig, *, source: str) -> RunConfig:
+    base = Path.cwd()
 
-
-def _absolute(config: RunConfig, base: Path) -> RunConfig:
     def absolute(path: Path | None) -> Path | None:
         return None if path is None else Path(os.path.abspath(base / path.expanduser()))  # noqa: PTH100 - keeps links
 
-    checkpoint = config.checkpoint.model_copy(update={"directory": absolute(config.checkpoint.directory)})
-    return config.model_copy(
-        update={
-            "run_folder": absolute(config.run_folder),
-            "working_directory": absolute(config.working_directory or Path()),
-            "checkpoint": checkpoint,
-        }
-    )
+    try:
+        checkpoint = config.checkpoint.model_copy(update={"directory": absolute(config.checkpoint.directory)})
+        return config.model_copy(
+            update={
+                "run_folder": absolute(config.run_folder),
+                "working_directory": absolute(config.working_directory or Path()),
+                "checkpoint": checkpoint,
+            }
+        )
+    except RuntimeError as error:  # ~somebody
+        raise ConfigError(f"{source}: a path begins with the home folder of a user who does not exist here") from error

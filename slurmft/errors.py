@@ -10,6 +10,7 @@ SlurmftError (1)
 +-- SlurmError (1)                 Slurm answered no
 |   +-- SlurmUnavailable (75)      Slurm did not answer: nothing is known, nothing was changed
 +-- StorageError (1)               a shared file cannot be read, written or believed
+|   +-- StorageUnavailable (75)    no space, read-only, or it does not answer: may pass by itself
 |   +-- NewerFormat (1)            written by a newer slurmft
 |   +-- Fenced (75)                this attempt is no longer the newest one of its run
 +-- CheckpointError (1)            no checkpoint can be used although some exist
@@ -74,6 +75,12 @@ class StorageError(SlurmftError):
     """A shared file cannot be read, written or believed."""
 
 
+class StorageUnavailable(StorageError):
+    """The filesystem has no space, is read-only, or does not answer; what lies on it is as good as before."""
+
+    exit_code = 75
+
+
 class NewerFormat(StorageError):
     """The file was written by a newer slurmft; refusing beats misreading."""
 
@@ -86,6 +93,9 @@ class Fenced(StorageError):
 
 class CheckpointError(SlurmftError):
     """Checkpoints exist but none can be used, or one cannot be written."""
+
+    errno: int = 0
+    """Why it cannot be written, where the operating system said so; the same on all ranks."""
 
 
 class LaunchError(SlurmftError):

@@ -74,6 +74,7 @@ def failure(what: str, codes: Sequence[int], team: Team, guard: Guard) -> Slurmf
         log.error("rank %d: %s", team.rank, what, exc_info=guard.error)
     error = CheckpointError(f"{what}: {shown}", hint="older checkpoints are untouched")
     error.__cause__ = guard.error
+    error.errno = next((code for code in codes if code > 0), 0)
     return error
 
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ MANIFEST = "manifest.json"
 SHARED = "shared.pt"
 MAX_STEP = 10**15 - 1
 """The largest step that a folder's name can hold."""
+
+MAX_MARKER_BYTES = 64 * 1024 * 1024
+"""A marker has some 120 bytes for each rank."""
 
 _NAME = re.compile(r"step-(\d{8,15})\.g(\d{1,15})\.c(\d{1,15})", re.ASCII)
 
@@ -147,13 +151,30 @@ def read_entry(path: Path) -> Entry | None:
         NewerFormat: a newer slurmft wrote it.
         StorageError: the marker cannot be read or does not belong to this folder.
     """
-    value = read_json(path / MANIFEST)
+    value = _marker(path)
     if value is None:
         return None
     try:
         return _entry(path, value)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise StorageError(f"{path / MANIFEST} is not a checkpoint's marker: {error!r}") from error
+    except KeyError as error:
+        raise StorageError(f"{path / MANIFEST} is not a checkpoint's marker: it lacks {error}") from error
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise StorageError(f"{path / MANIFEST} is not a checkpoint's marker: {error}") from error
+
+
+def _marker(path: Path) -> dict[str, Any] | None:
+    marker = path / MANIFEST
+    try:
+        status = marker.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError(f"cannot read {marker}: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):  # reading a pipe would never end
+        raise StorageError(f"{marker} is not a file")
+    if status.st_size > MAX_MARKER_BYTES:
+        raise StorageError(f"{marker} is not a checkpoint's marker: it has {status.st_size} bytes")
+    return read_json(marker)
 
 
 def write_marker(entry: Entry) -> None:
@@ -179,7 +200,7 @@ def write_marker(entry: Entry) -> None:
 def is_newer_format(path: Path) -> bool:
     """Whether a newer slurmft wrote this checkpoint; such a one is skipped, and never removed."""
     try:
-        read_json(path / MANIFEST)
+        _marker(path)
     except NewerFormat:
         return True
     except StorageError:
@@ -188,14 +209,15 @@ def is_newer_format(path: Path) -> bool:
 
 
 def _entry(path: Path, value: Mapping[str, Any]) -> Entry:
-    identity = Identity(int(value["step"]), int(value["generation"]), int(value["commit"]))
+    identity = Identity(*(_integer(value, key) for key in ("step", "generation", "commit")))
     if identity.folder_name != path.name:
-        raise ValueError(f"it belongs to {identity.folder_name}")
+        raise ValueError(f"it belongs to {identity.folder_name[:80]}")
     committed_at = datetime.fromisoformat(value["committed_at"])
     if committed_at.tzinfo is None:
         raise ValueError("committed_at has no time zone")
-    files = {name: FileRecord(int(one["bytes"]), str(one["sha256"])) for name, one in value["files"].items()}
-    if any(Path(name).name != name for name in files):
+    committed_at.astimezone(UTC)  # a year that no clock can show
+    files = {name: FileRecord(_integer(one, "bytes"), str(one["sha256"])) for name, one in value["files"].items()}
+    if any(Path(name).name != name or name in ("", "..") or "\0" in name for name in files):
         raise ValueError("a file name leaves the folder")
     return Entry(
         step=identity.step,
@@ -205,9 +227,16 @@ def _entry(path: Path, value: Mapping[str, Any]) -> Entry:
         generation=identity.generation,
         commit=identity.commit,
         attempt=str(value.get("attempt", "")),
-        world_size=int(value["world_size"]),
+        world_size=_integer(value, "world_size"),
         files=files,
     )
+
+
+def _integer(value: Mapping[str, Any], key: str) -> int:
+    number = value[key]
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{key} is {str(number)[:40]!r}")
+    return number
 
 
 def _to_json(number: float) -> float | str:

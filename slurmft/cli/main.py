@@ -1,7 +1,13 @@
-"""``slurmft``: the verbs, one broad ``except``, and the exit codes."""
+"""``slurmft``: the verbs, one broad ``except``, and the exit codes.
+
+A verb's module is imported when the verb is asked for: ``--help`` and a typo cost no more than click.
+"""
 
 from __future__ import annotations
 
+import errno
+import gc
+import importlib
 import logging
 import os
 import sys
@@ -9,37 +15,64 @@ import sys
 import click
 
 import slurmft
-from slurmft.cli import reading, submitting, verbs
 from slurmft.errors import SlurmftError
+
+VERBS = {
+    "explain": ("reading", "Tell the run's story: each event, each decision and its reason, from the journal"),
+    "lab": ("lab", "A real Slurm cluster on this machine, for tests and for trying things out (needs root)"),
+    "logs": ("reading", "Print a worker's output, and the supervisor's when there is none"),
+    "requeue": ("verbs", "Save and go through the queue again; start a waiting job now; rescue one that lost its batch "
+                "script"),
+    "run": ("verbs", "Be the supervisor of one job (what the batch script runs)"),
+    "save": ("verbs", "Save a checkpoint now and go on training"),
+    "schema": ("verbs", "Print the JSON schema of a configuration, for editors"),
+    "status": ("reading", "Show what runs are doing: RUN, or all below SLURMFT_RUNS (default: runs)"),
+    "stop": ("verbs", "Save, then end the run; it is not requeued"),
+    "submit": ("submitting", "Submit a run, or continue one that has stopped"),
+}  # fmt: skip
+"""Verb -> its module in slurmft.cli, which has a command of that name, and the first sentence of its help."""
+
+HIDDEN_VERBS = {"agent": "verbs"}
+"""The same for what only slurmft itself calls; --help does not show them."""
 
 _EXIT_CODES = """\b
 Exit codes:
   0   done; of a job: the run is complete
+  1   it could not be done: Slurm said no, or a file is damaged, not ours, or of a newer version
   2   bad configuration or usage; nothing was started
   16  the trainer wants other hardware; requeued (excluding nodes is yet to come)
   17  a result failed its validation; not continued
   69  the lab cannot exist here (no root, or packages missing)
+  70  an error in slurmft itself
+  74  stopped, but its save did not happen; the newest checkpoint continues
   75  temporary: stopped with a checkpoint, or Slurm did not answer
   93  not to be requeued: no progress, or the budget is spent
   other: the first failing worker's own code
 """
 
 
-class _LazyLab(click.Group):
-    """The lab's verbs, imported when one is asked for."""
+class _LazyVerbs(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name == "lab":
-            from slurmft.cli.lab import lab
+        module = VERBS[cmd_name][0] if cmd_name in VERBS else HIDDEN_VERBS.get(cmd_name)
+        if module is None:
+            return None
+        gc.disable()  # what is imported stays: to look for garbage meanwhile takes a tenth of the time
+        try:
+            command: click.Command = getattr(importlib.import_module(f"slurmft.cli.{module}"), cmd_name)
+        finally:
+            gc.enable()
+        return command
 
-            return lab
-        return super().get_command(ctx, cmd_name)
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list in ``--help``, from the table alone."""
+        stubs = [click.Command(name, help=f"{text}.") for name, (_, text) in VERBS.items()]
+        click.Group(commands=stubs).format_commands(ctx, formatter)
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), "lab"])
 
-
-@click.group(cls=_LazyLab, epilog=_EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_LazyVerbs, epilog=_EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(slurmft.__version__, prog_name="slurmft")
 @click.option("-v", "--verbose", is_flag=True, help="Say more on standard error.")
 def cli(*, verbose: bool) -> None:
@@ -57,11 +90,18 @@ def _in_job() -> bool:
     return not sys.stderr.isatty()
 
 
-for command in (
-    submitting.submit, verbs.run, verbs.agent, verbs.stop, verbs.save, verbs.requeue, verbs.schema,
-    reading.status, reading.logs, reading.explain,
-):  # fmt: skip
-    cli.add_command(command)
+def _words_for(error: OSError) -> str:
+    """What the operating system refused, where, and what to do: errors that no module has foreseen."""
+    where = f": {str(error.filename)!r}" if error.filename is not None else ""
+    return f"{error.strerror or error}{where}\n  hint: {_hint_for(error)}"
+
+
+def _hint_for(error: OSError) -> str:
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "it belongs to somebody else, or is read-only; ls -ld shows whose it is"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "make room there, then try again"
+    return "run with -v for the traceback"
 
 
 def main() -> None:
@@ -74,11 +114,18 @@ def main() -> None:
         error.show()
         code = error.exit_code
     except SlurmftError as error:
-        click.echo(f"slurmft: {error}", err=True)
+        hint = ""
+        if not error.hint and isinstance(error.__cause__, OSError):
+            hint = f"\n  hint: {_hint_for(error.__cause__)}"
+        click.echo(f"slurmft: {error}{hint}".encode("utf-8", "backslashreplace"), err=True)  # file names may be no text
         code = error.exit_code
     except BrokenPipeError:  # `slurmft explain | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
+    except OSError as error:
+        logging.getLogger(__name__).debug("traceback", exc_info=True)
+        click.echo(f"slurmft: {_words_for(error)}", err=True)
+        code = 1
     except Exception as error:
         logging.getLogger(__name__).debug("traceback", exc_info=True)
         text = f"slurmft: internal error: {error!r}\n  hint: please report this; run with -v for the traceback"

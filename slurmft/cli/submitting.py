@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import sys
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Any
 import click
 
 from slurmft import config as configuration
-from slurmft.cli.watching import watch
+from slurmft.cli.names import who
 from slurmft.config import RunConfig
 from slurmft.errors import RunBusy, SlurmError, SlurmUnavailable, StorageError, UsageError
-from slurmft.launch import rescue
-from slurmft.launch.run import owner_lives
+from slurmft.launch import grace
+from slurmft.policy.grace import Severity
 from slurmft.scheduler import slurm, submission
 from slurmft.storage.files import replace_atomically
 from slurmft.storage.run_folder import RunFolder
@@ -25,13 +24,14 @@ from slurmft.storage.run_folder import RunFolder
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("sbatch_options", nargs=-1, type=click.UNPROCESSED)
 @click.option("--dry-run", is_flag=True, help="Print exactly what would be submitted, and change nothing.")
+@click.option("--strict", is_flag=True, help="Refuse to submit when a stop would not have the time for its save.")
 @click.option("--wait", is_flag=True, help="Show progress until the run ends; its exit code becomes ours.")
 @click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default="auto", show_default=True,
               help="Where to run; auto: Slurm where its commands are, else this machine.")  # fmt: skip
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one key, such as slurm.time=30.")
 @click.option("--data", help="Text file or folder to train on: added to the command as --data.")
 def submit(
-    *, config: Path, sbatch_options: tuple[str, ...], dry_run: bool, wait: bool, cluster: str,
+    *, config: Path, sbatch_options: tuple[str, ...], dry_run: bool, strict: bool, wait: bool, cluster: str,
     overrides: tuple[str, ...], data: str | None,
 ) -> int:  # fmt: skip
     """Submit a run, or continue one that has stopped. Options behind -- go to sbatch."""
@@ -45,6 +45,12 @@ def submit(
     options = submission.parse_sbatch_options(sbatch_options)
     if where == "local" and options:
         raise UsageError("options behind -- go to sbatch, but this run is local", hint="use --cluster slurm")
+    if where == "slurm":
+        findings = grace.check(settings, options, os.environ)
+        for finding in findings:
+            click.echo(f"{'warning' if finding.severity is Severity.WARNING else 'grace'}: {finding.text}", err=True)
+        if strict:
+            grace.refuse_warnings(findings)
     if dry_run:
         text = submission.script_text(settings, run, options, frozenset())
         click.echo(text if where == "slurm" else _local_plan(run))
@@ -58,6 +64,8 @@ def submit(
     click.echo(f"submitted {settings.name} as job {job}" if where == "slurm" else f"started {settings.name} ({job})")
     click.echo(f"run folder: {run.path}")
     if wait:
+        from slurmft.cli.watching import watch
+
         return watch(run, told=told, stop_on_interrupt=where == "local")
     click.echo(f"watch it with: slurmft status {run.path} --watch", err=True)
     return 0
@@ -83,11 +91,14 @@ def _refuse_if_finished_or_busy(run: RunFolder) -> None:
         )
     if not run.exists():
         return
+    from slurmft.launch import outside  # not for a new run, nor for --dry-run: they take 60 ms
+    from slurmft.launch.living import owner_lives
+
     owner = run.owner()
     if owner is not None and owner.cluster == "local" and owner_lives(owner):
         raise RunBusy(f"run {run.path.name} is running here (process {owner.pid})", hint=f"slurmft stop {run.path}")
     if slurm.available():
-        for record in rescue.records_of(run):
+        for record in outside.records_of(run):
             if record.alive or record.waiting:
                 raise RunBusy(
                     f"run {run.path.name} has job {record.job_id} in state {record.state}",
@@ -107,12 +118,11 @@ def _prepare(run: RunFolder, settings: RunConfig) -> None:
 
 def _submit(where: str, settings: RunConfig, run: RunFolder, options: dict[str, Any]) -> str:
     journal = run.journal()
-    who = getpass.getuser()
     if where == "local":
-        journal.append("submitting", cluster="local", who=who)
+        journal.append("submitting", cluster="local", who=who())
         pid = submission.submit_here(settings, run)
         return f"local process {pid}, log {submission.local_log(run, pid)}"
-    journal.append("submitting", cluster="slurm", who=who, command=" ".join(sys.argv))
+    journal.append("submitting", cluster="slurm", who=who(), command=" ".join(sys.argv))
     try:
         job = submission.submit_to_slurm(settings, run, options, frozenset())
     except SlurmError as error:

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import getpass
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
 import click
 
 from slurmft import config as configuration
-from slurmft.cli.names import run_argument
-from slurmft.errors import LaunchError, StorageError
-from slurmft.launch import rescue
+from slurmft.cli.names import every_run, optional_run_argument, run_argument, who
+from slurmft.errors import LaunchError, UsageError
+from slurmft.launch import outside, rescue
+from slurmft.launch.guardian import guarded
 from slurmft.storage.run_folder import RunFolder
 
 
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path))
-def run(*, config: Path) -> int:
+@click.option("--after-loss", type=int, hidden=True, help="Act in the place of a supervisor that this signal ended.")
+def run(*, config: Path, after_loss: int | None) -> int:
     """Be the supervisor of one job (what the batch script runs)."""
-    from slurmft.launch.run import supervise
+    guarded([sys.executable, "-P", "-u", "-m", "slurmft", "run", str(config), "--after-loss"])
+    from slurmft.launch.run import recover, supervise
 
+    if after_loss is not None:
+        return recover(configuration.load(config), os.environ, after_loss)
     return supervise(configuration.load(config), os.environ)
 
 
@@ -42,9 +47,9 @@ def agent(*, config: Path, attempt: str) -> int:
 @click.option("--timeout", default=0.0, show_default=True, help="Seconds to wait until it has ended.")
 def stop(*, run: RunFolder, timeout: float) -> int:
     """Save, then end the run; it is not requeued. A waiting job is cancelled."""
-    click.echo(rescue.stop(run, _who()))
+    click.echo(outside.stop(run, who()))
     deadline = time.monotonic() + timeout
-    while timeout > 0 and rescue.is_alive(run):
+    while timeout > 0 and outside.is_alive(run):
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"run {run.path.name} has not ended within {timeout:.0f} s", hint="it may still be saving"
@@ -57,28 +62,33 @@ def stop(*, run: RunFolder, timeout: float) -> int:
 @run_argument
 def save(*, run: RunFolder) -> int:
     """Save a checkpoint now and go on training."""
-    if not rescue.is_alive(run):
-        raise StorageError(f"run {run.path.name} is not running")
-    run.request("SAVE", _who())
+    if not outside.is_alive(run):
+        raise UsageError(f"run {run.path.name} is not running", hint=f"slurmft status {run.path}")
+    run.request("SAVE", who())
     click.echo(f"run {run.path.name} will save at the next step")
     return 0
 
 
 @click.command()
-@run_argument
-@click.option("--rescue", "only_rescue", is_flag=True, help="Only rescue a job that has lost its batch script.")
-def requeue(*, run: RunFolder, only_rescue: bool) -> int:
+@optional_run_argument
+@click.option("--rescue", "only_rescue", is_flag=True,
+              help="Only rescue what has lost its supervisor: RUN, or all below SLURMFT_RUNS. For cron.")  # fmt: skip
+def requeue(*, run: RunFolder | None, only_rescue: bool) -> int:
     """Save and go through the queue again; start a waiting job now; rescue one that lost its batch script."""
-    click.echo(rescue.requeue(run, _who(), only_rescue=only_rescue))
+    if run is None and not only_rescue:
+        raise UsageError("requeue which run?", hint="slurmft requeue RUN; only --rescue takes all of them")
+    done = rescue.rescue([run] if run is not None else every_run(), who())
+    if run is not None and not only_rescue and not done:
+        done = [outside.requeue(run, who())]
+    for line in done or ["nothing had to be rescued"]:
+        click.echo(line)
     return 0
 
 
 @click.command()
 def schema() -> int:
     """Print the JSON schema of a configuration, for editors."""
-    click.echo(json.dumps(configuration.schema(), indent=2))
+    from slurmft.cli.schema import schema as build
+
+    click.echo(json.dumps(build(), indent=2))
     return 0
-
-
-def _who() -> str:
-    return f"{getpass.getuser()}@{os.uname().nodename}"

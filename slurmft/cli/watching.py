@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from slurmft.launch.overview import Overview, overviews
+from slurmft.launch.overview import Overview, overviews, progress_of
 from slurmft.policy.verdict import EXIT_TEMPORARY
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import RunFolder
@@ -53,6 +53,7 @@ class Watcher:
         self._began = time.time()
         self._console = Console()
         self._last_line_at = time.monotonic()
+        self._waiting_for = "starting"
 
     def follow(self) -> Overview:
         """Show what happens until the run has ended."""
@@ -82,25 +83,29 @@ class Watcher:
         return events[self._before :]
 
     def _show_progress(self, progress: Progress, bar: TaskID) -> None:
-        facts = self._run.progress() or {}
-        if facts.get("at", 0.0) < self._began:
+        facts = progress_of(self._run)
+        if (facts.at or 0.0) < self._began:
+            progress.update(bar, note=self._waiting_for)
             return
-        note = str(facts.get("state", ""))
-        if facts.get("until"):
-            note = f"{facts['step']}/{facts['until']} {note}"
-            note += f" loss {facts['metric']:.3f}" if facts.get("metric") is not None else ""
-        progress.update(bar, completed=facts.get("step", 0), total=facts.get("until") or None, note=note)
+        note = facts.state or ""
+        if facts.until:
+            note = f"{facts.step}/{facts.until} {note}"
+            note += f" loss {facts.metric:.3f}" if facts.metric is not None else ""
+        progress.update(bar, completed=facts.step or 0, total=facts.until or None, note=note)
         if not self._console.is_terminal and time.monotonic() - self._last_line_at > PLAIN_LINE_S:
             self._last_line_at = time.monotonic()
             self._console.print(f"{time.strftime('%H:%M:%S')} {note}", highlight=False, markup=False)
 
     def _ended(self, events: list[Event]) -> Overview | None:
         view = overviews([self._run])[0]
+        if view.state == "waiting" and view.detail != self._waiting_for:
+            self._waiting_for = view.detail
+            self._console.print(f"{time.strftime('%H:%M:%S')} {view.detail}", highlight=False, markup=False)
         decided = any(event.event == "decision" for event in events)
         if view.state == "finished" or (view.state == "stopped" and decided):
             return view
         late = time.time() - self._began > GIVE_UP_S
-        return view if view.state in ("stopped", "new") and late else None
+        return view if view.state in ("stopped", "new", "damaged") and late else None
 
 
 def _told(event: Event) -> str:
@@ -115,7 +120,8 @@ def _told(event: Event) -> str:
 
 def _report(run: RunFolder, view: Overview, events: list[Event]) -> int:
     decisions = [event for event in events if event.event == "decision"]
-    code = int(decisions[-1].details["exit_code"]) if decisions else EXIT_TEMPORARY
+    told = decisions[-1].details.get("exit_code") if decisions else None
+    code = told if isinstance(told, int) else EXIT_TEMPORARY
     starts = sum(event.event == "attempt started" for event in events)
     stops = sum(event.event == "stop requested" for event in events)
     seconds = events[-1].seconds() - events[0].seconds() if events else 0.0

@@ -23,6 +23,9 @@ def create_database(paths: LabPaths) -> None:
     make_folder(paths.database)
     shutil.chown(paths.database, DATABASE_ACCOUNT, DATABASE_ACCOUNT)
     argv = [
+        # its temporary tables are called by numbers that two labs share; both would meet in /tmp
+        "env",
+        f"TMPDIR={paths.database}",
         "mariadb-install-db",
         "--no-defaults",
         f"--user={DATABASE_ACCOUNT}",
@@ -71,6 +74,7 @@ def _start_database(controller: Member, paths: LabPaths, password: str) -> None:
         f"--user={DATABASE_ACCOUNT}",
         f"--datadir={paths.database}/data",
         f"--socket={paths.database_socket}",
+        f"--tmpdir={paths.database}",
         "--pid-file=mariadbd.pid",
         f"--log-error={log}",
         f"--init-file={grants}",

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.config import RunConfig
-from slurmft.errors import LaunchError
+from slurmft.errors import LaunchError, StorageError
 from slurmft.launch.channel import BadMessage, Channel, Message, connect
 from slurmft.launch.environment import common_environment, worker_environment
 from slurmft.launch.heartbeat import NOTHING, Slot
+from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.workers import Worker, Workers, reserve_port
 from slurmft.policy.stop import NEVER
 from slurmft.storage.files import read_json
@@ -25,6 +26,7 @@ from slurmft.storage.run_folder import RunFolder
 
 REPORT_INTERVAL_S = 0.5
 RECONNECT_PAUSE_S = 0.2
+LEASE_CHECK_S = 1.0
 STOPPED_GRACE_S = 20.0
 """What a worker may still do after it has stopped at the agreed step: its finalizers."""
 
@@ -50,6 +52,7 @@ class Agent:
         self._unreported: list[Message] = []
         self._shutdown = False
         self._last_heard = time.monotonic()
+        self._address: tuple[list[str], int, bytes] | None = None
 
     async def run(self) -> int:
         """Serve until told to shut down, or until the supervisor is gone for longer than the lease."""
@@ -61,36 +64,54 @@ class Agent:
             common_environment(self._config, self._environment), preload=self._config.fault_tolerance.preload
         )
         reports = asyncio.create_task(self._report_regularly())
+        serving = asyncio.create_task(self._serve())
+        lease = asyncio.create_task(self._watch_lease())
         try:
-            return await self._serve_with_lease()
+            await asyncio.wait([serving, lease], return_when=asyncio.FIRST_COMPLETED)
+            return serving.result() if serving.done() else LaunchError.exit_code
         finally:
-            reports.cancel()
+            for task in (reports, serving, lease):
+                task.cancel()
             self._workers.close()
             if self._channel is not None:
                 self._channel.close()  # only now: it tells the supervisor that nothing of this node is left
 
-    async def _serve_with_lease(self) -> int:
+    async def _watch_lease(self) -> None:
+        """Return when nothing was heard for the lease: the run may already go on elsewhere, and two must never train.
+
+        Only the time counts in which this process could listen: a suspended job wakes up where it was.
+        """
         lease_s = self._config.fault_tolerance.supervisor_lease_s
+        while time.monotonic() - self._last_heard < lease_s:
+            self._last_heard += await overslept_s(LEASE_CHECK_S)
+        log.error("no word from the supervisor for %.0f s; stopping this node's workers", lease_s)
+
+    async def _serve(self) -> int:
         while not self._shutdown:
             try:
-                await self._serve_one_connection(lease_s)
-            except (OSError, BadMessage) as error:  # OSError covers TimeoutError
+                await self._serve_one_connection()
+            except (OSError, BadMessage, StorageError) as error:  # OSError covers TimeoutError
                 log.debug("no supervisor: %s", error)
-            if not self._shutdown and time.monotonic() - self._last_heard > lease_s:
-                # cut off: the run may already go on elsewhere, and two of it must never train
-                log.error("no word from the supervisor for %.0f s; stopping this node's workers", lease_s)
-                return LaunchError.exit_code
             if not self._shutdown:
                 await asyncio.sleep(RECONNECT_PAUSE_S)
         return 0
 
-    async def _serve_one_connection(self, lease_s: float) -> None:
-        folder = self._run.attempts / self._attempt
-        where = read_json(folder / "control.json")
-        if where is None:
-            raise OSError("the supervisor has not said yet where it listens")
-        secret = (folder / "secret").read_bytes()
-        channel = await self._connect_any(where["hosts"], where["port"], secret)
+    def _where(self) -> tuple[list[str], int, bytes]:
+        """Read once: a reconnection must not wait for a run folder that stalls."""
+        if self._address is None:
+            folder = self._run.attempts / self._attempt
+            where = read_json(folder / "control.json")
+            if where is None:
+                raise OSError("the supervisor has not said yet where it listens")
+            try:
+                hosts, port = list(where["hosts"]), int(where["port"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise OSError(f"{folder / 'control.json'} is damaged") from error
+            self._address = hosts, port, (folder / "secret").read_bytes()
+        return self._address
+
+    async def _serve_one_connection(self) -> None:
+        channel = await self._connect_any(*self._where())
         channel.send({"kind": "hello", "node": self._index, "host": self._host, "pid": os.getpid()})
         self._channel = channel
         for report in self._unreported:
@@ -98,8 +119,7 @@ class Agent:
         self._unreported = []
         try:
             while not self._shutdown:
-                async with asyncio.timeout(lease_s):  # the supervisor pings; a network that is cut says nothing
-                    message = await channel.receive()
+                message = await channel.receive()
                 if message is None:
                     return
                 self._last_heard = time.monotonic()
@@ -218,6 +238,15 @@ def _facts(worker: Worker) -> dict[str, Any]:
         "first_step_at": page[Slot.FIRST_STEP_AT] / 1e9,
         "answered": page[Slot.ANSWERED],
         "metric": page.metric(),
+        "first_step_s": page[Slot.FIRST_STEP_NS] / 1e9,
+        "longest_step_s": page[Slot.LONGEST_STEP_NS] / 1e9,
+        "saves": page[Slot.SAVES],
+        "save_failures": page[Slot.SAVE_FAILURES],
+        "save_errno": page[Slot.SAVE_ERRNO],
+        "save_s": page[Slot.SAVE_NS] / 1e9,
+        # a node's processes have one monotonic clock
+        "saving_s": (time.monotonic_ns() - began_ns) / 1e9 if (began_ns := page[Slot.SAVE_BEGAN_NS]) else 0.0,
+        "since_saved_s": (time.monotonic_ns() - page[Slot.SAVED_AT_NS]) / 1e9,
     }
 
 

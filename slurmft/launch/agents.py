@@ -1,23 +1,110 @@
-"""The supervisor's side of the control channel: who has connected, calls to them, and what they report."""
+"""The supervisor's side of the control channel: who has connected, calls to them, and what they report.
+
+What leaves this module has the shape that its readers rely on. A message of another shape closes the connection that it
+came by, whoever sent it: a supervisor that stumbles over one would take the whole job with it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slurmft.launch.channel import MAX_LINE_BYTES, BadMessage, Channel, Message, accept
+from slurmft.launch.heartbeat import State
 
 CALL_TIMEOUT_S = 10.0
-NO_CALL = -1
 MAX_STRANGERS = 64
 """Connections that have not proved themselves yet; more are closed at once."""
 
+TOLD_REFUSALS = 10
+"""Refused connections that the log tells of; a stranger must not fill the disk either. The others are counted."""
+
 log = logging.getLogger(__name__)
+
+Check = Callable[[Any], bool]
+
+
+def _integer(low: int, high: int) -> Check:
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _time(value: Any) -> bool:
+    return _number(value) and math.isfinite(value)
+
+
+def _flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= 255 and value.isprintable()
+
+
+_SLOT = _integer(-(2**63), 2**63 - 1)
+_FACTS: Mapping[str, Check] = {
+    "rank": _integer(0, 2**31 - 1), "state": _integer(min(State), max(State)), "attached": _flag, "step": _SLOT,
+    "until": _SLOT, "saved": _SLOT, "resumed": _SLOT, "first_step_at": _time, "answered": _SLOT, "metric": _number,
+}  # fmt: skip
+_EXIT: Mapping[str, Check] = {**_FACTS, "code": _integer(-128, 255), "killed": _flag}
+_SIGNAL: Mapping[str, Check] = {"name": _name}
+_HELLO: Mapping[str, Check] = {"node": _integer(0, 2**31 - 1), "host": _name, "pid": _integer(0, 2**31 - 1)}
+_LOOK = (_flag, _SLOT, _flag, _SLOT)
+
+
+def _require(message: Any, fields: Mapping[str, Check], what: str) -> None:
+    """Every field is there and has its shape; keys that nobody knows are tolerated, if they are plain or end in _s.
+
+    Raises:
+        BadMessage: names the first one that has not.
+    """
+    if not isinstance(message, dict):
+        raise BadMessage(f"{what} is not an object")
+    for name, fits in fields.items():
+        if name not in message or not fits(message[name]):
+            raise BadMessage(f"{what} has {name}={str(message.get(name, 'nothing'))[:40]!r}")
+    for name, value in message.items():
+        if name.endswith("_s") and not _time(value):
+            raise BadMessage(f"{what} has {name}={str(value)[:40]!r}")
+
+
+def _check_report(message: Message) -> None:
+    match message["kind"]:
+        case "exited":
+            _require(message, _EXIT, "a worker's end")
+        case "progress":
+            _require(message, {"ranks": lambda ranks: isinstance(ranks, list)}, "a progress report")
+            for facts in message["ranks"]:
+                _require(facts, _FACTS, "a progress report")
+        case "signal":
+            _require(message, _SIGNAL, "a signal's report")
+        case "hello" | "disconnected" as kind:
+            raise BadMessage(f"{kind!r} is no report")
+
+
+def _check_reply(kind: str, message: Message) -> None:
+    if kind == "port":
+        _require(message, {"port": _integer(1, 65535)}, "the reply to 'port'")
+    elif kind in ("look", "propose") and not _are_looks(message.get("looks")):
+        raise BadMessage(f"the reply to {kind!r} holds no looks")
+
+
+def _are_looks(looks: Any) -> bool:
+    return isinstance(looks, list) and all(
+        isinstance(look, list)
+        and len(look) == len(_LOOK)
+        and all(fits(each) for fits, each in zip(_LOOK, look, strict=True))
+        for look in looks
+    )
 
 
 class AgentLost(Exception):
@@ -28,14 +115,17 @@ class AgentLink:
     """One node's agent as the supervisor sees it. Survives a reconnection of the same agent."""
 
     def __init__(self, channel: Channel, hello: Message) -> None:
-        self.node = int(hello["node"])
-        self.host = str(hello["host"])
-        self.pid = int(hello["pid"])
+        if hello["kind"] != "hello":
+            raise BadMessage(f"the first message is {hello['kind'][:40]!r}")
+        _require(hello, _HELLO, "a hello")
+        self.node: int = hello["node"]
+        self.host: str = hello["host"]
+        self.pid: int = hello["pid"]
         self.address = channel.peer
         self.channel: Channel | None = channel
         self.last_heard = time.monotonic()
         self._next_id = 0
-        self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._waiting: dict[int, tuple[str, asyncio.Future[Message]]] = {}
 
     async def call(self, kind: str, *, timeout_s: float = CALL_TIMEOUT_S, **fields: Any) -> Message:
         """Ask the agent for something and wait for its reply.
@@ -46,12 +136,12 @@ class AgentLink:
         if self.channel is None:
             raise AgentLost(f"the agent on {self.host} is not connected")
         call_id = self._next_id = self._next_id + 1
-        future = self._waiting[call_id] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = kind, future
         self.channel.send({"kind": kind, "id": call_id, **fields})
         try:
             async with asyncio.timeout(timeout_s):
-                reply: Message = await future
-                return reply
+                return await future
         except TimeoutError as error:
             raise AgentLost(f"the agent on {self.host} did not answer {kind!r} within {timeout_s:.0f} s") from error
         finally:
@@ -61,19 +151,23 @@ class AgentLink:
         """Hand a reply to the call that waits for it.
 
         Raises:
-            BadMessage: it is no reply to anything.
+            BadMessage: it cannot be a reply to anything, or not to that call.
         """
-        call_id = message.get("id", NO_CALL)
-        if not isinstance(call_id, int):
-            raise BadMessage(f"a reply from {self.host} has the id {call_id!r}")
-        future = self._waiting.pop(call_id, None)
-        if future is not None and not future.done():
+        call_id = message.get("id")
+        if type(call_id) is not int:
+            raise BadMessage(f"a reply has the id {str(call_id)[:40]!r}")
+        if call_id not in self._waiting:  # its caller has given up
+            return
+        kind, future = self._waiting[call_id]
+        _check_reply(kind, message)  # before it is taken off: the end of the connection fails the call
+        del self._waiting[call_id]
+        if not future.done():
             future.set_result(message)
 
     def disconnected(self) -> None:
         """Fail every call that waits."""
         self.channel = None
-        for future in self._waiting.values():
+        for _, future in self._waiting.values():
             if not future.done():
                 future.set_exception(AgentLost(f"the agent on {self.host} has gone"))
         self._waiting.clear()
@@ -85,7 +179,7 @@ class AgentPool:
     def __init__(self, secret: bytes, expected: int) -> None:
         self._secret, self._expected = secret, expected
         self._server: asyncio.Server | None = None
-        self._strangers = 0
+        self._strangers = self._refused = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self.links: dict[int, AgentLink] = {}
         self.events: asyncio.Queue[tuple[AgentLink, Message]] = asyncio.Queue()
@@ -162,20 +256,26 @@ class AgentPool:
         try:
             channel, hello = await accept(reader, writer, self._secret)
             link = AgentLink(channel, hello)
-        except (BadMessage, TimeoutError, OSError, KeyError, ValueError, TypeError) as error:
-            log.warning("refused a connection: %s", error or type(error).__name__)
+            if link.node >= self._expected:
+                raise BadMessage(
+                    f"it says it is node {link.node} ({link.host}), but the run has {self._expected} nodes"
+                )
+        except (BadMessage, TimeoutError, OSError) as error:
+            self._tell_refusal(str(error) or type(error).__name__)
             return None
         finally:
             self._strangers -= 1
-        if not 0 <= link.node < self._expected:
-            log.warning("refused agent %d on %s: the run has %d nodes", link.node, link.host, self._expected)
-            return None
         if (old := self.links.get(link.node)) is not None and old.channel is not None:
             old.channel.close()
         self.links[link.node] = link
         if len(self.links) == self._expected:
             self.complete.set()
         return link
+
+    def _tell_refusal(self, why: str) -> None:
+        self._refused += 1
+        if self._refused <= TOLD_REFUSALS or self._refused % 1000 == 0:
+            log.warning("refused a connection: %s (%d so far)", why, self._refused)
 
     async def _listen_to(self, link: AgentLink, channel: Channel) -> None:
         try:
@@ -184,6 +284,7 @@ class AgentPool:
                 if message["kind"] == "reply":
                     link.answered(message)
                 else:
+                    _check_report(message)
                     self.events.put_nowait((link, message))
         except BadMessage as error:
             log.warning("closed the connection of %s: %s", link.host, error)

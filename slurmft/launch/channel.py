@@ -60,7 +60,7 @@ class Channel:
         self._received += 1
         try:
             message = json.loads(body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the second one: brackets in brackets
             raise BadMessage(f"a line from {self.peer} is not JSON") from error
         if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
             raise BadMessage(f"a line from {self.peer} is not a message")

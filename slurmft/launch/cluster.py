@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +15,8 @@ import psutil
 
 from slurmft.config import RunConfig
 from slurmft.errors import SlurmError, SlurmUnavailable
-from slurmft.policy.grace import JobTimes
+from slurmft.launch.guardian import hold_signals
+from slurmft.policy.grace import JobTimes, SlurmClock, Terms
 from slurmft.policy.verdict import Cause
 from slurmft.scheduler import slurm
 from slurmft.scheduler.environment import SlurmJob, current_job
@@ -30,6 +31,7 @@ _OUTSIDE = {
     JobEnding.PREEMPTED: (Cause.PREEMPTED, "Slurm ends the job: preempted"),
     JobEnding.TIME_LIMIT: (Cause.TIME_LIMIT, "Slurm ends the job: time limit"),
     JobEnding.NODE_LOST: (Cause.NODE_LOST, "Slurm ends the job: a node failed"),
+    JobEnding.BATCH_LOST: (Cause.SUPERVISOR_LOST, "Slurm ends the job: its batch step was killed"),
     JobEnding.CANCELLED: (Cause.CANCELLED, "the job was cancelled (scancel)"),
 }
 
@@ -55,6 +57,9 @@ class Cluster(Protocol):
 
     def times(self) -> JobTimes:
         """When the job started and will end; blocking."""
+
+    def terms(self) -> Terms:
+        """The clock of those times, and how long a job has that is being ended; blocking."""
 
     def why_ending(self) -> tuple[Cause, str] | None:
         """Why the job is being ended from outside; None when it is not, or nobody can tell; blocking."""
@@ -103,14 +108,18 @@ class SlurmCluster:
         return [process]
 
     def times(self) -> JobTimes:
-        """From squeue; all unknown when Slurm does not answer."""
+        """From scontrol; all unknown when Slurm does not answer."""
         try:
-            record = slurm.job(self.job.job_id, patience_s=3.0)
+            return slurm.job_times(self.job.job_id)
         except SlurmError:
-            record = None
-        if record is None:
             return JobTimes(start=None, end=None, limit_s=None)
-        return JobTimes(start=record.start, end=record.end, limit_s=record.limit_s)
+
+    def terms(self) -> Terms:
+        """From scontrol; this machine's clock and Slurm's defaults when Slurm does not answer."""
+        try:
+            return slurm.terms()
+        except SlurmError:
+            return Terms(SlurmClock(time.time(), time.monotonic()))
 
     def why_ending(self) -> tuple[Cause, str] | None:
         """From scontrol; None when Slurm does not answer."""
@@ -166,6 +175,10 @@ class LocalCluster:
         """A machine of one's own has no limits."""
         return JobTimes(start=None, end=None, limit_s=None)
 
+    def terms(self) -> Terms:
+        """This machine's clock; nobody kills."""
+        return Terms(SlurmClock(time.time(), time.monotonic()))
+
     def why_ending(self) -> tuple[Cause, str] | None:
         """Nobody ends a process from outside but by a signal, and that asks for a stop."""
         return None
@@ -176,7 +189,7 @@ class LocalCluster:
             LOCAL_JOB_VARIABLE: self.attempt.job,
             LOCAL_RESTART_VARIABLE: str(self.attempt.restart + 1),
         }
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, set(signal.Signals))
+        hold_signals()
         os.execve(argv[0], list(argv), environment)  # noqa: S606 - an argument list, no shell
 
 

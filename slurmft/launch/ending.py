@@ -5,61 +5,93 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from slurmft.config import RunConfig
-from slurmft.errors import SlurmError
+from slurmft.errors import SlurmError, StorageError
 from slurmft.launch.cluster import Cluster, LocalCluster, SlurmCluster
+from slurmft.launch.logs import BackgroundLog
+from slurmft.launch.start import Start
 from slurmft.policy.decide import Budget, decide
-from slurmft.policy.verdict import EXIT_TEMPORARY, PLANNED, Action, Cause, Decision, Verdict
-from slurmft.scheduler import slurm
+from slurmft.policy.verdict import EXIT_TEMPORARY, PLANNED, Action, Cause, Decision, Verdict, has_progressed
+from slurmft.scheduler import slurm, successor
 from slurmft.scheduler.command import ignoring_signals
-from slurmft.storage.journal import Event, Journal
-from slurmft.storage.run_folder import RunFolder
+from slurmft.storage.journal import Event
+from slurmft.storage.patience import patiently
 
 OTHERS_END_S = 4
 """Added to the begin time when the step did not end in order: its slurmstepds still look for an srun that is gone
 (2.5 s were seen), and a begin time that has passed before they end falls back to Slurm's 121 s."""
 
+FLUSH_S = 5.0
+"""How long an action waits for the run folder to take the decision it follows."""
+
+DONE_PATIENCE_S = 300.0
+"""How long a complete run waits for a run folder that cannot take the mark of it."""
+
+SLURM_PATIENCE_S = 600.0
+"""How long a silent Slurm is asked again where no end of the job presses."""
+
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
 class Ending:
-    """Decides and acts on the end of one attempt."""
+    """Decides and acts on the end of one attempt.
 
-    config: RunConfig
-    cluster: Cluster
-    run: RunFolder
-    journal: Journal
+    Args:
+        ends_at_s: monotonic time at which Slurm will have ended the job; None when nobody knows of an end.
+    """
+
+    def __init__(self, config: RunConfig, start: Start, ends_at_s: float | None, log_file: BackgroundLog) -> None:
+        self.config, self.start, self.ends_at_s, self.log_file = config, start, ends_at_s, log_file
+        self.cluster: Cluster = start.cluster
+        self.run, self.journal = start.run, start.journal
 
     def act_on(self, verdict: Verdict) -> int:
         """Decide, journal, act; returns the supervisor's exit code. Main thread only."""
-        history = self.journal.read()
         facts = {key: value for key, value in asdict(verdict).items() if value is not None}
         self.journal.append("verdict", **facts)
-        if verdict.cause in PLANNED and verdict.saved_step is None and verdict.last_step > verdict.first_step:
-            lost = verdict.last_step - verdict.first_step
+        if verdict.cause in PLANNED and verdict.unsaved_steps:
+            lost = verdict.unsaved_steps
             log.error("NOTHING WAS SAVED at this stop; up to %d steps will be done again", lost)
             self.journal.append("stop without a save", steps_at_risk=lost)
-        decision = decide(verdict, budget_of(history, verdict, self.config), self.config.exit_actions)
+        # a supervisor in whose place we act may have judged this attempt already: it is one end all the same
+        earlier = [event for event in self.start.history if event.attempt != str(self.cluster.attempt)]
+        decision = decide(verdict, budget_of(earlier, verdict, self.config), self.config.exit_actions)
         self.journal.append(
             "decision", action=decision.action.value, reason=decision.reason, exit_code=decision.exit_code
         )
         log.info("verdict: %s; decision: %s; %s", verdict.cause.value, decision.action.value, decision.reason)
-        if decision.action is not Action.CONTINUE:
-            self.run.take_request("KILL")  # only now: a stop must outlive an attempt that could not finish it
-        if decision.action is Action.FINISH:
-            self.run.mark_done(step=verdict.last_step or None, job=self.cluster.attempt.job, reason=decision.reason)
-            return 0
+        self._flush()
+        code = self.carry_out(verdict, decision)
+        if not self._flush():
+            for event in self.journal.unwritten():
+                log.error("not in the journal: %s %s %s", event.at.isoformat(), event.event, event.details)
+        return code
+
+    def carry_out(self, verdict: Verdict, decision: Decision) -> int:
+        """Act on a decision that is in the journal; returns the supervisor's exit code. Main thread only."""
+        if decision.action is Action.CONTINUE:
+            return self._continue(verdict, decision)
+        # only now: a stop must outlive an attempt that could not finish it
+        self._in_folder(lambda: self.run.take_request("KILL"))
         if decision.action is Action.STOP:
             return decision.exit_code
-        return self._continue(verdict, decision)
+        done = {"step": verdict.last_step or None, "job": self.cluster.attempt.job, "reason": decision.reason}
+        patiently(
+            lambda: self.start.thread.call(lambda: self.run.mark_done(**done), timeout_s=DONE_PATIENCE_S),
+            patience_s=DONE_PATIENCE_S,
+        )
+        return 0
 
     def _continue(self, verdict: Verdict, decision: Decision) -> int:
-        attempt = self.cluster.attempt
-        if not self.run.claim_ending(attempt, f"supervisor on {os.uname().nodename}"):
+        claim = self.run.ending(self.cluster.attempt)
+        # a run folder that cannot tell stops nobody: requeueing twice is as good as once
+        if self._in_folder(lambda: claim.take(f"supervisor on {os.uname().nodename}")) is False:
             reason = "somebody else has already acted on the end of this attempt"
             self.journal.append("not continued", reason=reason)
             return decision.exit_code
@@ -68,16 +100,26 @@ class Ending:
             log.warning("to continue the run: %s", self._by_hand())
             return decision.exit_code
         if isinstance(self.cluster, LocalCluster):
-            self.journal.append("starting anew", restart=attempt.restart + 1)
+            self.journal.append("starting anew", restart=self.cluster.attempt.restart + 1)
+            self._flush()  # the claim stays ours: the next start is this process, and may be killed before it begins
             from slurmft.scheduler.submission import RunSupervisor  # brings submitit, which only this branch needs
 
+            self.log_file.close()
             self.cluster.start_anew(RunSupervisor(self.run.config).argv())
         if not isinstance(self.cluster, SlurmCluster):
             raise TypeError(f"no way to continue on {self.cluster.name}")
         with ignoring_signals():
-            return self._continue_in_slurm(self.cluster, verdict, decision)
+            outcome = self._continue_in_slurm(self.cluster, verdict)
+            self._in_folder((lambda: claim.settle(outcome)) if outcome else claim.give_back)
+        if outcome:
+            return decision.exit_code
+        command = self._by_hand()
+        self.journal.append("not continued", reason="neither requeue nor resubmit worked", command=command)
+        log.error("THE RUN IS SAVED BUT WILL NOT CONTINUE BY ITSELF. To continue it: %s", command)
+        return EXIT_TEMPORARY
 
-    def _continue_in_slurm(self, cluster: SlurmCluster, verdict: Verdict, decision: Decision) -> int:
+    def _continue_in_slurm(self, cluster: SlurmCluster, verdict: Verdict) -> str:
+        """How the run continues; empty when it does not."""
         how = self.config.preemption.continue_by
         outside = cluster.why_ending()
         if outside is not None and outside[0] in (Cause.REQUEUED, Cause.CANCELLED):
@@ -85,33 +127,42 @@ class Ending:
             self.journal.append("left to slurm", reason=outside[1])
             if outside[0] is Cause.REQUEUED:
                 self._begin_soon(cluster.job.job_id)
-            return decision.exit_code
+            return outside[0].value
+        if how == "auto" and self._began_to_resubmit():
+            how = "resubmit"
         if how == "auto" and verdict.cause is Cause.PREEMPTED and _preemption_cancels(cluster):
             reason = f"partition {cluster.job.partition} cancels what it preempts"
             self.journal.append("requeue skipped", reason=reason)
             how = "resubmit"
-        if how in ("auto", "requeue") and self._requeue(cluster, verdict):
-            return decision.exit_code
+        if how in ("auto", "requeue") and (done := self._requeue(cluster, verdict)):
+            return done
         if how in ("auto", "resubmit") and self._resubmit(cluster):
-            return decision.exit_code
-        command = self._by_hand()
-        self.journal.append("not continued", reason="neither requeue nor resubmit worked", command=command)
-        log.error("THE RUN IS SAVED BUT WILL NOT CONTINUE BY ITSELF. To continue it: %s", command)
-        return EXIT_TEMPORARY
+            return "resubmitted"
+        return ""
 
-    def _requeue(self, cluster: SlurmCluster, verdict: Verdict) -> bool:
+    def _began_to_resubmit(self) -> bool:
+        """Whether a supervisor in whose place we act was killed in the middle of it: a requeue would come on top."""
+        mine = str(self.cluster.attempt)
+        return any(event.event == "resubmitting" and event.attempt == mine for event in self.start.history)
+
+    def _requeue(self, cluster: SlurmCluster, verdict: Verdict) -> str:
         job_id, delay_s = cluster.job.job_id, self.config.preemption.requeue_delay_s
         if verdict.cause not in PLANNED:
             delay_s += OTHERS_END_S
         self.journal.append("requeueing", job=job_id, delay_s=delay_s)
+        self._flush()
         try:
-            on_time = slurm.requeue(job_id, delay_s=delay_s)
+            restart = cluster.attempt.restart
+            on_time = slurm.requeue(job_id, restart=restart, delay_s=delay_s, patience_s=self._patience_s())
+        except slurm.JobCancelled as error:
+            self.journal.append("not continued", reason=error.what)
+            return "cancelled"
         except SlurmError as error:
             self.journal.append("requeue failed", reason=error.what)
             log.warning("the job could not be requeued: %s", error.what)
-            return False
+            return ""
         self.journal.append("requeued", job=job_id, delay_s=delay_s if on_time else "Slurm's own, about 121")
-        return True
+        return "requeued"
 
     def _begin_soon(self, job_id: str) -> None:
         """Spare a job that Slurm requeues its two minutes; other nodes' processes need a moment more to be gone."""
@@ -128,33 +179,57 @@ class Ending:
         try:
             options = [f"--chdir={Path.cwd()}"]
             if not script.is_file():  # submitted with plain sbatch: Slurm has the script, the environment its options
-                script.write_text(slurm.batch_script(job_id), encoding="utf-8")
+                script.write_text(successor.batch_script(job_id), encoding="utf-8")
                 signal_option = f"--signal={self.config.preemption.signal}@{self.config.preemption.signal_lead_s}"
-                options += ["--requeue", "--open-mode=append", signal_option, *slurm.inherited_options(os.environ)]
-            command = slurm.successor_command(script, after=job_id, options=options)
+                options += ["--requeue", "--open-mode=append", signal_option, *successor.inherited_options(os.environ)]
+            command = successor.successor_command(script, after=job_id, options=options)
             self.journal.append("resubmitting", command=shlex.join(command))
-            successor = slurm.submit_successor(script, after=job_id, options=options, environment=os.environ)
+            self._flush()
+            next_job = successor.submit_successor(
+                script, after=job_id, options=options, environment=os.environ, patience_s=self._patience_s(),
+                tried=self._began_to_resubmit(),
+            )  # fmt: skip
         except (SlurmError, OSError) as error:
             self.journal.append("resubmit failed", reason=str(error))
             log.warning("no successor could be submitted: %s", error)
             return False
-        with self.run.lock():
-            self.run.add_job(successor)
-        self.journal.append("resubmitted", job=successor, after=job_id)
+        self.journal.append("resubmitted", job=next_job, after=job_id)
+        self._in_folder(lambda: self._note_successor(next_job))
         return True
+
+    def _note_successor(self, job_id: str) -> None:
+        with self.run.lock():
+            self.run.add_job(job_id)
+
+    def _patience_s(self) -> float:
+        """How long Slurm may be silent: until the job's time is up, where that is known."""
+        if self.ends_at_s is None:
+            return SLURM_PATIENCE_S
+        return max(slurm.PATIENCE_S, self.ends_at_s - time.monotonic())
+
+    def _flush(self) -> bool:
+        return self.journal.flush(FLUSH_S)
+
+    def _in_folder(self, work: Callable[[], Any]) -> Any:
+        """What ``work`` returns; None when the run folder does not let it, which must not keep us from acting."""
+        try:
+            return self.start.thread.call(work, timeout_s=FLUSH_S)
+        except (StorageError, OSError) as error:
+            log.warning("%s", error)
+            return None
 
     def _by_hand(self) -> str:
         return shlex.join(["slurmft", "submit", str(self.run.config)])
 
 
-def budget_of(history: list[Event], verdict: Verdict, config: RunConfig) -> Budget:
+def budget_of(history: Sequence[Event], verdict: Verdict, config: RunConfig) -> Budget:
     """What the run had spent before ``verdict``: unplanned ends since its newest progress, time limits without any."""
     failures = idle_limits = 0
     for event in history:
         if event.event != "verdict":
             continue
         facts = event.details
-        if facts.get("saved_step", -1) > facts.get("first_step", 0):
+        if has_progressed(facts.get("first_step", 0), facts.get("saved_step")):
             failures = idle_limits = 0
         if facts.get("cause") == Cause.TIME_LIMIT:
             idle_limits += 1

@@ -43,6 +43,14 @@ class Slot(IntEnum):
     ACTION = 15  # A  a StopAction, valid once committed
     ANSWERED = 16  # W  the newest committed tick that was acted on
     HOLDING = 17  # W  the proposed tick at which the worker waits for the commit
+    FIRST_STEP_NS = 18  # W  longest time without a safe point within the process's first step (it compiles)
+    LONGEST_STEP_NS = 19  # W  the same for all steps after it
+    SAVES = 20  # W  saves that were done
+    SAVE_NS = 21  # W  how long the newest of them took
+    SAVE_BEGAN_NS = 22  # W  monotonic time at which the save under way began, or was cut off; 0 when there is none
+    SAVE_FAILURES = 23  # W  saves that failed and will be tried again
+    SAVE_ERRNO = 24  # W  the operating system's reason for the newest of them
+    SAVED_AT_NS = 25  # W  monotonic time at which the newest save was done
 
 
 class State(IntEnum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,19 +12,36 @@ from typing import Any
 
 from slurmft.launch.channel import Message
 from slurmft.launch.heartbeat import State
+from slurmft.launch.measurements import Measurements
 from slurmft.policy.judge import WorkerEnd
-from slurmft.policy.verdict import Action
+from slurmft.policy.verdict import Action, steps_at_risk
+from slurmft.storage import timings
 from slurmft.storage.journal import Event, Journal
 from slurmft.storage.run_folder import Attempt, RunFolder
 
+TIMINGS_EVERY_S = 60.0
+"""How often what was measured is written while the attempt goes on."""
+
 
 class Observations:
-    """Newest facts of every rank, and how those that have ended did."""
+    """Newest facts of every rank, and how those that have ended did.
 
-    def __init__(self, run: RunFolder, journal: Journal, attempt: Attempt, world_size: int) -> None:
+    Args:
+        workload: fingerprint under which what was measured is kept; nothing is kept when it is empty.
+        history: the journal as it was before this attempt; read anew when it is not given.
+    """
+
+    def __init__(
+        self, run: RunFolder, journal: Journal, attempt: Attempt, world_size: int,
+        *, workload: str = "", history: Sequence[Event] | None = None,
+    ) -> None:  # fmt: skip
         self._run, self._journal, self._attempt, self._world_size = run, journal, attempt, world_size
+        self._workload, self._history = workload, history
         self._ranks: dict[int, Message] = {}
         self._first_step_seen = False
+        self._save_failures = 0
+        self._measured = Measurements(time.monotonic())
+        self._timings_at_s = time.monotonic()
         self.ends: dict[int, WorkerEnd] = {}
 
     @property
@@ -38,7 +56,7 @@ class Observations:
 
     def reached(self) -> tuple[int, int]:
         """First and newest step of the attempt, as far as its ranks have told; zeros before."""
-        told = [facts for facts in self._ranks.values() if facts["resumed"] >= 0]
+        told = [facts for facts in list(self._ranks.values()) if facts["resumed"] >= 0]
         if not told:
             return 0, 0
         return max(facts["resumed"] for facts in told), max(facts["step"] for facts in told)
@@ -55,6 +73,8 @@ class Observations:
     def note_progress(self, ranks: Sequence[Message]) -> None:
         """Take in one agent's report."""
         self._ranks.update({facts["rank"]: facts for facts in ranks})
+        self._measured.note(ranks, time.monotonic())
+        self._note_failed_saves()
         self._note_first_step()
 
     def note_exit(self, host: str, message: Message) -> WorkerEnd:
@@ -74,15 +94,49 @@ class Observations:
         )
         return end
 
+    def save_of_stop(self, *, since_s: float, left_s: float) -> dict[str, Any] | None:
+        """What the journal says of a stop's save: its step, seconds from the signal to the commit, seconds left then.
+
+        ``since_s`` is the monotonic time of the signal, ``left_s`` how many seconds there were from it on. None when
+        not all steps that were done are in a checkpoint of all ranks.
+        """
+        step = self.saved()
+        if step is None or step < self.reached()[1]:
+            return None
+        took_s = self._measured.seconds_to_save(since_s) or 0.0  # none was needed where nothing was done since
+        return {"step": step, "seconds": round(took_s, 3), "seconds_left": round(left_s - took_s, 3)}
+
+    def unsaved_at_stop(self) -> dict[str, Any]:
+        """What the journal says of a stop whose time is up: steps since the newest checkpoint, how far its save was."""
+        facts: dict[str, Any] = {"steps_at_risk": steps_at_risk(*self.reached(), self.saved())}
+        if (seconds := self._measured.unfinished_save_s) is not None:
+            facts["unfinished_save_s"] = round(seconds, 3)
+        return facts
+
+    def write_timings(self) -> None:
+        """Keep what was measured for the next submission of this workload; nothing before anything was.
+
+        Raises:
+            OSError: the run folder cannot be written.
+        """
+        self._timings_at_s = time.monotonic()
+        measured = self._measured.timings()
+        if self._workload and measured != timings.Timings():
+            timings.write(self._run.path, self._workload, str(self._attempt), measured)
+
     def write_progress(self) -> None:
-        """Replace the run's progress report; nothing before the first rank has reported.
+        """Replace the run's progress report, and now and then the timings; nothing before the first rank has reported.
+
+        May be called in another thread than the rest.
 
         Raises:
             OSError: the run folder cannot be written.
         """
         if not self._ranks:
             return
-        ranks = self._ranks.values()
+        if time.monotonic() - self._timings_at_s > TIMINGS_EVERY_S:
+            self.write_timings()
+        ranks = list(self._ranks.values())  # another thread may add to it meanwhile
         if not any(facts["attached"] for facts in ranks):
             # a script that does not use the session says nothing about its steps
             self._run.write_progress(at=time.time(), attempt=str(self._attempt), state="running")
@@ -91,6 +145,7 @@ class Observations:
         self._run.write_progress(
             at=time.time(),
             attempt=str(self._attempt),
+            resumed=self.reached()[0],
             step=max(facts["step"] for facts in ranks),
             until=max(facts["until"] for facts in ranks),
             saved=max(facts["saved"] for facts in ranks),
@@ -98,13 +153,22 @@ class Observations:
             metric=metric if math.isfinite(metric) else None,
         )
 
+    def _note_failed_saves(self) -> None:
+        lead = self._ranks.get(0)  # all ranks fail alike
+        if lead is not None and (failures := lead["save_failures"]) > self._save_failures:
+            self._save_failures = failures
+            reason = os.strerror(lead["save_errno"])
+            self._journal.append("save failed", step=lead["step"], reason=reason, failures=failures)
+
     def _note_first_step(self) -> None:
         times = [facts["first_step_at"] for facts in self._ranks.values()]
         if self._first_step_seen or len(times) < self._world_size or min(times) <= 0:
             return
         self._first_step_seen = True
-        resumed = max(facts["resumed"] for facts in self._ranks.values())
-        facts = since_last_stop(self._journal.read(), max(times))
+        resumed, step = self.reached()
+        self._measured.first_step_done(step, time.monotonic())
+        history = self._journal.read() if self._history is None else self._history
+        facts = since_last_stop(history, max(times))
         self._journal.append("first step", resumed_from=resumed, **facts)
 
 

@@ -1,15 +1,22 @@
-"""What a run is doing, from its folder and from Slurm: the value behind ``slurmft status``."""
+"""What a run is doing, from its folder and from Slurm: the values behind ``slurmft status`` and ``slurmft explain``.
+
+Files that are damaged, of a newer version or not ours to read make their own run ``damaged``, and hide no other one.
+"""
 
 from __future__ import annotations
 
+import math
+import pwd
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from slurmft.errors import SlurmError, StorageError
-from slurmft.launch.run import owner_lives
+from slurmft.launch.living import owner_lives
+from slurmft.policy.verdict import Cause
 from slurmft.scheduler import slurm
-from slurmft.scheduler.parsing import JobRecord
+from slurmft.scheduler.parsing import JobRecord, why_never
+from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import Owner, RunFolder
 
 
@@ -44,11 +51,89 @@ class Overview:
         return {"format": 1, **asdict(self)}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """The supervisor's progress report; None where it says nothing that can be believed."""
+
+    at: float | None = None
+    step: int | None = None
+    until: int | None = None
+    saved: int | None = None
+    metric: float | None = None
+    state: str | None = None
+    attempt: str | None = None
+    resumed: int | None = None
+    problem: str = ""
+    """What is wrong with the report. It is news, no state: a run is none the worse for it."""
+
+    @property
+    def saved_step(self) -> int | None:
+        """Newest step in a checkpoint of this attempt; None while there is none."""
+        return self.saved if self.saved is not None and self.saved >= 0 else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Story:
+    """A run's journal."""
+
+    events: list[Event]
+    unreadable: int
+    """Lines that are no events: torn by a writer that died, or damaged."""
+
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "at": (int, float), "step": (int,), "until": (int,), "saved": (int,), "metric": (int, float), "state": (str,),
+    "attempt": (str,), "resumed": (int,),
+}  # fmt: skip
+
+
+def progress_of(run: RunFolder) -> Progress:
+    """The newest progress report; never raises for what the file holds."""
+    try:
+        facts = run.progress() or {}
+    except StorageError as error:
+        return Progress(problem=error.what)
+    given = {name: facts[name] for name in _KINDS if facts.get(name) is not None}
+    fit = {name: value for name, value in given.items() if type(value) in _KINDS[name] and _is_finite(value)}
+    wrong = ", ".join(f"{name}={str(given[name])[:20]!r}" for name in given.keys() - fit.keys())
+    return Progress(**fit, problem=f"progress.json has {wrong}" if wrong else "")
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def story(run: RunFolder) -> Story:
+    """Everything the journal tells.
+
+    Raises:
+        StorageError: there is no journal, it cannot be read, or a newer slurmft wrote it.
+    """
+    path = run.journal().path
+    try:
+        lines = sum(1 for line in path.read_bytes().split(b"\n") if line.strip())
+    except FileNotFoundError as error:
+        raise StorageError(f"run {run.path.name} has no journal yet: nothing was submitted") from error
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}", hint=_permission_hint(run)) from error
+    events = run.journal().read()
+    return Story(events=events, unreadable=max(0, lines - len(events)))
+
+
+def _permission_hint(run: RunFolder) -> str:
+    try:
+        return f"it belongs to {run.path.owner()}"
+    except (OSError, KeyError):
+        return "it may belong to somebody else"
+
+
 def overview(run: RunFolder, records: Mapping[str, JobRecord] | None) -> Overview:
     """The run's state; ``records`` is what Slurm said of its jobs, None when it did not answer."""
-    owner, done, progress = run.owner(), run.done(), run.progress() or {}
+    owner, done, progress = run.owner(), run.done(), progress_of(run)
     jobs = run.jobs()
     state, detail = _state(run, owner, done, run.slurm_jobs(), records)
+    if progress.problem:
+        detail = f"{detail} ({progress.problem})"
     return Overview(
         run=run.path.name,
         folder=str(run.path),
@@ -56,17 +141,17 @@ def overview(run: RunFolder, records: Mapping[str, JobRecord] | None) -> Overvie
         detail=detail,
         job=jobs[-1] if jobs else None,
         jobs=tuple(jobs),
-        step=progress.get("step"),
-        until=progress.get("until"),
-        saved=saved if (saved := progress.get("saved")) is not None and saved >= 0 else None,
-        metric=progress.get("metric"),
+        step=progress.step,
+        until=progress.until,
+        saved=progress.saved_step,
+        metric=progress.metric,
         attempts=owner.generation if owner is not None else 0,
-        at=progress.get("at"),
+        at=progress.at,
     )
 
 
 def overviews(runs: Sequence[RunFolder]) -> list[Overview]:
-    """All of them with one question to Slurm."""
+    """All of them with one question to Slurm; a single one that was cancelled also says by whom."""
     job_ids = [job for run in runs for job in _slurm_jobs(run)]
     records: Mapping[str, JobRecord] | None = {}
     if job_ids and slurm.available():
@@ -74,14 +159,17 @@ def overviews(runs: Sequence[RunFolder]) -> list[Overview]:
             records = slurm.jobs(job_ids)
         except SlurmError:
             records = None
-    return [_overview_or_damage(run, records) for run in runs]
+    found = [_overview_or_damage(run, records) for run in runs]
+    if len(runs) == 1 and found[0].state == "stopped" and (who := who_cancelled(runs[0])):
+        found = [replace(found[0], detail=f"{found[0].detail} by {who}")]
+    return found
 
 
 def _slurm_jobs(run: RunFolder) -> list[str]:
     try:
         return [] if run.done() else run.slurm_jobs()[-5:]
-    except StorageError:
-        return []
+    except (StorageError, OSError):
+        return []  # _overview_or_damage says what is wrong
 
 
 def _overview_or_damage(run: RunFolder, records: Mapping[str, JobRecord] | None) -> Overview:
@@ -89,10 +177,14 @@ def _overview_or_damage(run: RunFolder, records: Mapping[str, JobRecord] | None)
     try:
         return overview(run, records)
     except StorageError as error:
-        nothing: dict[str, Any] = dict.fromkeys(("job", "step", "until", "saved", "metric", "at"))
-        return Overview(
-            run=run.path.name, folder=str(run.path), state="damaged", detail=error.what, jobs=(), attempts=0, **nothing
-        )
+        hint = _permission_hint(run) if isinstance(error.__cause__, PermissionError) else error.hint
+        why = "; ".join(filter(None, (error.what, hint)))
+    except OSError as error:
+        why = f"{error.filename or run.path}: {error.strerror}; {_permission_hint(run)}"
+    nothing: dict[str, Any] = dict.fromkeys(("job", "step", "until", "saved", "metric", "at"))
+    return Overview(
+        run=run.path.name, folder=str(run.path), state="damaged", detail=why, jobs=(), attempts=0, **nothing
+    )
 
 
 def _state(
@@ -114,13 +206,30 @@ def _state(
             return "running", f"job {record.job_id} {record.state.lower()} on {record.nodes}"
     for record in mine:
         if record.waiting:
-            return "waiting", f"job {record.job_id} {record.state.lower()} ({record.reason})"
+            never = f": as things are it cannot start, {why}" if (why := why_never(record.reason)) else ""
+            return "waiting", f"job {record.job_id} {record.state.lower()} ({record.reason}){never}"
     return _ended(run)
 
 
 def _ended(run: RunFolder) -> tuple[str, str]:
-    events = run.journal().read()
-    for event in reversed(events):
+    for event in reversed(run.journal().read()):
+        if event.event == "attempt started":
+            return "stopped", "it left no verdict; slurmft submit continues it, or requeue --rescue"
         if event.event in ("decision", "cancelled", "ended from outside", "submission failed"):
             return "stopped", str(event.details.get("reason", event.event))
-    return ("stopped", "it left no verdict") if any(e.event == "attempt started" for e in events) else ("new", "")
+    return "new", ""
+
+
+def who_cancelled(run: RunFolder) -> str:
+    """Who has cancelled the run's newest job, as far as the accounting tells: a user's name, or empty. One command."""
+    jobs = run.slurm_jobs()
+    verdicts = [event for event in run.journal().read() if event.event == "verdict"]
+    if not jobs or not verdicts or verdicts[-1].details.get("cause") != Cause.CANCELLED:
+        return ""
+    user_id = slurm.cancelled_by(jobs[-1])
+    if user_id is None:
+        return ""
+    try:
+        return pwd.getpwuid(user_id).pw_name
+    except KeyError:
+        return f"user id {user_id}"

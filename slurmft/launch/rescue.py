@@ -1,88 +1,77 @@
-"""Acting on a run from outside its job: what people and cron do when the supervisor cannot, or is not there."""
+"""Bringing back a run whose supervisor cannot: what people and cron do from outside its jobs."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
-from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
-from slurmft.launch.run import owner_lives
-from slurmft.scheduler import slurm
+from slurmft.errors import SlurmError, SlurmftError, StorageError
+from slurmft.policy.verdict import Action, has_progressed
+from slurmft.scheduler import slurm, successor
 from slurmft.scheduler.parsing import JobRecord, expand_hostlist
+from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import Attempt, RunFolder
 
 BEGIN_PATIENCE_S = 60.0
 
+log = logging.getLogger(__name__)
 
-def records_of(run: RunFolder) -> list[JobRecord]:
-    """The run's newest jobs as Slurm knows them.
+SETTLED_S = 30.0
+"""For so long a job that Slurm does not know counts as one that Slurm does not know yet."""
 
-    Raises:
-        SlurmUnavailable: Slurm did not answer.
-    """
-    job_ids = run.slurm_jobs()[-20:]
-    return list(slurm.jobs(job_ids).values()) if job_ids else []
+MAX_RESCUES = 3
+"""Times a run that leaves no verdict is submitted again without any progress in between."""
 
 
-def is_alive(run: RunFolder) -> bool:
-    """Whether the run has a job with nodes, or a process on this machine.
+def rescue(runs: Sequence[RunFolder], who: str) -> list[str]:
+    """Bring back those that have lost their supervisor; returns what was done, in words. Asks Slurm once.
 
-    Raises:
-        SlurmUnavailable: Slurm did not answer.
-    """
-    owner = run.owner()
-    if owner is not None and owner.cluster == "local":
-        return owner_lives(owner)
-    return any(record.alive for record in records_of(run))
-
-
-def stop(run: RunFolder, who: str) -> str:
-    """Ask a running run to save and end, cancel its waiting job; returns what was done, in words.
+    Either a job runs without its batch script, or a run's job is gone although nobody decided that the run ends. What
+    one run's rescue meets is logged, and does not keep the others from theirs.
 
     Raises:
-        SlurmError: Slurm refused or did not answer.
+        SlurmUnavailable: Slurm did not answer; nothing was changed.
+        SlurmftError: the rescue of the only run failed.
     """
-    journal = run.journal()
-    journal.append("stop asked for", who=who)
-    run.request("KILL", who)  # first: it needs no Slurm, and a job that starts in between finds it
+    jobs = {run.path: found for run in runs if (found := _jobs_to_ask_about(run))}
+    records = slurm.jobs([job for of_run in jobs.values() for job in of_run])
+    done = []
+    for run in runs:
+        mine = [records[job] for job in jobs.get(run.path, []) if job in records]
+        try:
+            if jobs.get(run.path) and (line := _rescue(run, mine, who)) is not None:
+                done.append(line)
+        except (SlurmftError, OSError) as error:
+            if len(runs) == 1:
+                raise
+            log.error("run %s: %s", run.path.name, error)
+    return done
+
+
+def _jobs_to_ask_about(run: RunFolder) -> list[str]:
+    """The newest jobs of a run that may need a rescue; none where the folder is not to be believed."""
     try:
-        waiting = [record.job_id for record in records_of(run) if record.waiting]
-        for job_id in waiting:
-            slurm.cancel(job_id)
-        if is_alive(run):
-            return f"run {run.path.name} will save and end"
-    except SlurmUnavailable as error:
-        return f"run {run.path.name} will save and end, if it runs: {error.what}"
-    run.take_request("KILL")
-    if waiting:
-        journal.append("cancelled", jobs=waiting, reason=f"cancelled by {who}")
-        return f"cancelled the waiting job {', '.join(waiting)}"
-    return f"run {run.path.name} is not running"
+        run.refuse_copy()
+        owner = run.owner()
+        if run.done() is not None or owner is None or owner.cluster != "slurm":
+            return []
+        return run.slurm_jobs()[-20:]
+    except (StorageError, OSError) as error:
+        log.warning("%s", error)
+        return []
 
 
-def requeue(run: RunFolder, who: str, *, only_rescue: bool) -> str:
-    """Bring the run back into, or through, the queue; returns what was done, in words.
-
-    A job that has lost its batch script is requeued. Unless ``only_rescue``: a waiting job is made to begin now, a
-    running one is asked to save and requeue.
-
-    Raises:
-        SlurmError: Slurm refused or did not answer.
-        StorageError: the run has no job.
-    """
-    records = records_of(run)
+def _rescue(run: RunFolder, records: Sequence[JobRecord], who: str) -> str | None:
     for record in records:
         if is_orphan(record):
-            return _rescue(run, record, who)
-    if only_rescue:
-        return f"no job of run {run.path.name} needs to be rescued"
-    for record in records:
-        if record.waiting:
-            return _begin_now(run, record, who)
-    if not is_alive(run):
-        raise StorageError(f"run {run.path.name} is not running", hint=f"slurmft submit {run.config} continues it")
-    run.request("REQUEUE", who)
-    return f"run {run.path.name} will save and requeue"
+            return _requeue_orphan(run, record, who)
+    if any(record.alive or record.waiting for record in records):
+        return None
+    return _submit_again(run, records, who)
 
 
 def is_orphan(record: JobRecord) -> bool:
@@ -91,25 +80,92 @@ def is_orphan(record: JobRecord) -> bool:
     return record.state == "RUNNING" and lost
 
 
-def _begin_now(run: RunFolder, record: JobRecord, who: str) -> str:
-    if "held" in record.reason.lower() or record.state == "REQUEUE_HOLD":
-        slurm.release(record.job_id)
-    slurm.begin_in(record.job_id, 0)
-    run.journal().append("begin now", job=record.job_id, who=who)
-    return f"job {record.job_id} may begin now"
-
-
-def _rescue(run: RunFolder, record: JobRecord, who: str) -> str:
+def _requeue_orphan(run: RunFolder, record: JobRecord, who: str) -> str:
     owner = run.owner()
     restart = owner.restart if owner is not None and owner.job == record.job_id else 0
     journal = run.journal()
-    if not run.claim_ending(Attempt(job=record.job_id, restart=restart), who):
+    claim = run.ending(Attempt(job=record.job_id, restart=restart))
+    if not claim.take(who):
         return f"somebody else is already rescuing job {record.job_id}"
     journal.append("rescuing", job=record.job_id, lost_batch_host=record.batch_host, nodes=record.nodes, who=who)
-    slurm.requeue(record.job_id, delay_s=2)
+    try:
+        slurm.requeue(record.job_id, restart=restart, delay_s=slurm.SOONEST_S)
+    except SlurmError:
+        claim.give_back()
+        raise
+    claim.settle("rescued")
     _begin_when_pending(record.job_id)
     journal.append("requeued", job=record.job_id, who=who)
     return f"job {record.job_id} had lost its batch host {record.batch_host}; it is requeued"
+
+
+def _submit_again(run: RunFolder, records: Sequence[JobRecord], who: str) -> str | None:
+    owner, events = run.owner(), run.journal().read()
+    if owner is None or not is_unfinished(events, owner.job):
+        return None
+    states = [record.state for record in records if record.job_id == owner.job]
+    if "CANCELLED" in states or (not states and time.time() - events[-1].seconds() < SETTLED_S):
+        return None
+    if run.see_request("KILL") is not None:
+        return None
+    if not run.script.is_file():
+        raise StorageError(
+            f"job {owner.job} of run {run.path.name} is gone without a verdict, and its batch script was not ours",
+            hint="submit it again as you did before; the run goes on from its newest checkpoint",
+        )
+    if rescues_without_progress(events) >= MAX_RESCUES:
+        raise StorageError(
+            f"run {run.path.name} ended {MAX_RESCUES} times without a verdict and without progress",
+            hint=f"slurmft explain {run.path}, then slurmft submit {run.config}",
+        )
+    if not states and slurm.cancelled_by(owner.job) is not None:
+        return None
+    claim = run.ending(Attempt(job=owner.job, restart=owner.restart))
+    if states and claim.outcome() == "requeued":  # the start that followed ended before it had taken the run over
+        claim = run.ending(Attempt(job=owner.job, restart=owner.restart + 1))
+    if not claim.take(who):
+        return None
+    journal = run.journal()
+    journal.append("rescuing", job=owner.job, reason="its job is gone and nobody decided that the run ends", who=who)
+    try:
+        folder = next(event.details.get("folder") for event in reversed(events) if event.event == "attempt started")
+        job_id = successor.submit_script(
+            run.script, after=owner.job, environment=os.environ, folder=Path(folder or run.path)
+        )
+        with run.lock():
+            run.add_job(job_id)
+    except SlurmError:
+        claim.give_back()
+        raise
+    claim.settle(f"rescued as job {job_id}")
+    journal.append("resubmitted", job=job_id, after=owner.job, who=who)
+    return f"job {owner.job} of run {run.path.name} is gone without a verdict; the run goes on as job {job_id}"
+
+
+def is_unfinished(events: Sequence[Event], job: str) -> bool:
+    """Whether the newest attempt, of ``job``, ended without anybody's decision, or was to continue and did not."""
+    started = [event for event in events if event.event == "attempt started"]
+    if not started or not started[-1].attempt.startswith(f"{job}."):
+        return False
+    later = [e for e in events if e.attempt == started[-1].attempt or e.seconds() > started[-1].seconds()]
+    names = [event.event for event in later]
+    if "cancelled" in names or "resubmitted" in names or "submitted" in names:
+        return False
+    decided = [event for event in later if event.event == "decision"]
+    return not decided or decided[-1].details.get("action") == Action.CONTINUE
+
+
+def rescues_without_progress(events: Sequence[Event]) -> int:
+    """Rescues since the run last did a step that was new."""
+    count = 0
+    for event in events:
+        if event.event == "rescuing":
+            count += 1
+        elif event.event == "verdict" and has_progressed(
+            event.details.get("first_step", 0), event.details.get("saved_step")
+        ):
+            count = 0
+    return count
 
 
 def _begin_when_pending(job_id: str) -> None:
@@ -121,6 +177,6 @@ def _begin_when_pending(job_id: str) -> None:
             return
         if record.state == "PENDING":
             with contextlib.suppress(SlurmError):  # it began by itself in between, or Slurm is busy: look again
-                slurm.begin_in(job_id, 0)
+                slurm.begin_in(job_id, slurm.SOONEST_S)
                 return
         time.sleep(0.5)

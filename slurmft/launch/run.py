@@ -5,19 +5,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 from collections.abc import Mapping
-
-import psutil
+from pathlib import Path
+from typing import Any
 
 from slurmft.config import RunConfig
-from slurmft.errors import RunBusy, SlurmError, UsageError
-from slurmft.launch.cluster import Cluster, detect
+from slurmft.errors import RunBusy, StorageError, StorageUnavailable, UsageError
+from slurmft.launch.cluster import Cluster, SlurmCluster, detect
 from slurmft.launch.ending import Ending
+from slurmft.launch.guardian import lost_pids
+from slurmft.launch.living import owner_lives
+from slurmft.launch.logs import BackgroundLog
+from slurmft.launch.overview import Progress, progress_of
+from slurmft.launch.start import Start
 from slurmft.launch.supervisor import Supervisor
+from slurmft.policy.verdict import EXIT_TEMPORARY, Action, Cause, Decision, Verdict
 from slurmft.scheduler import slurm
+from slurmft.scheduler.command import ignoring_signals
 from slurmft.storage.files import replace_atomically
-from slurmft.storage.journal import Journal
-from slurmft.storage.run_folder import Owner, RunFolder
+from slurmft.storage.patience import FolderThread, PatientJournal, patiently, writing
+from slurmft.storage.processes import birth_of, lives
+from slurmft.storage.run_folder import Attempt, Owner, RunFolder
+
+STORAGE_PATIENCE_S = 120.0
+"""How long a start waits, with its nodes, for a run folder that is full, read-only or silent."""
+
+STORAGE_DELAY_S = 300
+"""Begin time of the job that tries again after that."""
+
+MAX_STORAGE_RETRIES = 12
+LOOK_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -31,22 +49,106 @@ def supervise(config: RunConfig, environment: Mapping[str, str]) -> int:
     """
     cluster, run = detect(environment), RunFolder(config.run_folder)
     _refuse_too_few_nodes(config, environment)
+    thread, log_file = FolderThread(), BackgroundLog()
+    try:
+        start = patiently(
+            lambda: thread.call(lambda: _begin(config, cluster, run, thread), timeout_s=STORAGE_PATIENCE_S),
+            patience_s=STORAGE_PATIENCE_S,
+        )
+    except StorageUnavailable as error:
+        return _try_again_later(config, cluster, run, error)
+    if start is None:
+        return 0
+    log.info("run %s, attempt %s; workers write to %s", config.name, cluster.attempt,
+             run.attempts / str(cluster.attempt))  # fmt: skip
+    supervisor = Supervisor(config, start)
+    verdict = asyncio.run(supervisor.run())
+    return Ending(config, start, supervisor.ends_at_s, log_file).act_on(verdict)
+
+
+def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> int:
+    """Act in the place of a supervisor that signal ``number`` has ended; returns the batch script's exit code."""
+    cluster, run = detect(environment), RunFolder(config.run_folder)
+    thread = FolderThread()
+    owner = thread.call(run.owner, timeout_s=STORAGE_PATIENCE_S)
+    if owner is None or owner.pid not in lost_pids(environment) or owner.host != os.uname().nodename:
+        return supervise(config, environment)  # it had not taken the run over yet; if somebody else has, this tells
+    cluster.attempt = Attempt(job=owner.job, restart=owner.restart)
+    journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
+    history = thread.call(journal.read, timeout_s=STORAGE_PATIENCE_S)
+    if run.done() is not None:
+        return 0
+    start = Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=owner.generation,
+                  history=history, secret=b"")  # fmt: skip
+    name = signal.Signals(number).name
+    journal.append("supervisor lost", signal=name, host=owner.host)
+    verdict = _verdict_in_its_place(run, str(cluster.attempt), name, owner.host)
+    ending = Ending(config, start, None, BackgroundLog())
+    decided = [event for event in history if event.attempt == str(cluster.attempt) and event.event == "decision"]
+    facts = decided[-1].details if decided else {}
+    if (action := facts.get("action")) in (Action.STOP, Action.FINISH):
+        code = int(facts.get("exit_code", EXIT_TEMPORARY))
+        return ending.carry_out(
+            verdict, Decision(action=Action(action), reason=str(facts.get("reason")), exit_code=code)
+        )
+    return ending.act_on(verdict)
+
+
+def _verdict_in_its_place(run: RunFolder, attempt: str, name: str, host: str) -> Verdict:
+    progress = progress_of(run)
+    mine = progress if progress.attempt == attempt else Progress()
+    facts: dict[str, Any] = {
+        "first_step": mine.resumed or 0, "last_step": mine.step or 0, "saved_step": mine.saved_step,
+    }  # fmt: skip
+    if (who := run.see_request("KILL")) is not None:
+        return Verdict(cause=Cause.STOPPED_BY_USER, reason=f"stopped by {who}; {name} ended the supervisor", **facts)
+    reason = f"the supervisor on {host} was ended by {name}"
+    return Verdict(cause=Cause.SUPERVISOR_LOST, reason=reason, **facts)
+
+
+def _begin(config: RunConfig, cluster: Cluster, run: RunFolder, thread: FolderThread) -> Start | None:
+    """Make the run ours; None when it is finished. May be repeated after StorageUnavailable."""
     run.create()
     if not run.config.exists():
-        replace_atomically(run.config, config.as_yaml())
-    journal = run.journal(cluster.attempt)
+        with writing(run.config):
+            replace_atomically(run.config, config.as_yaml())
+    journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
     if (done := run.done()) is not None:
         journal.append("already finished", step=done.get("step"))
         log.info("run %s is finished (%s); nothing to do", config.name, done.get("reason"))
-        return 0
+        return None
+    history = journal.read()
     generation = _take_over(run, cluster)
+    secret = run.new_secret(cluster.attempt).read_bytes()
     journal.append("attempt started", generation=generation, cluster=cluster.name, host=os.uname().nodename,
-                   nodes=environment.get("SLURM_JOB_NODELIST", ""))  # fmt: skip
-    log.info("run %s, attempt %s; workers write to %s", config.name, cluster.attempt,
-             run.attempts / str(cluster.attempt))  # fmt: skip
+                   nodes=os.environ.get("SLURM_JOB_NODELIST", ""), folder=str(Path.cwd()))  # fmt: skip
     _drop_stale_requests(run, journal)
-    verdict = asyncio.run(Supervisor(config, cluster, run, journal, generation).run())
-    return Ending(config, cluster, run, journal).act_on(verdict)
+    return Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=generation, history=history,
+                 secret=secret)  # fmt: skip
+
+
+def _try_again_later(config: RunConfig, cluster: Cluster, run: RunFolder, error: StorageUnavailable) -> int:
+    """Give the nodes back and come again: idle nodes cost more than a wait in the queue."""
+    log.error("%s", error)
+    if isinstance(cluster, SlurmCluster) and config.preemption.continue_by in ("auto", "requeue"):
+        before, who = _look(run)
+        if who is not None:
+            log.warning("not trying again: stopped by %s", who)
+            return error.exit_code
+        since = cluster.attempt.restart - (before.restart if before and before.job == cluster.attempt.job else 0)
+        if since <= MAX_STORAGE_RETRIES:
+            log.warning("trying again in %d s (%d of %d)", STORAGE_DELAY_S, since, MAX_STORAGE_RETRIES)
+            with ignoring_signals():
+                slurm.requeue(cluster.attempt.job, restart=cluster.attempt.restart, delay_s=STORAGE_DELAY_S)
+    return error.exit_code
+
+
+def _look(run: RunFolder) -> tuple[Owner | None, str | None]:
+    """The run's owner, and who wants it stopped, as far as a run folder tells that may not answer."""
+    try:  # in a thread of its own: the other one may be stuck
+        return FolderThread().call(lambda: (run.owner(), run.see_request("KILL")), timeout_s=LOOK_S)
+    except (StorageError, OSError):
+        return None, None
 
 
 def _refuse_too_few_nodes(config: RunConfig, environment: Mapping[str, str]) -> None:
@@ -66,6 +168,11 @@ def _take_over(run: RunFolder, cluster: Cluster) -> int:
                 f"run {run.path.name} is being trained by job {before.job}",
                 hint=f"slurmft stop {run.path.name} ends it after a save",
             )
+        if before is not None and _is_second_of(cluster, before):
+            raise RunBusy(
+                f"run {run.path.name} has a supervisor in this job already: process {before.pid} on {before.host}",
+                hint="slurmft run belongs into the batch script once, and not behind srun",
+            )
         generation = 1 if before is None else before.generation + 1
         run.take_over(
             Owner(
@@ -75,36 +182,23 @@ def _take_over(run: RunFolder, cluster: Cluster) -> int:
                 cluster=cluster.name,
                 host=os.uname().nodename,
                 pid=os.getpid(),
-                pid_started=psutil.Process().create_time(),
+                birth=birth_of(os.getpid()),
+                folder=str(run.path),
+                inode=run.path.stat().st_ino,
             )
         )
         run.add_job(cluster.attempt.job)
     return generation
 
 
-def owner_lives(owner: Owner) -> bool:
-    """Whether the owner's job has nodes, or its local process runs.
-
-    When Slurm does not answer the owner counts as gone: the fence keeps a living one from doing harm.
-    """
-    if owner.cluster == "local":
-        return owner.host == os.uname().nodename and _process_lives(owner)
-    try:
-        record = slurm.job(owner.job, patience_s=30.0)
-    except SlurmError as error:
-        log.warning("cannot tell whether job %s still runs: %s", owner.job, error.what)
+def _is_second_of(cluster: Cluster, owner: Owner) -> bool:
+    """Whether the owner supervises this very start of this job: a batch script has started two supervisors."""
+    if (owner.job, owner.restart) != (cluster.attempt.job, cluster.attempt.restart) or owner.pid == os.getpid():
         return False
-    return record is not None and record.alive and record.state != "COMPLETING"
+    return owner.host != os.uname().nodename or lives(owner.pid, owner.birth)
 
 
-def _process_lives(owner: Owner) -> bool:
-    try:
-        return abs(psutil.Process(owner.pid).create_time() - owner.pid_started) < 1.0
-    except psutil.Error:
-        return False
-
-
-def _drop_stale_requests(run: RunFolder, journal: Journal) -> None:
+def _drop_stale_requests(run: RunFolder, journal: PatientJournal) -> None:
     """A SAVE or REQUEUE left for an earlier attempt has been overtaken; a KILL has not: it still means stop."""
     for kind in ("SAVE", "REQUEUE"):
         if (run.path / kind).exists() and (who := run.take_request(kind)) is not None:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from slurmft.launch.agents import AgentPool
 from slurmft.launch.channel import Message
 from slurmft.launch.heartbeat import StopAction
-from slurmft.policy.stop import Finishing, Look, NothingToSave, Plan, StopAt, passed, plan_stop, step_of
+from slurmft.policy.stop import (
+    Finishing,
+    Look,
+    NothingToSave,
+    Plan,
+    StopAt,
+    all_hold,
+    inside_an_evaluation,
+    passed,
+    plan_stop,
+    step_of,
+)
 
 MAX_TRIES = 30
+HOLD_POLL_S = 0.01
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +44,20 @@ async def agree(pool: AgentPool, action: StopAction) -> Plan:
             await pool.call_all("withdraw")
             return plan
         looks = _looks(await pool.call_all("propose", tick=plan.tick, action=int(action)))
+        while inside_an_evaluation(plan.tick) and _undecided(looks, plan.tick):
+            # a rank may leave its evaluation without ever coming to this tick: nobody acts before all are there
+            await asyncio.sleep(HOLD_POLL_S)
+            looks = _looks(await pool.call_all("look"))
         if not passed(looks, plan.tick):
             await pool.call_all("commit", tick=plan.tick)
             return plan
         log.info("step boundaries come faster than the agreement; trying further ahead (try %d)", tries)
         plan = plan_stop(looks, tries)
     raise RuntimeError(f"no agreement after {MAX_TRIES} tries although the distance doubled each time")
+
+
+def _undecided(looks: Sequence[Look], tick: int) -> bool:
+    return not passed(looks, tick) and not all_hold(looks, tick) and all(look.alive for look in looks)
 
 
 def describe(plan: Plan) -> dict[str, Any]:

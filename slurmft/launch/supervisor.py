@@ -7,34 +7,36 @@ import contextlib
 import logging
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 from slurmft.config import RunConfig
-from slurmft.errors import LaunchError, SlurmftError
+from slurmft.errors import LaunchError, StorageError
 from slurmft.launch.agents import AgentLink, AgentLost, AgentPool
+from slurmft.launch.attempt_folder import AttemptFolder
 from slurmft.launch.channel import Message
 from slurmft.launch.cluster import Cluster
+from slurmft.launch.grace import workload_of
+from slurmft.launch.guardian import hold_signals, release_signals
 from slurmft.launch.heartbeat import StopAction
 from slurmft.launch.observations import Observations
+from slurmft.launch.sleeping import overslept_s
+from slurmft.launch.slurms_word import SlurmsWord
+from slurmft.launch.start import Start
 from slurmft.launch.stopping import agree, describe
-from slurmft.policy.grace import cause_of_signal, time_left_s
+from slurmft.launch.winding_down import end_agents
+from slurmft.policy.grace import REQUEUE_COST_S, cause_of_signal, seconds_for_stop
 from slurmft.policy.judge import Circumstances, judge
 from slurmft.policy.stop import ByThemselves, NothingToSave
 from slurmft.policy.verdict import Cause, Verdict
-from slurmft.storage.files import write_json
-from slurmft.storage.journal import Journal
-from slurmft.storage.run_folder import RunFolder
 
 POLL_S = 0.25
-"""How often request files are looked for and progress is written."""
+"""How often request files are looked for."""
 
 PEER_GRACE_S = 3.0
 """After one rank failed: how long the others may take to fail of it by themselves, and say why, before the kill."""
 
 PING_S = 5.0
 ENDED_BY_TERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
-WIND_DOWN_S = 10.0
 CAUSE_PATIENCE_S = 15.0
 
 log = logging.getLogger(__name__)
@@ -43,16 +45,25 @@ log = logging.getLogger(__name__)
 class Supervisor:
     """Runs one attempt."""
 
-    def __init__(self, config: RunConfig, cluster: Cluster, run: RunFolder, journal: Journal, generation: int) -> None:
-        self._config, self._cluster, self._run, self._journal = config, cluster, run, journal
-        self._generation = generation
-        self._secret_file = run.new_secret(cluster.attempt)
-        self._pool = AgentPool(self._secret_file.read_bytes(), config.nodes)
+    def __init__(self, config: RunConfig, start: Start) -> None:
+        self._config, self._start = config, start
+        self._cluster: Cluster = start.cluster
+        self._run, self._journal = start.run, start.journal
+        self._folder = AttemptFolder(start)
+        self._pool = AgentPool(start.secret, config.nodes)
         self._processes: list[asyncio.subprocess.Process] = []
-        self._seen = Observations(run, journal, cluster.attempt, config.world_size)
+        self._seen = Observations(
+            self._run, self._journal, self._cluster.attempt, config.world_size,
+            workload=workload_of(config), history=start.history,
+        )  # fmt: skip
+        self._slurm = SlurmsWord(self._cluster, start.journal)
+        self._slurm.on_ending = self._hurry
+        self._stop_timer: asyncio.Timeout | None = None
+        self.ends_at_s: float | None = None
+        """Monotonic time at which Slurm will have ended the job, where a stop has told it."""
+
         self._planned: Cause | None = None
         self._planned_reason = self._launch_error = ""
-        self._outside: tuple[Cause, str] | None = None
         self._lost: list[str] = []
         self._over = asyncio.Event()
         self._agreement = asyncio.Lock()
@@ -61,7 +72,7 @@ class Supervisor:
 
         self._tasks: set[asyncio.Task[Any]] = set()
         self._signals = 0
-        self._kill_seen = False
+        self._failed = False
 
     async def run(self) -> Verdict:
         """Run the attempt to its end.
@@ -72,23 +83,25 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_own_signal, signal.Signals(number).name)
+        release_signals()
         try:
             await self._launch()
             await self._over.wait()
             if self._planned is not None:  # a slow Slurm must not cost us the cause
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop_told.wait(), CAUSE_PATIENCE_S)
-        except (LaunchError, AgentLost) as error:
+        except (LaunchError, AgentLost, StorageError, OSError) as error:
             self._launch_error = str(error)
         finally:
             await self._wind_down()
+            hold_signals()  # the handlers go with the loop; what follows must not be cut short
         return self._verdict()
 
     async def _launch(self) -> None:
-        folder = self._run.attempt_folder(self._cluster.attempt)
         port = await self._pool.listen(self._cluster.listen_host)
-        write_json(folder / "control.json", {"hosts": self._cluster.control_hosts(), "port": port})
-        self._processes = await self._cluster.start_agents(self._config, folder)
+        await self._folder.tell_agents({"hosts": self._cluster.control_hosts(), "port": port})
+        self._processes = await self._cluster.start_agents(self._config, self._folder.path)
+        self._background(self._slurm.read_terms())
         self._background(self._watch_processes())
         self._background(self._watch_requests())
         self._background(self._handle_events())
@@ -109,7 +122,7 @@ class Supervisor:
             raise LaunchError(
                 f"{missing} of {self._config.nodes} agents did not report within {timeout_s:.0f} s "
                 "(fault_tolerance.launch_timeout_s)",
-                hint=f"see srun.err in {self._run.attempts / str(self._cluster.attempt)}",
+                hint=f"see srun.err in {self._folder.path}",
             )
 
     async def _start_workers(self) -> None:
@@ -121,7 +134,7 @@ class Supervisor:
                 link.call(
                     "start",
                     first_rank=node * self._config.nproc_per_node,
-                    generation=self._generation,
+                    generation=self._start.generation,
                     master_addr=lead.host,
                     master_port=port,
                 )
@@ -151,7 +164,9 @@ class Supervisor:
         obeyed = self._planned is not None and end.code in ENDED_BY_TERM
         if end.code != 0 and not end.stopped and not end.killed and not obeyed:
             self._journal.append("worker failed", rank=end.rank, node=link.host, code=end.code, error=end.error)
-            self._background(self._kill_peers())
+            if not self._failed:
+                self._background(self._kill_peers())
+            self._failed = True
         if self._seen.all_ended:
             self._over.set()
 
@@ -176,10 +191,14 @@ class Supervisor:
         if not self._over.is_set():
             await asyncio.sleep(POLL_S)  # reports that are on their way
         if not self._over.is_set():
-            self._outside = self._outside or await asyncio.to_thread(self._cluster.why_ending)
+            await self._slurm.is_ending()
             self._journal.append("agents gone", exit_codes=codes)
-            if not self._seen.any_started and self._outside is None:
-                last_words = _last_line(self._run.attempts / str(self._cluster.attempt) / "srun.err")
+            if not self._seen.any_started and self._slurm.outside is None:
+                if set(codes) & set(ENDED_BY_TERM):
+                    # agents that were still starting obey a TERM like any process; it was not their failure
+                    self._on_signal("SIGTERM", "agents that were still starting")
+                    return
+                last_words = self._folder.last_words()
                 self._launch_error = f"the agents ended with {codes} before they had started a worker{last_words}"
             self._over.set()
 
@@ -192,59 +211,71 @@ class Supervisor:
 
     async def _judge_own_signal(self, name: str) -> None:
         """Slurm signals the batch step only when it ends the job; a person may at any time."""
-        if not await self._is_ending():
+        if self._cluster.name == "local" and name == "SIGINT" and self._planned is None:
+            self._stop_for_request(Cause.STOPPED_BY_USER, "stopped with Ctrl-C")
+        elif not await self._slurm.is_ending():
             self._signals = 0
             self._on_signal(name, "the supervisor")
 
-    async def _is_ending(self) -> bool:
-        if self._outside is None:
-            self._outside = await asyncio.to_thread(self._cluster.why_ending)
-            if self._outside is not None:
-                self._journal.append("ended from outside", reason=self._outside[1])
-        return self._outside is not None
+    def _hurry(self) -> None:
+        if self._stop_timer is not None and (self._stop_timer.when() or 0.0) > self._slurm.kill_at_s:
+            with contextlib.suppress(RuntimeError):  # its time was up meanwhile
+                self._stop_timer.reschedule(self._slurm.kill_at_s)
 
     def _on_signal(self, name: str, where: str) -> None:
         if self._planned is None:
             self._planned = Cause.SIGNALLED  # remembered at once; the second one of a row must find it
-            self._background(self._stop_for_signal(name, where, time.time()))
+            self._background(self._stop_for_signal(name, where, time.monotonic()))
 
-    async def _stop_for_signal(self, name: str, where: str, at: float) -> None:
+    async def _stop_for_signal(self, name: str, where: str, at_s: float) -> None:
         # the save must not wait for Slurm's answers: they only say why, and how long there is
         stopping = asyncio.create_task(self._agreed_stop())
-        times, ending = await asyncio.gather(asyncio.to_thread(self._cluster.times), self._is_ending())
+        times, ending = await asyncio.gather(self._slurm.times(), self._slurm.is_ending())
         section = self._config.preemption
         lead_s = float(section.signal_lead_s)
         if self._cluster.name == "local":
             cause, left_s = Cause.PREEMPTED, section.stop_timeout_s
-        elif ending and self._outside is not None:
-            cause, left_s = self._outside[0], lead_s  # KillWait decides; what can be saved until then is saved
+        elif ending and self._slurm.outside is not None:
+            cause, left_s = self._slurm.outside[0], max(1.0, self._slurm.kill_at_s - at_s)
         else:
-            cause = cause_of_signal(times, now=at, lead_s=lead_s)
-            hurried = cause in (Cause.TIME_LIMIT, Cause.PREEMPTED)
-            left_s = time_left_s(times, now=at, lead_s=lead_s) if hurried else section.stop_timeout_s
+            now = self._slurm.terms.clock.at(at_s)
+            cause = cause_of_signal(times, now=now, lead_s=lead_s)
+            left_s = seconds_for_stop(times, cause=cause, now=now, lead_s=lead_s, timeout_s=section.stop_timeout_s)
+            if not ending:
+                self._background(self._slurm.look_again())
         if self._planned is Cause.STOPPED_BY_USER:  # asked for in the meantime
             cause = Cause.STOPPED_BY_USER
-        await self._stop(cause, f"{name} at {where}", stopping, at=at, left_s=left_s)
+        if cause in (Cause.PREEMPTED, Cause.TIME_LIMIT):
+            self.ends_at_s = at_s + left_s + REQUEUE_COST_S
+        await self._stop(cause, f"{name} at {where}", stopping, at_s=at_s, left_s=left_s)
 
     def _stop_for_request(self, cause: Cause, reason: str) -> None:
         self._planned = cause
         left_s = self._config.preemption.stop_timeout_s
         stopping = asyncio.create_task(self._agreed_stop())
-        self._background(self._stop(cause, reason, stopping, at=time.time(), left_s=left_s))
+        self._background(self._stop(cause, reason, stopping, at_s=time.monotonic(), left_s=left_s))
 
-    async def _stop(self, cause: Cause, reason: str, stopping: asyncio.Task[None], *, at: float, left_s: float) -> None:
-        """Save at an agreed step and end the workers; by force when the time is up."""
+    async def _stop(
+        self, cause: Cause, reason: str, stopping: asyncio.Task[None], *, at_s: float, left_s: float
+    ) -> None:
+        """Save at an agreed step and end the workers; by force when the time is up, which runs from ``at_s`` on."""
+        at = time.time() - (time.monotonic() - at_s)
         self._planned = cause
         self._planned_reason = self._planned_reason or reason
-        self._journal.append("stop requested", cause=cause.value, reason=reason, signal_at=at, seconds_left=left_s)
+        self._journal.append("stop requested", cause=cause.value, reason=reason, signal_at=at,
+                             seconds_left=round(left_s, 3))  # fmt: skip
         self._stop_told.set()
         try:
-            async with asyncio.timeout(left_s):
+            async with asyncio.timeout_at(min(at_s + left_s, self._slurm.kill_at_s)) as self._stop_timer:
                 await stopping
                 await self._over.wait()
+            left_s = min(left_s, self._slurm.kill_at_s - at_s)
+            if (facts := self._seen.save_of_stop(since_s=at_s, left_s=left_s)) is not None:
+                self._journal.append("stop saved", **facts)
         except TimeoutError:
-            self._journal.append("stop overdue", seconds=left_s)
-            log.error("THE SAVE OF THIS STOP DID NOT FINISH within %.0f s; the newest checkpoint continues", left_s)
+            took_s = time.monotonic() - at_s
+            self._journal.append("stop overdue", seconds=round(took_s, 3), **self._seen.unsaved_at_stop())
+            log.error("THE SAVE OF THIS STOP DID NOT FINISH within %.0f s; the newest checkpoint continues", took_s)
             await self._kill_workers("the time of the stop is up")
             await asyncio.sleep(PEER_GRACE_S)
             self._over.set()  # a node that is cut off cannot tell that its workers are gone
@@ -282,8 +313,12 @@ class Supervisor:
     async def _watch_agents(self) -> None:
         """Agents stop their workers when they hear nothing for the lease; so ping them, and expect the same of them."""
         lease_s = self._config.fault_tolerance.supervisor_lease_s
+        pause_s = min(PING_S, lease_s / 4)
         while not self._over.is_set():
-            await asyncio.sleep(min(PING_S, lease_s / 4))
+            if asleep_s := await overslept_s(pause_s):
+                self._journal.append("was suspended", seconds=round(asleep_s, 1))
+                for link in self._pool.links.values():
+                    link.last_heard += asleep_s  # nobody can be heard by somebody who is stopped himself
             await self._pool.tell_all("ping")
             for host, silent_s in self._pool.silent_since(time.monotonic()).items():
                 if silent_s > lease_s and not self._over.is_set() and host not in self._lost:
@@ -295,21 +330,22 @@ class Supervisor:
     async def _watch_requests(self) -> None:
         while not self._over.is_set():
             await asyncio.sleep(POLL_S)
-            with contextlib.suppress(OSError):  # a shared filesystem that hiccups; the next look finds the file
-                self._look_for_requests()
-                self._seen.write_progress()
+            ready = self._planned is None and self._pool.complete.is_set()
+            await self._folder.tell_progress(self._seen)
+            for kind, who in (await self._folder.requests(ready=ready)).items():
+                self._on_request(kind, who)
 
-    def _look_for_requests(self) -> None:
-        if not self._kill_seen and (who := self._run.see_request("KILL")) is not None:
-            self._kill_seen = True
-            if self._planned is None:
-                self._stop_for_request(Cause.STOPPED_BY_USER, f"stopped by {who}")
-            else:  # the stop is under way already; what changes is what follows
-                self._planned, self._planned_reason = Cause.STOPPED_BY_USER, f"stopped by {who}"
-                self._journal.append("will not continue", reason=self._planned_reason)
-        if (who := self._run.take_request("REQUEUE")) is not None and self._planned is None:
+    def _on_request(self, kind: str, who: str) -> None:
+        if kind == "KILL" and self._planned is not None:  # a stop is under way; what changes is what follows
+            self._planned, self._planned_reason = Cause.STOPPED_BY_USER, f"stopped by {who}"
+            self._journal.append("will not continue", reason=self._planned_reason)
+        elif self._planned is not None:
+            return
+        elif kind == "KILL":
+            self._stop_for_request(Cause.STOPPED_BY_USER, f"stopped by {who}")
+        elif kind == "REQUEUE":
             self._stop_for_request(Cause.REQUEUED_BY_USER, f"requeued by {who}")
-        if self._planned is None and self._pool.complete.is_set() and (who := self._run.take_request("SAVE")):
+        else:
             self._background(self._save_now(who))
 
     async def _save_now(self, who: str) -> None:
@@ -334,34 +370,18 @@ class Supervisor:
 
     async def _wind_down(self) -> None:
         self._over.set()
-        await self._pool.tell_all("shutdown")
-        if not self._pool.complete.is_set():
-            for process in self._processes:  # agents on their way cannot be told
-                with contextlib.suppress(ProcessLookupError):
-                    process.terminate()
-        await self._pool.wait_until_gone(WIND_DOWN_S)  # even without their srun: a requeue must find nobody alive
-        waits = [asyncio.create_task(process.wait()) for process in self._processes]
-        if waits:
-            _, late = await asyncio.wait(waits, timeout=WIND_DOWN_S)
-            if late:
-                log.warning("%d agent processes did not end within %.0f s; killing them", len(late), WIND_DOWN_S)
-            for process in self._processes:
-                if process.returncode is None:
-                    process.terminate()  # srun kills its step at once when it gets TERM
-            await asyncio.wait(waits, timeout=WIND_DOWN_S)
+        await end_agents(self._pool, self._processes)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._pool.close()
-        self._secret_file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError, SlurmftError):
-            self._seen.write_progress()
+        self._folder.leave(self._seen)
 
     def _verdict(self) -> Verdict:
         # a save that still worked does not undo a cancellation
-        binding = self._outside is not None and self._outside[0] in (Cause.CANCELLED, Cause.REQUEUED)
+        binding = self._slurm.outside is not None and self._slurm.outside[0] in (Cause.CANCELLED, Cause.REQUEUED)
         orderly = self._planned is not None and self._seen.all_ended
-        outside = self._outside if binding or not orderly else None
+        outside = self._slurm.outside if binding or not orderly else None
         return judge(
             list(self._seen.ends.values()),
             world_size=self._config.world_size,
@@ -388,11 +408,3 @@ class Supervisor:
             log.error("internal error: %r", error, exc_info=error)
             self._launch_error = self._launch_error or f"internal error: {error!r}"
             self._over.set()
-
-
-def _last_line(path: Path) -> str:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    except OSError:
-        return ""
-    return f"; srun: {lines[-1][:300]}" if lines else ""

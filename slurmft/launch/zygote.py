@@ -17,6 +17,7 @@ import ctypes
 import gc
 import importlib
 import importlib.machinery
+import io
 import json
 import os
 import runpy
@@ -29,11 +30,14 @@ import traceback
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurmft.errors import SlurmftError
 from slurmft.policy.verdict import EXIT_USAGE, Cause
 from slurmft.storage.files import write_json
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 PACKET_BYTES = 64 * 1024
 _PR_SET_PDEATHSIG = 1
@@ -155,8 +159,7 @@ def _execute(argv: Sequence[str]) -> NoReturn:
 
 def _run_python(argv: Sequence[str], verdict: Path) -> int:
     """Run ``script.py ARGS``, ``-m module ARGS`` or ``-c code ARGS`` as the interpreter itself would."""
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stdout, sys.stderr = _log_stream(1), _log_stream(2)
     try:
         if argv[0] == "-m":
             sys.argv = [argv[1], *argv[2:]]
@@ -184,6 +187,21 @@ def _run_python(argv: Sequence[str], verdict: Path) -> int:
         _leave_verdict(verdict, text)
         return 1
     return 0
+
+
+class _LogFile(io.FileIO):
+    """A log that a full disk does not turn into the end of the training: what it cannot take is dropped."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(memoryview(data))
+
+
+def _log_stream(descriptor: int) -> io.TextIOWrapper:
+    stream = io.BufferedWriter(_LogFile(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(stream, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def _run_script(path: Path) -> None:

@@ -12,6 +12,7 @@ from slurmft.policy.verdict import (
     EXIT_NOT_FOUND,
     EXIT_RERUN_ELSEWHERE,
     EXIT_TEMPORARY,
+    EXIT_UNSAVED,
     EXIT_USAGE,
     PLANNED,
     Action,
@@ -67,8 +68,9 @@ def decide(verdict: Verdict, budget: Budget, exit_actions: Mapping[ExitAction, s
 
 
 def _after_planned_stop(verdict: Verdict, budget: Budget) -> Decision:
+    code = EXIT_UNSAVED if verdict.unsaved_steps else EXIT_TEMPORARY
     if verdict.cause is Cause.STOPPED_BY_USER:
-        return Decision(action=Action.STOP, reason=verdict.reason, exit_code=EXIT_TEMPORARY)
+        return Decision(action=Action.STOP, reason=verdict.reason, exit_code=code)
     if verdict.cause is Cause.TIME_LIMIT and not verdict.progressed and _exhausted(budget):
         return Decision(
             action=Action.STOP,
@@ -76,7 +78,7 @@ def _after_planned_stop(verdict: Verdict, budget: Budget) -> Decision:
             "the limit is too short for one step and a save (slurm.time)",
             exit_code=EXIT_DO_NOT_REQUEUE,
         )
-    return Decision(action=Action.CONTINUE, reason=verdict.reason, exit_code=EXIT_TEMPORARY)
+    return Decision(action=Action.CONTINUE, reason=verdict.reason, exit_code=code)
 
 
 def _exhausted(budget: Budget) -> bool:

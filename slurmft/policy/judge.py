@@ -88,10 +88,12 @@ def _cause(ends: Sequence[WorkerEnd], world_size: int, seen: Circumstances) -> t
         return Cause.LAUNCH_FAILURE, seen.launch_error, 0
     if seen.planned is not None:
         return seen.planned, _planned_reason(ends, world_size, seen), 0
-    if culprits := _culprits(ends, planned=False):
+    culprits = _culprits(ends, planned=False)
+    if seen.lost_nodes:  # ranks elsewhere fail because of it, in their own words
+        felt = f"; felt by {_blame(culprits[0])[1]}" if culprits else ""
+        return Cause.NODE_LOST, f"lost contact with {', '.join(seen.lost_nodes)}{felt}", 0
+    if culprits:
         return _blame(culprits[0])
-    if seen.lost_nodes:
-        return Cause.NODE_LOST, f"lost contact with {', '.join(seen.lost_nodes)}", 0
     if len(ends) == world_size and all(end.code == 0 for end in ends):
         return Cause.FINISHED, f"all {world_size} ranks exited with 0", 0
     return Cause.NODE_LOST, f"{world_size - len(ends)} of {world_size} ranks disappeared without an exit status", 0

@@ -111,6 +111,16 @@ def plan_stop(looks: Sequence[Look], tries: int = 0) -> Plan:
     return StopAt(tick_of(step_of(furthest) + (1 << tries)))
 
 
+def inside_an_evaluation(tick: int) -> bool:
+    """Whether the tick is one of an evaluation, which a rank may leave early, and not a step's boundary."""
+    return tick != tick_of(step_of(tick))
+
+
+def all_hold(looks: Sequence[Look], proposal: int) -> bool:
+    """Whether every rank waits at ``proposal``."""
+    return all(look.holding == proposal for look in looks)
+
+
 def passed(looks: Sequence[Look], proposal: int) -> bool:
     """Whether some rank may have gone by ``proposal`` without seeing it, or saw it only in a later step.
 

@@ -22,6 +22,7 @@ class Cause(StrEnum):
     LAUNCH_FAILURE = "launch failure"
     RERUN_ELSEWHERE = "rerun elsewhere"
     VALIDATION_FAILED = "result validation failed"
+    SUPERVISOR_LOST = "supervisor lost"
     CANCELLED = "cancelled"
 
 
@@ -35,6 +36,7 @@ EXIT_NOT_EXECUTABLE = 126
 EXIT_NOT_FOUND = 127
 EXIT_RERUN_ELSEWHERE = 16
 EXIT_VALIDATION_FAILED = 17
+EXIT_UNSAVED = 74  # EX_IOERR of sysexits.h
 EXIT_TEMPORARY = 75
 EXIT_DO_NOT_REQUEUE = 93
 
@@ -62,7 +64,22 @@ class Verdict:
     @property
     def progressed(self) -> bool:
         """Whether the run is further than before: steps that were not saved will be done again."""
-        return self.saved_step is not None and self.saved_step > self.first_step
+        return has_progressed(self.first_step, self.saved_step)
+
+    @property
+    def unsaved_steps(self) -> int:
+        """Steps that were done since the newest save, and will be done again."""
+        return steps_at_risk(self.first_step, self.last_step, self.saved_step)
+
+
+def has_progressed(first_step: int, saved_step: int | None) -> bool:
+    """Whether an attempt that began at ``first_step`` has saved a step that was new."""
+    return saved_step is not None and saved_step > first_step
+
+
+def steps_at_risk(first_step: int, last_step: int, saved_step: int | None) -> int:
+    """Steps of an attempt that no checkpoint holds."""
+    return max(0, last_step - max(first_step, saved_step or 0))
 
 
 class Action(StrEnum):

@@ -14,7 +14,7 @@ from slurmft.errors import SlurmError, SlurmUnavailable
 
 COMMAND_TIMEOUT_S = 20.0
 
-_NOT_ANSWERING = (
+NOT_ANSWERING = (
     "Unable to contact slurm controller",
     "Socket timed out",
     "Connection refused",
@@ -65,7 +65,7 @@ def run(
     if result.returncode == 0:
         return result.stdout
     message = " ".join(result.stderr.split()) or f"exit code {result.returncode}"
-    kind = SlurmUnavailable if any(text in message for text in _NOT_ANSWERING) else SlurmError
+    kind = SlurmUnavailable if any(text in message for text in NOT_ANSWERING) else SlurmError
     raise kind(f"{' '.join(argv[:3])}: {message}")
 
 

@@ -102,6 +102,64 @@ def parse_pairs(text: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in reversed(text.split()) if "=" in word)
 
 
+_NEVER = {
+    "PartitionConfig": "the partition has not that many nodes, or none that large",
+    "PartitionNodeLimit": "the partition does not allow that many nodes, or has not that many",
+    "PartitionTimeLimit": "the time limit is longer than the partition allows",
+    "BadConstraints": "no node has everything that is asked for and is not excluded",
+    "InvalidAccount": "there is no such account, or it is not yours",
+    "InvalidQOS": "there is no such quality of service, or it is not yours",
+    "AccountNotAllowed": "the partition does not admit the account",
+    "QOSNotAllowed": "the partition does not admit the quality of service",
+    "DependencyNeverSatisfied": "a job that it depends on has ended in another way",
+    "ReservationDeleted": "its reservation is gone",
+}
+"""Reasons of a waiting job that time alone does not mend."""
+
+
+def why_never(reason: str) -> str:
+    """Why a job that waits for this reason of Slurm's will not start as things are; empty when it may."""
+    if reason.endswith("PerJobLimit"):  # QOSMaxNodePerJobLimit and a dozen more
+        return "it asks for more than one job of yours may have"
+    return _NEVER.get(reason, "")
+
+
+_HINTS = {
+    "Invalid node name": "exclude or nodelist names a node that this cluster does not have; see sinfo -N",
+    "Invalid partition": "sinfo -s lists the partitions; see slurm.partition",
+    "invalid partition": "sinfo -s lists the partitions; see slurm.partition",
+    "Invalid account": "sacctmgr show associations user=$USER lists yours; see slurm.account and slurm.partition",
+    "Invalid qos": "see slurm.qos",
+    "Invalid --time": 'see slurm.time: minutes, "H:MM:SS" or "D-HH:MM:SS"',
+    "Requested time limit is invalid": "the partition allows less (sinfo -o '%P %l'); see slurm.time",
+    "generic resource": "sinfo -o '%N %G' lists the GPUs and others; see slurm.gpus_per_node and slurm.gres",
+    "feature": "sinfo -o '%N %f' lists the features of nodes; see slurm.constraint",
+    "Memory specification": "sinfo -o '%N %m' lists the memory of nodes in MB; see slurm.mem",
+    "CPU count": "sinfo -o '%N %c' lists the CPUs of nodes; see slurm.cpus_per_task",
+    "Node count": "the partition allows fewer nodes (scontrol show partition); see nodes",
+    "node configuration is not available": "no set of nodes has all of it (sinfo -N -l); see nodes and slurm.exclude",
+    "reservation": "scontrol show reservation lists them; see the option reservation",
+    "license": "scontrol show licenses lists them; see the option licenses",
+    "dependency": "see the option dependency",
+    "violates accounting": "a limit of your account or quality of service; sacctmgr show qos",
+}  # fmt: skip
+
+
+def refusal_hint(words: str) -> str:
+    """What to look at after sbatch has refused with these words; empty when they speak for themselves."""
+    return next((hint for part, hint in _HINTS.items() if part in words), "")
+
+
+def job_pairs(text: str) -> dict[str, str]:
+    """What ``scontrol -o show job`` says of a job, less what its user says.
+
+    Job name and comment are the user's own words and may look like facts: the first stands before all others, the
+    other behind them.
+    """
+    facts = re.search(r"UserId=\S+\(\d+\) GroupId=.*", text, re.DOTALL)
+    return parse_pairs(facts.group() if facts else text)
+
+
 class JobEnding(StrEnum):
     """Why Slurm is ending a job, as far as the job itself can tell."""
 
@@ -110,32 +168,39 @@ class JobEnding(StrEnum):
     REQUEUED = "requeued"
     PREEMPTED = "preempted"
     TIME_LIMIT = "time limit"
+    BATCH_LOST = "batch step lost"
     CANCELLED = "cancelled"
 
 
-def parse_ending(text: str, restart: int) -> JobEnding:
+BY_TERM = ("0:15", "143:0")
+"""Exit codes of a batch script that TERM has ended, which is what Slurm sends to a job that is cancelled."""
+
+
+def parse_ending(text: str, restart: int, *, grace_s: float = 0.0) -> JobEnding:
     """Why the job in ``scontrol -o show job`` is ending, seen from its ``restart``.
 
     COMPLETING hides the base state, but a requeue counts the restart at once, a preemption leaves its time, and a time
-    limit leaves an end that is the start plus the limit; what remains is a cancellation (22.05 to 26.05).
+    limit leaves an end that is the start plus the limit; the end of the batch step leaves its exit code; what remains
+    is a cancellation (22.05 to 26.05). So is an end within the ``grace_s`` of a preemption, and the end of a batch step
+    by TERM: a shell that waits for us obeys it at once.
     """
-    # job name and comment are the user's own words and may look like facts: the first stands before these, the other
-    # behind everything
-    facts = re.search(r"UserId=\S+\(\d+\) GroupId=.*", text, re.DOTALL)
-    pairs = parse_pairs(facts.group() if facts else text)
+    pairs = job_pairs(text)
     state = pairs.get("JobState", "")
     if state in ("", "RUNNING", "SUSPENDED", "CONFIGURING", "SIGNALING", "STOPPED", "RESIZING"):
         return JobEnding.NOT_ENDING
     if state in WAITING or int(pairs.get("Restarts", "0")) > restart:
         return JobEnding.REQUEUED
-    if state == "PREEMPTED" or pairs.get("PreemptTime", "None") not in _NOTHING:
+    start, end = parse_time(pairs.get("StartTime", "")), parse_time(pairs.get("EndTime", ""))
+    preempted = parse_time(pairs.get("PreemptTime", "None"))
+    if state == "PREEMPTED" or (preempted and not (end and end < preempted + grace_s - 1)):
         return JobEnding.PREEMPTED
     if state in ("NODE_FAIL", "BOOT_FAIL"):
         return JobEnding.NODE_LOST
-    start, end = parse_time(pairs.get("StartTime", "")), parse_time(pairs.get("EndTime", ""))
     limit = parse_duration_s(pairs.get("TimeLimit", ""))
     if state == "TIMEOUT" or (start and end and limit and end - start >= limit):
         return JobEnding.TIME_LIMIT
+    if state in ("COMPLETING", "FAILED") and pairs.get("ExitCode", "0:0") not in ("0:0", *BY_TERM):
+        return JobEnding.BATCH_LOST
     return JobEnding.CANCELLED
 
 

@@ -4,18 +4,44 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from slurmft.errors import SlurmError
+from slurmft.errors import SlurmError, SlurmUnavailable
+from slurmft.policy.grace import KILL_WAIT_S, JobTimes, SlurmClock, Terms
 from slurmft.scheduler import command
-from slurmft.scheduler.environment import scrubbed
-from slurmft.scheduler.parsing import JOB_FORMAT, JobEnding, JobRecord, parse_ending, parse_jobs, parse_pairs
+from slurmft.scheduler.parsing import (
+    JOB_FORMAT,
+    JobEnding,
+    JobRecord,
+    job_pairs,
+    parse_ending,
+    parse_jobs,
+    parse_pairs,
+)
+from slurmft.scheduler.site import Partition, Site, parse_job_times, parse_partitions, parse_site
 
 PATIENCE_S = 30.0
+SOONEST_S = 2
+"""Begin time of a job that is started anew from outside. slurmd refuses one that starts within a second of its last
+end ("Job credential revoked"), and the job fails for good: that is what Slurm's own 121 s are there to prevent."""
+
+REQUEUE_PAUSE_S = 0.5
+JOBS_AT_ONCE = 2000
+SILENT_S = 8.0
+COMPLETION_RETRY_S = 62
+"""A controller that was away has not heard that the steps have ended: slurmd tells it again after 60 s. Until then the
+job is COMPLETING, and a begin time before that would fall back to Slurm's 121 s."""
+
 log = logging.getLogger(__name__)
 _CONFIGURATIONS = [Path(path) for path in ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf")]
+
+
+class JobCancelled(SlurmError):
+    """Somebody has cancelled the job."""
 
 
 class RequeueDisabled(SlurmError):
@@ -46,11 +72,14 @@ def jobs(job_ids: Sequence[str], *, patience_s: float = 5.0) -> dict[str, JobRec
     """
     if not job_ids:
         return {}
+    if len(job_ids) > JOBS_AT_ONCE:  # one argument of a command has an end
+        return {**jobs(job_ids[:JOBS_AT_ONCE], patience_s=patience_s),
+                **jobs(job_ids[JOBS_AT_ONCE:], patience_s=patience_s)}  # fmt: skip
     argv = ["squeue", "-h", "-t", "all", "-j", ",".join(job_ids), "-o", JOB_FORMAT]
     try:
         text = command.run_patiently(argv, patience_s=patience_s)
     except SlurmError as error:
-        if "Invalid job id" in error.what:  # all of them are forgotten
+        if "Invalid job id specified" in error.what:  # all of them are forgotten; ": x" would be one that is no id
             return {}
         raise
     return {record.job_id: record for record in parse_jobs(text)}
@@ -71,7 +100,49 @@ def ending(job_id: str, restart: int) -> JobEnding:
     Raises:
         SlurmError: Slurm refused or did not answer; nothing is known.
     """
-    return parse_ending(command.run_patiently(["scontrol", "-o", "show", "job", job_id], patience_s=3.0), restart)
+    return _why(command.run_patiently(["scontrol", "-o", "show", "job", job_id], patience_s=3.0), restart)
+
+
+def job_times(job_id: str, *, patience_s: float = 3.0) -> JobTimes:
+    """When a job started, when Slurm will end it, and when a preemption of it began.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer; nothing is known.
+    """
+    return parse_job_times(command.run_patiently(["scontrol", "-o", "show", "job", job_id], patience_s=patience_s))
+
+
+def terms(*, timeout_s: float = 3.0) -> Terms:
+    """Slurm's clock, by which a job's times are told, to the second; and its KillWait.
+
+    Raises:
+        SlurmError: Slurm did not answer, or did not say what time it is.
+    """
+    before_s = time.monotonic()
+    answer = site(timeout_s=timeout_s)
+    if answer.clock is None:
+        raise SlurmError("scontrol show config does not say what time it is")
+    # the time was cut to whole seconds, and was told between the two readings
+    clock = SlurmClock(answer.clock + 0.5, (before_s + time.monotonic()) / 2)
+    return Terms(clock, KILL_WAIT_S if answer.kill_wait_s is None else answer.kill_wait_s)
+
+
+def partitions(*, timeout_s: float = 3.0) -> list[Partition]:
+    """All partitions, hidden ones too: their jobs may preempt others. Not tried again: for advice, not for decisions.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+    """
+    return parse_partitions(command.run(["scontrol", "--all", "--oneliner", "show", "partition"], timeout_s=timeout_s))
+
+
+def site(*, timeout_s: float = 3.0) -> Site:
+    """What holds for the whole cluster. Not tried again.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+    """
+    return parse_site(command.run(["scontrol", "show", "config"], timeout_s=timeout_s))
 
 
 def preempt_mode(partition: str) -> str:
@@ -82,31 +153,37 @@ def preempt_mode(partition: str) -> str:
         SlurmError: no such partition.
     """
     pairs = parse_pairs(command.run_patiently(["scontrol", "-o", "show", "partition", partition], patience_s=5.0))
-    return pairs.get("PreemptMode", "OFF").split(",")[0]
+    words = pairs.get("PreemptMode", "OFF").split(",")  # with GANG, in either order
+    return next((word for word in words if word in ("REQUEUE", "CANCEL", "SUSPEND")), "OFF")
 
 
-def requeue(job_id: str, *, delay_s: int, patience_s: float = PATIENCE_S) -> bool:
+def requeue(job_id: str, *, restart: int, delay_s: int, patience_s: float = PATIENCE_S) -> bool:
     """Put a job back into the queue, to begin ``delay_s`` seconds from now instead of Slurm's 121.
 
     The begin time must lie in the future when the job's last process and epilog are gone; else Slurm adds its own
     wait (``slurmctld/job_mgr.c``, batch_requeue_fini). Called from inside the job, the requeue ends the caller: call it
-    with signals ignored (``command.ignoring_signals``). Idempotent: a job that is pending already counts as requeued.
+    with signals ignored (``command.ignoring_signals``). Idempotent: a job that is pending already, or further than
+    ``restart``, counts as requeued.
 
     Returns whether the begin time could be set; when not, the job is requeued all the same, and waits Slurm's own time.
 
     Raises:
+        JobCancelled: somebody has cancelled the job; a requeue would bring it back to life.
         RequeueDisabled: requeueing is off for this job and could not be switched on.
         SlurmUnavailable: Slurm did not answer for ``patience_s`` seconds.
         SlurmError: Slurm refused.
     """
+    began = time.monotonic()
     try:
-        _requeue_only(job_id, patience_s)
+        _requeue_only(job_id, restart, patience_s)
     except RequeueDisabled:
         try:
             command.run_patiently(["scontrol", "update", f"JobId={job_id}", "Requeue=1"], patience_s=patience_s)
         except SlurmError as error:
             raise RequeueDisabled(f"job {job_id} may not be requeued: {error.what}") from error
-        _requeue_only(job_id, patience_s)
+        _requeue_only(job_id, restart, patience_s)
+    if time.monotonic() - began > SILENT_S:
+        delay_s += COMPLETION_RETRY_S
     try:
         begin_in(job_id, delay_s, patience_s=patience_s)
     except SlurmError as error:
@@ -125,15 +202,61 @@ def begin_in(job_id: str, delay_s: int, *, patience_s: float = PATIENCE_S) -> No
     command.run_patiently(["scontrol", "update", f"JobId={job_id}", f"StartTime={when}"], patience_s=patience_s)
 
 
-def _requeue_only(job_id: str, patience_s: float) -> None:
-    try:
-        command.run_patiently(["scontrol", "requeue", job_id], patience_s=patience_s, pause_s=0.5)
-    except SlurmError as error:
-        if "pending execution" in error.what:
+def _requeue_only(job_id: str, restart: int, patience_s: float) -> None:
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            # asked anew before every try: a person may have lost patience with a Slurm that did not answer
+            found = _ending_now(job_id, restart)
+            if found is JobEnding.CANCELLED:
+                raise JobCancelled(f"job {job_id} was cancelled")
+            if found is not JobEnding.REQUEUED:
+                command.run(["scontrol", "requeue", job_id])
             return
-        if "presently disabled" in error.what:
-            raise RequeueDisabled(f"requeueing job {job_id} is switched off") from error
+        except SlurmUnavailable:
+            if time.monotonic() + REQUEUE_PAUSE_S > deadline:
+                raise
+            time.sleep(REQUEUE_PAUSE_S)
+        except SlurmError as error:
+            if "pending execution" in error.what:
+                return
+            if "presently disabled" in error.what:
+                raise RequeueDisabled(f"requeueing job {job_id} is switched off") from error
+            raise
+
+
+def _ending_now(job_id: str, restart: int) -> JobEnding:
+    try:
+        return _why(command.run(["scontrol", "-o", "show", "job", job_id]), restart)
+    except SlurmUnavailable:
         raise
+    except SlurmError:  # what there is to say of this job, the requeue will be told
+        return JobEnding.NOT_ENDING
+
+
+def _why(text: str, restart: int) -> JobEnding:
+    """``parse_ending``, which has to know the grace when a person may have cancelled a job that is being preempted."""
+    found = parse_ending(text, restart)
+    if found is not JobEnding.PREEMPTED:
+        return found
+    partition = job_pairs(text).get("Partition", "")
+    try:
+        if not site().preempt_type.endswith("partition_prio"):
+            return found  # the grace is a QOS's, which only the accounting knows
+        grace_s = next((each.grace_s for each in partitions() if each.name == partition), None)
+    except SlurmError:
+        return found
+    return parse_ending(text, restart, grace_s=grace_s or 0.0)
+
+
+def cancelled_by(job_id: str) -> int | None:
+    """User id of whoever cancelled the job, from the accounting; None where that does not tell or does not exist."""
+    try:
+        text = command.run(["sacct", "-X", "-P", "-n", "-o", "State", "-j", job_id], timeout_s=5.0)
+    except SlurmError:
+        return None
+    match = re.search(r"CANCELLED by (\d+)", text)
+    return int(match.group(1)) if match else None
 
 
 def release(job_id: str) -> None:
@@ -152,54 +275,3 @@ def cancel(job_id: str) -> None:
         SlurmError: Slurm refused or did not answer.
     """
     command.run_patiently(["scancel", job_id], patience_s=5.0)
-
-
-def batch_script(job_id: str) -> str:
-    """The script a job was submitted with.
-
-    Raises:
-        SlurmError: Slurm refused or did not answer.
-    """
-    return command.run_patiently(["scontrol", "write", "batch_script", job_id, "-"], patience_s=5.0)
-
-
-def successor_command(script: Path, *, after: str, options: Sequence[str] = ()) -> list[str]:
-    """The command that submits ``script`` to start when job ``after`` has ended, however it ends."""
-    return ["sbatch", "--parsable", f"--dependency=afterany:{after}", *options, str(script)]
-
-
-def submit_successor(script: Path, *, after: str, options: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Submit ``script`` to start when job ``after`` has ended; returns the new job id.
-
-    Not repeated when Slurm does not answer: the first try may have arrived, and two successors are worse than none.
-
-    Raises:
-        SlurmError: Slurm refused or did not answer.
-    """
-    text = command.run(
-        successor_command(script, after=after, options=options),
-        timeout_s=60.0,
-        environment=scrubbed(environment),
-        folder=Path.cwd(),  # becomes its SLURM_SUBMIT_DIR, to which a script's relative paths belong
-    )
-    return text.strip().split(";")[0]
-
-
-def inherited_options(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """sbatch options that give a successor the size and place of the job around us, where its script may not say."""
-    names = {
-        "SLURM_JOB_PARTITION": "--partition",
-        "SLURM_JOB_NUM_NODES": "--nodes",
-        "SLURM_JOB_ACCOUNT": "--account",
-        "SLURM_JOB_QOS": "--qos",
-        "SLURM_JOB_NAME": "--job-name",
-        "SLURM_CPUS_PER_TASK": "--cpus-per-task",
-        "SLURM_GPUS_PER_NODE": "--gpus-per-node",
-        "SLURM_MEM_PER_NODE": "--mem",
-        "SLURM_JOB_RESERVATION": "--reservation",
-    }
-    options = [f"{option}={value}" for name, option in names.items() if (value := environment.get(name))]
-    record = job(environment["SLURM_JOB_ID"]) if "SLURM_JOB_ID" in environment else None
-    if record is not None and record.limit_s is not None:
-        options.append(f"--time={round(record.limit_s / 60)}")
-    return options

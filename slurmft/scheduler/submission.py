@@ -8,6 +8,8 @@ again. So the script runs the supervisor itself, with ``exec``: Slurm's batch st
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
 import os
 import re
 import shlex
@@ -25,7 +27,10 @@ from submitit.slurm.slurm import SlurmExecutor
 from slurmft.config import RunConfig
 from slurmft.errors import SlurmError, SlurmUnavailable, UsageError
 from slurmft.policy.sbatch_options import OWNED_OPTIONS, SBATCH_OPTIONS
+from slurmft.policy.sbatch_section import FLAGS
+from slurmft.scheduler import command, slurm
 from slurmft.scheduler.environment import scrubbed
+from slurmft.scheduler.parsing import refusal_hint, why_never
 from slurmft.storage.run_folder import RunFolder
 
 _SHORT_OPTIONS = {
@@ -36,6 +41,7 @@ _SHORT_OPTIONS = {
     "B": "extra-node-info", "I": "immediate", "K": "kill-on-bad-exit", "O": "overcommit", "Q": "quiet", "v": "verbose",
 }  # fmt: skip
 _FOREVER_MINUTES = 10 * 365 * 24 * 60
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,9 @@ def parse_sbatch_options(arguments: Sequence[str]) -> dict[str, Any]:
             raise UsageError(f"{word!r} is not an option of sbatch", hint="see the manual page sbatch(1)")
         if not equals and words and not words[0].startswith("-"):
             equals, value = "=", words.pop(0)
+        _refuse_control_characters(name, value)
+        if not equals and name not in FLAGS:  # in a script it would take the next line's option for its value
+            raise UsageError(f"{word!r} needs a value", hint=f"give --{name}=VALUE behind --")
         options[name] = value if equals else True
     return options
 
@@ -112,20 +121,24 @@ def script_text(config: RunConfig, run: RunFolder, options: Mapping[str, Any], a
 def submit_to_slurm(config: RunConfig, run: RunFolder, options: Mapping[str, Any], avoid: frozenset[str]) -> str:
     """Submit the run; returns the job id and leaves the script at ``run.script`` for successors.
 
+    Warns when Slurm took the job and says at once that it cannot start.
+
     Raises:
-        SlurmError: sbatch refused, with its own words.
+        SlurmError: sbatch refused, with its own words; nothing is left of the attempt.
+        SlurmUnavailable: Slurm did not answer.
     """
     executor = _slurm_executor(config, run, options, avoid)
     inside = {name: value for name, value in os.environ.items() if name not in scrubbed(os.environ)}
-    with _without(inside):
+    with _without(inside), _removing_left_overs(run.submissions), contextlib.redirect_stderr(io.StringIO()):
         try:
             job = executor.submit(executor.supervisor)
         except (FailedSubmissionError, FailedJobError) as error:
-            raise SlurmError(f"sbatch refused the job: {_last_words(error)}") from error
+            raise _refusal(error) from error
         except FileNotFoundError as error:
             raise SlurmUnavailable("there is no sbatch on this machine", hint="use --cluster local") from error
     job_id = str(job.job_id)
     run.script.write_bytes((run.submissions / f"{job_id}_submission.sh").read_bytes())
+    _warn_if_never(job_id)
     return job_id
 
 
@@ -186,11 +199,15 @@ def _sbatch_parameters(
         parameters["no-kill"] = True
     parameters |= options
     for name, value in parameters.items():
-        if any(ord(character) < 32 for character in str(value)):
-            raise UsageError(f"--{name} {str(value)!r} holds a line break or control character")
+        _refuse_control_characters(name, str(value))
     if excluded := [*filter(None, [parameters.get("exclude")]), *sorted(avoid)]:
         parameters["exclude"] = ",".join(excluded)
     return parameters
+
+
+def _refuse_control_characters(name: str, value: str) -> None:
+    if any(ord(character) < 32 for character in value):  # a line break would begin another #SBATCH line
+        raise UsageError(f"--{name} {value!r} holds a line break or control character")
 
 
 def _visible_gpus(count: int) -> dict[str, Any]:
@@ -201,8 +218,37 @@ def _visible_gpus(count: int) -> dict[str, Any]:
     return {"gpus_per_node": min(count, len(gpus)), "visible_gpus": gpus[:count]} if gpus else {}
 
 
+def _warn_if_never(job_id: str) -> None:
+    """sbatch takes jobs that no node, partition or quota will ever fit, unless a site switches that off."""
+    with contextlib.suppress(SlurmError):  # one quick look; ``slurmft status`` says the same later
+        record = slurm.job(job_id, patience_s=0.0)
+        if record is not None and record.waiting and (why := why_never(record.reason)):
+            log.warning("job %s waits, and as things are it cannot start: %s (Slurm: %s)\n  hint: scancel %s, then ask "
+                        "for less or for another partition", job_id, why, record.reason, job_id)  # fmt: skip
+
+
+def _refusal(error: Exception) -> SlurmError:
+    words = _last_words(error)
+    if any(text in words for text in command.NOT_ANSWERING):
+        hint = "try again; if it did arrive, squeue --me shows the job, and it keeps a second one from starting"
+        return SlurmUnavailable(f"sbatch got no answer: {words}", hint=hint)
+    return SlurmError(f"sbatch refused the job: {words}", hint=refusal_hint(words))
+
+
+@contextlib.contextmanager
+def _removing_left_overs(folder: Path) -> Iterator[None]:
+    """submitit leaves what it wrote for a job that sbatch then refuses."""
+    before = set(folder.iterdir())
+    try:
+        yield
+    except BaseException:
+        for path in set(folder.iterdir()) - before:
+            path.unlink(missing_ok=True)
+        raise
+
+
 def _last_words(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if "error" in line.lower()]
+    lines = dict.fromkeys(line for line in str(error).splitlines() if "error" in line.lower())
     return " ".join(line.replace("sbatch: error: ", "").strip() for line in lines) or str(error)
 
 

@@ -22,16 +22,24 @@ def check_fence(environment: Mapping[str, str] | None = None) -> None:
     """Return when this process belongs to the run's newest attempt, or to no run at all.
 
     Raises:
-        Fenced: a newer attempt owns the run.
+        Fenced: a newer attempt owns the run, or the run folder was replaced by an older copy.
     """
     environment = os.environ if environment is None else environment
     run_folder = environment.get(RUN_FOLDER_VARIABLE)
     if not run_folder:
         return
-    owner = read_json(Path(run_folder) / OWNER_FILE) or {}
+    owner = read_json(Path(run_folder) / OWNER_FILE)
+    if owner is None:
+        return
     mine = int(environment.get(GENERATION_VARIABLE, "0"))
-    if (newest := int(owner.get("generation", 0))) > mine:
+    newest = int(owner.get("generation", 0))
+    if newest > mine:
         raise Fenced(
             f"generation {mine} of {run_folder} was replaced by generation {newest} (job {owner.get('job', '?')})",
             hint="this attempt is stale; the newer one goes on",
+        )
+    if newest < mine:
+        raise Fenced(
+            f"{run_folder} is an older copy of itself: it knows generation {newest}, this attempt is generation {mine}",
+            hint="it was restored or replaced while the run was going on; submit the run again to train on from there",
         )

@@ -32,8 +32,8 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def replace_atomically(path: Path, text: str, *, mode: int = 0o600) -> None:
-    """Readers see the old file or the new one, never part of either, even after a power cut.
+def replace_atomically(path: Path, text: str, *, mode: int = 0o600, durable: bool = True) -> None:
+    """Readers see the old file or the new one, never part of either; even after a power cut when it is ``durable``.
 
     Raises:
         OSError: the old file is untouched and no temporary file is left.
@@ -44,17 +44,24 @@ def replace_atomically(path: Path, text: str, *, mode: int = 0o600) -> None:
             stream.write(text)
             stream.flush()
             os.fchmod(stream.fileno(), mode)
-            os.fsync(stream.fileno())
+            if durable:
+                os.fsync(stream.fileno())
         os.replace(name, path)  # noqa: PTH105 - same folder, so the rename cannot cross filesystems
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    fsync_folder(path.parent)
+    if durable:
+        fsync_folder(path.parent)
 
 
-def write_json(path: Path, value: Mapping[str, Any], *, mode: int = 0o600) -> None:
-    """Replace ``path`` by ``value`` with the format version added; atomic and durable."""
-    replace_atomically(path, json.dumps({"format": FORMAT, **value}, sort_keys=True) + "\n", mode=mode)
+def write_json(path: Path, value: Mapping[str, Any], *, mode: int = 0o600, durable: bool = True) -> None:
+    """Replace ``path`` by ``value`` with the format version added; atomic, and durable unless that is not asked for.
+
+    Raises:
+        OSError: the old file is untouched.
+    """
+    text = json.dumps({"format": FORMAT, **value}, sort_keys=True) + "\n"
+    replace_atomically(path, text, mode=mode, durable=durable)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

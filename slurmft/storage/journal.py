@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -55,28 +56,55 @@ class Journal:
         Raises:
             OSError: the filesystem refused; nothing was written, or a part that readers skip.
             ValueError: a detail has the name of something that every line has.
+            TypeError: a detail is nothing that JSON can hold.
+        """
+        record = self.compose(event, details)
+        self.write(self.line_of(record))
+        return record
+
+    def compose(self, event: str, details: dict[str, Any]) -> Event:
+        """The event as of now, not yet written.
+
+        Raises:
+            ValueError: a detail has the name of something that every line has.
         """
         if reserved := {"format", "at", "attempt"} & details.keys():
             raise ValueError(f"a journal line's details cannot be called {', '.join(sorted(reserved))}")
-        record = Event(at=self._clock(), event=event, attempt=self.attempt, details=details)
-        line = json.dumps(
+        return Event(at=self._clock(), event=event, attempt=self.attempt, details=details)
+
+    @staticmethod
+    def line_of(record: Event) -> str:
+        """The event as it is written.
+
+        Raises:
+            TypeError: a detail is nothing that JSON can hold.
+        """
+        return json.dumps(
             {
                 "format": FORMAT,
                 "at": record.at.isoformat(timespec="milliseconds"),
                 "attempt": record.attempt,
-                "event": event,
-                **details,
+                "event": record.event,
+                **record.details,
             }
         )
+
+    def write(self, line: str) -> None:
+        """Write an event's line durably.
+
+        Raises:
+            OSError: the filesystem refused; nothing was written, or a part that readers skip.
+        """
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             size = os.fstat(descriptor).st_size
             torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-            os.write(descriptor, ("\n" * torn + line + "\n").encode())
+            text = ("\n" * torn + line + "\n").encode()
+            if os.write(descriptor, text) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        return record
 
     def read(self) -> list[Event]:
         """Every readable event, oldest first; none when there is no journal yet.
@@ -97,10 +125,12 @@ class Journal:
 def _parse(line: bytes, path: Path) -> Event | None:
     try:
         value = json.loads(line)
-        version, at = value.pop("format"), datetime.fromisoformat(value.pop("at"))
+        version, at = value.pop("format"), datetime.fromisoformat(value.pop("at")).astimezone(UTC)
+        at.astimezone()  # a year that no clock here can show
         event, attempt = str(value.pop("event")), str(value.pop("attempt", ""))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None  # torn by a writer that died
     if not isinstance(version, int) or version > FORMAT:
-        raise NewerFormat(f"{path} has lines of format {version!r}; this slurmft reads up to {FORMAT}")
+        raise NewerFormat(f"{path} has lines of format {version!r}; this slurmft reads up to {FORMAT}",
+                          hint="upgrade slurmft")  # fmt: skip
     return Event(at=at, event=event, attempt=attempt, details=value)

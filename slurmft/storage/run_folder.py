@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator, Mapping
@@ -14,10 +16,13 @@ from typing import Any
 import filelock
 
 from slurmft.errors import RunBusy, StorageError
+from slurmft.storage.claim import EndingClaim
 from slurmft.storage.fence import OWNER_FILE
-from slurmft.storage.files import read_json, write_json
+from slurmft.storage.files import read_json, replace_atomically, write_json
 from slurmft.storage.journal import Journal
+from slurmft.storage.patience import PASSING, translated, write_state, writing
 
+JOBS_FILE = "jobs.json"
 LOCK_TIMEOUT_S = 20.0
 LOCAL_PREFIX = "local-"
 """Begins the job id of a run that has no Slurm around it."""
@@ -61,8 +66,17 @@ class Owner:
     pid: int
     """The supervisor's process id on that host."""
 
-    pid_started: float
-    """Start time of that process (Unix seconds), since process ids are used again."""
+    birth: str
+    """What tells that process from a later one with the same id (``storage.processes``)."""
+
+    folder: str
+    """Where the run folder lay, and ..."""
+
+    inode: int
+    """... which folder it was, so that a copy of it is known as one."""
+
+
+_JOB_ID = re.compile(r"\d{1,20}(?:[_+]\d{1,20})?", re.ASCII)
 
 
 class RunFolder:
@@ -79,7 +93,7 @@ class RunFolder:
         self._owner = path / OWNER_FILE
         self._done = path / "done.json"
         self._progress = path / "progress.json"
-        self._jobs = path / "jobs.json"
+        self._jobs = path / JOBS_FILE
 
     def create(self) -> None:
         """Make the folder and its parts, private to the user.
@@ -90,7 +104,11 @@ class RunFolder:
         self._make(self.path)
         status = self.path.stat()
         if status.st_uid != os.getuid():
-            raise StorageError(f"the run folder {self.path} belongs to user id {status.st_uid}, not to you")
+            raise StorageError(
+                f"the run folder {self.path} belongs to user id {status.st_uid}, not to you",
+                hint="choose another run_folder, or ask its owner",
+            )
+        self.refuse_copy()
         if stat.S_IMODE(status.st_mode) & stat.S_IWOTH:
             raise StorageError(f"the run folder {self.path} is writable by everybody", hint=f"chmod o-w {self.path}")
         for folder in (self.attempts, self.verdicts, self.submissions, self.logs):
@@ -100,6 +118,8 @@ class RunFolder:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
+            if error.errno in PASSING:
+                raise translated(f"cannot create the run folder {folder}", error) from error
             raise StorageError(
                 f"cannot create the run folder {folder}: {error.strerror or error}",
                 hint="run_folder must lie on a filesystem that you can write to and that every node sees",
@@ -121,10 +141,16 @@ class RunFolder:
             RunBusy: another process holds it for longer than LOCK_TIMEOUT_S.
         """
         try:
-            with filelock.FileLock(self.path / ".lock", timeout=LOCK_TIMEOUT_S, mode=0o600):
-                yield
+            lock = filelock.FileLock(self.path / ".lock", timeout=LOCK_TIMEOUT_S, mode=0o600)
+            lock.acquire()
         except filelock.Timeout as error:
             raise RunBusy(f"another process holds {self.path}/.lock for more than {LOCK_TIMEOUT_S:.0f} s") from error
+        except OSError as error:
+            raise translated(f"cannot lock {self.path}/.lock", error) from error
+        try:
+            yield
+        finally:
+            lock.release()
 
     def owner(self) -> Owner | None:
         """The newest attempt's owner; None before the first."""
@@ -132,13 +158,48 @@ class RunFolder:
         if value is None:
             return None
         try:
-            return Owner(**{name: value[name] for name in Owner.__dataclass_fields__})
-        except KeyError as error:
-            raise StorageError(f"{self._owner} lacks {error}", hint="move it away and run again") from error
+            return Owner(
+                job=str(value["job"]),
+                restart=int(value["restart"]),
+                generation=int(value["generation"]),
+                cluster=str(value["cluster"]),
+                host=str(value["host"]),
+                pid=int(value["pid"]),
+                birth=str(value.get("birth", "")),
+                folder=str(value.get("folder", "")),
+                inode=int(value.get("inode", 0)),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"lacks {error}" if isinstance(error, KeyError) else f"is damaged: {error}"
+            raise StorageError(f"{self._owner} {reason}", hint="move it away and run again") from error
+
+    def refuse_copy(self) -> None:
+        """Return when the folder is what its records say.
+
+        Raises:
+            StorageError: it is a copy of another run's folder, and acting on it would act on that run's jobs.
+        """
+        if (original := self.copied_from()) is not None:
+            raise StorageError(
+                f"the run folder {self.path} is a copy of {original} and names that run's jobs as its own",
+                hint=f"to continue the copy as a run of its own, remove its {OWNER_FILE} and {JOBS_FILE}",
+            )
+
+    def copied_from(self) -> str | None:
+        """The run folder that this one is a copy of, when its owner's record came along with the copy.
+
+        A folder that was moved or restored to its old place is no copy: it is that run.
+        """
+        owner = self.owner()
+        if owner is None or not owner.inode or owner.folder == str(self.path):
+            return None
+        if self.path.stat().st_ino == owner.inode or not Path(owner.folder).exists():
+            return None  # moved, perhaps to another filesystem
+        return owner.folder
 
     def take_over(self, owner: Owner) -> None:
         """Record a new owner; from now on every older generation is fenced. Call with the lock held."""
-        write_json(self._owner, asdict(owner))
+        write_state(self._owner, asdict(owner))
 
     def done(self) -> Mapping[str, Any] | None:
         """What the finished run left, or None while it is not finished."""
@@ -146,19 +207,33 @@ class RunFolder:
 
     def mark_done(self, **facts: Any) -> None:
         """The run is complete; whatever Slurm starts from now on ends at once."""
-        write_json(self._done, facts)
+        write_state(self._done, facts)
 
     def progress(self) -> Mapping[str, Any] | None:
         """The newest progress report of the supervisor."""
         return read_json(self._progress)
 
     def write_progress(self, **facts: Any) -> None:
-        """Replace the progress report."""
-        write_json(self._progress, facts)
+        """Replace the progress report, which is news and no state: it need not survive a power cut.
+
+        Raises:
+            OSError: the run folder cannot be written.
+        """
+        write_json(self._progress, facts, durable=False)
 
     def jobs(self) -> list[str]:
-        """The run's jobs so far, oldest first."""
-        return list((read_json(self._jobs) or {}).get("jobs", []))
+        """The run's jobs so far, oldest first.
+
+        Raises:
+            StorageError: the file cannot be read or believed.
+        """
+        jobs = (read_json(self._jobs) or {}).get("jobs", [])
+        if not isinstance(jobs, list) or not all(isinstance(job, str) for job in jobs):
+            raise StorageError(f"{self._jobs} does not hold a list of jobs", hint="move it away and run again")
+        for job in jobs:  # one that is no id makes squeue forget all others in the same question
+            if not job.startswith(LOCAL_PREFIX) and not _JOB_ID.fullmatch(job):
+                raise StorageError(f"{self._jobs} names a job {job[:40]!r}", hint="move it away and run again")
+        return jobs
 
     def slurm_jobs(self) -> list[str]:
         """Those of them that Slurm knows, oldest first."""
@@ -167,40 +242,38 @@ class RunFolder:
     def add_job(self, job: str) -> None:
         """Remember a job of this run. Idempotent. Call with the lock held."""
         if job not in (jobs := self.jobs()):
-            write_json(self._jobs, {"jobs": [*jobs, job]})
+            write_state(self._jobs, {"jobs": [*jobs, job]})
 
-    def claim_ending(self, attempt: Attempt, actor: str) -> bool:
-        """Whether the caller is the one who acts on the end of this (job, restart); True once, for one caller.
-
-        Keyed without the cycle: supervisor and cron may both try (design, ordering rule 2).
-        """
-        path = self.attempts / f"{attempt.job}.{attempt.restart}.ending.json"
-        with self.lock():
-            if read_json(path) is not None:
-                return False
-            write_json(path, {"actor": actor})
-            return True
+    def ending(self, attempt: Attempt) -> EndingClaim:
+        """The right to act on the end of this attempt's (job, restart)."""
+        return EndingClaim(self.attempts / f"{attempt.job}.{attempt.restart}.ending.json", self.lock)
 
     def attempt_folder(self, attempt: Attempt) -> Path:
         """The attempt's own folder, created private."""
         folder = self.attempts / str(attempt)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        self._make(folder)
         return folder
 
     def new_secret(self, attempt: Attempt) -> Path:
         """A fresh key for the attempt's control channel, in a file only the user can read."""
         path = self.attempt_folder(attempt) / "secret"
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="ascii") as stream:
-            stream.write(secrets.token_hex(32))
-            stream.flush()
-            os.fsync(stream.fileno())
+        with writing(path):
+            replace_atomically(path, secrets.token_hex(32))
         return path
 
     def request(self, kind: str, who: str) -> None:
-        """Ask the run for one of REQUESTS."""
-        (self.path / kind).write_text(who + "\n", encoding="utf-8")
+        """Ask the run for one of REQUESTS.
+
+        Raises:
+            StorageError: the run folder cannot be written.
+        """
+        path = self.path / kind
+        try:
+            path.touch()  # on a full disk the empty file is request enough
+            path.write_text(who + "\n", encoding="utf-8")
+        except OSError as error:
+            if error.errno != errno.ENOSPC or not path.exists():
+                raise translated(f"cannot write {path}", error) from error
 
     def see_request(self, kind: str) -> str | None:
         """Who asks for ``kind``; None when nobody does. A bare ``touch`` counts."""
@@ -231,7 +304,18 @@ def find_run(name: str, root: Path) -> RunFolder:
 
 
 def list_runs(root: Path) -> list[RunFolder]:
-    """Every run below ``root``, by name."""
-    if not root.is_dir():
+    """Every run below ``root``, by name; also folders that cannot be looked into, which may be runs.
+
+    Raises:
+        OSError: ``root`` itself cannot be listed.
+    """
+    if not root.exists():
         return []
-    return [run for path in sorted(root.iterdir()) if (run := RunFolder(path.absolute())).exists()]
+    return [run for path in sorted(root.iterdir()) if _may_be_a_run(run := RunFolder(path.absolute()))]
+
+
+def _may_be_a_run(run: RunFolder) -> bool:
+    try:
+        return run.exists()
+    except OSError:
+        return True

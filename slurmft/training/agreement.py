@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from slurmft.launch.heartbeat import Page, Slot, StopAction
-from slurmft.policy.stop import END
+from slurmft.policy.stop import END, step_of, tick_of
 from slurmft.training.signals import StopSignal
 
 HOLD_PAUSE_S = 0.0005
-COLLECTIVE_EVERY_TICKS = 8
+COLLECTIVE_EVERY_STEPS = 8
 
 
 class Agreement(Protocol):
@@ -56,18 +56,17 @@ class AgreementByAgent:
 
 
 class AgreementByCollective:
-    """Without an agent (plain srun, torchrun): one small all-reduce every few ticks."""
+    """Without an agent (plain srun, torchrun): one small all-reduce every few steps."""
 
     def __init__(self, stop: StopSignal, device: torch.device, world_size: int) -> None:
         self._stop, self._device, self._world_size = stop, device, world_size
-        self._count = 0
 
     def at(self, tick: int) -> StopAction:
-        """Whether any rank has seen the signal; asked of all every COLLECTIVE_EVERY_TICKS calls."""
-        self._count += 1
+        """Whether any rank has seen the signal; asked of all every COLLECTIVE_EVERY_STEPS steps."""
         if self._world_size == 1 or not dist.is_initialized():
             return StopAction.SAVE_AND_STOP if self._stop.seen else StopAction.NONE
-        if self._count % COLLECTIVE_EVERY_TICKS or tick >= END:
+        step = step_of(tick)  # only boundaries are the same on all ranks; evaluations may differ in length
+        if tick >= END or tick != tick_of(step) or step % COLLECTIVE_EVERY_STEPS:
             return StopAction.NONE
         seen = torch.tensor([int(self._stop.seen)], device=self._device)
         dist.all_reduce(seen, op=dist.ReduceOp.MAX)

@@ -11,6 +11,7 @@ srun, torchrun or python.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -24,17 +25,22 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import nn
 
+from slurmft.errors import CheckpointError
 from slurmft.launch.heartbeat import NOTHING, PAGE_VARIABLE, Page, Slot, State, StopAction
 from slurmft.policy.stop import END, end_of_evaluation, tick_of
 from slurmft.policy.verdict import EXIT_TEMPORARY
+from slurmft.storage.patience import PASSING
 from slurmft.training import rng
 from slurmft.training.agreement import AgreementByAgent, AgreementByCollective
 from slurmft.training.ddp import Rehearsal, settled_ddp
 from slurmft.training.groups import ProcessGroups
+from slurmft.training.schedule import SaveSchedule
 from slurmft.training.signals import StopSignal
 
 Batch = TypeVar("Batch")
 SaveFunction = Callable[[int], Any]
+
+SAVE_RETRY_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +88,7 @@ class Session:
             else AgreementByCollective(self._signal, groups.device, self.world_size)
         )
         self._save: SaveFunction | None = None
-        self._step = self._evaluations = 0
+        self._step = self._start = self._evaluations = self._safe_at_ns = 0
         self._page[Slot.STATE] = State.SETUP
 
     @property
@@ -103,24 +109,27 @@ class Session:
         """
         if start < 0:
             raise ValueError(f"start={start} is not a number of completed steps")
-        self._save = save
+        self._save, self._start = save, start
         page = self._page
         page[Slot.RESUMED] = page[Slot.STEP] = start
         page[Slot.UNTIL] = until
         page[Slot.STATE] = State.TRAINING
         saved = start if start else NOTHING  # resumed from it, so it is on disk
         page[Slot.SAVED] = NOTHING
+        schedule = SaveSchedule(self._interval_steps, start)
         for step in range(start, until):
             self._step, self._evaluations = step, 0
-            if self._interval_steps and step > start and step % self._interval_steps == 0 and saved != step:
-                self._save_now(step)
-                saved = step
+            if schedule.is_due(step) and saved != step:
+                worked = self._save_now(step)
+                schedule.done(step, worked=worked)
+                saved = step if worked else saved
             self._at_tick(tick_of(step), saved)
             yield step
+            page[Slot.STATE] = State.TRAINING  # an evaluation that was begun and never ended is over now
             self._signal.chain_again()
             self._step_is_done(step + 1, start)
         if until > start:
-            self._save_now(until)
+            self._save_at_end(until)
         page[Slot.TICK] = END
         page[Slot.STATE] = State.FINISHED
 
@@ -136,16 +145,20 @@ class Session:
             PlannedStop: the run was asked to stop, and its state is saved.
         """
         before = rng.capture()
-        number, self._evaluations = self._evaluations, self._evaluations + 1
+        step, number, self._evaluations = self._step, self._evaluations, self._evaluations + 1
         self._page[Slot.STATE] = State.EVALUATING
         try:
             for index, batch in enumerate(batches, start=1):
-                self._at_tick(tick_of(self._step, number, index), None, before)
+                self._note_span()
+                self._at_tick(tick_of(step, number, index), None, before)
                 yield batch
-            self._at_tick(end_of_evaluation(self._step, number), None, before)
+            self._note_span()
+            self._at_tick(end_of_evaluation(step, number), None, before)
         finally:
-            if self._page[Slot.STATE] == State.EVALUATING:
-                self._page[Slot.TICK] = end_of_evaluation(self._step, number)  # left early: no longer inside
+            # an iterator that somebody keeps may end much later, when neither page nor generators are its own
+            is_current = (self._step, self._evaluations) == (step, number + 1)
+            if is_current and self._page[Slot.STATE] == State.EVALUATING:
+                self._page[Slot.TICK] = end_of_evaluation(step, number)  # left early: no longer inside
                 rng.restore(before)
                 self._page[Slot.STATE] = State.TRAINING
 
@@ -181,6 +194,7 @@ class Session:
 
     def _step_is_done(self, step: int, start: int) -> None:
         page = self._page
+        self._note_span()
         page[Slot.STEP] = step
         page.touch(Slot.PROGRESS_AT)
         if step == start + 1:
@@ -190,13 +204,17 @@ class Session:
     def _at_tick(self, tick: int, saved: int | None, randomness: dict[str, Any] | None = None) -> None:
         action = self._agreement.at(tick)
         if action is StopAction.NONE:
+            self._safe_at_ns = time.monotonic_ns()
             return
         step = self._step
         if saved != step:
             if randomness is not None:
                 now = rng.capture()
                 rng.restore(randomness)
-            self._save_now(step)
+            worked = self._save_now(step)
+            while not worked and action is StopAction.SAVE_AND_STOP:  # until it works, or the time of the stop is up
+                time.sleep(SAVE_RETRY_S)
+                worked = self._save_now(step)
             if randomness is not None:
                 rng.restore(now)
         else:
@@ -205,18 +223,58 @@ class Session:
         if action is StopAction.SAVE_AND_STOP:
             self._page[Slot.STATE] = State.STOPPED
             raise PlannedStop(step)
+        self._safe_at_ns = time.monotonic_ns()
 
-    def _save_now(self, step: int) -> None:
-        state = self._page[Slot.STATE]
-        self._page[Slot.STATE] = State.SAVING
-        began = time.monotonic()
+    def _note_span(self) -> None:
+        """Note how long no stop was possible: one that is asked for in the meantime waits for it, and then saves."""
+        if not self._safe_at_ns:
+            return
+        span_ns = time.monotonic_ns() - self._safe_at_ns
+        slot = Slot.FIRST_STEP_NS if self._step == self._start else Slot.LONGEST_STEP_NS
+        self._page[slot] = max(self._page[slot], span_ns)
+
+    def _save_at_end(self, until: int) -> None:
+        """Nothing is left to do but this save, so it is tried for as long as the job lives, with a stop at any time."""
+        self._step = until
+        for tries in itertools.count(1):
+            if self._save_now(until):
+                return
+            time.sleep(SAVE_RETRY_S)
+            self._at_tick(tick_of(until, 0, tries), None)
+
+    def _save_now(self, step: int) -> bool:
+        """Whether all ranks have saved. All of them learn of it alike, so all of them go on alike.
+
+        Raises:
+            CheckpointError: it failed for a reason that no waiting mends.
+        """
+        page = self._page
+        state = page[Slot.STATE]
+        page[Slot.STATE] = State.SAVING
         if self._save is None:
             raise RuntimeError("session.evaluating() needs session.steps() around it: only that knows how to save")
-        self._save(step)
-        self._page[Slot.SAVED] = step
-        self._page[Slot.STATE] = state
+        page[Slot.SAVE_BEGAN_NS] = began_ns = time.monotonic_ns()
+        try:
+            self._save(step)
+        except CheckpointError as error:
+            if error.errno not in PASSING:
+                raise
+            page[Slot.SAVE_ERRNO] = error.errno
+            page[Slot.SAVE_FAILURES] += 1
+            page[Slot.STATE] = state
+            if self.is_lead:
+                log.error("STEP %d WAS NOT SAVED: %s; training goes on, and the save will be tried again", step, error)
+            return False
+        finally:
+            page[Slot.SAVE_BEGAN_NS] = 0
+        page[Slot.SAVED_AT_NS] = saved_at_ns = time.monotonic_ns()
+        page[Slot.SAVE_NS] = took_ns = saved_at_ns - began_ns
+        page[Slot.SAVES] += 1
+        page[Slot.SAVED] = step
+        page[Slot.STATE] = state
         if self.is_lead:
-            log.info("saved step %d in %.2f s", step, time.monotonic() - began)
+            log.info("saved step %d in %.2f s", step, took_ns / 1e9)
+        return True
 
 
 def start_session(*, seed: int | None = None, backend: str | None = None) -> Session:

@@ -1,12 +1,39 @@
-"""SIGTERM in a worker: remember it, call whoever else wants it, and keep it from the data loader's processes."""
+"""SIGTERM in a worker: remember it, call whoever else wants it, and keep strangers' from the processes it starts.
+
+Some sites signal every process of a step (proctrack/linuxproc, proctrack/pgid). A data-loader worker that dies of it
+takes its trainer along before the trainer can save. So whatever the worker starts with ``multiprocessing``, by fork,
+spawn or forkserver, heeds a TERM from its parent or from itself, and from nobody else, from its first instruction on.
+
+Programs started with ``subprocess`` get TERM as Slurm sends it: an ignored or blocked signal would be theirs for good,
+and ``Popen.terminate()`` would do nothing. For the same reason a process that is shielded passes the blocked signal on
+to programs that it starts itself: it ends them with ``kill()``.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
+import multiprocessing.context
 import os
 import signal
+import struct
 import threading
+from collections.abc import Callable
+from multiprocessing import resource_tracker, util
+from multiprocessing.process import BaseProcess
 from types import FrameType
+from typing import Any
+
+_TERM = frozenset({signal.SIGTERM})
+_RT_TGSIGQUEUEINFO = {"x86_64": 297, "aarch64": 240, "ppc64le": 322}
+"""The number of the system call: the only one that can say who sent a signal first, and only to its own caller."""
+
+_KINDS = (
+    multiprocessing.context.ForkProcess,
+    multiprocessing.context.SpawnProcess,
+    multiprocessing.context.ForkServerProcess,
+)
 
 
 class StopSignal:
@@ -16,16 +43,19 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.seen = False
+        self._owner = os.getpid()
         self._chained: signal._HANDLER = None
         self._calling = False
 
     @classmethod
     def install(cls) -> StopSignal:
         """Install it once per process; main thread only, elsewhere it stays deaf (the agent hears the signal)."""
-        if cls._installed is None:
+        if cls._installed is None or cls._installed._owner != os.getpid():
+            _forget_the_parents()
             stop = cls._installed = cls()
             stop.chain_again()
-            os.register_at_fork(after_in_child=_keep_from_child)
+            util.register_after_fork(stop, lambda _stop: _heed_only())
+            _shield_children()
         return cls._installed
 
     def chain_again(self) -> None:
@@ -38,6 +68,10 @@ class StopSignal:
             self._chained = current
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:
+            if self._step_aside():  # a plain os.fork() took us along
+                signal.raise_signal(number)
+            return
         self.seen = True
         if callable(self._chained) and not self._calling:
             self._calling = True  # theirs may in turn call the handler it replaced, which is this one
@@ -46,26 +80,104 @@ class StopSignal:
             finally:
                 self._calling = False
 
+    def _step_aside(self) -> bool:
+        """Leave the signal to whom it would belong without us; False when somebody else has taken it already."""
+        if signal.getsignal(signal.SIGTERM) != self._note:
+            return False
+        signal.signal(signal.SIGTERM, self._chained if self._chained is not None else signal.SIG_DFL)
+        return True
 
-def _keep_from_child() -> None:
-    """In a forked child (a data-loader worker): TERM counts only when our own parent sends it.
 
-    Some sites signal every process of the step. A data-loader worker that dies of it takes its trainer along before
-    the trainer can save. torch installs its own C handler after this, so only a blocked signal is safe from it; a
-    thread takes the blocked signals and looks at who sent them, so that ``terminate()`` by the parent still works.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    parent = os.getppid()
-
-    def wait_for_parent() -> None:
-        while True:
-            sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid
-            if sender == parent or os.getppid() != parent:
-                os._exit(128 + signal.SIGTERM)
-
-    threading.Thread(target=wait_for_parent, daemon=True, name="slurmft-term").start()
+def _forget_the_parents() -> None:
+    """In a fork: the handler that came along remembers for the parent."""
+    stop = StopSignal._installed
+    if stop is not None and stop._owner != os.getpid():
+        with contextlib.suppress(ValueError):  # not the main thread
+            stop._step_aside()
 
 
 def ignore_strangers_term(_worker_id: int = 0) -> None:
-    """A ``worker_init_fn`` for data loaders that spawn their workers instead of forking them."""
-    _keep_from_child()
+    """In this process, from now on, SIGTERM counts only when its parent or itself sends it.
+
+    Processes that a trainer starts with ``multiprocessing`` after ``start_session`` (data loaders, executors, helpers)
+    need nothing: they are shielded by themselves. Call it in a child by plain ``os.fork()``, or in one that was started
+    before the session; it is also a ``worker_init_fn``. ``terminate()`` works as ever, handlers of the child's own
+    included. Programs that the process starts inherit a blocked SIGTERM: end them with ``kill()``.
+    """
+    _heed_only()
+
+
+def _heed_only(*senders: int) -> None:
+    """Block SIGTERM; a thread takes it, looks who sent it, and raises it where it counts.
+
+    torch installs a C handler of its own in data-loader workers, after this, so only a blocked signal is safe from it.
+    Once the parent is gone, everybody counts.
+    """
+    if _Watch.process == os.getpid():
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, _TERM)
+    _forget_the_parents()
+    _Watch.process, parent = os.getpid(), os.getppid()
+    with contextlib.suppress(ValueError):  # not the main thread
+        if signal.getsignal(signal.SIGURG) == signal.SIG_DFL:
+            signal.signal(signal.SIGURG, lambda _number, _frame: None)
+    counting = frozenset({os.getpid(), parent, *senders})
+    threading.Thread(target=_watch, args=(counting, parent), daemon=True, name="slurmft-term").start()
+
+
+class _Watch:
+    process = 0
+    """The process that has its watching thread: a fork has the value, and not the thread."""
+
+
+def _watch(counting: frozenset[int], parent: int) -> None:
+    while True:
+        came = signal.sigwaitinfo(_TERM)
+        if came.si_pid not in counting and os.getppid() == parent:
+            continue
+        _deliver(came)  # the end, unless the process has a handler of its own
+        if (main := threading.main_thread().ident) is not None:
+            signal.pthread_kill(main, signal.SIGURG)  # Python runs handlers there, and it may be waiting in the kernel
+
+
+def _deliver(came: signal.struct_siginfo) -> None:
+    """Let this thread have the signal as it came: torch's handler, too, looks who sent it."""
+    raw = struct.pack("=6i104x", came.si_signo, came.si_errno, came.si_code, 0, came.si_pid, came.si_uid)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERM)
+    call = _RT_TGSIGQUEUEINFO.get(os.uname().machine)
+    where = (ctypes.c_long(os.getpid()), ctypes.c_long(threading.get_native_id()), ctypes.c_long(came.si_signo))
+    if call is None or ctypes.CDLL(None).syscall(ctypes.c_long(call), *where, raw) != 0:
+        signal.raise_signal(signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _TERM)
+
+
+def _shield_children() -> None:
+    for kind in _KINDS:
+        start = kind._Popen
+        if getattr(start, "func", None) is not _start_shielded:
+            kind._Popen = staticmethod(functools.partial(_start_shielded, start))  # type: ignore[method-assign]
+
+
+def _start_shielded(start: Callable[[BaseProcess], Any], process: Any) -> Any:
+    """Start a process of multiprocessing with TERM blocked, until it is watched there: in a fork by the hook that runs
+    before everything else, in a new interpreter when it unpickles its process object."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TERM if process._start_method == "fork" else ())
+    process._slurmft_shield = _Shield(os.getpid())
+    try:
+        return start(process)
+    finally:
+        del process._slurmft_shield
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Shield:
+    """Part of a process object on its way to a new interpreter; what it becomes there is a call."""
+
+    def __init__(self, parent: int) -> None:
+        self._parent = parent
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[int, ...]]:
+        # here and not earlier: a process object that does not pickle all its parts must not leave the signal blocked
+        resource_tracker.ensure_running()  # where it starts later it unblocks TERM (Python 3.11)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _TERM)
+        return _heed_only, (self._parent,)

@@ -40,6 +40,12 @@ class Run:
 
     lab: Lab
     path: Path
+    written_at: Path | None = None
+    """Its configuration, where that does not lie beside the run folder."""
+
+    @property
+    def config(self) -> Path:
+        return self.written_at or self.path.with_suffix(".yaml")
 
     @property
     def folder(self) -> RunFolder:
@@ -50,7 +56,7 @@ class Run:
 
     def submit(self, *options: str) -> str:
         """Submit it; returns the job id."""
-        output = self.slurmft("submit", str(self.path.with_suffix(".yaml")), *options)
+        output = self.slurmft("submit", str(self.config), *options)
         return output.split(" as job ")[1].split()[0]
 
     def events(self, name: str | None = None) -> list[Event]:
@@ -99,7 +105,7 @@ class Run:
 
     def configure(self, **changes: Any) -> None:
         """Merge ``changes`` into the configuration."""
-        path = self.path.with_suffix(".yaml")
+        path = self.config
         config = yaml.safe_load(path.read_text())
         for key, value in changes.items():
             config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
@@ -127,7 +133,8 @@ def new_run(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Callable[..., 
     def make(name: str = "", *, delay: float = 0.1, steps: int = STEPS, command: list[str] | None = None,
              **changes: Any) -> Run:  # fmt: skip
         name = name or request.node.name.replace("[", "-").replace("]", "")
-        run = Run(lab, lab.home / "runs" / name)
+        path = lab.home / "runs" / name
+        run = Run(lab, path)
         run.path.parent.mkdir(exist_ok=True)
         os.chown(run.path.parent, lab.uid, lab.gid)
         config = {
@@ -150,7 +157,8 @@ def new_run(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Callable[..., 
 @pytest.fixture(scope="session")
 def undisturbed(lab: Lab) -> str:
     """The digest of the weights after the same training, left alone."""
-    run = Run(lab, lab.home / "undisturbed")
+    path = lab.home / "undisturbed"
+    run = Run(lab, path)
     config = {
         "command": [*TRAINER, "--steps", str(STEPS)],
         "run_folder": str(run.path),

@@ -101,6 +101,18 @@ def test_term_is_a_preemption_and_comes_three_times(tmp_path: Path, undisturbed:
     assert run.digest() == undisturbed
 
 
+def test_ctrl_c_saves_and_ends(tmp_path: Path) -> None:
+    """At a terminal the whole foreground group gets it: the guardian and the supervisor."""
+    run = LocalRun(tmp_path / "interrupted")
+    process = subprocess.Popen([*SLURMFT, "run", str(run.config)], start_new_session=True, stderr=subprocess.DEVNULL)
+    run.wait_for_step(8)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 75, run.story()
+    decision = run.folder.journal().read()[-1]
+    assert (decision.event, decision.details["action"]) == ("decision", "stop"), run.story()
+    assert "Ctrl-C" in decision.details["reason"]
+
+
 def test_a_second_submission_is_refused_while_it_runs(tmp_path: Path) -> None:
     run = LocalRun(tmp_path / "twice")
     run.submit()

@@ -40,7 +40,7 @@ def run_save_s(run: Run) -> float:
 
 
 def test_time_limit(new_run: NewRun, undisturbed: str) -> None:
-    run = new_run(delay=0.5, slurm={"time": "1"}, preemption={"signal_lead_s": 20})
+    run = new_run(delay=0.8, slurm={"time": "1"}, preemption={"signal_lead_s": 20})  # the signal comes after 10 to 40 s
     run.submit()
     run.wait_until_done(240)
     stops = len(run.events("stop requested"))

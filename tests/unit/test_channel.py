@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
+import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +25,10 @@ WAIT_S = 5.0
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-def run(work: Awaitable[Any]) -> Any:
+def run(work: Awaitable[Any], limit_s: float = 30) -> Any:
     async def limited() -> Any:
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(limit_s):
                 return await work
         finally:
             # handlers of connections that are still open: let them close their sockets before the loop ends
@@ -456,7 +459,7 @@ def test_all_nodes_are_asked_at_once_and_answer_in_their_order():
                 agent(port, 0, lambda m: {"node": 0, "n": m["n"]}),
             ):
                 await pool.complete.wait()
-                replies = await asyncio.gather(*(pool.call_all("look", n=number) for number in range(40)))
+                replies = await asyncio.gather(*(pool.call_all("ask", n=number) for number in range(40)))
             assert [[reply["node"] for reply in both] for both in replies] == [[0, 1]] * 40
             assert [both[0]["n"] for both in replies] == list(range(40))
 
@@ -468,7 +471,7 @@ def test_replies_that_come_in_another_order_find_their_calls():
         held: list[Message] = []
         async with pooling(1) as (pool, port), agent(port, 0, held.append) as node:
             await pool.complete.wait()
-            calls = [asyncio.create_task(pool.links[0].call("look", n=n)) for n in range(3)]
+            calls = [asyncio.create_task(pool.links[0].call("ask", n=n)) for n in range(3)]
             await until(lambda: len(held) == 3)
             for message in reversed(held):
                 node.client.send({"kind": "reply", "id": message["id"], "n": message["n"]})
@@ -483,7 +486,7 @@ def test_replies_that_nobody_waits_for_change_nothing():
             await pool.complete.wait()
             for odd in ({"id": 999}, {"id": -1}):
                 node.client.send({"kind": "reply", **odd})
-            node.client.send({"kind": "progress"})
+            node.client.send({"kind": "progress", "ranks": []})
             assert await events_of(pool, 1) == [(0, "progress")]
             assert await pool.links[0].call("ping") is not None
 
@@ -508,8 +511,8 @@ def test_an_agent_that_does_not_answer_is_lost():
     async def work() -> None:
         async with pooling(1) as (pool, port), agent(port, 0, lambda _: None):
             await pool.complete.wait()
-            with pytest.raises(AgentLost, match="the agent on n0 did not answer 'look' within 0 s"):
-                await pool.links[0].call("look", timeout_s=0.05)
+            with pytest.raises(AgentLost, match="the agent on n0 did not answer 'ask' within 0 s"):
+                await pool.links[0].call("ask", timeout_s=0.05)
 
     run(work())
 
@@ -520,13 +523,13 @@ def test_calls_fail_at_once_when_the_agent_goes():
             async with agent(port, 0, lambda _: None) as node:
                 await pool.complete.wait()
                 link = pool.links[0]
-                call = asyncio.create_task(link.call("look", timeout_s=30))
+                call = asyncio.create_task(link.call("ask", timeout_s=30))
                 await until(lambda: node.calls)
             with pytest.raises(AgentLost, match="has gone"):
                 await call
             assert await events_of(pool, 1) == [(0, "disconnected")]
             with pytest.raises(AgentLost, match="is not connected"):
-                await link.call("look")
+                await link.call("ask")
             await pool.tell_all("kill")  # nobody to tell is fine
 
     run(work())
@@ -539,7 +542,7 @@ def test_a_node_that_reconnects_takes_its_place():
             first = pool.links[0]
             async with agent(port, 0, lambda _: {"life": 2}):
                 await until(lambda: pool.links[0] is not first and first.channel is None)
-                assert await pool.call_all("look") == [{"kind": "reply", "id": 1, "life": 2}]
+                assert await pool.call_all("ask") == [{"kind": "reply", "id": 1, "life": 2}]
                 assert pool.events.empty(), "the old connection's end is nobody's finding"
 
     run(work())
@@ -580,7 +583,7 @@ def test_strangers_do_not_disturb_the_others(nonsense):
                         writer.write_eof()
                     with contextlib.suppress(OSError):
                         assert len(await reader.read()) <= 33
-                assert (await pool.call_all("look", n=number))[0]["n"] == number
+                assert (await pool.call_all("ask", n=number))[0]["n"] == number
             assert pool.events.empty()
 
     run(work())
@@ -636,3 +639,273 @@ def test_the_secret_is_in_no_line():
     run(three_messages_through(recorder))
     assert all(SECRET not in line for line in recorder.lines)
     assert json.loads(recorder.lines[1].partition(b" ")[2]) == {"kind": "m", "n": 1}, "authentic, not confidential"
+
+
+# authentic and malformed: whoever knows the secret may still be broken
+
+FACTS: Message = {
+    "rank": 0, "state": 2, "attached": True, "step": 5, "until": 9, "saved": -1, "resumed": 0, "first_step_at": 1.5,
+    "answered": -1, "metric": 0.25,
+}  # fmt: skip
+EXITED: Message = {"kind": "exited", "code": 0, "killed": False, **FACTS}
+
+
+def without(message: Message, key: str) -> Message:
+    return {name: value for name, value in message.items() if name != key}
+
+
+GOOD_REPORTS = [
+    EXITED,
+    EXITED | {"code": -9, "something": "new", "longest_step_s": 1.5},
+    {"kind": "progress", "ranks": [], "ready": True},
+    {"kind": "progress", "ranks": [FACTS, FACTS | {"rank": 1, "metric": float("nan"), "save_s": 0}]},
+    {"kind": "signal", "name": "SIGTERM", "count": 1, "at": 1.5},
+    {"kind": "a kind of tomorrow", "ranks": None},
+]
+
+BAD_REPORTS = [
+    {"kind": "disconnected"},
+    {"kind": "hello", "node": 0, "host": "n0", "pid": 1},
+    {"kind": "signal"},
+    {"kind": "signal", "name": 15},
+    {"kind": "signal", "name": "x" * 999},
+    {"kind": "signal", "name": "a\nb"},
+    {"kind": "progress"},
+    {"kind": "progress", "ranks": None},
+    {"kind": "progress", "ranks": {}},
+    {"kind": "progress", "ranks": [None]},
+    {"kind": "progress", "ranks": [[]]},
+    {"kind": "exited"},
+    *({"kind": "progress", "ranks": [FACTS, without(FACTS, key)]} for key in FACTS),
+    *(without(EXITED, key) for key in ("code", "killed", "rank", "state")),
+    *(
+        EXITED | {key: value}
+        for key in ("rank", "code", "step", "state")
+        for value in (None, "1", 1.5, True, [1], 2**64)
+    ),
+    *(EXITED | {key: value} for key in ("attached", "killed") for value in (None, 1, "true")),
+    EXITED | {"rank": -1},
+    EXITED | {"state": 99},
+    EXITED | {"code": 300},
+    EXITED | {"first_step_at": float("nan")},
+    EXITED | {"metric": "low"},
+    EXITED | {"longest_step_s": "slow"},
+    EXITED | {"save_s": float("inf")},
+]
+
+BAD_BODIES = [
+    b"", b" ", b"null", b"1", b'"x"', b"[]", b"{}", b'{"kind":1}', b'{"kind":null}', b"{", b'{"kind":"a"',
+    b"\xff\xfe{}", b'{"kind":"progress","ranks":' + b"[" * 100_000, b'{"kind":' * 20_000,
+    b'{"kind":"signal","name":' + b"9" * 5000 + b"}",
+    b'{"kind":"exited","code":1e999}', b'{"kind":"progress","ranks":[{"rank":' + b"9" * 4000 + b"}]}", b"\x00" * 200,
+]  # fmt: skip
+
+
+def write_body(client: Channel, body: bytes) -> None:
+    """Any bytes, with the right proof."""
+    client._writer.write(client._mac(client._mine, client._sent, body) + b" " + body + b"\n")
+    client._sent += 1
+
+
+def test_well_formed_reports_are_passed_on():
+    async def work() -> None:
+        async with pooling(1) as (pool, port), agent(port, 0) as node:
+            for report in GOOD_REPORTS:
+                node.client.send(report)
+            assert await events_of(pool, len(GOOD_REPORTS)) == [(0, report["kind"]) for report in GOOD_REPORTS]
+            assert await pool.links[0].call("ping") is not None
+
+    run(work())
+
+
+@pytest.mark.parametrize("report", BAD_REPORTS, ids=lambda report: json.dumps(report)[:60])
+def test_a_malformed_report_closes_its_connection_and_goes_no_further(report):
+    async def work() -> None:
+        async with pooling(2) as (pool, port), agent(port, 0), agent(port, 1) as broken:
+            await pool.complete.wait()
+            broken.client.send(report)
+            assert await events_of(pool, 1) == [(1, "disconnected")]
+            assert pool.events.empty()
+            assert await pool.links[0].call("ping") is not None
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("kind", "reply"),
+    [
+        ("port", {}),
+        ("port", {"port": "80"}),
+        ("port", {"port": 0}),
+        ("port", {"port": True}),
+        ("look", {}),
+        ("look", {"looks": 5}),
+        ("look", {"looks": [5]}),
+        ("look", {"looks": [[True, 1, True]]}),
+        ("propose", {"looks": [[True, "1", True, 0]]}),
+        ("look", {"looks": [[1, 1, True, 0]]}),
+    ],
+    ids=str,
+)
+def test_a_malformed_reply_fails_its_call_and_closes_its_connection(kind, reply):
+    async def work() -> None:
+        async with pooling(2) as (pool, port), agent(port, 0), agent(port, 1, lambda _: reply):
+            await pool.complete.wait()
+            with pytest.raises(AgentLost, match="has gone"):
+                await pool.links[1].call(kind)
+            assert await events_of(pool, 1) == [(1, "disconnected")]
+            assert await pool.links[0].call("ping") is not None
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("kind", "reply"),
+    [("port", {"port": 1234}), ("look", {"looks": [[True, 2, True, -1]]}), ("propose", {"looks": []})],
+    ids=str,
+)
+def test_a_well_formed_reply_is_handed_over(kind, reply):
+    async def work() -> None:
+        async with pooling(1) as (pool, port), agent(port, 0, lambda _: reply):
+            await pool.complete.wait()
+            assert (await pool.links[0].call(kind)).items() >= reply.items()
+
+    run(work())
+
+
+HELLO: Message = {"kind": "hello", "node": 1, "host": "n1", "pid": 7}
+BAD_HELLOS = [
+    *(without(HELLO, key) for key in ("node", "host", "pid")),
+    *(HELLO | {"node": value} for value in (-1, 2, 99, "1", 1.0, True, None, [1], 2**70)),
+    *(HELLO | {"host": value} for value in ("", 5, None, "a\nb", "x" * 999)),
+    *(HELLO | {"pid": value} for value in (-1, "7", None, 2**40)),
+    HELLO | {"kind": "progress"},
+    EXITED,
+]
+
+
+class Attacker:
+    """One of ten thousand: its number chooses what it sends. Returns when the pool has closed its connection."""
+
+    def __init__(self, port: int, recorded: list[bytes]) -> None:
+        self.port, self.recorded = port, recorded
+        self.kinds = [self.a_stranger, self.a_wrong_secret, self.a_replay, self.authentic_nonsense, self.a_bad_hello,
+                      self.a_bad_report]  # fmt: skip
+
+    async def attack(self, number: int) -> None:
+        await self.kinds[number % len(self.kinds)](number // len(self.kinds))
+
+    async def a_stranger(self, number: int) -> None:
+        lines = [b"GET / HTTP/1.1\r\n\r\n", b"", b"\n", b"\x00" * 99 + b"\n", b"0" * 31 + b"\n", b"0" * 33 + b"\n",
+                 b"0" * 32 + b"\n", b"0" * 32 + b"\n" + b"f" * 64 + b' {"kind":"hello"}\n', b"0" * 32 + b"\n \n",
+                 b"0" * 32 + b"\n" + b"f" * 64, b"x" * (MAX_LINE_BYTES + 9), "é".encode() * 16 + b"\nx\n"]  # fmt: skip
+        line = lines[number % len(lines)]
+        await self.raw(line if number % 40 == 10 or len(line) < 1000 else b"x\n")
+
+    async def a_wrong_secret(self, number: int) -> None:
+        await self.signed([HELLO], secret=secrets.token_bytes(number % 64))
+
+    async def a_replay(self, number: int) -> None:
+        await self.raw(b"".join(self.recorded[: 1 + number % len(self.recorded)]))
+
+    async def authentic_nonsense(self, number: int) -> None:
+        await self.signed([BAD_BODIES[number % len(BAD_BODIES)]])
+
+    async def a_bad_hello(self, number: int) -> None:
+        await self.signed([BAD_HELLOS[number % len(BAD_HELLOS)]])
+
+    async def a_bad_report(self, number: int) -> None:
+        """From an agent that belongs to the run: node 1."""
+        bad = [
+            *BAD_REPORTS,
+            *BAD_BODIES,
+            {"kind": "reply"},
+            {"kind": "reply", "id": "1"},
+            {"kind": "reply", "id": True},
+        ]
+        await self.signed([HELLO, bad[number % len(bad)]])
+
+    async def raw(self, content: bytes) -> None:
+        async with stranger(self.port) as (reader, writer):
+            with contextlib.suppress(OSError):
+                writer.write(content)
+                writer.write_eof()
+            with contextlib.suppress(OSError):
+                assert len(await reader.read()) in (0, 33)
+
+    async def signed(self, messages: list[Message | bytes], secret: bytes = SECRET) -> None:
+        async with talking(self.port, secret) as client:
+            for message in messages:
+                write_body(client, message if isinstance(message, bytes) else json.dumps(message).encode())
+            with contextlib.suppress(BadMessage):
+                assert await client.receive() is None
+
+
+class Told(logging.Handler):
+    """Counts what is logged of refused connections."""
+
+    refusals = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.refusals += record.getMessage().startswith("refused a connection")
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.timeout(240)
+def test_ten_thousand_malformed_messages_close_only_their_own_connections(monkeypatch):
+    """Beside them a node goes on answering; nothing of them reaches the supervisor, and nothing is left of them."""
+    attackers, rounds = 10_000, 12
+    told = Told()
+    monkeypatch.setattr(agents.log, "propagate", False)  # the records that pytest keeps would count as a leak of ours
+    monkeypatch.setattr(agents.log, "handlers", [told])
+
+    async def work() -> None:
+        recorder = Recorder()
+        await three_messages_through(recorder)
+        raised: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: raised.append(context))
+        async with pooling(2) as (pool, port), agent(port, 0, lambda m: {"n": m["n"]}):
+            await until(lambda: pool.links)
+            steady, attacker = pool.links[0], Attacker(port, recorder.lines)
+            answers, others, before = 0, set(), (0, 0, 0)
+
+            async def crowd(first: int) -> None:
+                for number in range(first, attackers, rounds):
+                    await attacker.attack(number)
+                    if number == attackers // 2:
+                        nonlocal before
+                        before = (open_files(), len(asyncio.all_tasks()), resident_bytes())
+
+            async def ask() -> None:
+                nonlocal answers
+                while True:
+                    assert (await steady.call("ask", n=answers, timeout_s=WAIT_S))["n"] == answers
+                    answers += 1
+                    while not pool.events.empty():
+                        link, message = pool.events.get_nowait()
+                        others.add((link.node, message["kind"]))
+                    await asyncio.sleep(0.002)
+
+            asking = asyncio.create_task(ask())
+            await asyncio.gather(*(crowd(first) for first in range(rounds)))
+            await until(lambda: len(pool._tasks) == 1)
+            assert not asking.done() and answers > 100
+            asking.cancel()
+            assert others == {(1, "disconnected")}
+            assert pool.links[0] is steady and steady.channel is not None
+            assert set(pool.links) == {0, 1} and pool.links[1].channel is None
+            assert pool._strangers == 0
+            assert raised == []
+            assert open_files() <= before[0] and len(asyncio.all_tasks()) <= before[1]
+            assert resident_bytes() - before[2] < 8 * 1024 * 1024
+            assert pool._refused > 5000
+            assert told.refusals < 30, "a stranger could fill the disk"
+
+    run(work(), limit_s=200)

@@ -31,6 +31,11 @@ def test_a_new_page_says_that_nothing_happened_yet(page):
     assert math.isnan(page.metric())
 
 
+def test_every_field_has_a_place_of_its_own_on_the_page():
+    assert len({int(slot) for slot in Slot}) == len(Slot.__members__), "two names of one slot would be one field"
+    assert max(Slot) < SIZE_BYTES // 8
+
+
 def test_a_page_is_for_the_user_alone(page, tmp_path):
     path = tmp_path / "rank-3"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -20,6 +20,8 @@ from slurmft.scheduler.parsing import (
     parse_jobs,
     parse_pairs,
     parse_time,
+    refusal_hint,
+    why_never,
 )
 
 NO_DATABASE = settings(database=None, deadline=None)
@@ -178,6 +180,38 @@ def scontrol(state: str, restarts: int = 0, **fields: str) -> str:
 
 
 LIMIT_REACHED = {"StartTime": "2026-11-20T15:28:18", "EndTime": "2026-11-20T15:31:18"}
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "ending"),
+    [
+        ("COMPLETING", "0:0", JobEnding.CANCELLED),
+        ("COMPLETING", "0:15", JobEnding.CANCELLED),
+        ("COMPLETING", "143:0", JobEnding.CANCELLED),
+        ("COMPLETING", "0:9", JobEnding.BATCH_LOST),
+        ("FAILED", "137:0", JobEnding.BATCH_LOST),
+        ("CANCELLED", "0:9", JobEnding.CANCELLED),
+    ],
+)
+def test_the_end_of_the_batch_step_is_told_by_its_exit_code(state, code, ending):
+    """A shell that waits for us obeys the TERM of a scancel at once; what was killed did not obey."""
+    assert parse_ending(scontrol(state).replace("ExitCode=0:0", f"ExitCode={code}"), 0) is ending
+
+
+@pytest.mark.parametrize(
+    ("end", "grace_s", "ending"),
+    [
+        ("15:28:28", 20.0, JobEnding.PREEMPTED),
+        ("15:28:27", 20.0, JobEnding.PREEMPTED),
+        ("15:28:12", 20.0, JobEnding.CANCELLED),
+        ("15:28:08", 0.0, JobEnding.PREEMPTED),
+        ("15:28:12", 0.0, JobEnding.PREEMPTED),
+    ],
+    ids=["at the end of the grace", "clocks round", "in the middle of it", "no grace", "later than no grace"],
+)
+def test_an_end_within_the_grace_of_a_preemption_is_a_scancel(end, grace_s, ending):
+    text = scontrol("COMPLETING", PreemptTime="2026-11-20T15:28:08", EndTime=f"2026-11-20T{end}")
+    assert parse_ending(text, 0, grace_s=grace_s) is ending
 
 
 @pytest.mark.parametrize(
@@ -348,3 +382,50 @@ def test_what_describes_the_parent_does_not_leak_into_a_successor():
 @pytest.mark.parametrize("name", ["SBATCH_PARTITION", "SBATCH_EXCLUDE"])
 def test_what_the_user_set_for_sbatch_stays(name):
     assert scrubbed({name: "x"}) == {name: "x"}
+
+
+@pytest.mark.parametrize(
+    "reason",
+    ["PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints", "InvalidAccount", "InvalidQOS",
+     "DependencyNeverSatisfied", "QOSMaxNodePerJobLimit", "AssocMaxCpuPerJobLimit"],
+)  # fmt: skip
+def test_reasons_that_time_does_not_mend(reason):
+    assert why_never(reason)
+
+
+@pytest.mark.parametrize(
+    "reason",
+    ["None", "", "Priority", "Resources", "BeginTime", "Dependency", "JobHeldUser", "JobHeldAdmin", "Licenses",
+     "QOSGrpNodeLimit", "ReqNodeNotAvail, UnavailableNodes:n1", "PartitionDown", "AssocGrpCpuLimit",
+     "QOSMaxJobsPerUserLimit"],
+)  # fmt: skip
+def test_reasons_that_pass(reason):
+    assert why_never(reason) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("Batch job submission failed: Invalid node name specified", "exclude or nodelist"),
+        ("invalid partition specified: x Batch job submission failed: Invalid partition name specified", "partition"),
+        ("Batch job submission failed: Invalid account or account/partition combination specified", "slurm.account"),
+        ("Batch job submission failed: Invalid qos specification", "slurm.qos"),
+        ("Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)", "slurm.time"),
+        ("Invalid --time specification", "slurm.time"),
+        ("Invalid generic resource (gres) specification", "slurm.gpus_per_node"),
+        ("Batch job submission failed: Invalid feature specification", "slurm.constraint"),
+        ("Memory specification can not be satisfied Batch job submission failed: Requested node configuration is not "
+         "available", "slurm.mem"),
+        ("CPU count per node can not be satisfied Batch job submission failed: Requested node configuration is not "
+         "available", "slurm.cpus_per_task"),
+        ("Batch job submission failed: Node count specification invalid", "nodes"),
+        ("Batch job submission failed: Requested node configuration is not available", "nodes"),
+        ("Batch job submission failed: Requested reservation is invalid", "reservation"),
+    ],
+)  # fmt: skip
+def test_what_sbatch_refuses_has_a_hint_that_names_the_key(words, key):
+    assert key in refusal_hint(words)
+
+
+def test_words_that_nobody_knows_have_no_hint():
+    assert refusal_hint("the site's own plugin says no") == ""

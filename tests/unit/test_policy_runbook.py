@@ -10,7 +10,7 @@ from slurmft.config import validate
 from slurmft.launch.ending import budget_of
 from slurmft.policy.decide import Budget, decide
 from slurmft.policy.exit_actions import ExitAction, explicit_action, parse_codes
-from slurmft.policy.grace import JobTimes, cause_of_signal, time_left_s
+from slurmft.policy.grace import JobTimes, cause_of_signal
 from slurmft.policy.judge import Circumstances, WorkerEnd, is_planned, judge
 from slurmft.policy.sbatch_options import OWNED_OPTIONS, SBATCH_OPTIONS
 from slurmft.policy.verdict import PLANNED, Action, Cause, Verdict
@@ -268,14 +268,6 @@ LIMIT = JobTimes(start=1000.0, end=4600.0, limit_s=3600.0)
 )
 def test_why_a_term_came(times, now, cause):
     assert cause_of_signal(times, now=now, lead_s=120.0) is cause
-
-
-@pytest.mark.parametrize(
-    ("end_at", "left_s"),
-    [(None, 117.0), (1020.0, 17.0), (1003.0, 1.0), (900.0, 1.0), (1120.0, 117.0)],
-)
-def test_the_time_left_leaves_room_for_the_requeue(end_at, left_s):
-    assert time_left_s(JobTimes(start=0.0, end=end_at, limit_s=None), now=1000.0, lead_s=120.0) == left_s
 
 
 # exit codes

@@ -6,6 +6,7 @@ The supervisor in the model is the real ``launch.stopping.agree``; agents and wo
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -485,3 +486,46 @@ def test_the_models_worker_is_the_real_worker(script, ticks):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agreement, "HOLD_PAUSE_S", 0.0)
         assert outcome(real.at, real_page) == outcome(lambda tick: run_model(model, tick), model_page)
+
+
+class PoolThatSays:
+    """Agents whose answers are written down; remembers what it was asked."""
+
+    def __init__(self, *answers: list[tuple[int, int]]) -> None:
+        self._answers = list(answers)
+        self.asked: list[tuple[str, int | None]] = []
+
+    async def call_all(self, kind: str, *, tick: int | None = None, **_fields: Any) -> list[dict[str, Any]]:
+        self.asked.append((kind, tick))
+        ticks = self._answers.pop(0) if self._answers else []
+        return [{"looks": [[True, tick, True, holding] for tick, holding in ticks]}]
+
+
+def test_a_rank_that_leaves_its_evaluation_before_the_proposed_batch_moves_the_stop_to_a_boundary():
+    """The others wait at the batch; were it committed, they would save and wait for a rank that trains on."""
+    batch, proposed, boundary = tick_of(4, 0, 7), tick_of(4, 0, 8), tick_of(7)
+    pool = PoolThatSays(
+        [(batch, NOTHING), (batch, NOTHING)],
+        [(batch, NOTHING), (proposed, proposed)],
+        [(batch, NOTHING), (proposed, proposed)],
+        [(tick_of(5), NOTHING), (proposed, proposed)],
+        [(tick_of(5), NOTHING), (proposed, boundary)],
+    )
+    plan = asyncio.run(agree(pool, StopAction.SAVE_AND_STOP))  # type: ignore[arg-type]
+    assert plan == StopAt(boundary)
+    assert pool.asked == [
+        ("look", None), ("propose", proposed), ("look", None), ("look", None), ("propose", boundary),
+        ("commit", boundary),
+    ]  # fmt: skip
+
+
+def test_a_batch_is_agreed_on_when_all_ranks_wait_at_it():
+    batch, proposed = tick_of(4, 0, 7), tick_of(4, 0, 8)
+    pool = PoolThatSays(
+        [(batch, NOTHING), (batch, NOTHING)],
+        [(batch, NOTHING), (proposed, proposed)],
+        [(proposed, proposed), (proposed, proposed)],
+    )
+    plan = asyncio.run(agree(pool, StopAction.SAVE_AND_STOP))  # type: ignore[arg-type]
+    assert plan == StopAt(proposed)
+    assert pool.asked[-1] == ("commit", proposed)

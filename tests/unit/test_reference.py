@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from slurmft import config as configuration
+from slurmft.cli.schema import schema
 from slurmft.config import RunConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -79,15 +80,15 @@ def test_without_its_optional_keys_the_reference_means_the_same():
 
 def test_the_schema_is_up_to_date():
     stored = json.loads((CONFIGS / "schema.json").read_text(encoding="utf-8"))
-    assert stored == configuration.schema(), "slurmft schema > configs/schema.json"
+    assert stored == schema(), "slurmft schema > configs/schema.json"
 
 
 def test_the_schema_describes_every_key():
     def undescribed(model: dict[str, Any]) -> list[str]:
         return [name for name, value in model["properties"].items() if not ("description" in value or "$ref" in value)]
 
-    schema = configuration.schema()
-    assert undescribed(schema) == [name for part in schema["$defs"].values() if "properties" in part
+    text = schema()
+    assert undescribed(text) == [name for part in text["$defs"].values() if "properties" in part
                                    for name in undescribed(part)] == []  # fmt: skip
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +27,7 @@ def own_environment(monkeypatch) -> Iterator[None]:
     for name in list(os.environ):
         if name.startswith(("SLURM", "SLURMFT_", "TORCHELASTIC_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             monkeypatch.delenv(name)
-    # without the hook for forked children, which would stay in this process for good
+    # without the shield for this process's children, which would stay for good
     monkeypatch.setattr(StopSignal, "_installed", StopSignal())
     before = signal.getsignal(signal.SIGTERM)
     yield
@@ -285,6 +282,22 @@ def test_an_evaluation_that_is_left_early_or_fails_leaves_them_untouched_too(pag
             assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_an_evaluation_that_nobody_closes_does_not_reach_into_later_steps(page):
+    """Its iterator is kept, and collected whenever: the random numbers of the training must not jump back then."""
+    with start_session(seed=3) as session:
+        for step in session.steps(start=0, until=4, save=lambda _: None):
+            assert page[Slot.STATE] == State.TRAINING
+            if step < 2:
+                kept = session.evaluating(range(4))
+                next(kept)
+            draws()
+            if step == 2:
+                before, tick = torch.get_rng_state(), page[Slot.TICK]
+                del kept
+                assert torch.equal(torch.get_rng_state(), before)
+                assert page[Slot.TICK] == tick
+
+
 def evaluate_with_a_stop_inside(page: Page, action: StopAction) -> tuple[list[int], list[bool], torch.Tensor, int]:
     """Saved steps, whether the random state at each save is the one before the evaluation, and batches seen."""
     saves: list[int] = []
@@ -405,55 +418,3 @@ def test_a_handler_that_calls_the_one_before_it_is_called_once():
 
         training.run(9, during={1: install, 3: lambda: os.kill(os.getpid(), signal.SIGTERM)})
     assert called == [signal.SIGTERM]
-
-
-# data loaders, in a process of their own: the hook for forked children stays in a process for good
-
-LOADER = """
-import os, signal, sys, time
-from pathlib import Path
-import psutil, torch
-from torch.utils.data import DataLoader, Dataset
-from slurmft.training.signals import StopSignal
-
-class Numbers(Dataset):
-    def __len__(self): return 64
-    def __getitem__(self, index): return index
-
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-StopSignal.install()
-loader = DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context="fork", persistent_workers=True)
-batches = iter(loader)
-next(batches)
-workers = [worker.pid for worker in batches._workers]
-print(os.getpid(), *workers, flush=True)
-input()  # the stranger signals everybody in between
-assert all(worker.is_alive() for worker in batches._workers), "a loader died of a stranger's TERM"
-assert StopSignal._installed.seen, "the trainer did not hear it"
-assert sum(len(batch) for batch in batches) == 60, "the loader lost samples"
-began = time.monotonic()
-signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own handler would raise: this end is meant
-batches._workers[0].terminate()
-batches._workers[0].join(10)
-assert batches._workers[0].exitcode == 143, batches._workers[0].exitcode
-print("fine", round(time.monotonic() - began, 1), flush=True)
-os._exit(0)  # torch would report the loader that we have ended
-"""
-
-
-def test_a_data_loader_survives_a_strangers_term_but_not_its_parents():
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(LOADER)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    ) as trainer:  # fmt: skip
-        assert trainer.stdout is not None
-        try:
-            pids = [int(word) for word in trainer.stdout.readline().split()]
-            assert len(pids) == 3
-            for _ in range(3):
-                os.killpg(trainer.pid, signal.SIGTERM)
-            out, errors = trainer.communicate("go\n", timeout=60)
-        finally:
-            trainer.kill()
-    assert trainer.returncode == 0, errors
-    assert out.startswith("fine")

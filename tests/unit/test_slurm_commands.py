@@ -15,7 +15,7 @@ import pytest
 
 from slurmft.config import RunConfig, validate
 from slurmft.errors import SlurmError, SlurmUnavailable, UsageError
-from slurmft.scheduler import command, slurm, submission
+from slurmft.scheduler import command, slurm, submission, successor
 from slurmft.scheduler.submission import parse_sbatch_options, script_text, submit_to_slurm
 from slurmft.storage.run_folder import RunFolder
 
@@ -187,10 +187,41 @@ def test_signals_are_ignored_inside_and_handled_again_afterwards():
 DISABLED = 'echo "Requested operation is presently disabled for job 7" >&2; exit 1'
 
 
-def test_a_requeue_is_two_commands(stubs):
+LOOK = "scontrol -o show job 7"
+UPDATE = "scontrol update JobId=7 StartTime=now+2"
+
+
+def test_a_requeue_looks_whether_it_should_acts_and_sets_the_begin_time(stubs):
     stubs.write("scontrol", "")
-    slurm.requeue("7", delay_s=2, patience_s=1)
-    assert stubs.calls() == ["scontrol requeue 7", "scontrol update JobId=7 StartTime=now+2"]
+    slurm.requeue("7", restart=0, delay_s=2, patience_s=1)
+    assert stubs.calls() == [LOOK, "scontrol requeue 7", UPDATE]
+
+
+def test_a_job_that_was_requeued_already_is_not_requeued_again(stubs):
+    stubs.write("scontrol", 'echo "JobState=COMPLETING Restarts=3"')
+    slurm.requeue("7", restart=2, delay_s=2, patience_s=1)
+    assert stubs.calls() == [LOOK, UPDATE]
+
+
+def test_a_job_that_was_cancelled_while_slurm_did_not_answer_stays_cancelled(stubs):
+    stubs.write(
+        "scontrol",
+        f"""
+        if [ "$1" = requeue ]; then echo "Unable to contact slurm controller" >&2; exit 1; fi
+        [ $(wc -l < {stubs.log}) -gt 2 ] && echo "JobState=COMPLETING Restarts=0 ExitCode=0:0"
+        """,
+    )
+    with pytest.raises(slurm.JobCancelled):
+        slurm.requeue("7", restart=0, delay_s=2, patience_s=5)
+    assert stubs.calls().count("scontrol requeue 7") == 1
+    assert UPDATE not in stubs.calls()
+
+
+def test_a_begin_time_after_a_long_silence_allows_for_slurmds_late_report(stubs, monkeypatch):
+    monkeypatch.setattr(slurm, "SILENT_S", -1.0)
+    stubs.write("scontrol", "")
+    slurm.requeue("7", restart=0, delay_s=2, patience_s=1)
+    assert stubs.calls()[-1] == f"scontrol update JobId=7 StartTime=now+{2 + slurm.COMPLETION_RETRY_S}"
 
 
 def test_requeueing_that_is_switched_off_is_switched_on(stubs):
@@ -200,12 +231,12 @@ def test_requeueing_that_is_switched_off_is_switched_on(stubs):
         if [ "$1" = requeue ] && ! grep -q Requeue=1 {stubs.log}; then {DISABLED}; fi
         """,
     )
-    slurm.requeue("7", delay_s=2, patience_s=1)
-    assert stubs.calls() == [
+    slurm.requeue("7", restart=0, delay_s=2, patience_s=1)
+    assert [call for call in stubs.calls() if call != LOOK] == [
         "scontrol requeue 7",
         "scontrol update JobId=7 Requeue=1",
         "scontrol requeue 7",
-        "scontrol update JobId=7 StartTime=now+2",
+        UPDATE,
     ]
 
 
@@ -220,21 +251,23 @@ def test_requeueing_that_is_switched_off_is_switched_on(stubs):
 def test_requeueing_that_stays_off_says_so(stubs, body):
     stubs.write("scontrol", body)
     with pytest.raises(slurm.RequeueDisabled):
-        slurm.requeue("7", delay_s=2, patience_s=1)
+        slurm.requeue("7", restart=0, delay_s=2, patience_s=1)
     assert not any("StartTime" in call for call in stubs.calls())
 
 
 def test_a_job_that_is_pending_counts_as_requeued(stubs):
     stubs.write("scontrol", '[ "$1" = requeue ] && { echo "Job is pending execution" >&2; exit 1; }; exit 0')
-    slurm.requeue("7", delay_s=2, patience_s=1)
+    slurm.requeue("7", restart=0, delay_s=2, patience_s=1)
     assert stubs.calls()[-1] == "scontrol update JobId=7 StartTime=now+2"
 
 
 def test_a_refused_requeue_is_an_error(stubs):
-    stubs.write("scontrol", 'echo "Job/step already completing or completed" >&2; exit 1')
+    stubs.write(
+        "scontrol", '[ "$1" = requeue ] && { echo "Job/step already completing or completed" >&2; exit 1; }; exit 0'
+    )
     with pytest.raises(SlurmError, match="already completing"):
-        slurm.requeue("7", delay_s=2, patience_s=1)
-    assert len(stubs.calls()) == 1
+        slurm.requeue("7", restart=0, delay_s=2, patience_s=1)
+    assert stubs.calls() == [LOOK, "scontrol requeue 7"]
 
 
 def test_both_commands_survive_the_terms_that_the_requeue_itself_sends(stubs):
@@ -243,14 +276,14 @@ def test_both_commands_survive_the_terms_that_the_requeue_itself_sends(stubs):
     code = (
         "from slurmft.scheduler import command, slurm\n"
         "with command.ignoring_signals():\n"
-        "    slurm.requeue('7', delay_s=2, patience_s=5)\n"
+        "    slurm.requeue('7', restart=0, delay_s=2, patience_s=5)\n"
         "print('survived')\n"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, start_new_session=True, check=False
     )
     assert (result.returncode, result.stdout) == (0, "survived\n"), result.stderr
-    assert (stubs.folder / "scontrol.done").read_text() == "done requeue\ndone update\n"
+    assert (stubs.folder / "scontrol.done").read_text() == "done -o\ndone requeue\ndone update\n"
 
 
 @pytest.mark.parametrize(("delay_s", "when"), [(0, "now"), (-5, "now"), (1, "now+1"), (600, "now+600")])
@@ -284,6 +317,36 @@ def test_a_forgotten_job_is_none_and_a_silent_controller_is_an_error(stubs):
         slurm.job("7", patience_s=0.1)
 
 
+def test_one_word_that_is_no_job_id_does_not_make_all_others_forgotten(stubs):
+    stubs.write("squeue", 'echo "slurm_load_jobs error: Invalid job id: abc" >&2; exit 1')
+    with pytest.raises(SlurmError, match="Invalid job id: abc"):
+        slurm.jobs(["7", "abc"])
+
+
+def test_many_jobs_are_looked_up_in_few_commands(stubs):
+    stubs.write("squeue", 'echo "$5" | tr , "\\n" | sed "s/$/|RUNNING|None|n1|n1|1|2|3:00|low/"')
+    assert len(slurm.jobs([str(number) for number in range(20_000)])) == 20_000
+    assert len(stubs.calls()) == 10
+
+
+@pytest.mark.parametrize(
+    ("preemption", "cause"), [("preempt/partition_prio", "cancelled"), ("preempt/qos", "preempted")]
+)
+def test_a_scancel_within_the_grace_is_told_where_the_grace_is_the_partitions(stubs, preemption, cause):
+    job = "JobState=COMPLETING Restarts=0 Partition=low PreemptTime=1763650000 EndTime=1763650005 ExitCode=0:0"
+    stubs.write(
+        "scontrol",
+        f"""
+        case "$*" in
+        *"show job"*) echo "{job}" ;;
+        *"show config"*) echo "PreemptType = {preemption}" ;;
+        *) echo "PartitionName=high GraceTime=0"; echo "PartitionName=low GraceTime=20" ;;
+        esac
+        """,
+    )
+    assert slurm.ending("7", 0) == cause
+
+
 @pytest.mark.parametrize(
     ("text", "mode"),
     [("PartitionName=low PreemptMode=REQUEUE,GANG X=1", "REQUEUE"), ("PreemptMode=CANCEL", "CANCEL"), ("X=1", "OFF")],
@@ -300,7 +363,9 @@ def test_a_successor_is_submitted_once_with_a_clean_environment(stubs, tmp_path,
     stubs.write("sbatch", f'echo "{printed}"; env > "$0.env"; pwd > "$0.pwd"')
     environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "42", "SLURM_CONF": "/c", "SLURMFT_GENERATION": "3"}
     script = tmp_path / "job.sh"
-    assert slurm.submit_successor(script, after="42", options=["--nodes=2"], environment=environment) == job_id
+    options = ["--nodes=2"]
+    submitted = successor.submit_successor(script, after="42", options=options, environment=environment, patience_s=1)
+    assert submitted == job_id
     assert stubs.calls() == [f"sbatch --parsable --dependency=afterany:42 --nodes=2 {script}"]
     names = {line.split("=")[0] for line in (stubs.folder / "sbatch.env").read_text().splitlines()}
     assert "SLURM_CONF" in names
@@ -308,16 +373,26 @@ def test_a_successor_is_submitted_once_with_a_clean_environment(stubs, tmp_path,
     assert (stubs.folder / "sbatch.pwd").read_text().strip() == str(Path.cwd()), "its SLURM_SUBMIT_DIR"
 
 
-def test_a_successor_is_never_submitted_twice(stubs, tmp_path):
+def test_a_successor_whose_submission_was_not_confirmed_is_looked_for_before_another_try(stubs, tmp_path):
+    script = tmp_path / "job | 1.sh"
     stubs.write("sbatch", 'echo "Socket timed out on send/recv operation" >&2; exit 1')
+    stubs.write("squeue", f'echo "41|{script}"; echo "44|/other.sh"; echo "45|{script}"')
+    found = successor.submit_successor(script, after="42", options=[], environment=os.environ, patience_s=5)
+    assert found == "45"
+    assert [call.split()[0] for call in stubs.calls()] == ["sbatch", "squeue"]
+
+
+def test_a_successor_is_not_tried_again_while_nobody_tells_whether_there_is_one(stubs, tmp_path):
+    for name in ("sbatch", "squeue"):
+        stubs.write(name, 'echo "Socket timed out on send/recv operation" >&2; exit 1')
     with pytest.raises(SlurmUnavailable):
-        slurm.submit_successor(tmp_path / "job.sh", after="42", options=[], environment=os.environ)
-    assert len(stubs.calls()) == 1
+        successor.submit_successor(tmp_path / "a.sh", after="42", options=[], environment=os.environ, patience_s=2.5)
+    assert [call.split()[0] for call in stubs.calls()].count("sbatch") == 1
 
 
 def test_a_successor_inherits_size_and_place():
     environment = {"SLURM_JOB_PARTITION": "low", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ACCOUNT": "", "X": "1"}
-    assert slurm.inherited_options(environment) == ["--partition=low", "--nodes=2"]
+    assert successor.inherited_options(environment) == ["--partition=low", "--nodes=2"]
 
 
 # submission

@@ -6,9 +6,13 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
+import shutil
+import signal
 import stat
 import subprocess
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
@@ -22,12 +26,18 @@ from slurmft.storage import files, run_folder
 from slurmft.storage.fence import GENERATION_VARIABLE, OWNER_FILE, RUN_FOLDER_VARIABLE, check_fence
 from slurmft.storage.files import read_json, replace_atomically, write_json
 from slurmft.storage.journal import Journal
-from slurmft.storage.run_folder import REQUESTS, Attempt, Owner, RunFolder, find_run, list_runs
+from slurmft.storage.run_folder import JOBS_FILE, REQUESTS, Attempt, Owner, RunFolder, find_run, list_runs
 
 SPAWN = multiprocessing.get_context("spawn")
 NO_DATABASE = settings(
     database=None, deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
+
+
+def owner_of(**changes: object) -> Owner:
+    facts = {"job": "7", "restart": 0, "generation": 1, "cluster": "slurm", "host": "n1", "pid": 99, "birth": "b:1",
+             "folder": "", "inode": 0}  # fmt: skip
+    return Owner(**facts | changes)
 
 
 def mode_of(path: Path) -> int:
@@ -339,15 +349,49 @@ def test_a_secret_is_not_written_through_a_link(run, tmp_path):
 
 
 def claim(folder: str, actor: str) -> bool:
-    return RunFolder(Path(folder)).claim_ending(ATTEMPT, actor)
+    claim = RunFolder(Path(folder)).ending(ATTEMPT)
+    if not claim.take(actor):
+        return False
+    claim.settle("requeued")
+    return True
 
 
 def test_one_of_eight_processes_acts_on_an_ending(run, processes):
     claims = [processes.submit(claim, str(run.path), f"actor {number}") for number in range(8)]
     assert sorted(claim.result(timeout=60) for claim in claims) == [False] * 7 + [True]
-    assert not run.claim_ending(Attempt(job="12_4", restart=1, cycle=5), "another cycle of it")
-    assert run.claim_ending(Attempt(job="12_4", restart=2), "the next restart")
-    assert run.claim_ending(Attempt(job="12", restart=1), "another job")
+    assert not run.ending(Attempt(job="12_4", restart=1, cycle=5)).take("another cycle of it")
+    assert run.ending(Attempt(job="12_4", restart=2)).take("the next restart")
+    assert run.ending(Attempt(job="12", restart=1)).take("another job")
+
+
+def test_a_claim_that_was_given_back_can_be_taken_again(run):
+    claim = run.ending(ATTEMPT)
+    assert claim.take("supervisor")
+    claim.give_back()
+    assert claim.take("cron")
+    assert claim.outcome() is None
+    claim.settle("requeued")
+    assert claim.outcome() == "requeued"
+
+
+def claim_and_die(folder: str) -> None:
+    assert RunFolder(Path(folder)).ending(ATTEMPT).take("somebody who is killed")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_claim_of_a_process_that_died_is_free(run):
+    process = SPAWN.Process(target=claim_and_die, args=(str(run.path),))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert run.ending(ATTEMPT).take("cron")
+
+
+@pytest.mark.parametrize(("age_s", "is_free"), [(0.0, False), (100.0, False), (1000.0, True), (-1000.0, True)])
+def test_a_claim_from_another_host_lapses(run, age_s, is_free):
+    path = run.attempts / f"{ATTEMPT.job}.{ATTEMPT.restart}.ending.json"
+    write_json(path, {"actor": "a", "at": time.time() - age_s, "host": "elsewhere", "pid": 1, "birth": "x"})
+    assert run.ending(ATTEMPT).take("cron") is is_free
 
 
 def test_a_lock_that_is_held_says_so(run, monkeypatch):
@@ -366,7 +410,7 @@ def test_a_lock_is_given_back_after_an_error(run):
 
 
 def test_the_runs_state_is_read_back(run):
-    owner = Owner(job="7", restart=1, generation=3, cluster="slurm", host="n1", pid=99, pid_started=1.5)
+    owner = owner_of(job="7", restart=1, generation=3, cluster="slurm")
     run.take_over(owner)
     assert run.owner() == owner
     run.write_progress(step=3)
@@ -376,7 +420,7 @@ def test_the_runs_state_is_read_back(run):
 
 
 def test_an_owner_of_a_later_version_with_more_facts_is_understood(run):
-    owner = Owner(job="7", restart=1, generation=3, cluster="slurm", host="n1", pid=99, pid_started=1.5)
+    owner = owner_of(job="7", restart=1, generation=3, cluster="slurm")
     run.take_over(owner)
     text = json.loads((run.path / OWNER_FILE).read_text())
     write_json(run.path / OWNER_FILE, text | {"invented_later": 1})
@@ -393,6 +437,13 @@ def test_jobs_are_remembered_once_in_order(run):
     for job in ("7", "8", "7", "9"):
         run.add_job(job)
     assert run.jobs() == ["7", "8", "9"]
+
+
+@pytest.mark.parametrize("jobs", [5, ["7", 8], ["seven"], ["7,8"], ["7", ""], ["7;8"]])
+def test_jobs_that_squeue_would_choke_on_are_refused(run, jobs):
+    write_json(run.path / JOBS_FILE, {"jobs": jobs})
+    with pytest.raises(StorageError, match=re.escape(JOBS_FILE)):
+        run.jobs()
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
@@ -437,14 +488,33 @@ def fence_of(run: RunFolder, generation: object) -> dict[str, str]:
     return {RUN_FOLDER_VARIABLE: str(run.path), GENERATION_VARIABLE: str(generation)}
 
 
-@pytest.mark.parametrize(("mine", "stale"), [(1, True), (2, True), (3, False), (4, False)])
+@pytest.mark.parametrize(("mine", "stale"), [(1, True), (2, True), (3, False)])
 def test_an_older_generation_is_fenced(run, mine, stale):
-    run.take_over(Owner(job="9", restart=0, generation=3, cluster="slurm", host="n1", pid=1, pid_started=0.0))
+    run.take_over(owner_of(job="9", restart=0, generation=3, cluster="slurm"))
     if not stale:
         check_fence(fence_of(run, mine))
         return
     with pytest.raises(Fenced, match=rf"generation {mine} of .* was replaced by generation 3 \(job 9\)"):
         check_fence(fence_of(run, mine))
+
+
+def test_an_attempt_is_fenced_when_its_folder_was_replaced_by_an_older_copy(run):
+    run.take_over(owner_of(generation=3))
+    with pytest.raises(Fenced, match="is an older copy of itself: it knows generation 3, this attempt is generation 4"):
+        check_fence(fence_of(run, 4))
+
+
+def test_a_copy_is_known_and_refused_but_a_moved_or_restored_folder_is_not(run, tmp_path):
+    run.take_over(owner_of(folder=str(run.path), inode=run.path.stat().st_ino))
+    run.create()
+    copy = RunFolder(tmp_path / "copy")
+    shutil.copytree(run.path, copy.path)
+    with pytest.raises(StorageError, match=rf"is a copy of {re.escape(str(run.path))}"):
+        copy.create()
+    moved = RunFolder(run.path.rename(tmp_path / "moved"))
+    moved.create()
+    copy.create()  # as after a move to another filesystem: the original is gone
+    RunFolder(copy.path.rename(run.path)).create()
 
 
 def test_a_process_of_no_run_is_never_fenced(run, monkeypatch):
@@ -458,7 +528,7 @@ def test_a_run_without_an_owner_fences_nobody(run):
 
 
 def test_a_process_that_knows_no_generation_is_older_than_all(run):
-    run.take_over(Owner(job="9", restart=0, generation=1, cluster="local", host="n1", pid=1, pid_started=0.0))
+    run.take_over(owner_of(job="9", restart=0, generation=1, cluster="local"))
     with pytest.raises(Fenced):
         check_fence({RUN_FOLDER_VARIABLE: str(run.path)})
 

@@ -1,0 +1,36 @@
+"""The JSON schema of a configuration, with the texts that stand beside its keys."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+from typing import Any
+
+from slurmft import config as configuration
+from slurmft.config import RunConfig
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of a configuration, for editors."""
+    value = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
+    texts = _texts(Path(configuration.__file__).read_text(encoding="utf-8"))
+    for name, part in {**value["$defs"], RunConfig.__name__: value}.items():
+        for key, facts in part.get("properties", {}).items():
+            if text := texts.get((name, key)):
+                facts["description"] = text
+    return value
+
+
+def _texts(source: str) -> dict[tuple[str, str], str]:
+    """(class, attribute) -> the string below it.
+
+    pydantic would read them too, but every time a configuration is loaded, which costs a submission 15 ms.
+    """
+    found = {}
+    for model in [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]:
+        for before, node in zip(model.body, model.body[1:], strict=False):
+            match before, node:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[model.name, name] = inspect.cleandoc(text)
+    return found

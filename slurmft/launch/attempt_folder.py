@@ -1,0 +1,91 @@
+"""What the supervisor and its run folder have to tell each other while an attempt runs. Nobody waits for the folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from slurmft.errors import SlurmftError, StorageError, StorageUnavailable
+from slurmft.launch.observations import Observations
+from slurmft.launch.start import Start
+from slurmft.storage.patience import write_state
+
+FIRST_FILE_S = 60.0
+"""How long the first file of an attempt may take; nothing can start without it."""
+
+PROGRESS_S = 1.0
+"""How often progress is written."""
+
+Result = TypeVar("Result")
+
+
+class AttemptFolder:
+    """One attempt's view of its run folder."""
+
+    def __init__(self, start: Start) -> None:
+        self._run, self._journal, self._thread = start.run, start.journal, start.thread
+        self.path = start.run.attempts / str(start.cluster.attempt)
+        self._kill_seen = False
+        self._told_at = 0.0
+
+    async def tell_agents(self, where: Mapping[str, Any]) -> None:
+        """Write where the supervisor listens.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        path = self.path / "control.json"
+        try:
+            await asyncio.wait_for(self._do(lambda: write_state(path, where)), FIRST_FILE_S)
+        except TimeoutError as error:
+            raise StorageUnavailable(f"{path} could not be written within {FIRST_FILE_S:.0f} s") from error
+
+    async def requests(self, *, ready: bool) -> dict[str, str]:
+        """New requests and who made them: KILL, REQUEUE, and SAVE when the workers are ``ready`` for one."""
+        with contextlib.suppress(OSError, StorageError):  # a filesystem that hiccups; the next look finds the file
+            found = await self._do(lambda: self._look(ready=ready))
+            self._kill_seen = self._kill_seen or "KILL" in found
+            return found
+        return {}
+
+    async def tell_progress(self, seen: Observations) -> None:
+        """Write progress, and what the journal could not take before, when it is time to."""
+        if time.monotonic() - self._told_at < PROGRESS_S:
+            return
+        self._told_at = time.monotonic()
+        self._journal.retry()
+        with contextlib.suppress(OSError, StorageError):
+            await self._do(seen.write_progress)
+
+    def leave(self, seen: Observations) -> None:
+        """Write the last progress and remove the secret, before anything that is journaled from now on."""
+
+        def work() -> None:
+            with contextlib.suppress(OSError, SlurmftError):
+                (self.path / "secret").unlink(missing_ok=True)
+                seen.write_progress()
+                seen.write_timings()
+
+        self._thread.submit(work)
+
+    def last_words(self) -> str:
+        """The last line of srun's errors, with what it is; empty when there is none."""
+        try:
+            lines = (self.path / "srun.err").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        return f"; srun: {lines[-1][:300]}" if lines else ""
+
+    def _look(self, *, ready: bool) -> dict[str, str]:
+        found = {
+            "KILL": None if self._kill_seen else self._run.see_request("KILL"),
+            "REQUEUE": self._run.take_request("REQUEUE"),
+            "SAVE": self._run.take_request("SAVE") if ready else None,
+        }
+        return {kind: who for kind, who in found.items() if who is not None}
+
+    async def _do(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.wrap_future(self._thread.submit(work))

@@ -1,0 +1,34 @@
+"""The end of an attempt's agents: told first, then by way of their srun, then by force."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+
+from slurmft.launch.agents import AgentPool
+
+WIND_DOWN_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+async def end_agents(pool: AgentPool, processes: Sequence[asyncio.subprocess.Process]) -> None:
+    """Return when the agents and the processes that started them have ended, or cannot be ended."""
+    await pool.tell_all("shutdown")
+    if not pool.complete.is_set():
+        for process in processes:  # agents on their way cannot be told
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+    await pool.wait_until_gone(WIND_DOWN_S)  # even without their srun: a requeue must find nobody alive
+    waits = [asyncio.create_task(process.wait()) for process in processes]
+    if not waits:
+        return
+    _, late = await asyncio.wait(waits, timeout=WIND_DOWN_S)
+    if late:
+        log.warning("%d agent processes did not end within %.0f s; killing them", len(late), WIND_DOWN_S)
+    for process in processes:
+        if process.returncode is None:
+            process.terminate()  # srun kills its step at once when it gets TERM
+    await asyncio.wait(waits, timeout=WIND_DOWN_S)

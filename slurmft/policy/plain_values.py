@@ -1,0 +1,96 @@
+"""What a setting may be, whatever its key: values that can be written down, given to a process, and counted."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+MAX_VALUES, MAX_DEPTH = 10_000, 20
+"""A file can be short and mean billions of values, by aliases of aliases."""
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+MAX_PROBLEMS, MAX_PROBLEM_LENGTH = 20, 300
+_NAME_A_FOLDER = "name a folder of this run's own; its last part is the run's name"
+
+
+def no_bool(value: Any) -> Any:
+    """``value``, unless it is true or false, which Python would take for 1 and 0.
+
+    Raises:
+        ValueError: it is.
+    """
+    if isinstance(value, bool):
+        raise ValueError("a number is needed, not true or false")
+    return value
+
+
+def at_most(limit: float) -> Callable[[Any], Any]:
+    """A check that returns its argument, or raises ValueError when that is above ``limit``."""
+
+    def check(value: Any) -> Any:
+        if value > limit:
+            raise ValueError(f"{value:g} is too much; at most {limit:g}")
+        return value
+
+    return check
+
+
+def shown(key: Any) -> str:
+    """A key as one short line, whatever it is."""
+    text = str(key) if isinstance(key, (str, bool, float)) or key is None else repr(key)[:80]
+    return (text if text.isprintable() else repr(text))[:80]
+
+
+def did_you_mean(key: str, known: Sequence[str]) -> str:
+    """The end of a sentence: the nearest known key, or nothing when none is near."""
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def as_text(problems: Sequence[str]) -> str:
+    """The problems, one in a line, as many as somebody will read."""
+    lines = [f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"]
+    lines += [f"  {problem[:MAX_PROBLEM_LENGTH]}" for problem in problems[:MAX_PROBLEMS]]
+    if len(problems) > MAX_PROBLEMS:
+        lines.append(f"  and {len(problems) - MAX_PROBLEMS} more")
+    return "\n".join(lines)
+
+
+def unusable(raw: Mapping[str, Any]) -> Iterator[str]:
+    """What no setting can be: no text, nothing to write down, no end.
+
+    Raises:
+        ValueError: there are too many values to look at.
+    """
+    waiting: list[tuple[str, Any, int]] = [("", raw, 0)]
+    for count, (where, value, depth) in enumerate(waiting):
+        if count > MAX_VALUES or depth > MAX_DEPTH:
+            raise ValueError("too many values, or nested too deeply")
+        if isinstance(value, Mapping):
+            waiting += ((where, key, depth + 1) for key in value)
+            waiting += ((f"{where}.{shown(key)}".lstrip("."), each, depth + 1) for key, each in value.items())
+        elif isinstance(value, (list, tuple)):
+            waiting += ((where, each, depth + 1) for each in value)
+        elif isinstance(value, str):
+            if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+                yield f"{where or 'a key'}: {value[:40]!r} holds a character that is no text"
+        elif not isinstance(value, (bool, int, float, type(None))) and not hasattr(value, "__fspath__"):
+            yield f"{where or 'a key'}: a {type(value).__name__} is no setting; put it in quotes"
+
+
+def usable_run_folder(value: Any) -> Any:
+    """``value``, unless it is a path that no run can have.
+
+    Raises:
+        ValueError: says why.
+    """
+    text = str(value)
+    if not text.strip().strip("/"):
+        raise ValueError(_NAME_A_FOLDER)  # a path of nothing would be the current folder
+    if CONTROL.search(text):
+        raise ValueError(f"{text!r} holds a line break or control character")
+    if pattern := re.search(r"%[jtAa]", text):
+        raise ValueError(f"{text!r} holds {pattern.group()}, which stands for a job's number")
+    return value

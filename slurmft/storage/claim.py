@@ -1,0 +1,75 @@
+"""Who acts on the end of an attempt: supervisor, its guardian and cron may all try (design, ordering rule 2)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from slurmft.storage.files import read_json
+from slurmft.storage.patience import write_state
+from slurmft.storage.processes import birth_of, lives
+
+CLAIM_LEASE_S = 180.0
+"""A claim without an outcome that is older belongs to somebody who died on another host."""
+
+
+class EndingClaim:
+    """The right to act on the end of one (job, restart).
+
+    It is held by one living process until it is settled with an outcome, which is for good, or given back.
+    """
+
+    def __init__(self, path: Path, lock: Callable[[], AbstractContextManager[None]]) -> None:
+        self._path, self._lock = path, lock
+
+    def take(self, actor: str) -> bool:
+        """Whether the caller is the one who acts.
+
+        Raises:
+            StorageError: the run folder cannot be read or written.
+        """
+        with self._lock():
+            if _is_taken(read_json(self._path)):
+                return False
+            pid = os.getpid()
+            mine = {"actor": actor, "at": time.time(), "host": os.uname().nodename, "pid": pid, "birth": birth_of(pid)}
+            write_state(self._path, {**mine, "outcome": None})
+            return True
+
+    def outcome(self) -> str | None:
+        """What came of it; None while nobody has settled it.
+
+        Raises:
+            StorageError: the run folder cannot be read.
+        """
+        return (read_json(self._path) or {}).get("outcome")
+
+    def settle(self, outcome: str) -> None:
+        """It has been acted on; nobody will again.
+
+        Raises:
+            StorageError: the run folder cannot be read or written.
+        """
+        write_state(self._path, {**(read_json(self._path) or {}), "outcome": outcome})
+
+    def give_back(self) -> None:
+        """Acting failed; somebody else may try."""
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+
+def _is_taken(claim: Mapping[str, Any] | None) -> bool:
+    if claim is None:
+        return False
+    if claim.get("outcome") is not None:
+        return True
+    if claim.get("host") == os.uname().nodename:
+        pid = claim.get("pid")
+        return isinstance(pid, int) and pid != os.getpid() and lives(pid, str(claim.get("birth", "")))
+    at = claim.get("at")
+    return isinstance(at, int | float) and abs(time.time() - at) < CLAIM_LEASE_S

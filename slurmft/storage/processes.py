@@ -1,0 +1,42 @@
+"""Processes of this machine, as /proc tells of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_START_TICKS = 18
+"""Index of starttime among the fields of /proc/PID/stat that follow the process's state (proc(5), field 22)."""
+
+
+def birth_of(pid: int) -> str:
+    """What tells a process from a later one with the same id: the machine's boot, and its start in ticks since then.
+
+    Empty when there is no such process. A start in Unix seconds would move with every correction of the clock.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+    _, fields = _stat(Path(f"/proc/{pid}"))
+    return f"{boot}:{fields[_START_TICKS]}" if fields else ""
+
+
+def lives(pid: int, birth: str) -> bool:
+    """Whether the process that was born then still runs on this machine; a zombie does not."""
+    return bool(birth) and birth_of(pid) == birth
+
+
+def children_of(pid: int) -> list[tuple[int, str]]:
+    """Process id and name of its living children."""
+    found = [(folder, *_stat(folder)) for folder in Path("/proc").glob("[0-9]*")]
+    return [(int(folder.name), name) for folder, name, fields in found if fields and fields[0] == str(pid)]
+
+
+def _stat(folder: Path) -> tuple[str, list[str]]:
+    """Name of a living process, and what follows its state in /proc/PID/stat, its parent first; else nothing."""
+    try:
+        before, _, after = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")
+    except OSError:
+        return "", []
+    state, *fields = after.split()
+    return before.partition("(")[2], [] if state in "ZX" else fields

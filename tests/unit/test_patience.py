@@ -1,0 +1,161 @@
+"""A run folder that is full, read-only or silent: who waits, who does not, and what is written once it can be."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+
+import pytest
+
+from slurmft.errors import StorageError, StorageUnavailable
+from slurmft.storage.journal import Journal
+from slurmft.storage.patience import PASSING, FolderThread, PatientJournal, patiently, translated, write_state
+
+
+class Disk:
+    """Makes ``Journal.write`` fail or wait until it is mended."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.error: OSError | None = None
+        self.flows = threading.Event()
+        self.flows.set()
+        original = Journal.write
+
+        def write(journal, record):
+            self.flows.wait(60)
+            if self.error is not None:
+                raise self.error
+            original(journal, record)
+
+        monkeypatch.setattr(Journal, "write", write)
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    faulty = Disk(monkeypatch)
+    yield faulty
+    faulty.flows.set()
+
+
+@pytest.fixture
+def journal(tmp_path):
+    return PatientJournal(tmp_path, FolderThread(), attempt="7.0.0")
+
+
+def names(journal: PatientJournal) -> list[str]:
+    return [event.event for event in journal.read()]
+
+
+def test_events_are_written_in_order_with_their_own_times(journal):
+    before = time.time()
+    for number in range(50):
+        journal.append(f"event {number}", number=number)
+    assert journal.flush(10)
+    assert names(journal) == [f"event {number}" for number in range(50)]
+    assert all(before - 1 <= event.seconds() <= time.time() + 1 for event in journal.read())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.ESTALE], ids=errno.errorcode.get)
+def test_events_wait_in_memory_while_the_disk_takes_nothing(journal, disk, number):
+    disk.error = OSError(number, os.strerror(number))
+    journal.append("first")
+    journal.append("second")
+    assert not journal.flush(0.1)
+    assert [event.event for event in journal.unwritten()] == ["first", "second"]
+    disk.error = None
+    journal.append("third")
+    assert journal.flush(10)
+    assert names(journal) == ["first", "second", "third"]
+    assert journal.unwritten() == []
+
+
+def test_nobody_waits_for_a_folder_that_does_not_answer(journal, disk):
+    disk.flows.clear()
+    began = time.monotonic()
+    journal.append("decision")
+    assert not journal.flush(0.2)
+    assert time.monotonic() - began < 5
+    disk.flows.set()
+    assert journal.flush(10)
+    assert names(journal) == ["decision"]
+
+
+def test_half_a_line_on_a_full_disk_is_no_event_and_is_written_whole_later(tmp_path, monkeypatch):
+    journal = PatientJournal(tmp_path, FolderThread())
+    journal.append("before")
+    assert journal.flush(10)
+    original = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: original(descriptor, data[: len(data) // 2]))
+    journal.append("torn")
+    assert not journal.flush(0.1)
+    monkeypatch.setattr(os, "write", original)
+    assert journal.flush(10)
+    assert [event.event for event in journal.read()] == ["before", "torn"]
+
+
+def test_a_call_that_takes_too_long_is_an_unavailable_folder():
+    thread, gate = FolderThread(), threading.Event()
+    with pytest.raises(StorageUnavailable, match="did not answer within 0 s"):
+        thread.call(gate.wait, timeout_s=0.1)
+    gate.set()
+    assert thread.call(lambda: 5, timeout_s=10) == 5, "its thread goes on"
+
+
+def test_an_error_of_the_work_reaches_its_caller_and_not_the_thread():
+    thread = FolderThread()
+    with pytest.raises(KeyError):
+        thread.call(lambda: {}["x"], timeout_s=10)
+    with pytest.raises(TimeoutError):
+        thread.call(lambda: (_ for _ in ()).throw(TimeoutError("its own")), timeout_s=10)
+    assert thread.submit(lambda: 1).result(10) == 1
+
+
+def test_work_that_nobody_wants_any_more_is_skipped():
+    thread, gate = FolderThread(), threading.Event()
+    thread.submit(gate.wait)
+    done: list[int] = []
+    unwanted = thread.submit(lambda: done.append(1))
+    assert unwanted.cancel()
+    gate.set()
+    assert thread.call(lambda: 2, timeout_s=10) == 2
+    assert done == []
+
+
+def test_patience_ends_with_success_or_with_the_last_error():
+    tries: list[int] = []
+
+    def works_at_the_third() -> str:
+        tries.append(1)
+        if len(tries) < 3:
+            raise StorageUnavailable("full")
+        return "done"
+
+    assert patiently(works_at_the_third, patience_s=5, pause_s=0.01) == "done"
+    with pytest.raises(StorageUnavailable, match="still"):
+        patiently(lambda: (_ for _ in ()).throw(StorageUnavailable("still full")), patience_s=0.05, pause_s=0.01)
+
+
+def test_what_no_waiting_mends_is_told_at_once():
+    tries: list[int] = []
+
+    def broken() -> None:
+        tries.append(1)
+        raise StorageError("it is damaged")
+
+    with pytest.raises(StorageError, match="damaged"):
+        patiently(broken, patience_s=60)
+    assert len(tries) == 1
+
+
+@pytest.mark.parametrize("number", sorted(errno.errorcode))
+def test_every_error_of_the_system_is_one_of_ours(number):
+    error = translated("cannot write /x", OSError(number, os.strerror(number)))
+    assert isinstance(error, StorageUnavailable) is (number in PASSING)
+    assert os.strerror(number) in error.what
+
+
+def test_a_state_file_that_cannot_be_written_is_our_error(tmp_path):
+    with pytest.raises(StorageError, match=r"cannot write .*No such file"):
+        write_state(tmp_path / "gone" / "x.json", {})
