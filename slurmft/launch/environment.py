@@ -8,6 +8,7 @@ from typing import Any
 
 from slurmft.config import RunConfig
 from slurmft.storage.fence import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
+from slurmft.storage.verdicts import ERROR_DIR_VARIABLE, EVIDENCE_VARIABLE, VERDICT_VARIABLE
 
 
 def common_environment(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
@@ -50,6 +51,9 @@ def worker_environment(
         RUN_FOLDER_VARIABLE: str(config.run_folder),
         GENERATION_VARIABLE: str(start["generation"]),
         "SLURMFT_ATTEMPT": attempt,
+        VERDICT_VARIABLE: str(config.run_folder / "verdicts" / f"{attempt}.rank-{rank}.json"),
+        EVIDENCE_VARIABLE: str(config.run_folder / "verdicts" / f"{attempt}.rank-{rank}.evidence.jsonl"),
+        ERROR_DIR_VARIABLE: str(folder),
         "SLURMFT_CHECKPOINT_DIR": str(config.checkpoint_dir),
         "SLURMFT_CHECKPOINT_INTERVAL_STEPS": str(config.checkpoint.interval_steps),
         "SLURMFT_BACKEND": config.nccl.backend,

@@ -1,0 +1,141 @@
+"""What a worker leaves behind about itself and about hardware: its verdict when it ends, evidence at any time.
+
+Both are files in the run's ``verdicts`` folder, one of each per rank and attempt, so that nobody needs a lock. They beat
+exit codes, which do not survive srun and torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmft.policy.evidence import Evidence, Kind, Suspect
+from slurmft.storage.files import FORMAT, read_json, write_json
+
+VERDICT_VARIABLE = "SLURMFT_VERDICT_FILE"
+"""Where a worker writes its verdict."""
+
+EVIDENCE_VARIABLE = "SLURMFT_EVIDENCE_FILE"
+"""Where a worker adds evidence, one JSON object on each line; it is read while the run goes on, too."""
+
+ERROR_DIR_VARIABLE = "SLURMFT_ERROR_DIR"
+"""Folder in which a trainer that cannot be changed may leave ``<anything>.rank_<N>`` to say why rank N failed."""
+
+MAX_TEXT = 8000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerVerdict:
+    """What a worker says ended it."""
+
+    cause: str
+    """One of ``policy.verdict.Cause``; anything else counts as unknown."""
+
+    message: str = ""
+    traceback: str = ""
+    suspects: tuple[Suspect, ...] = ()
+    rerun: str = ""
+    """The re-run state machine's verdict: undecided, transient, persistent, correct or inconclusive; else empty."""
+
+
+def write_verdict(path: Path, verdict: WorkerVerdict) -> None:
+    """Replace the verdict; atomic.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    value = {
+        "cause": verdict.cause,
+        "message": verdict.message[-MAX_TEXT:],
+        "traceback": verdict.traceback[-MAX_TEXT:],
+        "suspects": [_plain(suspect) for suspect in verdict.suspects],
+        "rerun": verdict.rerun,
+    }
+    write_json(path, value)
+
+
+def read_verdict(path: Path) -> WorkerVerdict | None:
+    """The verdict in ``path``; None when there is none.
+
+    Raises:
+        StorageError: it cannot be read or believed.
+    """
+    value = read_json(path)
+    if value is None:
+        return None
+    suspects = value.get("suspects", [])
+    return WorkerVerdict(
+        cause=str(value.get("cause", "")),
+        message=str(value.get("message", ""))[-MAX_TEXT:],
+        traceback=str(value.get("traceback", ""))[-MAX_TEXT:],
+        suspects=tuple(_suspects(suspects if isinstance(suspects, list) else [])),
+        rerun=str(value.get("rerun", "")),
+    )
+
+
+def add_evidence(path: Path, evidence: Evidence) -> None:
+    """Append one line; whole lines only, also when the writer is killed in the middle of two.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    value = {
+        "format": FORMAT, "kind": evidence.kind, **_plain(evidence.suspect), "message": evidence.message[:1000],
+        "at": evidence.at, "step": evidence.step,
+    }  # fmt: skip
+    line = json.dumps({key: item for key, item in value.items() if item is not None}) + "\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        os.write(descriptor, line.encode())
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_evidence(path: Path) -> list[Evidence | None]:
+    """The evidence in ``path``, in order; None for a line that is damaged or of a kind that nobody knows.
+
+    Raises:
+        OSError: there is such a file, and it cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except FileNotFoundError:
+        return []
+    return [_evidence(line) for line in lines[:-1]]
+
+
+def _evidence(line: str) -> Evidence | None:
+    try:
+        value = json.loads(line)
+        step = value.get("step")
+        suspect = next(iter(_suspects([value])))
+        return Evidence(
+            kind=Kind(value["kind"]), suspect=suspect, message=str(value.get("message", ""))[:1000],
+            at=float(value["at"]), step=None if step is None else int(step),
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError, StopIteration, RecursionError):
+        return None
+
+
+def _suspects(values: Sequence[Any]) -> Sequence[Suspect]:
+    found = []
+    for value in values:
+        if isinstance(value, dict) and isinstance(node := value.get("node"), str) and node:
+            rank = value.get("rank")
+            gpu = str(value.get("gpu", ""))[:255]
+            found.append(Suspect(node=node[:255], gpu=gpu, rank=rank if type(rank) is int else None))
+    return found
+
+
+def _plain(suspect: Suspect) -> Mapping[str, Any]:
+    value: dict[str, Any] = {"node": suspect.node}
+    if suspect.gpu:
+        value["gpu"] = suspect.gpu
+    if suspect.rank is not None:
+        value["rank"] = suspect.rank
+    return value
