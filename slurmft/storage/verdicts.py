@@ -1,7 +1,7 @@
 """What a worker leaves behind about itself and about hardware: its verdict when it ends, evidence at any time.
 
-Both are files in the run's ``verdicts`` folder, one of each per rank and attempt, so that nobody needs a lock. They beat
-exit codes, which do not survive srun and torchrun.
+Both are files in the run's ``verdicts`` folder, one of each per rank and attempt, so that nobody needs a lock. They
+beat exit codes, which do not survive srun and torchrun.
 """
 
 from __future__ import annotations
