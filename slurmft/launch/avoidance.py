@@ -218,7 +218,7 @@ def submitted(avoidance: Avoidance, submit: Callable[[frozenset[str]], str]) -> 
             if not avoidance.nodes or _TOO_MANY not in error.what:
                 raise
             avoidance = _halved(avoidance)
-            log.warning("sbatch refused, perhaps for the excluded nodes (%s); trying again without the weaker half, "
+            log.warning("refused, perhaps for the excluded nodes (%s); trying again without the weaker half, "
                         "%d nodes left", error.what, len(avoidance.nodes))  # fmt: skip
 
 
