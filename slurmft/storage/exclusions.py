@@ -199,17 +199,17 @@ class ExclusionList:
 
     # the small files
 
-    def _new_files(self) -> list[Path]:
+    def _new_files(self) -> list[str]:
         try:
             names = os.listdir(self._new)  # noqa: PTH208 - half the time of iterdir, at every reading
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
             raise translated(f"cannot read {self._new}", error) from error
-        return [self._new / name for name in sorted(names) if name[0] != "." and name.endswith(".json")]
+        return [name for name in names if name[0] != "." and name.endswith(".json")]
 
     def _read_new(self) -> Iterator[tuple[Path, list[Observation]]]:
-        for path in self._new_files():
+        for path in map(self._new.joinpath, sorted(self._new_files())):
             try:
                 content = path.read_bytes()
             except FileNotFoundError:  # merged meanwhile: the list, which is read after these, has it
