@@ -63,7 +63,7 @@ def supervise(config: RunConfig, environment: Mapping[str, str]) -> int:
              run.attempts / str(cluster.attempt))  # fmt: skip
     supervisor = Supervisor(config, start)
     verdict = asyncio.run(supervisor.run())
-    return Ending(config, start, supervisor.ends_at_s, log_file).act_on(verdict)
+    return Ending(config, start, supervisor.stops.ends_at_s, log_file).act_on(verdict)
 
 
 def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> int:

@@ -49,6 +49,11 @@ class JobRecord:
         return self.state in WAITING
 
 
+def ended_tasks(text: str) -> list[tuple[str, str]]:
+    """Node and manner of every end of a task in srun's errors: Terminated, Killed, Exited with exit code 1."""
+    return re.findall(r"^srun: error: (\S+): tasks? [\d,-]+: (.+?)\s*$", text, re.MULTILINE)
+
+
 def parse_jobs(text: str) -> list[JobRecord]:
     """The jobs in the output of ``squeue -o JOB_FORMAT``; lines of another shape (banners, errors) are skipped."""
     return [_job(fields) for line in text.splitlines() if len(fields := line.strip().split("|")) == 9]
