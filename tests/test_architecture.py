@@ -242,7 +242,7 @@ def test_the_error_tree_is_the_one_that_is_drawn():
 
 def test_every_error_of_other_modules_has_a_place_below_the_tree():
     """Subclasses outside of errors.py are fine where a caller tells them apart; their exit code is their parent's."""
-    from slurmft.scheduler.slurm import RequeueDisabled
+    from slurmft.scheduler.queueing import RequeueDisabled
 
     assert RequeueDisabled.exit_code == errors.SlurmError.exit_code
 

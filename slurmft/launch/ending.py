@@ -18,7 +18,7 @@ from slurmft.launch.logs import BackgroundLog
 from slurmft.launch.start import Start
 from slurmft.policy.decide import Budget, decide
 from slurmft.policy.verdict import EXIT_TEMPORARY, PLANNED, Action, Cause, Decision, Verdict, has_progressed
-from slurmft.scheduler import slurm, successor
+from slurmft.scheduler import queueing, slurm, successor
 from slurmft.scheduler.command import ignoring_signals
 from slurmft.storage.journal import Event
 from slurmft.storage.patience import patiently
@@ -153,8 +153,8 @@ class Ending:
         self._flush()
         try:
             restart = cluster.attempt.restart
-            on_time = slurm.requeue(job_id, restart=restart, delay_s=delay_s, patience_s=self._patience_s())
-        except slurm.JobCancelled as error:
+            on_time = queueing.requeue(job_id, restart=restart, delay_s=delay_s, patience_s=self._patience_s())
+        except queueing.JobCancelled as error:
             self.journal.append("not continued", reason=error.what)
             return "cancelled"
         except SlurmError as error:
@@ -168,7 +168,7 @@ class Ending:
         """Spare a job that Slurm requeues its two minutes; other nodes' processes need a moment more to be gone."""
         delay_s = self.config.preemption.requeue_delay_s + OTHERS_END_S
         try:
-            slurm.begin_in(job_id, delay_s)
+            queueing.begin_in(job_id, delay_s)
         except SlurmError as error:
             self.journal.append("begin time not set", reason=error.what)
         else:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slurmft.errors import SlurmError, SlurmftError, StorageError
 from slurmft.policy.verdict import Action, has_progressed
-from slurmft.scheduler import slurm, successor
+from slurmft.scheduler import queueing, slurm, successor
 from slurmft.scheduler.parsing import JobRecord, expand_hostlist
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import Attempt, RunFolder
@@ -89,7 +89,7 @@ def _requeue_orphan(run: RunFolder, record: JobRecord, who: str) -> str:
         return f"somebody else is already rescuing job {record.job_id}"
     journal.append("rescuing", job=record.job_id, lost_batch_host=record.batch_host, nodes=record.nodes, who=who)
     try:
-        slurm.requeue(record.job_id, restart=restart, delay_s=slurm.SOONEST_S)
+        queueing.requeue(record.job_id, restart=restart, delay_s=queueing.SOONEST_S)
     except SlurmError:
         claim.give_back()
         raise
@@ -177,6 +177,6 @@ def _begin_when_pending(job_id: str) -> None:
             return
         if record.state == "PENDING":
             with contextlib.suppress(SlurmError):  # it began by itself in between, or Slurm is busy: look again
-                slurm.begin_in(job_id, slurm.SOONEST_S)
+                queueing.begin_in(job_id, queueing.SOONEST_S)
                 return
         time.sleep(0.5)

@@ -21,7 +21,7 @@ from slurmft.launch.overview import Progress, progress_of
 from slurmft.launch.start import Start
 from slurmft.launch.supervisor import Supervisor
 from slurmft.policy.verdict import EXIT_TEMPORARY, Action, Cause, Decision, Verdict
-from slurmft.scheduler import slurm
+from slurmft.scheduler import queueing
 from slurmft.scheduler.command import ignoring_signals
 from slurmft.storage.files import replace_atomically
 from slurmft.storage.patience import FolderThread, PatientJournal, patiently, writing
@@ -139,7 +139,7 @@ def _try_again_later(config: RunConfig, cluster: Cluster, run: RunFolder, error:
         if since <= MAX_STORAGE_RETRIES:
             log.warning("trying again in %d s (%d of %d)", STORAGE_DELAY_S, since, MAX_STORAGE_RETRIES)
             with ignoring_signals():
-                slurm.requeue(cluster.attempt.job, restart=cluster.attempt.restart, delay_s=STORAGE_DELAY_S)
+                queueing.requeue(cluster.attempt.job, restart=cluster.attempt.restart, delay_s=STORAGE_DELAY_S)
     return error.exit_code
 
 

@@ -165,6 +165,12 @@ def job_pairs(text: str) -> dict[str, str]:
     return parse_pairs(facts.group() if facts else text)
 
 
+def parse_excluded(text: str) -> frozenset[str]:
+    """The excluded nodes in ``scontrol -o show job``."""
+    excluded = job_pairs(text).get("ExcNodeList", "")
+    return frozenset() if excluded in _NOTHING else frozenset(expand_hostlist(excluded))
+
+
 class JobEnding(StrEnum):
     """Why Slurm is ending a job, as far as the job itself can tell."""
 
