@@ -228,6 +228,9 @@ class RunConfig(_Section):
     nodes: Annotated[Count, AfterValidator(plain.at_most(MAX_NODES))] = Field(default=1, ge=1)
     """Nodes to train on."""
 
+    spare_nodes: Annotated[Count, AfterValidator(plain.at_most(MAX_NODES))] = Field(default=0, ge=0)
+    """Nodes allocated beyond those: one that is suspected is replaced by a spare, without a requeue."""
+
     nproc_per_node: Annotated[Count, AfterValidator(plain.at_most(MAX_NPROC_PER_NODE))] = Field(default=1, ge=1)
     """Workers on each node: one per GPU."""
 

@@ -18,12 +18,14 @@ from slurmft.launch.guardian import lost_pids
 from slurmft.launch.living import owner_lives
 from slurmft.launch.logs import BackgroundLog
 from slurmft.launch.overview import Progress, progress_of
+from slurmft.launch.settling import next_cycle, settle
 from slurmft.launch.start import Start
 from slurmft.launch.supervisor import Supervisor
 from slurmft.policy.verdict import EXIT_TEMPORARY, Action, Cause, Decision, Verdict
 from slurmft.scheduler import queueing
 from slurmft.scheduler.command import ignoring_signals
 from slurmft.storage.files import replace_atomically
+from slurmft.storage.journal import Event
 from slurmft.storage.patience import FolderThread, PatientJournal, patiently, writing
 from slurmft.storage.processes import birth_of, lives
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder
@@ -41,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def supervise(config: RunConfig, environment: Mapping[str, str]) -> int:
-    """Run one attempt of ``config`` and what follows it; returns the batch script's exit code.
+    """Run attempts of ``config`` in this allocation, and what follows them; returns the batch script's exit code.
 
     Raises:
         RunBusy: another live job trains this run.
@@ -50,17 +52,27 @@ def supervise(config: RunConfig, environment: Mapping[str, str]) -> int:
     cluster, run = detect(environment), RunFolder(config.run_folder)
     _refuse_too_few_nodes(config, environment)
     thread, log_file = FolderThread(), BackgroundLog()
-    try:
-        start = patiently(
-            lambda: thread.call(lambda: _begin(config, cluster, run, thread), timeout_s=STORAGE_PATIENCE_S),
-            patience_s=STORAGE_PATIENCE_S,
-        )
-    except StorageUnavailable as error:
-        return _try_again_later(config, cluster, run, error)
-    if start is None:
-        return 0
-    log.info("run %s, attempt %s; workers write to %s", config.name, cluster.attempt,
-             run.attempts / str(cluster.attempt))  # fmt: skip
+    while True:
+        try:
+            start = patiently(
+                lambda: thread.call(lambda: _begin(config, cluster, run, thread), timeout_s=STORAGE_PATIENCE_S),
+                patience_s=STORAGE_PATIENCE_S,
+            )
+        except StorageUnavailable as error:
+            return _try_again_later(config, cluster, run, error)
+        if start is None:
+            return 0
+        if (code := _attempt(config, start, log_file)) is not None:
+            return code
+
+
+def _attempt(config: RunConfig, start: Start, log_file: BackgroundLog) -> int | None:
+    """One attempt and what follows it: the exit code, or None when the next one begins at once in this allocation."""
+    if (escape := settle(config, start)) is not None:
+        ending = Ending(config, start, None, log_file)
+        return ending.follow(*escape)
+    attempt = start.cluster.attempt
+    log.info("run %s, attempt %s; workers write to %s", config.name, attempt, start.run.attempts / str(attempt))
     supervisor = Supervisor(config, start)
     verdict = asyncio.run(supervisor.run())
     return Ending(config, start, supervisor.stops.ends_at_s, log_file).act_on(verdict)
@@ -73,7 +85,7 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     owner = thread.call(run.owner, timeout_s=STORAGE_PATIENCE_S)
     if owner is None or owner.pid not in lost_pids(environment) or owner.host != os.uname().nodename:
         return supervise(config, environment)  # it had not taken the run over yet; if somebody else has, this tells
-    cluster.attempt = Attempt(job=owner.job, restart=owner.restart)
+    cluster.attempt = Attempt(job=owner.job, restart=owner.restart, cycle=owner.cycle)
     journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
     history = thread.call(journal.read, timeout_s=STORAGE_PATIENCE_S)
     if run.done() is not None:
@@ -85,13 +97,19 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     verdict = _verdict_in_its_place(run, str(cluster.attempt), name, owner.host)
     ending = Ending(config, start, None, BackgroundLog())
     decided = [event for event in history if event.attempt == str(cluster.attempt) and event.event == "decision"]
-    facts = decided[-1].details if decided else {}
-    if (action := facts.get("action")) in (Action.STOP, Action.FINISH):
-        code = int(facts.get("exit_code", EXIT_TEMPORARY))
-        return ending.carry_out(
-            verdict, Decision(action=Action(action), reason=str(facts.get("reason")), exit_code=code)
-        )
-    return ending.act_on(verdict)
+    code = ending.follow(verdict, _decision_of(decided[-1])) if decided else ending.act_on(verdict)
+    return supervise(config, environment) if code is None else code
+
+
+def _decision_of(event: Event) -> Decision:
+    facts = event.details
+    return Decision(
+        action=Action(facts["action"]),
+        reason=str(facts.get("reason")),
+        exit_code=int(facts.get("exit_code", EXIT_TEMPORARY)),
+        avoid=tuple(map(str, facts.get("avoid", []))),
+        elsewhere=bool(facts.get("elsewhere")),
+    )
 
 
 def _verdict_in_its_place(run: RunFolder, attempt: str, name: str, host: str) -> Verdict:
@@ -112,12 +130,13 @@ def _begin(config: RunConfig, cluster: Cluster, run: RunFolder, thread: FolderTh
     if not run.config.exists():
         with writing(run.config):
             replace_atomically(run.config, config.as_yaml())
+    history = run.journal().read()
+    cluster.attempt = next_cycle(cluster.attempt, history)
     journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
     if (done := run.done()) is not None:
         journal.append("already finished", step=done.get("step"))
         log.info("run %s is finished (%s); nothing to do", config.name, done.get("reason"))
         return None
-    history = journal.read()
     generation = _take_over(run, cluster)
     secret = run.new_secret(cluster.attempt).read_bytes()
     journal.append("attempt started", generation=generation, cluster=cluster.name, host=os.uname().nodename,
@@ -178,6 +197,7 @@ def _take_over(run: RunFolder, cluster: Cluster) -> int:
             Owner(
                 job=cluster.attempt.job,
                 restart=cluster.attempt.restart,
+                cycle=cluster.attempt.cycle,
                 generation=generation,
                 cluster=cluster.name,
                 host=os.uname().nodename,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slurmft.errors import SlurmError, SlurmUnavailable
 from slurmft.scheduler import command
@@ -47,6 +48,13 @@ class Requeued:
 
     refusal: str = ""
     """Slurm's words where something could not be set."""
+
+    def in_words(self, delay_s: int) -> dict[str, Any]:
+        """What the journal says of it."""
+        facts: dict[str, Any] = {"delay_s": delay_s if self.on_time else "Slurm's own, about 121"}
+        if not self.avoiding:
+            facts["excluded_refused"] = self.refusal
+        return facts
 
 
 def requeue(
