@@ -6,21 +6,21 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from slurmft.config import RunConfig
 from slurmft.errors import SlurmError, StorageError
+from slurmft.launch.budget import budget_of
 from slurmft.launch.cluster import Cluster, LocalCluster, SlurmCluster
 from slurmft.launch.logs import BackgroundLog
 from slurmft.launch.start import Start
-from slurmft.policy.decide import Budget, decide
-from slurmft.policy.verdict import EXIT_TEMPORARY, PLANNED, Action, Cause, Decision, Verdict, has_progressed
+from slurmft.policy.decide import decide
+from slurmft.policy.verdict import EXIT_TEMPORARY, PLANNED, Action, Cause, Decision, Verdict
 from slurmft.scheduler import slurm, successor
 from slurmft.scheduler.command import ignoring_signals
-from slurmft.storage.journal import Event
 from slurmft.storage.patience import patiently
 
 OTHERS_END_S = 4
@@ -220,30 +220,6 @@ class Ending:
 
     def _by_hand(self) -> str:
         return shlex.join(["slurmft", "submit", str(self.run.config)])
-
-
-def budget_of(history: Sequence[Event], verdict: Verdict, config: RunConfig) -> Budget:
-    """What the run had spent before ``verdict``: unplanned ends since its newest progress, time limits without any."""
-    failures = idle_limits = 0
-    for event in history:
-        if event.event != "verdict":
-            continue
-        facts = event.details
-        if has_progressed(facts.get("first_step", 0), facts.get("saved_step")):
-            failures = idle_limits = 0
-        if facts.get("cause") == Cause.TIME_LIMIT:
-            idle_limits += 1
-        elif facts.get("cause") not in {Cause.RERUN_ELSEWHERE.value, *(cause.value for cause in PLANNED)}:
-            failures += 1
-    if verdict.progressed:
-        failures = idle_limits = 0
-    section = config.fault_tolerance
-    return Budget(
-        failures_so_far=failures,
-        max_failures=section.num_job_retries_on_failure,
-        stops_without_progress=idle_limits,
-        max_no_progress_cycles=section.max_no_progress_cycles,
-    )
 
 
 def _preemption_cancels(cluster: SlurmCluster) -> bool:

@@ -15,6 +15,7 @@ from slurmft.launch.agents import AgentLink, AgentLost, AgentPool
 from slurmft.launch.attempt_folder import AttemptFolder
 from slurmft.launch.channel import Message
 from slurmft.launch.cluster import Cluster
+from slurmft.launch.evidence import testimony_of
 from slurmft.launch.grace import workload_of
 from slurmft.launch.guardian import hold_signals, release_signals
 from slurmft.launch.heartbeat import StopAction
@@ -24,6 +25,7 @@ from slurmft.launch.slurms_word import SlurmsWord
 from slurmft.launch.start import Start
 from slurmft.launch.stopping import agree, describe
 from slurmft.launch.winding_down import end_agents
+from slurmft.policy.exit_actions import ExitAction, codes_of
 from slurmft.policy.grace import REQUEUE_COST_S, cause_of_signal, seconds_for_stop
 from slurmft.policy.judge import Circumstances, judge
 from slurmft.policy.stop import ByThemselves, NothingToSave
@@ -382,8 +384,9 @@ class Supervisor:
         binding = self._slurm.outside is not None and self._slurm.outside[0] in (Cause.CANCELLED, Cause.REQUEUED)
         orderly = self._planned is not None and self._seen.all_ended
         outside = self._slurm.outside if binding or not orderly else None
+        ends = list(self._seen.ends.values())
         return judge(
-            list(self._seen.ends.values()),
+            ends,
             world_size=self._config.world_size,
             seen=Circumstances(
                 reached=self._seen.reached(),
@@ -394,6 +397,9 @@ class Supervisor:
                 launch_error=self._launch_error,
                 outside=outside[0] if outside else None,
                 outside_reason=outside[1] if outside else "",
+                heard=testimony_of(self._start.thread, self._run, self._cluster.attempt, ends),
+                complete_codes=codes_of(ExitAction.COMPLETE, self._config.exit_actions),
+                only_lead=self._config.ignore_nonlead_status,
             ),
         )
 
