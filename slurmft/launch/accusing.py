@@ -39,12 +39,12 @@ log = logging.getLogger(__name__)
 
 
 class Accuser:
-    """Hands a run's evidence in, each piece once."""
+    """Hands a run's evidence in, each piece once. In a thread of its own: nobody waits for a list that stalls."""
 
     def __init__(self, config: RunConfig, start: Start) -> None:
         self._config, self._run, self._journal = config, start.run, start.journal
-        self._folder, self._attempt = start.thread, start.cluster.attempt
-        self._thread = FolderThread()  # the list may lie on another filesystem than the run folder
+        self._attempt = start.cluster.attempt
+        self._thread = FolderThread()
         self._list: ExclusionList | None = None
         self._told = {
             (str(event.details.get("file")), event.details.get("line"))
@@ -57,14 +57,25 @@ class Accuser:
     async def watch(self) -> None:
         """Hand in what workers write while they go on; a transient error must not wait for the end of the run."""
         while True:
-            await asyncio.to_thread(self.collect)
+            await asyncio.wrap_future(self._thread.submit(self._collect))
             await asyncio.sleep(EVERY_S)
 
-    def collect(self) -> None:
-        """Hand in all evidence of the run's workers that was not yet. Blocking; what fails is tried the next time."""
+    def finish(self, verdict: Verdict) -> None:
+        """Hand in the rest, and what the verdict itself says of its suspects. What cannot be, later starts try."""
+
+        def work() -> None:
+            self._collect()
+            self._convict(verdict)
+
         try:
-            found = self._folder.call(self._new_evidence, timeout_s=LIST_S)
-        except (StorageError, OSError) as error:
+            self._thread.call(work, timeout_s=LIST_S)
+        except StorageError as error:
+            log.warning("the exclusion list did not take the evidence in time: %s", error.what)
+
+    def _collect(self) -> None:
+        try:
+            found = self._new_evidence()
+        except OSError as error:
             log.warning("the evidence of the workers cannot be read: %s", error)
             return
         for name, number, evidence in found:
@@ -72,24 +83,17 @@ class Accuser:
             if self._hand_in([evidence], attempt, where=str(self._run.verdicts / name), file=name, line=number):
                 self._told.add((name, number))
 
-    def convict(self, verdict: Verdict) -> None:
-        """Hand in what a verdict says of its suspects, unless their own evidence has said it. Blocking."""
+    def _convict(self, verdict: Verdict) -> None:
         kind = KIND_OF.get(verdict.cause)
         if kind is None:
             return
         suspects = verdict.suspects
         if not suspects and kind is Kind.CRASH and verdict.node:
             suspects = (Suspect(node=verdict.node, rank=verdict.rank),)
-        self._hand_in(
-            [
-                Evidence(
-                    kind=kind, suspect=suspect, message=verdict.reason[:1000], at=time.time(), step=verdict.last_step
-                )
-                for suspect in suspects
-                if (kind, suspect.node) not in self._seen
-            ],
-            str(self._attempt),
-        )
+        accused = [suspect for suspect in suspects if (kind, suspect.node) not in self._seen]
+        message, now, step = verdict.reason[:1000], time.time(), verdict.last_step
+        evidence = [Evidence(kind=kind, suspect=each, message=message, at=now, step=step) for each in accused]
+        self._hand_in(evidence, str(self._attempt))
 
     def _new_evidence(self) -> list[tuple[str, int, Evidence]]:
         found = []
@@ -104,13 +108,9 @@ class Accuser:
             return True
         run, job = str(self._run.path), attempt.split(".", maxsplit=1)[0]
         observations = [observed(each, source=attempt, run=run, job=job, where=where) for each in evidence]
-
-        def work() -> None:
+        try:
             self._list = self._list or avoidance.exclusion_list(self._config)
             self._list.observe(observations)
-
-        try:
-            self._thread.call(work, timeout_s=LIST_S)
         except (StorageError, SlurmError, OSError) as error:
             log.warning("the exclusion list cannot be written: %s", error)
             return False

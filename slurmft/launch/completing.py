@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slurmft import config as configuration
-from slurmft.errors import ConfigError, SlurmError
+from slurmft.errors import ConfigError, SlurmError, SlurmUnavailable
 from slurmft.launch.elsewhere import Placement, duty_of, next_placement, ours
 from slurmft.scheduler import queueing, slurm
 from slurmft.scheduler.nodes import compress, expand
@@ -67,7 +67,7 @@ def bring_back(run: RunFolder, job: str, placement: Placement | None, *, in_memo
     journal.append("requeueing", job=job, delay_s=queueing.SOONEST_S, **excluded)
     try:
         done = queueing.requeue_ended(job, queueing.SOONEST_S, avoid=None if placement is None else placement.excluded)
-    except slurm.SlurmUnavailable:
+    except SlurmUnavailable:
         raise
     except SlurmError as error:
         journal.append("requeue failed", job=job, reason=error.what)

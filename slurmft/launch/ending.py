@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from slurmft.config import RunConfig
+from slurmft.launch.accusing import Accuser
+from slurmft.launch.budget import budget_of
 from slurmft.launch.cluster import Cluster, LocalCluster, SlurmCluster
 from slurmft.launch.continuing import FLUSH_S, Continuation, in_folder
 from slurmft.launch.elsewhere import Placement, choose, next_placement
 from slurmft.launch.logs import BackgroundLog
 from slurmft.launch.start import Start
-from slurmft.policy.decide import Budget, decide
+from slurmft.policy.decide import decide
 from slurmft.policy.verdict import (
     EXIT_TEMPORARY,
     EXIT_VALIDATION_FAILED,
@@ -24,7 +25,6 @@ from slurmft.policy.verdict import (
     Cause,
     Decision,
     Verdict,
-    has_progressed,
 )
 from slurmft.scheduler.command import ignoring_signals
 from slurmft.scheduler.nodes import expand
@@ -44,8 +44,12 @@ class Ending:
         ends_at_s: monotonic time at which Slurm will have ended the job; None when nobody knows of an end.
     """
 
-    def __init__(self, config: RunConfig, start: Start, ends_at_s: float | None, log_file: BackgroundLog) -> None:
+    def __init__(
+        self, config: RunConfig, start: Start, accuser: Accuser, log_file: BackgroundLog,
+        *, ends_at_s: float | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.start, self.ends_at_s, self.log_file = config, start, ends_at_s, log_file
+        self._accuser = accuser
         self.cluster: Cluster = start.cluster
         self.run, self.journal = start.run, start.journal
         self._placement: Placement | None = None
@@ -63,6 +67,7 @@ class Ending:
             lost = verdict.unsaved_steps
             log.error("NOTHING WAS SAVED at this stop; up to %d steps will be done again", lost)
             self.journal.append("stop without a save", steps_at_risk=lost)
+        self._accuser.finish(verdict)  # first: what it says has a part in where the run goes on
         # a supervisor in whose place we act may have judged this attempt already: it is one end all the same
         earlier = [event for event in self.start.history if event.attempt != str(self.cluster.attempt)]
         decision = decide(verdict, budget_of(earlier, verdict, self.config), self.config.exit_actions)
@@ -104,7 +109,11 @@ class Ending:
         if not isinstance(self.cluster, SlurmCluster):
             why = "there are no other nodes"
             return self._without_others(verdict, decision, why) if decision.elsewhere else decision
-        if decision.elsewhere and choose(expand(self.cluster.job.nodes), frozenset(decision.avoid), self.config.nodes):
+        if (
+            decision.elsewhere
+            and decision.avoid
+            and choose(expand(self.cluster.job.nodes), frozenset(decision.avoid), self.config.nodes)
+        ):
             self._stays = self.cluster.why_ending() is None
             if self._stays:
                 return decision
@@ -170,27 +179,3 @@ class Ending:
 
     def _by_hand(self) -> str:
         return shlex.join(["slurmft", "submit", str(self.run.config)])
-
-
-def budget_of(history: Sequence[Event], verdict: Verdict, config: RunConfig) -> Budget:
-    """What the run had spent before ``verdict``: unplanned ends since its newest progress, time limits without any."""
-    failures = idle_limits = 0
-    for event in history:
-        if event.event != "verdict":
-            continue
-        facts = event.details
-        if has_progressed(facts.get("first_step", 0), facts.get("saved_step")):
-            failures = idle_limits = 0
-        if facts.get("cause") == Cause.TIME_LIMIT:
-            idle_limits += 1
-        elif facts.get("cause") not in {Cause.RERUN_ELSEWHERE.value, *(cause.value for cause in PLANNED)}:
-            failures += 1
-    if verdict.progressed:
-        failures = idle_limits = 0
-    section = config.fault_tolerance
-    return Budget(
-        failures_so_far=failures,
-        max_failures=section.num_job_retries_on_failure,
-        stops_without_progress=idle_limits,
-        max_no_progress_cycles=section.max_no_progress_cycles,
-    )

@@ -12,6 +12,7 @@ from typing import Any
 
 from slurmft.config import RunConfig
 from slurmft.errors import RunBusy, StorageError, StorageUnavailable, UsageError
+from slurmft.launch.accusing import Accuser
 from slurmft.launch.cluster import Cluster, SlurmCluster, detect
 from slurmft.launch.ending import Ending
 from slurmft.launch.guardian import lost_pids
@@ -68,14 +69,14 @@ def supervise(config: RunConfig, environment: Mapping[str, str]) -> int:
 
 def _attempt(config: RunConfig, start: Start, log_file: BackgroundLog) -> int | None:
     """One attempt and what follows it: the exit code, or None when the next one begins at once in this allocation."""
+    accuser = Accuser(config, start)
     if (escape := settle(config, start)) is not None:
-        ending = Ending(config, start, None, log_file)
-        return ending.follow(*escape)
+        return Ending(config, start, accuser, log_file).follow(*escape)
     attempt = start.cluster.attempt
     log.info("run %s, attempt %s; workers write to %s", config.name, attempt, start.run.attempts / str(attempt))
-    supervisor = Supervisor(config, start)
+    supervisor = Supervisor(config, start, accuser)
     verdict = asyncio.run(supervisor.run())
-    return Ending(config, start, supervisor.stops.ends_at_s, log_file).act_on(verdict)
+    return Ending(config, start, accuser, log_file, ends_at_s=supervisor.stops.ends_at_s).act_on(verdict)
 
 
 def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> int:
@@ -95,7 +96,7 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     name = signal.Signals(number).name
     journal.append("supervisor lost", signal=name, host=owner.host)
     verdict = _verdict_in_its_place(run, str(cluster.attempt), name, owner.host)
-    ending = Ending(config, start, None, BackgroundLog())
+    ending = Ending(config, start, Accuser(config, start), BackgroundLog())
     decided = [event for event in history if event.attempt == str(cluster.attempt) and event.event == "decision"]
     code = ending.follow(verdict, _decision_of(decided[-1])) if decided else ending.act_on(verdict)
     return supervise(config, environment) if code is None else code

@@ -9,11 +9,13 @@ import time
 
 from slurmft.config import RunConfig
 from slurmft.errors import LaunchError, StorageError
+from slurmft.launch.accusing import Accuser
 from slurmft.launch.agents import AgentLink, AgentLost, AgentPool
 from slurmft.launch.attempt_folder import AttemptFolder
 from slurmft.launch.background import Background
 from slurmft.launch.channel import Message
 from slurmft.launch.cluster import Cluster
+from slurmft.launch.evidence import testimony_of
 from slurmft.launch.grace import workload_of
 from slurmft.launch.guardian import hold_signals, release_signals
 from slurmft.launch.observations import Observations
@@ -22,6 +24,7 @@ from slurmft.launch.slurms_word import SlurmsWord
 from slurmft.launch.start import Start
 from slurmft.launch.stops import POLL_S, Stops
 from slurmft.launch.winding_down import PEER_GRACE_S, end_agents, kill_workers
+from slurmft.policy.exit_actions import ExitAction, codes_of
 from slurmft.policy.judge import Circumstances, judge
 from slurmft.policy.verdict import Cause, Verdict
 
@@ -35,8 +38,8 @@ log = logging.getLogger(__name__)
 class Supervisor:
     """Runs one attempt."""
 
-    def __init__(self, config: RunConfig, start: Start) -> None:
-        self._config, self._start = config, start
+    def __init__(self, config: RunConfig, start: Start, accuser: Accuser) -> None:
+        self._config, self._start, self._accuser = config, start, accuser
         self._cluster: Cluster = start.cluster
         self._run, self._journal = start.run, start.journal
         self._folder = AttemptFolder(start)
@@ -86,6 +89,7 @@ class Supervisor:
         self._background.start(self._watch_requests())
         self._background.start(self._handle_events())
         self._background.start(self._watch_agents())
+        self._background.start(self._accuser.watch())
         await self._wait_for_agents()
         if self._over.is_set():
             return
@@ -244,8 +248,9 @@ class Supervisor:
         binding = self._slurm.outside is not None and self._slurm.outside[0] in (Cause.CANCELLED, Cause.REQUEUED)
         orderly = self.stops.planned is not None and self._seen.all_ended
         outside = self._slurm.outside if binding or not orderly else None
+        ends = list(self._seen.ends.values())
         return judge(
-            list(self._seen.ends.values()),
+            ends,
             world_size=self._config.world_size,
             seen=Circumstances(
                 reached=self._seen.reached(),
@@ -256,6 +261,9 @@ class Supervisor:
                 launch_error=self._launch_error,
                 outside=outside[0] if outside else None,
                 outside_reason=outside[1] if outside else "",
+                heard=testimony_of(self._start.thread, self._run, self._cluster.attempt, ends),
+                complete_codes=codes_of(ExitAction.COMPLETE, self._config.exit_actions),
+                only_lead=self._config.ignore_nonlead_status,
             ),
         )
 

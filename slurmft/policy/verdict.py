@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from slurmft.policy.evidence import Suspect
 
@@ -45,6 +46,29 @@ FREE = PLANNED | {Cause.FINISHED, Cause.CANCELLED, Cause.RERUN_ELSEWHERE, Cause.
 
 BUDGETED = frozenset(Cause) - FREE
 """Causes that ``fault_tolerance.retries`` may give a budget of their own."""
+
+
+def by_cause(value: Any) -> Any:
+    """A mapping from the names of causes, with blanks or underscores, to anything; its keys become causes.
+
+    Raises:
+        ValueError: a key is no cause that has a budget of retries; says which are.
+    """
+    if not isinstance(value, dict):
+        return value
+    found: dict[Cause, Any] = {}
+    for key, number in value.items():
+        name = str(key).replace("_", " ").strip().lower()
+        cause = next((each for each in Cause if each.value.lower() == name), None)
+        if cause is None or cause not in BUDGETED:
+            why = "is no cause" if cause is None else "costs no retries"
+            known = ", ".join(sorted(each.value for each in BUDGETED))
+            raise ValueError(f"{str(key)[:60]!r} {why}; these do: {known}")
+        if cause in found:
+            raise ValueError(f"{cause.value!r} is there twice")
+        found[cause] = number
+    return found
+
 
 EXIT_USAGE = 2
 EXIT_NOT_EXECUTABLE = 126
