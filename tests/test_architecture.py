@@ -24,7 +24,9 @@ SLURM_COMMANDS = {"squeue", "sbatch", "scontrol", "scancel", "sacct", "sinfo", "
 ALLOWED = {
     "errors": set(),
     "policy": {"errors", "policy"},
-    "config": {"errors", "policy"},
+    "setting_types": {"policy"},
+    "exclusion_settings": {"policy", "setting_types"},
+    "config": {"errors", "policy", "setting_types", "exclusion_settings"},
     "storage": {"errors", "policy", "storage"},
     "scheduler": {"errors", "policy", "config", "storage", "scheduler"},
     "launch": {"errors", "policy", "config", "storage", "scheduler", "launch"},

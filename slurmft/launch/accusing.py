@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -109,7 +110,7 @@ class Accuser:
         run, job = str(self._run.path), attempt.split(".", maxsplit=1)[0]
         observations = [observed(each, source=attempt, run=run, job=job, where=where) for each in evidence]
         try:
-            self._list = self._list or avoidance.exclusion_list(self._config)
+            self._list = self._list or avoidance.exclusion_list(self._config, os.environ)
             self._list.observe(observations)
         except (StorageError, SlurmError, OSError) as error:
             log.warning("the exclusion list cannot be written: %s", error)

@@ -126,8 +126,12 @@ class Ending:
             return decision
         if decision.elsewhere and self._placement.impossible:
             return self._without_others(verdict, decision, self._placement.impossible)
-        self._note("avoiding", nodes=list(self._placement.added), dropped=list(self._placement.dropped))
+        self._note("avoiding", **self._placement.avoidance.as_event())
         return decision
+
+    def _has_spares(self, avoid: frozenset[str]) -> bool:
+        nodes = expand(self.start.cluster.job.nodes) if isinstance(self.start.cluster, SlurmCluster) else []
+        return choose(nodes, avoid, self.config.nodes) is not None
 
     def _without_others(self, verdict: Verdict, decision: Decision, why: str) -> Decision:
         if verdict.cause is not Cause.RERUN_ELSEWHERE:
