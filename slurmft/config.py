@@ -30,22 +30,14 @@ from slurmft.errors import ConfigError
 from slurmft.policy import plain_values as plain
 from slurmft.policy.exit_actions import ExitAction, parse_codes
 from slurmft.policy.sbatch_section import option_value, unknown_options
+from slurmft.setting_types import Count, Minutes, Seconds, Text
+from slurmft.setting_types import Positive as _Positive
+from slurmft.setting_types import Section as _Section
+from slurmft.straggler_settings import StragglerDetectionConfig
 
 MAX_FILE_BYTES = 1024 * 1024
 MAX_NODES, MAX_NPROC_PER_NODE = 65_536, 1024
 """More than any cluster has; on one machine a slip of the finger would start a million processes."""
-
-MAX_SECONDS = 10 * 365 * 86_400.0
-MAX_COUNT = 10**15 - 1
-"""Steps and counts are kept as integers of 64 bits."""
-
-Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) in (int, float) else value)]
-"""A string that YAML may have read as a number."""
-
-Count = Annotated[int, BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_COUNT))]
-_Positive = Annotated[int, Field(ge=1), BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_COUNT))]
-Seconds = Annotated[float, BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_SECONDS))]
-Minutes = Annotated[float, BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_SECONDS / 60))]
 
 
 def _as_argv(value: Any) -> Any:
@@ -90,10 +82,6 @@ _Loader.yaml_implicit_resolvers = {
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), [*"tTfF"])
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9][0-9]*)$"), [*"-+0123456789"])
 # fractions stay text until the field that takes them is known: 1.50 may be the name of a partition
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
 class SlurmConfig(_Section):
@@ -242,6 +230,7 @@ class RunConfig(_Section):
     fault_tolerance: FaultToleranceConfig = Field(default_factory=FaultToleranceConfig)
     preemption: PreemptionConfig = Field(default_factory=PreemptionConfig)
     nccl: NcclConfig = Field(default_factory=NcclConfig)
+    straggler_detection: StragglerDetectionConfig = Field(default_factory=StragglerDetectionConfig)
 
     exit_actions: dict[ExitAction, Text] = Field(default_factory=dict)
     """The trainer's own exit codes: ``{COMPLETE: "0", RESCHEDULE: "11-20", FAIL: "17"}``; beats the defaults."""
