@@ -35,6 +35,7 @@ from slurmft.policy.verdict import Cause, by_cause
 from slurmft.setting_types import Count, Minutes, Seconds, Text
 from slurmft.setting_types import Positive as _Positive
 from slurmft.setting_types import Section as _Section
+from slurmft.straggler_settings import StragglerDetectionConfig
 
 MAX_FILE_BYTES = 1024 * 1024
 MAX_NODES, MAX_NPROC_PER_NODE = 65_536, 1024
@@ -241,6 +242,7 @@ class RunConfig(_Section):
     preemption: PreemptionConfig = Field(default_factory=PreemptionConfig)
     nccl: NcclConfig = Field(default_factory=NcclConfig)
     exclusions: ExclusionsConfig = Field(default_factory=ExclusionsConfig)
+    straggler_detection: StragglerDetectionConfig = Field(default_factory=StragglerDetectionConfig)
 
     ignore_nonlead_status: bool = False
     """Only rank 0's end counts: other ranks may fail without ending or restarting anything. false: any rank's failure
