@@ -61,6 +61,10 @@ class Accuser:
             await asyncio.wrap_future(self._thread.submit(self._collect))
             await asyncio.sleep(EVERY_S)
 
+    def add(self, evidence: Sequence[Evidence]) -> None:
+        """Hand in what the supervisor itself has seen; returns at once."""
+        self._thread.submit(lambda: self._hand_in(evidence, str(self._attempt)))
+
     def finish(self, verdict: Verdict) -> None:
         """Hand in the rest, and what the verdict itself says of its suspects. What cannot be, later starts try."""
 

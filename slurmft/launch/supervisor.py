@@ -20,6 +20,7 @@ from slurmft.launch.grace import workload_of
 from slurmft.launch.guardian import hold_signals, release_signals
 from slurmft.launch.observations import Observations
 from slurmft.launch.sleeping import overslept_s
+from slurmft.launch.slow_nodes import SlowNodes
 from slurmft.launch.slurms_word import SlurmsWord
 from slurmft.launch.start import Start
 from slurmft.launch.stops import POLL_S, Stops
@@ -57,6 +58,7 @@ class Supervisor:
         self.stops = Stops(
             config, start, self._pool, self._seen, self._slurm, over=self._over, background=self._background
         )
+        self._slow = SlowNodes(config, start, self._seen, self.stops, accuser=accuser)
         self._failed = False
 
     async def run(self) -> Verdict:
@@ -157,6 +159,8 @@ class Supervisor:
                     self._on_exit(link, message)
                 case "progress":
                     self._seen.note_progress(message["ranks"])
+                case "timings":
+                    self._slow.note(link.host, message)
                 case "signal":
                     self.stops.on_signal(message["name"], link.host)
                 case "disconnected":
@@ -227,7 +231,7 @@ class Supervisor:
         while not self._over.is_set():
             await asyncio.sleep(POLL_S)
             ready = self.stops.planned is None and self._pool.complete.is_set()
-            await self._folder.tell_progress(self._seen)
+            await self._folder.tell_progress(self._seen, self._slow)
             for kind, who in (await self._folder.requests(ready=ready)).items():
                 self.stops.on_request(kind, who)
 
@@ -241,7 +245,7 @@ class Supervisor:
         await end_agents(self._pool, self._processes)
         await self._background.cancel_all()
         await self._pool.close()
-        self._folder.leave(self._seen)
+        self._folder.leave(self._seen, self._slow)
 
     def _verdict(self) -> Verdict:
         # a save that still worked does not undo a cancellation
@@ -257,6 +261,7 @@ class Supervisor:
                 saved=self._seen.saved(),
                 planned=self.stops.planned,
                 planned_reason=self.stops.reason,
+                planned_suspects=self._slow.suspects,
                 lost_nodes=tuple(self._lost),
                 launch_error=self._launch_error,
                 outside=outside[0] if outside else None,
