@@ -12,7 +12,7 @@ from slurmft.config import RunConfig
 from slurmft.errors import SlurmError, StorageError
 from slurmft.launch import avoidance
 from slurmft.launch.avoidance import Avoidance
-from slurmft.policy.suspicion import State, standing
+from slurmft.policy.suspicion import State, standing, suspect_gpus
 from slurmft.policy.verdict import Action
 from slurmft.scheduler import slurm
 from slurmft.scheduler.nodes import expand
@@ -137,6 +137,9 @@ class Duty:
     """Nodes that the run was to go on without, as its journal has it."""
 
     nodes: frozenset[str] = frozenset()
+    gpus: frozenset[str] = frozenset()
+    """UUIDs of GPUs that it was to go on without, on whatever node."""
+
     escapes: int = 0
     """Times in a row that it was placed on one of them all the same."""
 
@@ -144,16 +147,28 @@ class Duty:
 def duty_of(history: Sequence[Event]) -> Duty:
     """What the newest decision demands of the placement that follows it."""
     nodes: frozenset[str] = frozenset()
+    gpus: frozenset[str] = frozenset()
     escapes = 0
     for event in history:
         if event.event == "decision":
             demands = event.details.get("elsewhere") and event.details.get("action") == Action.CONTINUE
             nodes = frozenset(map(str, event.details.get("avoid", []))) if demands else frozenset()
         elif event.event == "verdict":
-            escapes = 0
+            escapes, gpus = 0, frozenset()
+        elif event.event == "avoiding_gpus":
+            gpus = frozenset(map(str, event.details.get("gpus", [])))
         elif event.event == "exclusion_escaped":
             escapes += 1
-    return Duty(nodes=nodes, escapes=escapes)
+    return Duty(nodes=nodes, gpus=gpus, escapes=escapes)
+
+
+def suspect_gpus_of(config: RunConfig, history: Sequence[Event]) -> frozenset[str]:
+    """UUIDs of the GPUs that no worker may use: the run's own suspects, and those that the list excludes."""
+    exclusions = read_exclusions(config)
+    duty = duty_of(history).gpus
+    if exclusions is None:
+        return duty
+    return duty | frozenset(suspect_gpus(exclusions.observations, time.time(), config.exclusions.rules()))
 
 
 def choose(allocated: Sequence[str], avoid: frozenset[str], needed: int) -> tuple[str, ...] | None:

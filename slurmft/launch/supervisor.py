@@ -15,6 +15,7 @@ from slurmft.launch.attempt_folder import AttemptFolder
 from slurmft.launch.background import Background
 from slurmft.launch.channel import Message
 from slurmft.launch.cluster import Cluster
+from slurmft.launch.elsewhere import suspect_gpus_of
 from slurmft.launch.evidence import testimony_of
 from slurmft.launch.grace import workload_of
 from slurmft.launch.guardian import hold_signals, release_signals
@@ -25,11 +26,15 @@ from slurmft.launch.slurms_word import SlurmsWord
 from slurmft.launch.start import Start
 from slurmft.launch.stops import POLL_S, Stops
 from slurmft.launch.winding_down import PEER_GRACE_S, end_agents, kill_workers
+from slurmft.policy.evidence import Suspect
 from slurmft.policy.exit_actions import ExitAction, codes_of
 from slurmft.policy.judge import Circumstances, judge
 from slurmft.policy.verdict import Cause, Verdict
 
 LAUNCH_LOOK_S = 0.5
+START_S = 40.0
+"""How long an agent may take to start its workers; it may have to ask for its GPUs."""
+
 PING_S = 5.0
 ENDED_BY_TERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
@@ -60,6 +65,7 @@ class Supervisor:
         )
         self._slow = SlowNodes(config, start, self._seen, self.stops, accuser=accuser)
         self._failed = False
+        self._escaped: Verdict | None = None
 
     async def run(self) -> Verdict:
         """Run the attempt to its end.
@@ -80,7 +86,7 @@ class Supervisor:
         finally:
             await self._wind_down()
             hold_signals()  # the handlers go with the loop; what follows must not be cut short
-        return self._verdict()
+        return self._escaped or self._verdict()
 
     async def _launch(self) -> None:
         port = await self._pool.listen(self._cluster.listen_host)
@@ -135,10 +141,13 @@ class Supervisor:
         lead = self._pool.links[0]
         port = (await lead.call("port"))["port"]
         self._journal.append("agents ready", hosts=[link.host for _, link in sorted(self._pool.links.items())])
-        await asyncio.gather(
+        suspects = await asyncio.to_thread(suspect_gpus_of, self._config, self._start.history)
+        replies = await asyncio.gather(
             *(
                 link.call(
                     "start",
+                    timeout_s=START_S,
+                    suspect_gpus=sorted(suspects),
                     first_rank=node * self._config.nproc_per_node,
                     generation=self._start.generation,
                     master_addr=lead.host,
@@ -147,7 +156,21 @@ class Supervisor:
                 for node, link in self._pool.links.items()
             )
         )
+        hosts = [link.host for link in self._pool.links.values()]
+        if stuck := [host for host, reply in zip(hosts, replies, strict=True) if reply.get("suspect_gpus")]:
+            self._escape(stuck, suspects)
+            return
         self._journal.append("workers started", world_size=self._config.world_size)
+
+    def _escape(self, hosts: list[str], gpus: frozenset[str]) -> None:
+        """Nodes without as many other GPUs, as far as they can prove it, are as good as suspects themselves."""
+        self._journal.append("exclusion_escaped", nodes=hosts, gpus=sorted(gpus))
+        self._escaped = Verdict(
+            cause=Cause.RERUN_ELSEWHERE,
+            reason=f"{', '.join(hosts)} cannot prove to have enough GPUs beside the suspect ones",
+            suspects=tuple(Suspect(node=host, gpu=gpu) for host in hosts for gpu in sorted(gpus)),
+        )
+        self._over.set()
 
     # What is reported to us
 

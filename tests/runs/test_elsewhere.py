@@ -81,6 +81,29 @@ def test_where_all_others_are_drained_the_result_is_inconclusive(
     assert not run.events("requeued"), story
 
 
+@pytest.mark.parametrize("gpus", [2, 1], ids=["with another GPU", "without another GPU"])
+def test_where_there_is_no_other_node_another_gpu_of_it_will_do(
+    blaming: Callable[..., Run], nodes: Callable[[str, str], None], moody: Path, gpus: int
+) -> None:
+    smi = moody / "nvidia-smi"
+    smi.write_text("#!/bin/bash\n" + "".join(f"echo '{index}, GPU-{'ab'[index]}'\n" for index in range(gpus)))
+    smi.chmod(0o755)
+    run = blaming("n1", command=["python", str(TRAINER), "--bad", "n1", "--bad-gpu", "GPU-a"])
+    nodes("n[3-4]", "DRAIN")
+    job = submit_with(run, moody)
+    run.wait_until_out_of_queue(job, within_s=90)
+    story = run.story()
+    assert run.events("avoiding_gpus")[0].details["gpus"] == ["GPU-a"], story
+    assert nodes_of(run) == ["n[1-2]", "n[1-2]"], story
+    if gpus == 2:
+        assert run.folder.done() is not None, story
+        assert "rank 0 on n1, GPU-b" in run.output(), story
+    else:
+        assert run.events("exclusion_escaped")[0].details["gpus"] == ["GPU-a"], story
+        assert run.events("decision")[-1].details["exit_code"] == 17, story
+        assert "inconclusive" in run.events("decision")[-1].details["reason"], story
+
+
 def test_where_all_others_are_busy_it_waits_for_them(lab: Lab, blaming: Callable[..., Run]) -> None:
     options = ["--parsable", "-N", "2", "-w", "n[3-4]", "--exclusive", "-t", "5", "-o", "/dev/null"]
     other = lab.run(["sbatch", *options, "--wrap", "sleep 300"], cwd=lab.home).stdout.strip()
