@@ -17,8 +17,10 @@ from slurmft.config import RunConfig
 from slurmft.errors import LaunchError, StorageError
 from slurmft.launch.channel import BadMessage, Channel, Message, connect
 from slurmft.launch.environment import common_environment, worker_environment
+from slurmft.launch.gpus import VISIBLE_VARIABLE, visible_without
 from slurmft.launch.heartbeat import NOTHING, Slot
 from slurmft.launch.sleeping import overslept_s
+from slurmft.launch.timing_reports import TimingReports
 from slurmft.launch.workers import Worker, Workers, reserve_port
 from slurmft.policy.stop import NEVER
 from slurmft.storage.files import read_json
@@ -52,6 +54,7 @@ class Agent:
         self._unreported: list[Message] = []
         self._shutdown = False
         self._last_heard = time.monotonic()
+        self._timings: TimingReports | None = None
         self._address: tuple[list[str], int, bytes] | None = None
 
     async def run(self) -> int:
@@ -143,7 +146,7 @@ class Agent:
     async def _handle(self, message: Message) -> dict[str, Any]:
         match message["kind"]:
             case "start":
-                self._start(message)
+                return await self._start(message)
             case "port":
                 self._port_holder, port = reserve_port()
                 return {"port": port}
@@ -165,19 +168,28 @@ class Agent:
                 self._shutdown = True
         return {}
 
-    def _start(self, message: Message) -> None:
-        config = self._config
+    async def _start(self, message: Message) -> dict[str, Any]:
+        """Start the workers, on none of the suspect GPUs; or say which of them cannot be done without."""
+        config, environment = self._config, self._environment
+        if suspects := message.get("suspect_gpus"):
+            visible = await asyncio.to_thread(visible_without, environment, suspects, config.nproc_per_node)
+            if visible is None:
+                return {"suspect_gpus": suspects}
+            environment = {**environment, VISIBLE_VARIABLE: visible}
         ranks = range(message["first_rank"], message["first_rank"] + config.nproc_per_node)
         folder = self._run.attempts / self._attempt
         self._workers.start(
             ranks,
-            [worker_environment(config, self._environment, message, rank, self._attempt) for rank in ranks],
+            [worker_environment(config, environment, message, rank, self._attempt) for rank in ranks],
             command=config.command,
             folder=config.working_directory or Path.cwd(),
             logs=folder,
             verdicts=[self._run.verdicts / f"{self._attempt}.rank-{rank}.json" for rank in ranks],
             generation=message["generation"],
+            timed=config.straggler_detection.enabled,
         )
+        self._timings = TimingReports(config.straggler_detection.report_time_interval, time.monotonic())
+        return {}
 
     def _propose(self, tick: int, action: int) -> None:
         # in this order: a worker acts when the commit equals the proposal, which must never be an older one's
@@ -223,6 +235,9 @@ class Agent:
             if self._channel is not None:
                 ranks = [_facts(worker) for worker in self._workers.by_rank.values()]
                 self._channel.send({"kind": "progress", "ranks": ranks, "ready": self._workers.ready.is_set()})
+                if self._timings is not None and self._config.straggler_detection.enabled:
+                    for report in self._timings.due(list(self._workers.by_rank.values()), time.monotonic()):
+                        self._channel.send(report)
 
 
 def _facts(worker: Worker) -> dict[str, Any]:
