@@ -181,7 +181,7 @@ def for_submission(config: RunConfig, options: Mapping[str, Any], environment: M
         return to_avoid(
             exclusions,
             partition=str(partition) if partition else None,
-            nodes_needed=config.nodes,
+            nodes_needed=config.nodes + config.spare_nodes,
             max_excluded_fraction=config.exclusions.max_excluded_fraction,
             rules=config.exclusions.rules(),
             excluded_anyway=_names(excluded),
