@@ -19,6 +19,7 @@ from slurmft.scheduler import nodes as slurm_nodes
 from slurmft.scheduler import slurm
 from slurmft.scheduler.nodes import NodeRecord
 from slurmft.storage.exclusions import ExclusionList, Exclusions
+from slurmft.storage.patience import FolderThread
 
 CLUSTER_VARIABLE = "SLURM_CLUSTER_NAME"
 OFF_SLURM = "local"
@@ -26,6 +27,9 @@ OFF_SLURM = "local"
 
 _TOO_MANY = "node configuration is not available"
 """sbatch's words where it may be the excluded nodes that make it refuse."""
+
+LIST_S = 5.0
+"""How long the list's filesystem may keep a submission."""
 
 _TOLD = 100
 """Nodes whose reasons stand in the journal."""
@@ -177,7 +181,7 @@ def for_submission(config: RunConfig, options: Mapping[str, Any], environment: M
     partition = options.get("partition") or environment.get("SBATCH_PARTITION") or config.slurm.partition
     excluded = [config.slurm.exclude, options.get("exclude"), environment.get("SBATCH_EXCLUDE")]
     try:
-        exclusions = exclusion_list(config, environment).read()
+        exclusions = FolderThread().call(lambda: _read_and_tidy(config, environment), timeout_s=LIST_S)
         return to_avoid(
             exclusions,
             partition=str(partition) if partition else None,
@@ -189,6 +193,13 @@ def for_submission(config: RunConfig, options: Mapping[str, Any], environment: M
         )
     except (SlurmError, StorageError) as error:
         return Avoidance(problem=f"{error.what}{f' ({error.hint})' if error.hint else ''}")
+
+
+def _read_and_tidy(config: RunConfig, environment: Mapping[str, str]) -> Exclusions:
+    shared = exclusion_list(config, environment)
+    found = shared.read()
+    shared.tidy(found, time.time(), config.exclusions.rules())
+    return found
 
 
 def _names(hostlists: Sequence[Any]) -> frozenset[str]:

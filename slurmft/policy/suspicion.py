@@ -196,20 +196,24 @@ def weigh(observations: Iterable[Observation], now: float, rules: Rules) -> list
     if len(sound) > 1:
         sound.sort(key=lambda each: (min(each.at, now), each.weight < 0, each.id))
     weighed: list[Weighed] = []
+    against: list[Weighed] = []
     for observation in sound:
         entry = Weighed(observation, observation.weight)
-        if observation.weight < 0:
-            entry.value = -_take_off(observation, weighed, min(observation.at, now), rules)
         weighed.append(entry)
-    _value_at(weighed, now, rules)
+        if observation.weight > 0:
+            against.append(entry)
+        else:
+            entry.value = -_take_off(observation, against, min(observation.at, now), rules)
+    _value_at(against, now, rules)
     return weighed
 
 
-def _take_off(favour: Observation, before: Sequence[Weighed], at: float, rules: Rules) -> float:
+def _take_off(favour: Observation, against: Sequence[Weighed], at: float, rules: Rules) -> float:
     """Lift up to the weight of ``favour`` from what stands against the node; returns how much it was."""
     checks_only = favour.kind is Kind.PASSED
-    held = [entry for entry in before if entry.observation.weight > 0
-            and not (checks_only and entry.observation.kind not in SEEN_BY_CHECKS)]  # fmt: skip
+    held = [
+        entry for entry in against if entry.left and not (checks_only and entry.observation.kind not in SEEN_BY_CHECKS)
+    ]
     total = _value_at(held, at, rules)
     if total <= 0:
         return 0.0
@@ -219,14 +223,12 @@ def _take_off(favour: Observation, before: Sequence[Weighed], at: float, rules: 
     return taken
 
 
-def _value_at(weighed: Sequence[Weighed], at: float, rules: Rules) -> float:
-    """Set what each positive one is worth at that time, and which of one run's count; returns the sum."""
+def _value_at(against: Sequence[Weighed], at: float, rules: Rules) -> float:
+    """Set what each of them is worth at that time, and which of one run's count; returns the sum."""
     strongest: dict[tuple[str, str], Weighed] = {}
     total = 0.0
-    for entry in weighed:
+    for entry in against:
         observation = entry.observation
-        if observation.weight <= 0:
-            continue
         age_s = max(0.0, at - observation.at)
         entry.value = observation.weight * entry.left * 2.0 ** (-age_s / rules.half_life_s(observation.kind))
         entry.counts = True

@@ -33,6 +33,9 @@ LOCK_TIMEOUT_S = 20.0
 MERGE_FROM = 16
 """Small files from which on whoever adds one tries to merge them."""
 
+TIDY_FROM = 5000
+"""Observations from which on ``tidy`` looks for those that have faded."""
+
 LEFT_OVER_S = 86_400.0
 """Age from which on ``gc`` removes what a writer that was killed has left, and small files that cannot be read."""
 
@@ -44,6 +47,10 @@ _COLUMN_TYPES = tuple(
     {int, float} if name in ("weight", "at") else {str} for name in Observation._fields
 )  # fmt: skip
 _HINT = "move it away and run again; what it excluded will then be used again"
+
+
+_Change = Callable[[list[Observation], list[ManualEntry]], None]
+"""Changes what a list holds, in place."""
 
 
 class Exclusions:
@@ -92,7 +99,7 @@ class ExclusionList:
     def __init__(
         self, path: Path, mode: int = 0o600, *, clock: Callable[[], float] = time.time, host: str = ""
     ) -> None:
-        self.path = path
+        self.path = path = Path(os.path.realpath(path))  # else a link would be replaced by a list of its own
         self._mode = mode
         self._clock = clock
         self._host = host or os.uname().nodename
@@ -197,6 +204,16 @@ class ExclusionList:
             kept=after[0] + after[1],
         )
 
+    def tidy(self, found: Exclusions, now: float, rules: Rules) -> None:
+        """``gc`` when it has become long, and nobody else writes. For those who pass by: never waits, never raises."""
+        if len(found.observations) < TIDY_FROM:
+            return
+
+        def change(observations: list[Observation], manual: list[ManualEntry]) -> None:
+            observations[:] = worth_keeping(observations, now, rules)
+
+        self._merge_if_nobody_does(change)
+
     # the small files
 
     def _new_files(self) -> list[str]:
@@ -259,26 +276,26 @@ class ExclusionList:
                 return _newer(self.path, version)
         return StorageError(f"{self.path} is damaged, or no exclusion list", hint=_HINT)
 
-    def _change(self, change: Callable[[list[Observation], list[ManualEntry]], None]) -> None:
+    def _change(self, change: _Change) -> None:
         self._make_folders()
         lock = self._lock()
         with lock.hold(LOCK_TIMEOUT_S):
             self._merge(lock, change)
 
-    def _merge_if_nobody_does(self) -> None:
+    def _merge_if_nobody_does(self, change: _Change = lambda *_: None) -> None:
         """What has to be on disk is there already: a list that cannot be written is somebody else's problem."""
         lock = self._lock()
         try:
             if not lock.try_acquire():
                 return
             try:
-                self._merge(lock, lambda *_: None)
+                self._merge(lock, change)
             finally:
                 lock.release()
         except StorageError as error:
-            log.warning("new observations stay in %s for now: %s", self._new, error.what)
+            log.warning("%s is not merged with %s for now: %s", self.path, self._new, error.what)
 
-    def _merge(self, lock: SoftLock, change: Callable[[list[Observation], list[ManualEntry]], None]) -> None:
+    def _merge(self, lock: SoftLock, change: _Change) -> None:
         """Call with the lock held. The order matters: see the top of the module."""
         new = list(self._read_new())
         manual, revision, stored = self._read_list()

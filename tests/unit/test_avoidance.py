@@ -230,6 +230,13 @@ def test_a_damaged_list_is_told_and_nothing_is_avoided(cluster, tmp_path):
         assert words in found.lines()[0]
 
 
+def test_a_filesystem_that_does_not_answer_keeps_nobody_from_submitting(cluster, tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "stalled")
+    run = config(tmp_path, exclusions={"path": str(tmp_path / "stalled")})
+    monkeypatch.setattr(avoidance, "LIST_S", 0.2)
+    assert "did not answer" in for_submission(run, {}, os.environ).lines()[0]
+
+
 def test_another_cluster_is_not_judged_by_this_ones_list(cluster, tmp_path):
     run = config(tmp_path)
     listed(run, seen("n1"))
