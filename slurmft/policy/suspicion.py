@@ -59,6 +59,9 @@ wherever it runs excludes no node by itself."""
 SEEN_BY_CHECKS = frozenset({Kind.HEALTH, Kind.NODE_LOST, Kind.CRASH, Kind.HANG, Kind.COMMUNICATION, Kind.OUT_OF_MEMORY})
 """What a passed health check speaks against. It proves nothing about wrong results, nor about speed."""
 
+PRECISION_S = 1e-3
+"""Of the moment at which a state ends."""
+
 MAX_WEIGHT = 1_000_000.0
 FADED = 0.01
 """What is left of an observation that may be forgotten, as a share of ``Rules.probation``."""
@@ -299,14 +302,19 @@ def _fades_in_s(counting: Sequence[Weighed], level: float, rules: Rules) -> floa
     for entry in counting:
         half_life_s = rules.half_life_s(entry.observation.kind)
         sums[half_life_s] = sums.get(half_life_s, 0.0) + entry.value
-    low, high = 0.0, max(sums) * math.log2(max(1.0, math.fsum(sums.values()) / level))
     if len(sums) == 1:
-        return high
-    for _ in range(60):  # falling all the way, from above the level to below it
-        middle = (low + high) / 2
-        above = math.fsum(value * 2.0 ** (-middle / half_life_s) for half_life_s, value in sums.items()) > level
-        low, high = (middle, high) if above else (low, middle)
-    return high
+        return max(sums) * math.log2(max(1.0, math.fsum(sums.values()) / level))
+    seconds = 0.0
+    for _ in range(100):  # Newton on the logarithm, which is falling and convex: it comes nearer from one side only
+        left = [(value * 2.0 ** (-seconds / half_life_s), half_life_s) for half_life_s, value in sums.items()]
+        total = math.fsum(value for value, _ in left)
+        if total <= level:
+            break
+        step = math.log2(total / level) * total / math.fsum(value / half_life_s for value, half_life_s in left)
+        seconds += step
+        if step < PRECISION_S:
+            break
+    return seconds
 
 
 def suspect_gpus(observations: Iterable[Observation], now: float, rules: Rules) -> dict[str, float]:

@@ -254,21 +254,20 @@ class ExclusionList:
             return [], 0, list
         except OSError as error:
             raise translated(f"cannot read {self.path}", error) from error
-        first, _, rest = content.partition(b"\n")
-        match = re.fullmatch(rb'\{"format": (\d{1,9}), "crc": (\d{1,10}),', first)
+        # two lines of head, then a line for each observation: what is not needed is not taken apart, nor copied
+        match = re.match(rb'\{"format": (\d{1,9}), "crc": (\d{1,10}),\n', content)
         if match is None or int(match[1]) > FORMAT:
             raise self._not_ours(content)
-        if zlib.crc32(rest) != int(match[2]):
+        if zlib.crc32(memoryview(content)[match.end() :]) != int(match[2]):
             raise StorageError(f"{self.path} is damaged: its checksum is wrong", hint=_HINT)
-        head, _, body = rest.partition(b"\n")
         try:
-            facts = json.loads(b"{" + head + b"]}")
+            facts = json.loads(b"{" + content[match.end() : content.index(b"\n", match.end())] + b"]}")
             manual = [ManualEntry(**{name: entry[name] for name in ("node", "reason", "who", "at", "until")})
                       for entry in facts["manual"]]  # fmt: skip
             revision = int(facts["revision"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise StorageError(f"{self.path} is damaged: {error!r}", hint=_HINT) from error
-        return manual, revision, lambda: _stored(body, self.path)
+        return manual, revision, lambda: _stored(content, self.path)
 
     def _not_ours(self, content: bytes) -> StorageError:
         with contextlib.suppress(ValueError, RecursionError, AttributeError):
@@ -348,10 +347,10 @@ def _rows(observations: Iterable[Observation]) -> str:
     return ",\n".join(map(json.dumps, observations))
 
 
-def _stored(body: bytes, path: Path) -> list[Observation]:
+def _stored(content: bytes, path: Path) -> list[Observation]:
     try:
-        rows = json.loads(b"[" + body.removesuffix(b"]}\n") + b"]")
-    except (ValueError, RecursionError) as error:
+        rows = json.loads(content)["observations"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StorageError(f"{path} is damaged: {error}", hint=_HINT) from error
     return _observations(rows, path)
 
