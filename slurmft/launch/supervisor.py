@@ -246,7 +246,8 @@ class Supervisor:
             for host, silent_s in self._pool.silent_since(time.monotonic()).items():
                 if silent_s > lease_s and not self._over.is_set() and host not in self._lost:
                     self._lost.append(host)
-                    self._journal.append("agent lost", node=host, silent_s=silent_s)
+                    self._journal.append("agent lost", node=host, silent_s=round(silent_s, 1))
+                    self._pool.drop(host)
                     await self._kill_workers(f"nothing was heard from {host} for {silent_s:.0f} s")
                     self._over.set()
 
@@ -265,7 +266,7 @@ class Supervisor:
 
     async def _wind_down(self) -> None:
         self._over.set()
-        await end_agents(self._pool, self._processes)
+        await end_agents(self._pool, self._processes, node_lost=bool(self._lost))
         await self._background.cancel_all()
         await self._pool.close()
         self._folder.leave(self._seen, self._slow)
