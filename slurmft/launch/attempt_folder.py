@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 
 from slurmft.errors import SlurmftError, StorageError, StorageUnavailable
 from slurmft.launch.observations import Observations
+from slurmft.launch.slow_nodes import SlowNodes
 from slurmft.launch.start import Start
+from slurmft.scheduler.parsing import ended_tasks
 from slurmft.storage.patience import write_state
 
 FIRST_FILE_S = 60.0
@@ -43,6 +45,13 @@ class AttemptFolder:
         except TimeoutError as error:
             raise StorageUnavailable(f"{path} could not be written within {FIRST_FILE_S:.0f} s") from error
 
+    async def ended_agent(self) -> tuple[str, str] | None:
+        """Node of an agent that has ended, and how, in the words of srun; None when there is none."""
+        with contextlib.suppress(OSError, StorageError):
+            text = await self._do(lambda: (self.path / "srun.err").read_text(encoding="utf-8", errors="replace"))
+            return next(iter(ended_tasks(text)), None)
+        return None
+
     async def requests(self, *, ready: bool) -> dict[str, str]:
         """New requests and who made them: KILL, REQUEUE, and SAVE when the workers are ``ready`` for one."""
         with contextlib.suppress(OSError, StorageError):  # a filesystem that hiccups; the next look finds the file
@@ -51,7 +60,7 @@ class AttemptFolder:
             return found
         return {}
 
-    async def tell_progress(self, seen: Observations) -> None:
+    async def tell_progress(self, seen: Observations, slow: SlowNodes) -> None:
         """Write progress, and what the journal could not take before, when it is time to."""
         if time.monotonic() - self._told_at < PROGRESS_S:
             return
@@ -59,8 +68,9 @@ class AttemptFolder:
         self._journal.retry()
         with contextlib.suppress(OSError, StorageError):
             await self._do(seen.write_progress)
+            await self._do(slow.exchange)
 
-    def leave(self, seen: Observations) -> None:
+    def leave(self, seen: Observations, slow: SlowNodes) -> None:
         """Write the last progress and remove the secret, before anything that is journaled from now on."""
 
         def work() -> None:
@@ -68,6 +78,7 @@ class AttemptFolder:
                 (self.path / "secret").unlink(missing_ok=True)
                 seen.write_progress()
                 seen.write_timings()
+                slow.exchange()
 
         self._thread.submit(work)
 

@@ -30,6 +30,7 @@ from slurmft.policy.sbatch_options import OWNED_OPTIONS, SBATCH_OPTIONS
 from slurmft.policy.sbatch_section import FLAGS
 from slurmft.scheduler import command, slurm
 from slurmft.scheduler.environment import scrubbed
+from slurmft.scheduler.nodes import compress
 from slurmft.scheduler.parsing import refusal_hint, why_never
 from slurmft.storage.run_folder import RunFolder
 
@@ -173,7 +174,7 @@ def _slurm_executor(
     executor.supervisor = RunSupervisor(run.config)
     parameters = _sbatch_parameters(config, run, options, avoid)
     executor.update_parameters(
-        nodes=config.nodes,
+        nodes=config.nodes + config.spare_nodes,
         ntasks_per_node=1,
         use_srun=False,
         stderr_to_stdout=True,
@@ -200,7 +201,7 @@ def _sbatch_parameters(
     parameters |= options
     for name, value in parameters.items():
         _refuse_control_characters(name, str(value))
-    if excluded := [*filter(None, [parameters.get("exclude")]), *sorted(avoid)]:
+    if excluded := [str(part) for part in (parameters.get("exclude"), compress(avoid)) if part]:
         parameters["exclude"] = ",".join(excluded)
     return parameters
 
