@@ -55,7 +55,7 @@ def worker_environment(
         EVIDENCE_VARIABLE: str(config.run_folder / "verdicts" / f"{attempt}.rank-{rank}.evidence.jsonl"),
         ERROR_DIR_VARIABLE: str(folder),
         # what torch's own @record writes, for scripts that have it already
-        "TORCHELASTIC_ERROR_FILE": str(folder / f"torch.rank_{rank}"),
+        "TORCHELASTIC_ERROR_FILE": str(folder / f"torch-error.rank_{rank}"),
         "SLURMFT_CHECKPOINT_DIR": str(config.checkpoint_dir),
         "SLURMFT_CHECKPOINT_INTERVAL_STEPS": str(config.checkpoint.interval_steps),
         "SLURMFT_BACKEND": config.nccl.backend,

@@ -216,9 +216,8 @@ def test_explain_of_a_damaged_verdict(runs, facts):
 
 
 def test_a_verdict_that_blames_nobody_needs_no_more_words(runs):
-    make(
-        runs / "bad", "journal.jsonl", as_bytes(json.loads(EVENT) | {"event": "verdict", "cause": "preempted"}) + b"\n"
-    )
+    line = json.loads(EVENT) | {"event": "verdict", "cause": "preempted"}
+    make(runs / "bad", "journal.jsonl", as_bytes(line) + b"\n")
     assert "newest verdict" not in slurmft("explain", "bad")[1]
 
 

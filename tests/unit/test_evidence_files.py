@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -125,6 +127,13 @@ def test_what_is_no_file_is_left_alone(run):
     assert judged(run, end(0, 1), end(1, 1), end(2, 1)).cause is Cause.WORKER_ERROR
 
 
+def test_a_rank_whose_end_nobody_saw_has_a_place(run):
+    said(run, 1, WorkerVerdict(cause="rerun elsewhere"))
+    heard = collect(run, ATTEMPT, [], {1: "n7"})
+    found = judge([], world_size=2, seen=Circumstances(heard=heard))
+    assert (found.rank, found.node, found.suspects) == (1, "n7", (Suspect(node="n7", rank=1),))
+
+
 def test_an_agents_file_speaks_for_its_node(run):
     write_verdict(run.verdicts / f"{ATTEMPT}.agent-n5.json", WorkerVerdict(cause="hang", message="rank 9 stands still"))
     found = judged(run, end(0, 1))
@@ -145,9 +154,12 @@ def test_a_folder_that_does_not_answer_is_gone_without(run, monkeypatch):
         def call(self, work, *, timeout_s):
             raise StorageUnavailable("the run folder did not answer within 1 s")
 
-    heard = evidence.testimony_of(Silent(), run, ATTEMPT, [end(0)])
+    def start(thread: FolderThread, run: RunFolder) -> Any:
+        return SimpleNamespace(thread=thread, run=run, cluster=SimpleNamespace(attempt=ATTEMPT))
+
+    heard = evidence.testimony_of(start(Silent(), run), [end(0)], {})
     assert "did not answer" in heard.problems[0]
-    assert evidence.testimony_of(FolderThread(), RunFolder(Path("/nowhere")), ATTEMPT, [end(0)]).reports == ()
+    assert evidence.testimony_of(start(FolderThread(), RunFolder(Path("/nowhere"))), [end(0)], {}).reports == ()
 
 
 # error files

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.policy.evidence import Suspect
+from slurmft.policy.evidence import Evidence, Kind, Suspect
 from slurmft.policy.findings import DECIDING, LEVEL_OF, Level
-from slurmft.policy.judge import Circumstances, WorkerEnd, ends_attempt, judge
+from slurmft.policy.judge import Circumstances, WorkerEnd, ends_attempt, held_against, judge
 from slurmft.policy.symptoms import cause_of_log, cause_of_text, codes_of_children, exceptions_in, last_words
 from slurmft.policy.testimony import CLAIMABLE, Report, StepWords, TaskEnd, claimed
 from slurmft.policy.testimony import Testimony as Heard  # pytest takes a name that begins with Test for tests
@@ -452,6 +452,33 @@ def test_a_verdict_of_another_rank_explains_the_leads_end():
 )
 def test_what_ends_an_attempt(given, planned, only_lead, expected):
     assert ends_attempt(given, planned=planned, complete_codes=frozenset({42}), only_lead=only_lead) is expected
+
+
+# what the exclusion list is told
+
+
+@pytest.mark.parametrize(
+    ("cause", "rerun", "kind"),
+    [
+        (Cause.NODE_LOST, "", Kind.NODE_LOST),
+        (Cause.SIGNAL_CRASH, "", Kind.CRASH),
+        (Cause.STRAGGLER, "", Kind.STRAGGLER),
+        (Cause.RERUN_ELSEWHERE, "undecided", Kind.RERUN_UNDECIDED),
+        (Cause.VALIDATION_FAILED, "persistent", Kind.RERUN_PERSISTENT),
+        (Cause.VALIDATION_FAILED, "correct", Kind.RERUN_ACQUITTED),
+        (Cause.VALIDATION_FAILED, "", None),
+        (Cause.VALIDATION_FAILED, "inconclusive", None),
+        (Cause.WORKER_ERROR, "", None),
+        (Cause.PREEMPTED, "", None),
+    ],
+)
+def test_what_a_verdict_holds_against_a_node(cause, rerun, kind):
+    suspects = (Suspect(node="n1", rank=2), Suspect(node="n1", rank=3), Suspect(node="n2"))
+    found = Verdict(cause=cause, reason="why", rerun=rerun, suspects=suspects, last_step=5)
+    known = Evidence(kind=kind or Kind.HANG, suspect=Suspect(node="n2"), message="seen", at=1.0)
+    held = held_against(found, [known], at=9.0)
+    added = Evidence(kind=kind or Kind.HANG, suspect=suspects[0], message="why", at=9.0, step=5)
+    assert held == ((known, added) if kind else (known,))
 
 
 # any circumstances
