@@ -268,6 +268,11 @@ class AgentPool:
             await asyncio.sleep(0.01)
         return True
 
+    def places(self, per_node: int) -> Mapping[int, str]:
+        """Host of each rank whose agent has ever reported."""
+        first = {node * per_node: link.host for node, link in self.links.items()}
+        return {rank + local: host for rank, host in first.items() for local in range(per_node)}
+
     def silent_since(self, now: float) -> Mapping[str, float]:
         """Seconds since each agent was last heard of, by host."""
         return {link.host: now - link.last_heard for link in self.links.values()}

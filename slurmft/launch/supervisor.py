@@ -290,7 +290,7 @@ class Supervisor:
                 launch_error=self._launch_error,
                 outside=outside[0] if outside else None,
                 outside_reason=outside[1] if outside else "",
-                heard=testimony_of(self._start.thread, self._run, self._cluster.attempt, ends),
+                heard=testimony_of(self._start, ends, self._pool.places(self._config.nproc_per_node)),
                 complete_codes=codes_of(ExitAction.COMPLETE, self._config.exit_actions),
                 only_lead=self._config.ignore_nonlead_status,
             ),
