@@ -59,6 +59,7 @@ def worker_environment(
         "SLURMFT_BACKEND": config.nccl.backend,
         "SLURMFT_INIT_TIMEOUT_MINUTES": str(config.nccl.init_timeout_minutes),
         "SLURMFT_STEP_TIMEOUT_MINUTES": str(config.nccl.step_timeout_minutes),
+        "SLURMFT_RERUN": config.rerun.model_dump_json(),
     }
     return _flight_recorder(config.nccl.flight_recorder_buffer_size, folder) | environment
 
