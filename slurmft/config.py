@@ -29,24 +29,16 @@ from pydantic import (
 from slurmft.errors import ConfigError
 from slurmft.policy import plain_values as plain
 from slurmft.policy.exit_actions import ExitAction, parse_codes
-from slurmft.policy.reruns import Injection, Mode
 from slurmft.policy.sbatch_section import option_value, unknown_options
+from slurmft.rerun_settings import RerunConfig
+from slurmft.setting_types import Count, Minutes, Seconds, Text
+from slurmft.setting_types import Positive as _Positive
+from slurmft.setting_types import Section as _Section
+from slurmft.straggler_settings import StragglerDetectionConfig
 
 MAX_FILE_BYTES = 1024 * 1024
 MAX_NODES, MAX_NPROC_PER_NODE = 65_536, 1024
 """More than any cluster has; on one machine a slip of the finger would start a million processes."""
-
-MAX_SECONDS = 10 * 365 * 86_400.0
-MAX_COUNT = 10**15 - 1
-"""Steps and counts are kept as integers of 64 bits."""
-
-Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) in (int, float) else value)]
-"""A string that YAML may have read as a number."""
-
-Count = Annotated[int, BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_COUNT))]
-_Positive = Annotated[int, Field(ge=1), BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_COUNT))]
-Seconds = Annotated[float, BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_SECONDS))]
-Minutes = Annotated[float, BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_SECONDS / 60))]
 
 
 def _as_argv(value: Any) -> Any:
@@ -91,10 +83,6 @@ _Loader.yaml_implicit_resolvers = {
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), [*"tTfF"])
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9][0-9]*)$"), [*"-+0123456789"])
 # fractions stay text until the field that takes them is known: 1.50 may be the name of a partition
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
 class SlurmConfig(_Section):
@@ -217,55 +205,6 @@ class NcclConfig(_Section):
     """Collectives that torch's flight recorder remembers; 0 switches it off."""
 
 
-class RerunConfig(_Section):
-    """What a trainer with ``session.rerun_machine`` checks, and what follows."""
-
-    mode: Literal[Mode.VALIDATE_RESULTS, Mode.REPORT_STATS, Mode.DISABLED] = Mode.VALIDATE_RESULTS
-    """validate_results: a step with a rejected result is run again. report_stats: every step is run twice, to see how
-    much results differ by themselves. disabled: nothing is looked at."""
-
-    check_for_nan_in_loss: bool = True
-    """Reject a loss that is NaN or infinite."""
-
-    check_for_spiky_loss: bool = False
-    """Reject a loss far above the recent ones."""
-
-    spiky_loss_factor: float = Field(default=10.0, gt=0, le=1e9)
-    """How far: robust standard deviations (median absolute deviation) above their median."""
-
-    spiky_loss_window: Count = Field(default=100, ge=20, le=10_000)
-    """How many losses are recent; they are saved with the checkpoint."""
-
-    max_attempts: Count = Field(default=3, ge=1, le=1000)
-    """Placements on other nodes that are asked for before a result counts as inconclusive."""
-
-    exit_on_persistent: bool = False
-    """Stop with exit code 17 when the first node is found faulty; otherwise training goes on with the good result."""
-
-    report_interval_steps: Count = Field(default=100, ge=0)
-    """Steps between two reports in the mode report_stats; 0: only at the end."""
-
-    error_injection_rate: Count = Field(default=0, ge=0)
-    """For tests: about one in so many results is taken for wrong; 0: none."""
-
-    error_injection_type: Literal[Injection.TRANSIENT_ERROR, Injection.PERSISTENT_ERROR, Injection.CORRECT_RESULT] = (
-        Injection.TRANSIENT_ERROR
-    )
-    """For tests: wrong once, wrong on one node, or unusual and right."""
-
-    error_injection_step: Annotated[int, Field(ge=0, le=MAX_COUNT), BeforeValidator(plain.no_bool)] | None = None
-    """For tests: the step with the wrong result; by chance, as the rate says, when empty."""
-
-    error_injection_rank: Annotated[int, Field(ge=0, le=MAX_COUNT), BeforeValidator(plain.no_bool)] | None = None
-    """For tests: the rank with the wrong result; all when empty."""
-
-    error_injection_node: Text | None = None
-    """For tests: the node that computes wrongly."""
-
-    error_injection_seed: Count = Field(default=0, ge=0)
-    """For tests: another choice of wrong results at the same rate."""
-
-
 class RunConfig(_Section):
     """One run: what to train, where, and how it survives."""
 
@@ -293,6 +232,7 @@ class RunConfig(_Section):
     preemption: PreemptionConfig = Field(default_factory=PreemptionConfig)
     nccl: NcclConfig = Field(default_factory=NcclConfig)
     rerun: RerunConfig = Field(default_factory=RerunConfig)
+    straggler_detection: StragglerDetectionConfig = Field(default_factory=StragglerDetectionConfig)
 
     exit_actions: dict[ExitAction, Text] = Field(default_factory=dict)
     """The trainer's own exit codes: ``{COMPLETE: "0", RESCHEDULE: "11-20", FAIL: "17"}``; beats the defaults."""

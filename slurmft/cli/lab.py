@@ -171,6 +171,20 @@ def heal(folder: Path, node: str) -> None:
     faults.heal(folder, node)
 
 
+@lab.command("slow-node")
+@click.argument("node")
+@click.option("--cpus", type=float, default=0.2, show_default=True, help="CPUs that everything on it shares.")
+@click.option("--seconds", type=float, default=120.0, show_default=True, help="When it becomes fast again by itself.")
+@click.option("--undo", is_flag=True, help="Make it fast again now.")
+@click.pass_obj
+def slow_node(folder: Path, node: str, *, cpus: float, seconds: float, undo: bool) -> None:
+    """Limit the CPU time of a node, as a failing fan or a noisy neighbour does."""
+    if undo:
+        faults.restore_speed(folder, node)
+    else:
+        faults.slow_node(folder, node, cpus=cpus, for_s=seconds)
+
+
 @lab.command("stop-controller")
 @click.option("--crash", is_flag=True, help="SIGKILL: what slurmctld had not saved yet is forgotten.")
 @click.pass_obj

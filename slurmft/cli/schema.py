@@ -7,14 +7,21 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from slurmft import config as configuration
+from pydantic import BaseModel
+
 from slurmft.config import RunConfig
 
 
 def schema() -> dict[str, Any]:
     """The JSON schema of a configuration, for editors."""
     value = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
-    texts = _texts(Path(configuration.__file__).read_text(encoding="utf-8"))
+    models = [RunConfig, *(field.annotation for field in RunConfig.model_fields.values())]
+    homes = {
+        inspect.getsourcefile(model) for model in models if isinstance(model, type) and issubclass(model, BaseModel)
+    }
+    texts = {
+        key: text for home in homes if home for key, text in _texts(Path(home).read_text(encoding="utf-8")).items()
+    }
     for name, part in {**value["$defs"], RunConfig.__name__: value}.items():
         for key, facts in part.get("properties", {}).items():
             if text := texts.get((name, key)):

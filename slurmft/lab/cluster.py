@@ -139,6 +139,14 @@ class Lab:
         """Undo :meth:`partition`."""
         faults.heal(self.folder, name)
 
+    def slow_node(self, name: str, *, cpus: float, for_s: float = 120.0) -> None:
+        """Leave a node no more than so many CPUs, for so many seconds."""
+        faults.slow_node(self.folder, name, cpus=cpus, for_s=for_s)
+
+    def restore_speed(self, name: str) -> None:
+        """Undo :meth:`slow_node`."""
+        faults.restore_speed(self.folder, name)
+
     def stop_controller(self) -> None:
         """Stop slurmctld cleanly."""
         faults.stop_controller(self.folder)

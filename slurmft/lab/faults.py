@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from slurmft.errors import LabError
-from slurmft.lab import daemons
+from slurmft.lab import daemons, slowness
 from slurmft.lab.building import refuse_inside
 from slurmft.lab.exposure import needed_paths, paths_to_expose
 from slurmft.lab.members import Starting, connect, remove_link, set_link
@@ -75,6 +75,22 @@ def _set_cable(folder: Path, name: str, state: str) -> None:
         if not built.node(name).is_alive(folder):
             raise LabError(f"node {name} is dead", hint=f"slurmft lab start-node {name}")
         set_link(built.controller, name, state)
+
+
+def slow_node(folder: Path, name: str, *, cpus: float, for_s: float) -> None:
+    """Leave a node no more than so many CPUs, for so many seconds; its jobs, later ones too, run on."""
+    refuse_inside(folder)
+    with exclusive(folder):
+        if not standing(folder).node(name).is_alive(folder):
+            raise LabError(f"node {name} is dead", hint=f"slurmft lab start-node {name}")
+        slowness.limit(folder, name, cpus=cpus, for_s=for_s)
+
+
+def restore_speed(folder: Path, name: str) -> None:
+    """Undo ``slow_node`` before its time is up; nothing where the node is not slow."""
+    with exclusive(folder):
+        standing(folder).node(name)
+        slowness.unlimit(folder, name)
 
 
 def stop_controller(folder: Path) -> None:

@@ -19,6 +19,7 @@ from slurmft.launch.channel import BadMessage, Channel, Message, connect
 from slurmft.launch.environment import common_environment, worker_environment
 from slurmft.launch.heartbeat import NOTHING, Slot
 from slurmft.launch.sleeping import overslept_s
+from slurmft.launch.timing_reports import TimingReports
 from slurmft.launch.workers import Worker, Workers, reserve_port
 from slurmft.policy.stop import NEVER
 from slurmft.storage.files import read_json
@@ -52,6 +53,7 @@ class Agent:
         self._unreported: list[Message] = []
         self._shutdown = False
         self._last_heard = time.monotonic()
+        self._timings: TimingReports | None = None
         self._address: tuple[list[str], int, bytes] | None = None
 
     async def run(self) -> int:
@@ -177,7 +179,9 @@ class Agent:
             logs=folder,
             verdicts=[self._run.verdicts / f"{self._attempt}.rank-{rank}.json" for rank in ranks],
             generation=message["generation"],
+            timed=config.straggler_detection.enabled,
         )
+        self._timings = TimingReports(config.straggler_detection.report_time_interval, time.monotonic())
 
     def _propose(self, tick: int, action: int) -> None:
         # in this order: a worker acts when the commit equals the proposal, which must never be an older one's
@@ -223,6 +227,9 @@ class Agent:
             if self._channel is not None:
                 ranks = [_facts(worker) for worker in self._workers.by_rank.values()]
                 self._channel.send({"kind": "progress", "ranks": ranks, "ready": self._workers.ready.is_set()})
+                if self._timings is not None and self._config.straggler_detection.enabled:
+                    for report in self._timings.due(list(self._workers.by_rank.values()), time.monotonic()):
+                        self._channel.send(report)
 
 
 def _facts(worker: Worker) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from slurmft.launch.channel import MAX_LINE_BYTES, BadMessage, Channel, Message, accept
 from slurmft.launch.heartbeat import State
+from slurmft.launch.timing_page import CUDA, MAX_NAME, MAX_SECTIONS
 
 CALL_TIMEOUT_S = 10.0
 MAX_STRANGERS = 64
@@ -50,6 +51,22 @@ def _name(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= 255 and value.isprintable()
 
 
+_SECTION = (lambda value: _name(value) and len(value) <= MAX_NAME, _time, _integer(1, 2**31 - 1))
+
+
+def _are_sections(sections: Any) -> bool:
+    return (
+        isinstance(sections, list)
+        and len(sections) <= MAX_SECTIONS
+        and all(
+            isinstance(section, list)
+            and len(section) == len(_SECTION)
+            and all(fits(each) for fits, each in zip(_SECTION, section, strict=True))
+            for section in sections
+        )
+    )
+
+
 _SLOT = _integer(-(2**63), 2**63 - 1)
 _FACTS: Mapping[str, Check] = {
     "rank": _integer(0, 2**31 - 1), "state": _integer(min(State), max(State)), "attached": _flag, "step": _SLOT,
@@ -58,6 +75,10 @@ _FACTS: Mapping[str, Check] = {
 _EXIT: Mapping[str, Check] = {**_FACTS, "code": _integer(-128, 255), "killed": _flag}
 _SIGNAL: Mapping[str, Check] = {"name": _name}
 _HELLO: Mapping[str, Check] = {"node": _integer(0, 2**31 - 1), "host": _name, "pid": _integer(0, 2**31 - 1)}
+_TIMINGS: Mapping[str, Check] = {
+    "rank": _integer(0, 2**31 - 1), "device": _integer(0, CUDA), "sections": _are_sections,
+    "role": lambda value: value == "" or (_name(value) and len(value) <= MAX_NAME),
+}  # fmt: skip
 _LOOK = (_flag, _SLOT, _flag, _SLOT)
 
 
@@ -85,6 +106,10 @@ def _check_report(message: Message) -> None:
             _require(message, {"ranks": lambda ranks: isinstance(ranks, list)}, "a progress report")
             for facts in message["ranks"]:
                 _require(facts, _FACTS, "a progress report")
+        case "timings":
+            _require(message, {"window": _SLOT, "ranks": lambda ranks: isinstance(ranks, list)}, "a report of timings")
+            for facts in message["ranks"]:
+                _require(facts, _TIMINGS, "a report of timings")
         case "signal":
             _require(message, _SIGNAL, "a signal's report")
         case "hello" | "disconnected" as kind:

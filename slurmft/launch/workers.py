@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmft.launch.heartbeat import PAGE_VARIABLE, Page, Slot, State
+from slurmft.launch.timing_page import TIMING_PAGE_VARIABLE, TimingPage
 from slurmft.launch.zygote import PACKET_BYTES
 from slurmft.policy.stop import Look
 
@@ -28,6 +30,8 @@ PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a private folder is made in it
 _PREFIX = f"slurmft-{os.getuid()}-"
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class Worker:
@@ -35,6 +39,9 @@ class Worker:
 
     rank: int
     page: Page
+    timings: TimingPage | None = None
+    """Where it leaves how long its work takes; None where nobody asks for it."""
+
     pid: int = 0
     exit_code: int | None = None
     """As of subprocess: negative for a signal; None while it lives."""
@@ -112,18 +119,20 @@ class Workers:
 
     def start(
         self, ranks: Sequence[int], environments: Sequence[dict[str, str]], *, command: Sequence[str],
-        folder: Path, logs: Path, verdicts: Sequence[Path], generation: int,
+        folder: Path, logs: Path, verdicts: Sequence[Path], generation: int, timed: bool = False,
     ) -> None:  # fmt: skip
         """Fork one worker for each rank; the zygote takes the requests as soon as it is ready."""
         arguments = zygote_arguments(command)
         self.by_rank = {}
         for rank, environment, verdict in zip(ranks, environments, verdicts, strict=True):
             path = self.folder / f"rank-{rank}"
-            self.by_rank[rank] = Worker(rank=rank, page=Page.create(path, rank=rank, generation=generation))
+            worker = Worker(rank=rank, page=Page.create(path, rank=rank, generation=generation))
+            self.by_rank[rank] = worker
+            pages = {PAGE_VARIABLE: str(path)} | (self._timing_page(worker, generation) if timed else {})
             self._send(
                 {
                     "rank": rank,
-                    "environment": environment | {PAGE_VARIABLE: str(path)},
+                    "environment": environment | pages,
                     "python": arguments is not None,
                     "argv": arguments or list(command),
                     "folder": str(folder),
@@ -172,8 +181,19 @@ class Workers:
             self._zygote.wait()
         for worker in self.by_rank.values():
             worker.page.close()
+            if worker.timings is not None:
+                worker.timings.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
+
+    def _timing_page(self, worker: Worker, generation: int) -> dict[str, str]:
+        path = self.folder / f"rank-{worker.rank}.timings"
+        try:
+            worker.timings = TimingPage.create(path, rank=worker.rank, generation=generation)
+        except OSError as error:  # training matters more than its timings
+            log.warning("no timings of rank %d: %s", worker.rank, error)
+            return {}
+        return {TIMING_PAGE_VARIABLE: str(path)}
 
     def _kill(self, worker: Worker) -> None:
         worker.killed = True

@@ -24,6 +24,7 @@ from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from slurmft.errors import CheckpointError
 from slurmft.launch.heartbeat import NOTHING, PAGE_VARIABLE, Page, Slot, State, StopAction
@@ -39,6 +40,7 @@ from slurmft.training.rerun_data import RerunDataIterator
 from slurmft.training.rerun_reports import Departure
 from slurmft.training.schedule import SaveSchedule
 from slurmft.training.signals import StopSignal
+from slurmft.training.stragglers import StragglerDetector
 
 Batch = TypeVar("Batch")
 SaveFunction = Callable[[int], Any]
@@ -91,6 +93,9 @@ class Session:
     checkpoint_dir: Path
     """Where the run's checkpoints live."""
 
+    stragglers: StragglerDetector
+    """Times this rank's own work; named sections and a role are for you to add."""
+
     def __init__(self, page: Page | None, groups: ProcessGroups) -> None:
         environment = os.environ
         self.rank = int(environment.get("RANK", "0"))
@@ -101,6 +106,7 @@ class Session:
         self._interval_steps = int(environment.get("SLURMFT_CHECKPOINT_INTERVAL_STEPS", "100"))
         self._groups = groups
         self._signal = StopSignal.install()
+        self.stragglers = StragglerDetector.from_environment(groups.device)
         self._page = page or Page.private()
         self._agreement = (
             AgreementByAgent(self._page)
@@ -145,7 +151,9 @@ class Session:
                 schedule.done(step, worked=worked)
                 saved = step if worked else saved
             self._at_tick(tick_of(step), saved)
+            self.stragglers.begin_step()
             yield step
+            self.stragglers.end_step()
             page[Slot.STATE] = State.TRAINING  # an evaluation that was begun and never ended is over now
             self._signal.chain_again()
             self._step_is_done(step + 1, start)
@@ -196,8 +204,14 @@ class Session:
         """
         if self.world_size == 1:
             return model
+
+        def attached(wrapped: nn.Module) -> torch.Tensor:
+            if isinstance(wrapped, DistributedDataParallel):
+                self.stragglers.attach(wrapped)
+            return rehearsal(wrapped)
+
         devices = [self.device] if self.device.type == "cuda" else None
-        return settled_ddp(model, rehearsal, device_ids=devices)
+        return settled_ddp(model, attached, device_ids=devices)
 
     def rerun_machine(self, model: nn.Module, loader: Iterable[Any]) -> RerunStateMachine:
         """Reruns of steps whose results look wrong, as the section ``rerun:`` says (``training.rerun``).

@@ -1,0 +1,238 @@
+"""Who is slow: the scores of one window, whom it accuses, who is convicted after several, and whether a move pays.
+
+Every time is a rank's own work, before it waits for others: collectives make all ranks equally slow. Scores are in
+(0, 1], 1 is best, NaN where nothing can be told; NaN never accuses anybody. Ranks are compared within their cohort, the
+ranks of equal role, so that a slow stage, which is slow on every node, accuses nobody.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+Integers = NDArray[np.int64]
+
+MIN_COHORT = 3
+"""Of two that differ nobody can say which one is wrong."""
+
+SPREADS = 3.0
+"""A straggler lies this many median deviations above its cohort: where all differ, nobody stands out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """From when on a window accuses a rank; all of them must be passed."""
+
+    relative: float = 0.7
+    """Relative score below which a rank is slow; 0 switches the comparison with the cohort off."""
+
+    individual: float = 0.7
+    """Individual score below which a rank is slow; 0 switches the comparison with its own past off."""
+
+    min_samples: int = 3
+    """A median of fewer says nothing."""
+
+    min_difference_s: float = 0.005
+    """Seconds behind the reference: in steps of a millisecond, a quarter of one is noise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """What was measured of all ranks in one span of time."""
+
+    medians_s: Floats
+    """[ranks, sections] Median seconds of each section; NaN, infinite, zero or negative where there is none."""
+
+    counts: Integers
+    """[ranks, sections] How many samples each median was taken from."""
+
+    cohorts: Integers
+    """[ranks] Number of the role; negative for a rank that has not reported."""
+
+    best_s: Floats
+    """[ranks] The best robust median of the judged time that this rank on this node ever had; NaN before any."""
+
+    judged: Sequence[int] = ()
+    """Columns that decide about a rank (the own work before the first collective); all of them when empty."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """What a window says of each rank."""
+
+    relative: Floats
+    """[ranks] The cohort's reference by the rank's own time, at most 1."""
+
+    individual: Floats
+    """[ranks] The rank's best time by its present one, at most 1."""
+
+    sections: Floats
+    """[ranks, sections] The same as ``relative`` for each section alone."""
+
+    work_s: Floats
+    """[ranks] The judged time itself."""
+
+    behind_s: Floats
+    """[ranks] Seconds by which it exceeds its reference; negative for the faster half."""
+
+    slow_relative: Flags
+    """[ranks] Accused by comparison with the cohort."""
+
+    slow_individual: Flags
+    """[ranks] Accused by comparison with its own past, which most of its cohort can still keep up with."""
+
+    @property
+    def slow(self) -> Flags:
+        """[ranks] Accused by either."""
+        return self.slow_relative | self.slow_individual
+
+    @property
+    def covered(self) -> Flags:
+        """[ranks] Could be compared with its cohort."""
+        return np.isfinite(self.relative)
+
+
+def score(window: Window, limits: Limits) -> Scores:
+    """Compare every rank with its cohort and with its own past."""
+    valid = np.isfinite(window.medians_s) & (window.medians_s > 0) & (window.counts >= limits.min_samples)
+    times = np.where(valid, window.medians_s, np.nan)
+    members = [np.flatnonzero(window.cohorts == cohort) for cohort in np.unique(window.cohorts[window.cohorts >= 0])]
+    references = np.full_like(times, np.nan)
+    for ranks in members:
+        references[ranks] = _references(times[ranks])
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        sections = np.minimum(references / times, 1.0)
+        judged = list(window.judged) or slice(None)
+        relative, work_s, behind_s = _relative(times[:, judged], references[:, judged], window.counts[:, judged])
+        individual = np.where(window.best_s > 0, np.minimum(window.best_s / work_s, 1.0), np.nan)
+    slow_relative, slow_individual = np.zeros(len(times), np.bool_), np.zeros(len(times), np.bool_)
+    for ranks in members:
+        slow_relative[ranks] = _slow_by_cohort(relative[ranks], behind_s[ranks], limits)
+        slow_individual[ranks] = _slow_by_past(individual[ranks], work_s[ranks], window.best_s[ranks], limits)
+    return Scores(
+        relative=relative, individual=individual, sections=sections, work_s=work_s, behind_s=behind_s,
+        slow_relative=slow_relative, slow_individual=slow_individual,
+    )  # fmt: skip
+
+
+def _references(times: Floats) -> Floats:
+    """[sections] The cohort's reference: what more than half of it keep up with; NaN where fewer were measured.
+
+    The upper one of the two in the middle: a half that is slower than the other half is not outvoted by it.
+    """
+    found = np.full(times.shape[1], np.nan)
+    for column in range(times.shape[1]):
+        values = times[:, column]
+        values = values[~np.isnan(values)]
+        if len(values) >= MIN_COHORT and 2 * len(values) > len(times):
+            found[column] = _upper_median(values)
+    return found
+
+
+def _upper_median(values: Floats) -> float:
+    middle = len(values) // 2
+    return float(np.partition(values, middle)[middle])
+
+
+def _relative(times: Floats, references: Floats, counts: Integers) -> tuple[Floats, Floats, Floats]:
+    """Each rank's score over several sections weighed by their time, its time, and how far it is behind."""
+    told = np.isfinite(times) & np.isfinite(references)
+    weights = np.where(told, counts / np.maximum(counts.sum(axis=1, keepdims=True), 1), 0.0)
+    spent = np.sum(np.where(told, times, 0.0) * weights, axis=1)
+    needed = np.sum(np.where(told, np.minimum(references, times), 0.0) * weights, axis=1)
+    any_told = told.any(axis=1)
+    scores = np.divide(needed, spent, out=np.full(len(times), np.nan), where=any_told & (spent > 0))
+    measured = np.isfinite(times)
+    work_s = np.where(measured.any(axis=1), np.sum(np.where(measured, times, 0.0), axis=1), np.nan)
+    behind_s = np.where(any_told, np.sum(np.where(told, times - references, 0.0), axis=1), np.nan)
+    return scores, work_s, behind_s
+
+
+def _slow_by_cohort(scores: Floats, behind_s: Floats, limits: Limits) -> Flags:
+    told = behind_s[np.isfinite(behind_s)]
+    if len(told) < MIN_COHORT:
+        return np.zeros(len(scores), np.bool_)
+    least_s = max(limits.min_difference_s, SPREADS * _upper_median(np.abs(told)))
+    return (scores < limits.relative) & (behind_s > least_s)  # a comparison with NaN is false
+
+
+def _slow_by_past(individual: Floats, work_s: Floats, best_s: Floats, limits: Limits) -> Flags:
+    """Slower than it was, while at least half of its cohort are not: longer sequences slow everybody's own work."""
+    told = individual[np.isfinite(individual)]
+    if len(told) < 2:
+        return np.zeros(len(individual), np.bool_)
+    others = _upper_median(told)
+    is_slower = (individual < limits.individual) & (individual < limits.individual * others)
+    return is_slower & (work_s - best_s > limits.min_difference_s)
+
+
+def accused(slow: Flags, node_of_rank: Integers) -> tuple[list[int], bool]:
+    """Nodes with a slow rank, and whether there are too many of them to be broken ones.
+
+    More than a quarter of the nodes, and more than one, share what slows them: a stage of the model whose ranks were
+    given no role of their own, a filesystem, a switch. Nobody is accused then.
+    """
+    known = node_of_rank >= 0
+    nodes = np.unique(node_of_rank[slow & known])
+    shared = len(nodes) > max(1, len(np.unique(node_of_rank[known])) // 4)
+    return ([] if shared else nodes.tolist()), shared
+
+
+def convicted(outcomes: Sequence[bool], *, needed: int, considered: int) -> bool:
+    """Whether ``needed`` of the newest ``considered`` windows accused; ``outcomes`` are oldest first."""
+    return sum(outcomes[-considered:]) >= needed
+
+
+def better(best_s: Floats, work_s: Floats) -> Floats:
+    """[ranks, kept] The smallest times so far, with those of this window; NaN is none."""
+    return np.sort(np.column_stack([best_s, work_s]), axis=1)[:, : best_s.shape[1]]
+
+
+def robust_best(best_s: Floats) -> Floats:
+    """[ranks] The largest of the kept best ones, so that one lucky window says nothing; NaN before as many."""
+    return best_s[:, -1]
+
+
+def step_slowdown(*, step_s: float, excess_s: float) -> float:
+    """How many times longer a step takes with the stragglers than it would without; at least 1."""
+    if not (math.isfinite(step_s) and math.isfinite(excess_s)) or not 0 < excess_s < step_s:
+        return 1.0
+    return step_s / (step_s - excess_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pays:
+    """Whether moving a run away from a straggler is worth what it costs."""
+
+    worth: bool
+    gain_s: float
+    """Node-seconds that the rest of the run takes less elsewhere."""
+
+    cost_s: float
+    """Node-seconds that the move takes."""
+
+    reason: str
+    """One sentence with both numbers."""
+
+
+def pays(*, slowdown: float, remaining_s: float, nodes: int, requeue_cost_s: float) -> Pays:
+    """Compare what is gained by running the rest of a run elsewhere with what going there costs.
+
+    ``remaining_s`` is the time left at the present speed and ``requeue_cost_s`` how long the run stands still.
+    """
+    cost_s = requeue_cost_s * nodes
+    if not (math.isfinite(slowdown) and math.isfinite(remaining_s)) or remaining_s <= 0:
+        return Pays(worth=False, gain_s=0.0, cost_s=cost_s, reason="how long the run still takes is not known")
+    gain_s = (1 - 1 / max(slowdown, 1.0)) * remaining_s * nodes
+    worth = gain_s > cost_s
+    reason = (
+        f"{'moving' if worth else 'not moving'}: {nodes} nodes gain {gain_s:.0f} node-seconds "
+        f"(steps {slowdown:.2f} times as long, {remaining_s:.0f} s left) and the move costs {cost_s:.0f}"
+    )
+    return Pays(worth=worth, gain_s=gain_s, cost_s=cost_s, reason=reason)

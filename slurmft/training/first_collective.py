@@ -1,0 +1,69 @@
+"""Finding the moment at which a rank stops working for itself: just before DDP's first gradient reduction of a step.
+
+One hook on one parameter is enough for that: the one whose gradient fills DDP's first bucket. A gradient hook runs
+before DDP's own, which starts the reduction, and changes no number. Which parameter it is, the first backward pass
+tells; until then there is a hook on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+FIRST_BUCKET_BYTES = 1 << 20
+"""torch's first bucket. In models with larger buckets the moment is a little early, which is harmless."""
+
+
+class FirstCollective:
+    """Calls ``reached`` before the first reduction of each step, and ``waits``/``goes_on`` around buffer broadcasts."""
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        reached: Callable[[], None],
+        waits: Callable[[], None],
+        goes_on: Callable[[], None],
+    ) -> None:
+        self._model, self._reached = model, reached
+        self._order: list[Tensor] = []
+        self._handles: list[Any] = [
+            parameter.register_hook(self._recorder(parameter))  # type: ignore[no-untyped-call]
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        ]
+        if model.broadcast_buffers and any(True for _ in model.buffers()):
+            model.register_forward_pre_hook(lambda _module, _inputs: waits())
+            model.module.register_forward_pre_hook(lambda _module, _inputs: goes_on())
+
+    def settle(self) -> None:
+        """Between two steps: when the order is known, one hook remains. Costs nothing afterwards."""
+        if not self._order:
+            return
+        for handle in self._handles:
+            handle.remove()
+        last = filling(self._order, FIRST_BUCKET_BYTES)
+        self._handles = [last.register_hook(self._on_gradient)]  # type: ignore[no-untyped-call]
+        self._order = []
+
+    def _recorder(self, parameter: Tensor) -> Callable[[Tensor], None]:
+        def note(_gradient: Tensor) -> None:
+            self._order.append(parameter)
+
+        return note
+
+    def _on_gradient(self, _gradient: Tensor) -> None:
+        if self._model.require_backward_grad_sync:  # not in the passes of an accumulation that reduce nothing
+            self._reached()
+
+
+def filling(order: list[Tensor], limit_bytes: int) -> Tensor:
+    """The first parameter with which those before it exceed the limit; the last one when they never do."""
+    filled = 0
+    for parameter in order:
+        filled += parameter.numel() * parameter.element_size()
+        if filled >= limit_bytes:
+            return parameter
+    return order[-1]
