@@ -16,6 +16,7 @@ _HOMES = {
     "Session": "slurmft.training.session",
     "PlannedStop": "slurmft.training.session",
     "ignore_strangers_term": "slurmft.training.signals",
+    "record": "slurmft.training.record",
     "CheckpointManager": "slurmft.checkpoint",
     "SlurmftError": "slurmft.errors",
 }

@@ -28,8 +28,9 @@ from pydantic import (
 
 from slurmft.errors import ConfigError
 from slurmft.policy import plain_values as plain
-from slurmft.policy.exit_actions import ExitAction, parse_codes
+from slurmft.policy.exit_actions import ExitAction, lists_as_texts, unambiguous
 from slurmft.policy.sbatch_section import option_value, unknown_options
+from slurmft.policy.verdict import Cause, by_cause
 from slurmft.rerun_settings import RerunConfig
 from slurmft.setting_types import Count, Minutes, Seconds, Text
 from slurmft.setting_types import Positive as _Positive
@@ -154,10 +155,16 @@ class FaultToleranceConfig(_Section):
     """What may go wrong, how often, and for how long."""
 
     num_job_retries_on_failure: Count = Field(default=2, ge=0)
-    """Restarts of the job after failures, counted anew whenever the run has made progress in between."""
+    """Restarts of the job after failures of one cause, counted anew whenever the run has made progress in between."""
+
+    retries: Annotated[dict[Cause, Annotated[Count, Field(ge=0)]], BeforeValidator(by_cause)] = Field(
+        default_factory=dict
+    )
+    """Other numbers of restarts for single causes: ``{node lost: 5, worker error: 1}``."""
 
     max_no_progress_cycles: Count = Field(default=3, ge=1)
-    """Time limits in a row without one new step before the run is given up with exit code 93."""
+    """Ends in a row without one new saved step, whatever their causes, before the run is given up with exit code 93.
+    Preemptions, requeues and stops by signal are not counted."""
 
     launch_timeout_s: Seconds = Field(default=300.0, gt=0)
     """Seconds until every agent must have reported."""
@@ -217,6 +224,9 @@ class RunConfig(_Section):
     nodes: Annotated[Count, AfterValidator(plain.at_most(MAX_NODES))] = Field(default=1, ge=1)
     """Nodes to train on."""
 
+    spare_nodes: Annotated[Count, AfterValidator(plain.at_most(MAX_NODES))] = Field(default=0, ge=0)
+    """Nodes allocated beyond those: one that is suspected is replaced by a spare, without a requeue."""
+
     nproc_per_node: Annotated[Count, AfterValidator(plain.at_most(MAX_NPROC_PER_NODE))] = Field(default=1, ge=1)
     """Workers on each node: one per GPU."""
 
@@ -234,7 +244,13 @@ class RunConfig(_Section):
     rerun: RerunConfig = Field(default_factory=RerunConfig)
     straggler_detection: StragglerDetectionConfig = Field(default_factory=StragglerDetectionConfig)
 
-    exit_actions: dict[ExitAction, Text] = Field(default_factory=dict)
+    ignore_nonlead_status: bool = False
+    """Only rank 0's end counts: other ranks may fail without ending or restarting anything. false: any rank's failure
+    restarts all."""
+
+    exit_actions: Annotated[
+        dict[ExitAction, Text], BeforeValidator(lists_as_texts), AfterValidator(unambiguous)
+    ] = Field(default_factory=dict)  # fmt: skip
     """The trainer's own exit codes: ``{COMPLETE: "0", RESCHEDULE: "11-20", FAIL: "17"}``; beats the defaults."""
 
     @field_validator("command")
@@ -242,16 +258,6 @@ class RunConfig(_Section):
     def _program_is_named(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if not value[0].strip():
             raise ValueError("its first word, the program, is empty")
-        return value
-
-    @field_validator("exit_actions")
-    @classmethod
-    def _codes_are_readable(cls, value: dict[ExitAction, str]) -> dict[ExitAction, str]:
-        seen: dict[int, ExitAction] = {}
-        for action, codes in value.items():
-            for code in parse_codes(codes):
-                if seen.setdefault(code, action) is not action:
-                    raise ValueError(f"exit code {code} is in both {seen[code]} and {action}")
         return value
 
     @field_validator("environment")

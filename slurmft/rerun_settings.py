@@ -6,14 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from slurmft.policy.reruns import Injection, Mode
 from slurmft.setting_types import Count, Section, Text
 
 
 class RerunConfig(Section):
     """What a trainer with ``session.rerun_machine`` checks, and what follows."""
 
-    mode: Literal[Mode.VALIDATE_RESULTS, Mode.REPORT_STATS, Mode.DISABLED] = Mode.VALIDATE_RESULTS
+    mode: Literal["validate_results", "report_stats", "disabled"] = "validate_results"
     """validate_results: a step with a rejected result is run again. report_stats: every step is run twice, to see how
     much results differ by themselves. disabled: nothing is looked at."""
 
@@ -41,9 +40,7 @@ class RerunConfig(Section):
     error_injection_rate: Count = Field(default=0, ge=0)
     """For tests: about one in so many results is taken for wrong; 0: none."""
 
-    error_injection_type: Literal[Injection.TRANSIENT_ERROR, Injection.PERSISTENT_ERROR, Injection.CORRECT_RESULT] = (
-        Injection.TRANSIENT_ERROR
-    )
+    error_injection_type: Literal["transient_error", "persistent_error", "correct_result"] = "transient_error"
     """For tests: wrong once, wrong on one node, or unusual and right."""
 
     error_injection_step: Annotated[Count, Field(ge=0)] | None = None

@@ -26,7 +26,7 @@ ALLOWED = {
     "policy": {"errors", "policy"},
     "setting_types": {"policy"},
     "straggler_settings": {"setting_types"},
-    "rerun_settings": {"policy", "setting_types"},
+    "rerun_settings": {"setting_types"},
     "config": {"errors", "policy", "setting_types", "straggler_settings", "rerun_settings"},
     "storage": {"errors", "policy", "storage"},
     "scheduler": {"errors", "policy", "config", "storage", "scheduler"},
@@ -211,8 +211,8 @@ def test_there_are_no_junk_drawers():
 
 def test_the_public_names_are_exactly_these():
     assert slurmft.__all__ == [
-        "__version__", "start_session", "Session", "PlannedStop", "ignore_strangers_term", "CheckpointManager",
-        "SlurmftError",
+        "__version__", "start_session", "Session", "PlannedStop", "ignore_strangers_term", "record",
+        "CheckpointManager", "SlurmftError",
     ]  # fmt: skip
     assert dir(slurmft) == sorted(slurmft.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
@@ -245,7 +245,7 @@ def test_the_error_tree_is_the_one_that_is_drawn():
 
 def test_every_error_of_other_modules_has_a_place_below_the_tree():
     """Subclasses outside of errors.py are fine where a caller tells them apart; their exit code is their parent's."""
-    from slurmft.scheduler.slurm import RequeueDisabled
+    from slurmft.scheduler.queueing import RequeueDisabled
 
     assert RequeueDisabled.exit_code == errors.SlurmError.exit_code
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from slurmft.errors import SlurmftError, StorageError, StorageUnavailable
 from slurmft.launch.observations import Observations
 from slurmft.launch.start import Start
+from slurmft.scheduler.parsing import ended_tasks
 from slurmft.storage.patience import write_state
 
 FIRST_FILE_S = 60.0
@@ -42,6 +43,13 @@ class AttemptFolder:
             await asyncio.wait_for(self._do(lambda: write_state(path, where)), FIRST_FILE_S)
         except TimeoutError as error:
             raise StorageUnavailable(f"{path} could not be written within {FIRST_FILE_S:.0f} s") from error
+
+    async def ended_agent(self) -> tuple[str, str] | None:
+        """Node of an agent that has ended, and how, in the words of srun; None when there is none."""
+        with contextlib.suppress(OSError, StorageError):
+            text = await self._do(lambda: (self.path / "srun.err").read_text(encoding="utf-8", errors="replace"))
+            return next(iter(ended_tasks(text)), None)
+        return None
 
     async def requests(self, *, ready: bool) -> dict[str, str]:
         """New requests and who made them: KILL, REQUEUE, and SAVE when the workers are ``ready`` for one."""

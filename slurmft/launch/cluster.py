@@ -78,6 +78,9 @@ class SlurmCluster:
 
     def __init__(self, job: SlurmJob) -> None:
         self.job = job
+        self.nodes: tuple[str, ...] = ()
+        """Nodes of the allocation to run on; empty for as many as the configuration asks for, of Slurm's choice."""
+
         self.attempt = Attempt(job=job.job_id, restart=job.restart)
 
     def control_hosts(self) -> list[str]:
@@ -96,7 +99,7 @@ class SlurmCluster:
         Raises:
             SlurmUnavailable: there is no srun.
         """
-        argv = [*srun_argv(config, os.environ), *agent_argv(config, self.attempt)]
+        argv = [*srun_argv(config, os.environ, self.nodes), *agent_argv(config, self.attempt)]
         with (log_folder / "srun.err").open("ab") as errors:
             try:
                 # a session of its own: a Ctrl-C at the terminal must not reach srun, which would kill the step
@@ -129,11 +132,13 @@ class SlurmCluster:
             return None
 
 
-def srun_argv(config: RunConfig, environment: Mapping[str, str]) -> list[str]:
+def srun_argv(config: RunConfig, environment: Mapping[str, str], on: Sequence[str] = ()) -> list[str]:
     """The srun that starts the agents: one task on each node, and no task's end is another one's."""
     nodes = str(config.nodes)
     argv = ["srun", "--overlap", "--kill-on-bad-exit=0", "--export=ALL", "--mpi=none", "--input=none"]
     argv += ["--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1"]
+    if on:
+        argv += ["--nodelist", ",".join(on)]
     # since 22.05 srun does not inherit it from sbatch
     if cpus := environment.get("SLURM_CPUS_PER_TASK"):
         argv += ["--cpus-per-task", cpus]

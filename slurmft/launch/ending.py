@@ -5,36 +5,34 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import Any
 
 from slurmft.config import RunConfig
-from slurmft.errors import SlurmError, StorageError
+from slurmft.launch.accusing import Accuser
+from slurmft.launch.budget import budget_of
 from slurmft.launch.cluster import Cluster, LocalCluster, SlurmCluster
+from slurmft.launch.continuing import FLUSH_S, Continuation, in_folder
+from slurmft.launch.elsewhere import Placement, choose, next_placement
 from slurmft.launch.logs import BackgroundLog
 from slurmft.launch.start import Start
-from slurmft.policy.decide import Budget, decide
-from slurmft.policy.verdict import EXIT_TEMPORARY, PLANNED, Action, Cause, Decision, Verdict, has_progressed
-from slurmft.scheduler import slurm, successor
+from slurmft.policy.decide import decide
+from slurmft.policy.verdict import (
+    EXIT_TEMPORARY,
+    EXIT_VALIDATION_FAILED,
+    PLANNED,
+    Action,
+    Cause,
+    Decision,
+    Verdict,
+)
 from slurmft.scheduler.command import ignoring_signals
+from slurmft.scheduler.nodes import expand
 from slurmft.storage.journal import Event
 from slurmft.storage.patience import patiently
 
-OTHERS_END_S = 4
-"""Added to the begin time when the step did not end in order: its slurmstepds still look for an srun that is gone
-(2.5 s were seen), and a begin time that has passed before they end falls back to Slurm's 121 s."""
-
-FLUSH_S = 5.0
-"""How long an action waits for the run folder to take the decision it follows."""
-
 DONE_PATIENCE_S = 300.0
 """How long a complete run waits for a run folder that cannot take the mark of it."""
-
-SLURM_PATIENCE_S = 600.0
-"""How long a silent Slurm is asked again where no end of the job presses."""
 
 log = logging.getLogger(__name__)
 
@@ -46,39 +44,57 @@ class Ending:
         ends_at_s: monotonic time at which Slurm will have ended the job; None when nobody knows of an end.
     """
 
-    def __init__(self, config: RunConfig, start: Start, ends_at_s: float | None, log_file: BackgroundLog) -> None:
+    def __init__(
+        self, config: RunConfig, start: Start, accuser: Accuser, log_file: BackgroundLog,
+        *, ends_at_s: float | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.start, self.ends_at_s, self.log_file = config, start, ends_at_s, log_file
+        self._accuser = accuser
         self.cluster: Cluster = start.cluster
         self.run, self.journal = start.run, start.journal
+        self._placement: Placement | None = None
+        self._stays = False
+        self._noted: list[Event] = []
 
-    def act_on(self, verdict: Verdict) -> int:
-        """Decide, journal, act; returns the supervisor's exit code. Main thread only."""
+    def act_on(self, verdict: Verdict) -> int | None:
+        """Decide, journal, act; returns the supervisor's exit code, or None when the run goes on in this allocation.
+
+        Main thread only.
+        """
         facts = {key: value for key, value in asdict(verdict).items() if value is not None}
         self.journal.append("verdict", **facts)
         if verdict.cause in PLANNED and verdict.unsaved_steps:
             lost = verdict.unsaved_steps
             log.error("NOTHING WAS SAVED at this stop; up to %d steps will be done again", lost)
             self.journal.append("stop without a save", steps_at_risk=lost)
+        self._accuser.finish(verdict)  # first: what it says has a part in where the run goes on
         # a supervisor in whose place we act may have judged this attempt already: it is one end all the same
         earlier = [event for event in self.start.history if event.attempt != str(self.cluster.attempt)]
         decision = decide(verdict, budget_of(earlier, verdict, self.config), self.config.exit_actions)
+        return self.follow(verdict, decision)
+
+    def follow(self, verdict: Verdict, decision: Decision) -> int | None:
+        """Find a place for what was decided, journal, act; returns as ``act_on`` does. Main thread only."""
+        if decision.action is Action.CONTINUE:
+            decision = self._where_to(verdict, decision)
+        demands = {"avoid": list(decision.avoid), "elsewhere": decision.elsewhere}
         self.journal.append(
-            "decision", action=decision.action.value, reason=decision.reason, exit_code=decision.exit_code
-        )
+            "decision", action=decision.action.value, reason=decision.reason, exit_code=decision.exit_code,
+            **{key: value for key, value in demands.items() if value},
+        )  # fmt: skip
         log.info("verdict: %s; decision: %s; %s", verdict.cause.value, decision.action.value, decision.reason)
         self._flush()
-        code = self.carry_out(verdict, decision)
+        code = self._carry_out(verdict, decision)
         if not self._flush():
             for event in self.journal.unwritten():
                 log.error("not in the journal: %s %s %s", event.at.isoformat(), event.event, event.details)
         return code
 
-    def carry_out(self, verdict: Verdict, decision: Decision) -> int:
-        """Act on a decision that is in the journal; returns the supervisor's exit code. Main thread only."""
+    def _carry_out(self, verdict: Verdict, decision: Decision) -> int | None:
         if decision.action is Action.CONTINUE:
             return self._continue(verdict, decision)
         # only now: a stop must outlive an attempt that could not finish it
-        self._in_folder(lambda: self.run.take_request("KILL"))
+        in_folder(self.start, lambda: self.run.take_request("KILL"))
         if decision.action is Action.STOP:
             return decision.exit_code
         done = {"step": verdict.last_step or None, "job": self.cluster.attempt.job, "reason": decision.reason}
@@ -88,10 +104,47 @@ class Ending:
         )
         return 0
 
-    def _continue(self, verdict: Verdict, decision: Decision) -> int:
+    def _where_to(self, verdict: Verdict, decision: Decision) -> Decision:
+        """The decision, as far as there are nodes for it. What may not go on here, and cannot elsewhere, ends."""
+        if not isinstance(self.cluster, SlurmCluster):
+            why = "there are no other nodes"
+            return self._without_others(verdict, decision, why) if decision.elsewhere else decision
+        if (
+            decision.elsewhere
+            and decision.avoid
+            and choose(expand(self.cluster.job.nodes), frozenset(decision.avoid), self.config.nodes)
+        ):
+            self._stays = self.cluster.why_ending() is None
+            if self._stays:
+                return decision
+        history = (*self.start.history, *self._noted)
+        self._placement = next_placement(
+            self.config, partition=self.cluster.job.partition, job=self.cluster.job.job_id, history=history,
+            suspects=decision.avoid,
+        )  # fmt: skip
+        if self._placement is None:
+            return decision
+        if decision.elsewhere and self._placement.impossible:
+            return self._without_others(verdict, decision, self._placement.impossible)
+        self._note("avoiding", nodes=list(self._placement.added), dropped=list(self._placement.dropped))
+        return decision
+
+    def _without_others(self, verdict: Verdict, decision: Decision, why: str) -> Decision:
+        if verdict.cause is not Cause.RERUN_ELSEWHERE:
+            return replace(decision, elsewhere=False, reason=f"{decision.reason}; it goes on where it was: {why}")
+        reason = f"inconclusive: {decision.reason}; it cannot be computed again on different hardware: {why}"
+        self._note("inconclusive", reason=reason, suspects=list(decision.avoid))
+        return Decision(action=Action.STOP, reason=reason, exit_code=EXIT_VALIDATION_FAILED)
+
+    def _note(self, event: str, **details: Any) -> None:
+        self._noted.append(self.journal.append(event, **details))
+
+    def _continue(self, verdict: Verdict, decision: Decision) -> int | None:
+        if self._stays:
+            return None
         claim = self.run.ending(self.cluster.attempt)
         # a run folder that cannot tell stops nobody: requeueing twice is as good as once
-        if self._in_folder(lambda: claim.take(f"supervisor on {os.uname().nodename}")) is False:
+        if in_folder(self.start, lambda: claim.take(f"supervisor on {os.uname().nodename}")) is False:
             reason = "somebody else has already acted on the end of this attempt"
             self.journal.append("not continued", reason=reason)
             return decision.exit_code
@@ -108,9 +161,12 @@ class Ending:
             self.cluster.start_anew(RunSupervisor(self.run.config).argv())
         if not isinstance(self.cluster, SlurmCluster):
             raise TypeError(f"no way to continue on {self.cluster.name}")
+        continuation = Continuation(
+            self.config, self.start, self.cluster, ends_at_s=self.ends_at_s, placement=self._placement
+        )
         with ignoring_signals():
-            outcome = self._continue_in_slurm(self.cluster, verdict)
-            self._in_folder((lambda: claim.settle(outcome)) if outcome else claim.give_back)
+            outcome = continuation.begin(verdict)
+            in_folder(self.start, (lambda: claim.settle(outcome)) if outcome else claim.give_back)
         if outcome:
             return decision.exit_code
         command = self._by_hand()
@@ -118,136 +174,8 @@ class Ending:
         log.error("THE RUN IS SAVED BUT WILL NOT CONTINUE BY ITSELF. To continue it: %s", command)
         return EXIT_TEMPORARY
 
-    def _continue_in_slurm(self, cluster: SlurmCluster, verdict: Verdict) -> str:
-        """How the run continues; empty when it does not."""
-        how = self.config.preemption.continue_by
-        outside = cluster.why_ending()
-        if outside is not None and outside[0] in (Cause.REQUEUED, Cause.CANCELLED):
-            # somebody was faster: a second requeue would be one too many, and a cancelled run must stay cancelled
-            self.journal.append("left to slurm", reason=outside[1])
-            if outside[0] is Cause.REQUEUED:
-                self._begin_soon(cluster.job.job_id)
-            return outside[0].value
-        if how == "auto" and self._began_to_resubmit():
-            how = "resubmit"
-        if how == "auto" and verdict.cause is Cause.PREEMPTED and _preemption_cancels(cluster):
-            reason = f"partition {cluster.job.partition} cancels what it preempts"
-            self.journal.append("requeue skipped", reason=reason)
-            how = "resubmit"
-        if how in ("auto", "requeue") and (done := self._requeue(cluster, verdict)):
-            return done
-        if how in ("auto", "resubmit") and self._resubmit(cluster):
-            return "resubmitted"
-        return ""
-
-    def _began_to_resubmit(self) -> bool:
-        """Whether a supervisor in whose place we act was killed in the middle of it: a requeue would come on top."""
-        mine = str(self.cluster.attempt)
-        return any(event.event == "resubmitting" and event.attempt == mine for event in self.start.history)
-
-    def _requeue(self, cluster: SlurmCluster, verdict: Verdict) -> str:
-        job_id, delay_s = cluster.job.job_id, self.config.preemption.requeue_delay_s
-        if verdict.cause not in PLANNED:
-            delay_s += OTHERS_END_S
-        self.journal.append("requeueing", job=job_id, delay_s=delay_s)
-        self._flush()
-        try:
-            restart = cluster.attempt.restart
-            on_time = slurm.requeue(job_id, restart=restart, delay_s=delay_s, patience_s=self._patience_s())
-        except slurm.JobCancelled as error:
-            self.journal.append("not continued", reason=error.what)
-            return "cancelled"
-        except SlurmError as error:
-            self.journal.append("requeue failed", reason=error.what)
-            log.warning("the job could not be requeued: %s", error.what)
-            return ""
-        self.journal.append("requeued", job=job_id, delay_s=delay_s if on_time else "Slurm's own, about 121")
-        return "requeued"
-
-    def _begin_soon(self, job_id: str) -> None:
-        """Spare a job that Slurm requeues its two minutes; other nodes' processes need a moment more to be gone."""
-        delay_s = self.config.preemption.requeue_delay_s + OTHERS_END_S
-        try:
-            slurm.begin_in(job_id, delay_s)
-        except SlurmError as error:
-            self.journal.append("begin time not set", reason=error.what)
-        else:
-            self.journal.append("begin time set", job=job_id, delay_s=delay_s)
-
-    def _resubmit(self, cluster: SlurmCluster) -> bool:
-        job_id, script = cluster.job.job_id, self.run.script
-        try:
-            options = [f"--chdir={Path.cwd()}"]
-            if not script.is_file():  # submitted with plain sbatch: Slurm has the script, the environment its options
-                script.write_text(successor.batch_script(job_id), encoding="utf-8")
-                signal_option = f"--signal={self.config.preemption.signal}@{self.config.preemption.signal_lead_s}"
-                options += ["--requeue", "--open-mode=append", signal_option, *successor.inherited_options(os.environ)]
-            command = successor.successor_command(script, after=job_id, options=options)
-            self.journal.append("resubmitting", command=shlex.join(command))
-            self._flush()
-            next_job = successor.submit_successor(
-                script, after=job_id, options=options, environment=os.environ, patience_s=self._patience_s(),
-                tried=self._began_to_resubmit(),
-            )  # fmt: skip
-        except (SlurmError, OSError) as error:
-            self.journal.append("resubmit failed", reason=str(error))
-            log.warning("no successor could be submitted: %s", error)
-            return False
-        self.journal.append("resubmitted", job=next_job, after=job_id)
-        self._in_folder(lambda: self._note_successor(next_job))
-        return True
-
-    def _note_successor(self, job_id: str) -> None:
-        with self.run.lock():
-            self.run.add_job(job_id)
-
-    def _patience_s(self) -> float:
-        """How long Slurm may be silent: until the job's time is up, where that is known."""
-        if self.ends_at_s is None:
-            return SLURM_PATIENCE_S
-        return max(slurm.PATIENCE_S, self.ends_at_s - time.monotonic())
-
     def _flush(self) -> bool:
         return self.journal.flush(FLUSH_S)
 
-    def _in_folder(self, work: Callable[[], Any]) -> Any:
-        """What ``work`` returns; None when the run folder does not let it, which must not keep us from acting."""
-        try:
-            return self.start.thread.call(work, timeout_s=FLUSH_S)
-        except (StorageError, OSError) as error:
-            log.warning("%s", error)
-            return None
-
     def _by_hand(self) -> str:
         return shlex.join(["slurmft", "submit", str(self.run.config)])
-
-
-def budget_of(history: Sequence[Event], verdict: Verdict, config: RunConfig) -> Budget:
-    """What the run had spent before ``verdict``: unplanned ends since its newest progress, time limits without any."""
-    failures = idle_limits = 0
-    for event in history:
-        if event.event != "verdict":
-            continue
-        facts = event.details
-        if has_progressed(facts.get("first_step", 0), facts.get("saved_step")):
-            failures = idle_limits = 0
-        if facts.get("cause") == Cause.TIME_LIMIT:
-            idle_limits += 1
-        elif facts.get("cause") not in {Cause.RERUN_ELSEWHERE.value, *(cause.value for cause in PLANNED)}:
-            failures += 1
-    if verdict.progressed:
-        failures = idle_limits = 0
-    section = config.fault_tolerance
-    return Budget(
-        failures_so_far=failures,
-        max_failures=section.num_job_retries_on_failure,
-        stops_without_progress=idle_limits,
-        max_no_progress_cycles=section.max_no_progress_cycles,
-    )
-
-
-def _preemption_cancels(cluster: SlurmCluster) -> bool:
-    try:
-        return slurm.preempt_mode(cluster.job.partition) == "CANCEL"
-    except SlurmError:
-        return False

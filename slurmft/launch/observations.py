@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from slurmft.errors import StorageError
 from slurmft.launch.channel import Message
 from slurmft.launch.heartbeat import State
 from slurmft.launch.measurements import Measurements
-from slurmft.policy.judge import WorkerEnd
+from slurmft.policy.findings import WorkerEnd
+from slurmft.policy.symptoms import last_words
 from slurmft.policy.verdict import Action, steps_at_risk
 from slurmft.storage import timings
 from slurmft.storage.journal import Event, Journal
 from slurmft.storage.run_folder import Attempt, RunFolder
+from slurmft.storage.verdicts import read_verdict
 
 TIMINGS_EVERY_S = 60.0
 """How often what was measured is written while the attempt goes on."""
@@ -28,12 +30,12 @@ class Observations:
 
     Args:
         workload: fingerprint under which what was measured is kept; nothing is kept when it is empty.
-        history: the journal as it was before this attempt; read anew when it is not given.
+        history: the journal as it was before this attempt.
     """
 
     def __init__(
         self, run: RunFolder, journal: Journal, attempt: Attempt, world_size: int,
-        *, workload: str = "", history: Sequence[Event] | None = None,
+        *, workload: str, history: Sequence[Event],
     ) -> None:  # fmt: skip
         self._run, self._journal, self._attempt, self._world_size = run, journal, attempt, world_size
         self._workload, self._history = workload, history
@@ -89,10 +91,16 @@ class Observations:
             stopped=message["state"] == State.STOPPED,
             finished=message["state"] == State.FINISHED,
             killed=message["killed"],
-            error=_error_in(self._run.verdicts / f"{self._attempt}.rank-{rank}.json"),
+            error="" if message["code"] == 0 or message["killed"] else self._error_of(rank),
             step=message["step"],
         )
         return end
+
+    def _error_of(self, rank: int) -> str:
+        with contextlib.suppress(StorageError, OSError):
+            if (verdict := read_verdict(self._run.verdicts / f"{self._attempt}.rank-{rank}.json")) is not None:
+                return (verdict.message or last_words(verdict.traceback))[:500]
+        return ""
 
     def save_of_stop(self, *, since_s: float, left_s: float) -> dict[str, Any] | None:
         """What the journal says of a stop's save: its step, seconds from the signal to the commit, seconds left then.
@@ -167,8 +175,7 @@ class Observations:
         self._first_step_seen = True
         resumed, step = self.reached()
         self._measured.first_step_done(step, time.monotonic())
-        history = self._journal.read() if self._history is None else self._history
-        facts = since_last_stop(history, max(times))
+        facts = since_last_stop(self._history, max(times))
         self._journal.append("first step", resumed_from=resumed, **facts)
 
 
@@ -185,11 +192,3 @@ def since_last_stop(events: Sequence[Event], first_step_at: float) -> dict[str, 
         return {}
     seconds = round(first_step_at - stops[-1].details["signal_at"], 3)
     return {"seconds_since_stop_request": seconds, "stop_of_attempt": stops[-1].attempt}
-
-
-def _error_in(path: Path) -> str:
-    try:
-        lines = json.loads(path.read_text(encoding="utf-8"))["traceback"].strip().splitlines()
-    except (OSError, ValueError, KeyError, AttributeError):
-        return ""
-    return str(lines[-1])[:500] if lines else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slurmft.errors import SlurmUnavailable, UsageError
 from slurmft.launch.living import owner_lives
-from slurmft.scheduler import slurm
+from slurmft.scheduler import queueing, slurm
 from slurmft.scheduler.parsing import JobRecord
 from slurmft.storage.run_folder import RunFolder
 
@@ -80,6 +80,6 @@ def requeue(run: RunFolder, who: str) -> str:
 def _begin_now(run: RunFolder, record: JobRecord, who: str) -> str:
     if "held" in record.reason.lower() or record.state == "REQUEUE_HOLD":
         slurm.release(record.job_id)
-    slurm.begin_in(record.job_id, slurm.SOONEST_S)
+    queueing.begin_in(record.job_id, queueing.SOONEST_S)
     run.journal().append("begin now", job=record.job_id, who=who)
     return f"job {record.job_id} may begin now"

@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurmft.errors import SlurmError, SlurmftError, StorageError
+from slurmft.launch.completing import bring_back, complete, placement_of
+from slurmft.launch.elsewhere import Placement
 from slurmft.policy.verdict import Action, has_progressed
-from slurmft.scheduler import slurm, successor
+from slurmft.scheduler import queueing, slurm, successor
+from slurmft.scheduler.nodes import compress
 from slurmft.scheduler.parsing import JobRecord, expand_hostlist
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import Attempt, RunFolder
@@ -69,6 +72,8 @@ def _rescue(run: RunFolder, records: Sequence[JobRecord], who: str) -> str | Non
     for record in records:
         if is_orphan(record):
             return _requeue_orphan(run, record, who)
+        if record.waiting and (done := complete(run, record, who)):
+            return done
     if any(record.alive or record.waiting for record in records):
         return None
     return _submit_again(run, records, who)
@@ -89,7 +94,7 @@ def _requeue_orphan(run: RunFolder, record: JobRecord, who: str) -> str:
         return f"somebody else is already rescuing job {record.job_id}"
     journal.append("rescuing", job=record.job_id, lost_batch_host=record.batch_host, nodes=record.nodes, who=who)
     try:
-        slurm.requeue(record.job_id, restart=restart, delay_s=slurm.SOONEST_S)
+        queueing.requeue(record.job_id, restart=restart, delay_s=queueing.SOONEST_S)
     except SlurmError:
         claim.give_back()
         raise
@@ -108,11 +113,6 @@ def _submit_again(run: RunFolder, records: Sequence[JobRecord], who: str) -> str
         return None
     if run.see_request("KILL") is not None:
         return None
-    if not run.script.is_file():
-        raise StorageError(
-            f"job {owner.job} of run {run.path.name} is gone without a verdict, and its batch script was not ours",
-            hint="submit it again as you did before; the run goes on from its newest checkpoint",
-        )
     if rescues_without_progress(events) >= MAX_RESCUES:
         raise StorageError(
             f"run {run.path.name} ended {MAX_RESCUES} times without a verdict and without progress",
@@ -127,19 +127,32 @@ def _submit_again(run: RunFolder, records: Sequence[JobRecord], who: str) -> str
         return None
     journal = run.journal()
     journal.append("rescuing", job=owner.job, reason="its job is gone and nobody decided that the run ends", who=who)
+    placement = placement_of(run, partition=records[-1].partition if records else "", job=None, history=events)
     try:
-        folder = next(event.details.get("folder") for event in reversed(events) if event.event == "attempt started")
-        job_id = successor.submit_script(
-            run.script, after=owner.job, environment=os.environ, folder=Path(folder or run.path)
-        )
-        with run.lock():
-            run.add_job(job_id)
+        job_id = bring_back(run, owner.job, placement, in_memory=bool(states))
+        job_id = job_id or _sbatch(run, owner.job, placement, events)
     except SlurmError:
         claim.give_back()
         raise
     claim.settle(f"rescued as job {job_id}")
-    journal.append("resubmitted", job=job_id, after=owner.job, who=who)
     return f"job {owner.job} of run {run.path.name} is gone without a verdict; the run goes on as job {job_id}"
+
+
+def _sbatch(run: RunFolder, after: str, placement: Placement | None, events: Sequence[Event]) -> str:
+    if not run.script.is_file():
+        raise StorageError(
+            f"job {after} of run {run.path.name} is gone without a verdict, and its batch script was not ours",
+            hint="submit it again as you did before; the run goes on from its newest checkpoint",
+        )
+    folder = next(event.details.get("folder") for event in reversed(events) if event.event == "attempt started")
+    options = [] if placement is None else [f"--exclude={compress(placement.excluded)}"]
+    job_id = successor.submit_script(
+        run.script, after=after, options=options, environment=os.environ, folder=Path(folder or run.path)
+    )
+    with run.lock():
+        run.add_job(job_id)
+    run.journal().append("resubmitted", job=job_id, after=after)
+    return job_id
 
 
 def is_unfinished(events: Sequence[Event], job: str) -> bool:
@@ -177,6 +190,6 @@ def _begin_when_pending(job_id: str) -> None:
             return
         if record.state == "PENDING":
             with contextlib.suppress(SlurmError):  # it began by itself in between, or Slurm is busy: look again
-                slurm.begin_in(job_id, slurm.SOONEST_S)
+                queueing.begin_in(job_id, queueing.SOONEST_S)
                 return
         time.sleep(0.5)

@@ -12,18 +12,21 @@ from typing import Any
 
 from slurmft.config import RunConfig
 from slurmft.errors import RunBusy, StorageError, StorageUnavailable, UsageError
+from slurmft.launch.accusing import Accuser
 from slurmft.launch.cluster import Cluster, SlurmCluster, detect
 from slurmft.launch.ending import Ending
 from slurmft.launch.guardian import lost_pids
 from slurmft.launch.living import owner_lives
 from slurmft.launch.logs import BackgroundLog
 from slurmft.launch.overview import Progress, progress_of
+from slurmft.launch.settling import next_cycle, settle
 from slurmft.launch.start import Start
 from slurmft.launch.supervisor import Supervisor
 from slurmft.policy.verdict import EXIT_TEMPORARY, Action, Cause, Decision, Verdict
-from slurmft.scheduler import slurm
+from slurmft.scheduler import queueing
 from slurmft.scheduler.command import ignoring_signals
 from slurmft.storage.files import replace_atomically
+from slurmft.storage.journal import Event
 from slurmft.storage.patience import FolderThread, PatientJournal, patiently, writing
 from slurmft.storage.processes import birth_of, lives
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder
@@ -41,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 def supervise(config: RunConfig, environment: Mapping[str, str]) -> int:
-    """Run one attempt of ``config`` and what follows it; returns the batch script's exit code.
+    """Run attempts of ``config`` in this allocation, and what follows them; returns the batch script's exit code.
 
     Raises:
         RunBusy: another live job trains this run.
@@ -50,20 +53,30 @@ def supervise(config: RunConfig, environment: Mapping[str, str]) -> int:
     cluster, run = detect(environment), RunFolder(config.run_folder)
     _refuse_too_few_nodes(config, environment)
     thread, log_file = FolderThread(), BackgroundLog()
-    try:
-        start = patiently(
-            lambda: thread.call(lambda: _begin(config, cluster, run, thread), timeout_s=STORAGE_PATIENCE_S),
-            patience_s=STORAGE_PATIENCE_S,
-        )
-    except StorageUnavailable as error:
-        return _try_again_later(config, cluster, run, error)
-    if start is None:
-        return 0
-    log.info("run %s, attempt %s; workers write to %s", config.name, cluster.attempt,
-             run.attempts / str(cluster.attempt))  # fmt: skip
-    supervisor = Supervisor(config, start)
+    while True:
+        try:
+            start = patiently(
+                lambda: thread.call(lambda: _begin(config, cluster, run, thread), timeout_s=STORAGE_PATIENCE_S),
+                patience_s=STORAGE_PATIENCE_S,
+            )
+        except StorageUnavailable as error:
+            return _try_again_later(config, cluster, run, error)
+        if start is None:
+            return 0
+        if (code := _attempt(config, start, log_file)) is not None:
+            return code
+
+
+def _attempt(config: RunConfig, start: Start, log_file: BackgroundLog) -> int | None:
+    """One attempt and what follows it: the exit code, or None when the next one begins at once in this allocation."""
+    accuser = Accuser(config, start)
+    if (escape := settle(config, start)) is not None:
+        return Ending(config, start, accuser, log_file).follow(*escape)
+    attempt = start.cluster.attempt
+    log.info("run %s, attempt %s; workers write to %s", config.name, attempt, start.run.attempts / str(attempt))
+    supervisor = Supervisor(config, start, accuser)
     verdict = asyncio.run(supervisor.run())
-    return Ending(config, start, supervisor.ends_at_s, log_file).act_on(verdict)
+    return Ending(config, start, accuser, log_file, ends_at_s=supervisor.stops.ends_at_s).act_on(verdict)
 
 
 def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> int:
@@ -73,7 +86,7 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     owner = thread.call(run.owner, timeout_s=STORAGE_PATIENCE_S)
     if owner is None or owner.pid not in lost_pids(environment) or owner.host != os.uname().nodename:
         return supervise(config, environment)  # it had not taken the run over yet; if somebody else has, this tells
-    cluster.attempt = Attempt(job=owner.job, restart=owner.restart)
+    cluster.attempt = Attempt(job=owner.job, restart=owner.restart, cycle=owner.cycle)
     journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
     history = thread.call(journal.read, timeout_s=STORAGE_PATIENCE_S)
     if run.done() is not None:
@@ -83,15 +96,21 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     name = signal.Signals(number).name
     journal.append("supervisor lost", signal=name, host=owner.host)
     verdict = _verdict_in_its_place(run, str(cluster.attempt), name, owner.host)
-    ending = Ending(config, start, None, BackgroundLog())
+    ending = Ending(config, start, Accuser(config, start), BackgroundLog())
     decided = [event for event in history if event.attempt == str(cluster.attempt) and event.event == "decision"]
-    facts = decided[-1].details if decided else {}
-    if (action := facts.get("action")) in (Action.STOP, Action.FINISH):
-        code = int(facts.get("exit_code", EXIT_TEMPORARY))
-        return ending.carry_out(
-            verdict, Decision(action=Action(action), reason=str(facts.get("reason")), exit_code=code)
-        )
-    return ending.act_on(verdict)
+    code = ending.follow(verdict, _decision_of(decided[-1])) if decided else ending.act_on(verdict)
+    return supervise(config, environment) if code is None else code
+
+
+def _decision_of(event: Event) -> Decision:
+    facts = event.details
+    return Decision(
+        action=Action(facts["action"]),
+        reason=str(facts.get("reason")),
+        exit_code=int(facts.get("exit_code", EXIT_TEMPORARY)),
+        avoid=tuple(map(str, facts.get("avoid", []))),
+        elsewhere=bool(facts.get("elsewhere")),
+    )
 
 
 def _verdict_in_its_place(run: RunFolder, attempt: str, name: str, host: str) -> Verdict:
@@ -112,12 +131,13 @@ def _begin(config: RunConfig, cluster: Cluster, run: RunFolder, thread: FolderTh
     if not run.config.exists():
         with writing(run.config):
             replace_atomically(run.config, config.as_yaml())
+    history = run.journal().read()
+    cluster.attempt = next_cycle(cluster.attempt, history)
     journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
     if (done := run.done()) is not None:
         journal.append("already finished", step=done.get("step"))
         log.info("run %s is finished (%s); nothing to do", config.name, done.get("reason"))
         return None
-    history = journal.read()
     generation = _take_over(run, cluster)
     secret = run.new_secret(cluster.attempt).read_bytes()
     journal.append("attempt started", generation=generation, cluster=cluster.name, host=os.uname().nodename,
@@ -139,7 +159,7 @@ def _try_again_later(config: RunConfig, cluster: Cluster, run: RunFolder, error:
         if since <= MAX_STORAGE_RETRIES:
             log.warning("trying again in %d s (%d of %d)", STORAGE_DELAY_S, since, MAX_STORAGE_RETRIES)
             with ignoring_signals():
-                slurm.requeue(cluster.attempt.job, restart=cluster.attempt.restart, delay_s=STORAGE_DELAY_S)
+                queueing.requeue(cluster.attempt.job, restart=cluster.attempt.restart, delay_s=STORAGE_DELAY_S)
     return error.exit_code
 
 
@@ -178,6 +198,7 @@ def _take_over(run: RunFolder, cluster: Cluster) -> int:
             Owner(
                 job=cluster.attempt.job,
                 restart=cluster.attempt.restart,
+                cycle=cluster.attempt.cycle,
                 generation=generation,
                 cluster=cluster.name,
                 host=os.uname().nodename,

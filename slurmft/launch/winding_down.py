@@ -8,10 +8,20 @@ import logging
 from collections.abc import Sequence
 
 from slurmft.launch.agents import AgentPool
+from slurmft.storage.journal import Journal
+
+PEER_GRACE_S = 3.0
+"""After one rank failed: how long the others may take to fail of it by themselves, and say why, before the kill."""
 
 WIND_DOWN_S = 10.0
 
 log = logging.getLogger(__name__)
+
+
+async def kill_workers(pool: AgentPool, journal: Journal, reason: str) -> None:
+    """Kill every worker whose agent can be reached."""
+    journal.append("killing workers", reason=reason)
+    await pool.tell_all("kill")
 
 
 async def end_agents(pool: AgentPool, processes: Sequence[asyncio.subprocess.Process]) -> None:

@@ -32,9 +32,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slurmft.errors import SlurmftError
+from slurmft.errors import SlurmftError, StorageError
+from slurmft.policy.symptoms import cause_of_text, last_words
+from slurmft.policy.testimony import claimed
 from slurmft.policy.verdict import EXIT_USAGE, Cause
-from slurmft.storage.files import write_json
+from slurmft.storage.verdicts import WorkerVerdict, read_verdict, write_verdict
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -217,8 +219,15 @@ def _run_script(path: Path) -> None:
 
 
 def _leave_verdict(path: Path, text: str) -> None:
-    with contextlib.suppress(OSError):
-        write_json(path, {"cause": Cause.WORKER_ERROR, "traceback": text[-8000:]})
+    """Say why, unless the worker has said something better of itself: that it fails now is a consequence then."""
+    with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(StorageError):
+            earlier = read_verdict(path)
+            if earlier is not None and claimed(earlier.cause) not in (Cause.UNKNOWN, Cause.WORKER_ERROR):
+                return
+        cause = cause_of_text(text) or Cause.WORKER_ERROR
+        text = text.encode(errors="backslashreplace").decode()
+        write_verdict(path, WorkerVerdict(cause=cause, message=last_words(text), traceback=text))
 
 
 def _exit_code(stop: SystemExit) -> int:

@@ -14,6 +14,7 @@ from slurmft.policy.verdict import (
     EXIT_TEMPORARY,
     EXIT_UNSAVED,
     EXIT_USAGE,
+    EXIT_VALIDATION_FAILED,
     PLANNED,
     Action,
     Cause,
@@ -24,25 +25,37 @@ from slurmft.policy.verdict import (
 HOPELESS = frozenset({EXIT_USAGE, EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND})
 """Exit codes that another try, on whatever node, would only repeat."""
 
+PATIENT = frozenset({Cause.PREEMPTED, Cause.SIGNALLED, Cause.REQUEUED, Cause.REQUEUED_BY_USER})
+"""Ends that say nothing about the run: it may be ended like this any number of times before it gets anywhere."""
+
+AVOIDING = PLANNED | {
+    Cause.RERUN_ELSEWHERE, Cause.VALIDATION_FAILED, Cause.STRAGGLER, Cause.NODE_LOST, Cause.DATA_CORRUPTION,
+}  # fmt: skip
+"""Causes whose suspects are kept away from. A crash, a node short of memory or a peer that was missed is weak evidence:
+it goes on the exclusion list, and the next placement may well be the same."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
     """What the run may still spend."""
 
     failures_so_far: int
-    """Unplanned ends since the run last made progress."""
+    """Earlier ends of the verdict's own cause since the run last made progress."""
 
     max_failures: int
-    """``fault_tolerance.num_job_retries_on_failure``."""
+    """Retries that this cause has."""
 
-    stops_without_progress: int = 0
-    """Planned stops in a row after which no new step had been saved."""
+    knob: str = "fault_tolerance.num_job_retries_on_failure"
+    """The key that says so."""
+
+    idle_cycles: int = 0
+    """Earlier ends in a row, of whatever cause that counts, after which no new step had been saved."""
 
     max_no_progress_cycles: int = 3
 
 
 def decide(verdict: Verdict, budget: Budget, exit_actions: Mapping[ExitAction, str] | None = None) -> Decision:
-    """What follows ``verdict``. A planned stop and exit 16 never spend the failure budget."""
+    """What follows ``verdict``. Planned stops, exit 16 and moves away from a slow node never spend a budget."""
     has_code = verdict.cause is Cause.FINISHED or (verdict.exit_code != 0 and verdict.cause not in PLANNED)
     action = explicit_action(verdict.exit_code, exit_actions or {}) if has_code else None
     if action is ExitAction.COMPLETE or (action is None and verdict.cause is Cause.FINISHED):
@@ -53,48 +66,100 @@ def decide(verdict: Verdict, budget: Budget, exit_actions: Mapping[ExitAction, s
             reason=f"exit_actions maps {verdict.exit_code} to FAIL: {verdict.reason}",
             exit_code=verdict.exit_code,
         )
-    if verdict.cause in PLANNED:
-        return _after_planned_stop(verdict, budget)
-    if verdict.cause is Cause.CANCELLED:
-        return Decision(action=Action.STOP, reason=verdict.reason, exit_code=EXIT_TEMPORARY)
-    if verdict.cause is Cause.VALIDATION_FAILED and action is None:
-        return Decision(action=Action.STOP, reason=verdict.reason, exit_code=verdict.exit_code)
-    if verdict.cause is Cause.RERUN_ELSEWHERE and action is None:
-        return Decision(action=Action.CONTINUE, reason=verdict.reason, exit_code=EXIT_RERUN_ELSEWHERE)
-    if verdict.cause is Cause.WORKER_ERROR and verdict.exit_code in HOPELESS and action is None:
-        reason = f"{verdict.reason}; bad usage, bad input or a missing program fails again wherever it is tried"
-        return Decision(action=Action.STOP, reason=reason, exit_code=verdict.exit_code)
+    match verdict.cause:
+        case Cause.CANCELLED:
+            return Decision(action=Action.STOP, reason=verdict.reason, exit_code=EXIT_TEMPORARY)
+        case Cause.STOPPED_BY_USER:
+            return Decision(action=Action.STOP, reason=verdict.reason, exit_code=_code_of_stop(verdict))
+        case cause if cause in PLANNED:
+            return _after_planned_stop(verdict, budget)
+        case Cause.RERUN_ELSEWHERE | Cause.STRAGGLER:
+            return _move(verdict, budget)
+        case Cause.VALIDATION_FAILED if action is None:
+            return _after_validation(verdict, budget)
+        case Cause.WORKER_ERROR if verdict.exit_code in HOPELESS and action is None:
+            reason = f"{verdict.reason}; bad usage, bad input or a missing program fails again wherever it is tried"
+            return Decision(action=Action.STOP, reason=reason, exit_code=verdict.exit_code)
     return _after_failure(verdict, budget)
 
 
 def _after_planned_stop(verdict: Verdict, budget: Budget) -> Decision:
-    code = EXIT_UNSAVED if verdict.unsaved_steps else EXIT_TEMPORARY
-    if verdict.cause is Cause.STOPPED_BY_USER:
-        return Decision(action=Action.STOP, reason=verdict.reason, exit_code=code)
-    if verdict.cause is Cause.TIME_LIMIT and not verdict.progressed and _exhausted(budget):
+    if verdict.cause not in PATIENT and (given_up := _without_progress(verdict, budget)) is not None:
+        return given_up
+    return Decision(
+        action=Action.CONTINUE,
+        reason=verdict.reason,
+        exit_code=_code_of_stop(verdict),
+        avoid=verdict.suspect_nodes,
+    )
+
+
+def _code_of_stop(verdict: Verdict) -> int:
+    return EXIT_UNSAVED if verdict.unsaved_steps else EXIT_TEMPORARY
+
+
+def _move(verdict: Verdict, budget: Budget) -> Decision:
+    """Go on, on other nodes than the suspects; it costs nothing, and is bounded by progress alone."""
+    if (given_up := _without_progress(verdict, budget)) is not None:
+        return given_up
+    return Decision(
+        action=Action.CONTINUE,
+        reason=verdict.reason,
+        exit_code=EXIT_RERUN_ELSEWHERE if verdict.cause is Cause.RERUN_ELSEWHERE else EXIT_TEMPORARY,
+        avoid=verdict.suspect_nodes,
+        elsewhere=True,
+    )
+
+
+def _after_validation(verdict: Verdict, budget: Budget) -> Decision:
+    """By the re-run state machine's word: only where it knows which node was wrong can training go on."""
+    if verdict.rerun == "persistent" and verdict.suspects:
+        if (given_up := _without_progress(verdict, budget)) is not None:
+            return given_up
         return Decision(
-            action=Action.STOP,
-            reason=f"{budget.stops_without_progress + 1} time limits in a row without a new step; "
-            "the limit is too short for one step and a save (slurm.time)",
-            exit_code=EXIT_DO_NOT_REQUEUE,
+            action=Action.CONTINUE,
+            reason=f"{verdict.reason}; {', '.join(verdict.suspect_nodes)} computes wrong, so on from the checkpoint "
+            "without it",
+            exit_code=EXIT_TEMPORARY,
+            avoid=verdict.suspect_nodes,
+            elsewhere=True,
         )
-    return Decision(action=Action.CONTINUE, reason=verdict.reason, exit_code=code)
-
-
-def _exhausted(budget: Budget) -> bool:
-    return budget.stops_without_progress + 1 >= budget.max_no_progress_cycles
+    if verdict.rerun == "transient":
+        return _after_failure(verdict, budget)
+    return Decision(action=Action.STOP, reason=verdict.reason, exit_code=EXIT_VALIDATION_FAILED)
 
 
 def _after_failure(verdict: Verdict, budget: Budget) -> Decision:
     if budget.failures_so_far >= budget.max_failures:
         return Decision(
             action=Action.STOP,
-            reason=f"{verdict.reason}; {budget.failures_so_far + 1} failures without progress are more than "
-            f"fault_tolerance.num_job_retries_on_failure={budget.max_failures} retries",
+            reason=f"{verdict.reason}; {budget.failures_so_far + 1} failures of this kind without progress are more "
+            f"than {budget.knob}={budget.max_failures} retries",
             exit_code=verdict.exit_code or EXIT_DO_NOT_REQUEUE,
         )
+    if (given_up := _without_progress(verdict, budget)) is not None:
+        return given_up
+    avoid = verdict.suspect_nodes if verdict.cause in AVOIDING and verdict.rerun != "transient" else ()
     return Decision(
         action=Action.CONTINUE,
         reason=f"{verdict.reason}; retry {budget.failures_so_far + 1} of {budget.max_failures}",
         exit_code=verdict.exit_code or EXIT_TEMPORARY,
+        avoid=avoid,
+        elsewhere=bool(avoid) and verdict.cause is Cause.DATA_CORRUPTION,
+    )
+
+
+def _without_progress(verdict: Verdict, budget: Budget) -> Decision | None:
+    """The end of a run that comes back to the same step again and again, whatever ends it; None while there is hope."""
+    cycles = budget.idle_cycles + 1
+    if verdict.progressed or cycles < budget.max_no_progress_cycles:
+        return None
+    advice = ""
+    if verdict.cause is Cause.TIME_LIMIT:
+        advice = "; the limit may be too short for one step and a save (slurm.time)"
+    return Decision(
+        action=Action.STOP,
+        reason=f"{cycles} ends in a row without a new saved step (fault_tolerance.max_no_progress_cycles), the last: "
+        f"{verdict.reason}{advice}",
+        exit_code=EXIT_DO_NOT_REQUEUE,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 
 class ExitAction(StrEnum):
@@ -30,6 +31,35 @@ def parse_codes(text: str) -> frozenset[int]:
             raise ValueError(f"{part.strip()!r}: exit codes go from 0 to 255, and a range from low to high")
         codes.update(range(low, high + 1))
     return frozenset(codes)
+
+
+def lists_as_texts(value: Any) -> Any:
+    """``{FAIL: [1, "3-5"]}`` as ``{FAIL: "1,3-5"}``; anything else as it is."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        action: ",".join(map(str, codes)) if isinstance(codes, (list, tuple)) else codes
+        for action, codes in value.items()
+    }
+
+
+def unambiguous(actions: Mapping[ExitAction, str]) -> Mapping[ExitAction, str]:
+    """``actions``, when every code can be read and has one meaning.
+
+    Raises:
+        ValueError: names the code that has not.
+    """
+    seen: dict[int, ExitAction] = {}
+    for action, codes in actions.items():
+        for code in parse_codes(codes):
+            if seen.setdefault(code, action) is not action:
+                raise ValueError(f"exit code {code} is in both {seen[code]} and {action}")
+    return actions
+
+
+def codes_of(action: ExitAction, actions: Mapping[ExitAction, str]) -> frozenset[int]:
+    """Every exit code that the configuration gives to ``action``."""
+    return parse_codes(actions[action]) if action in actions else frozenset()
 
 
 def explicit_action(code: int, actions: Mapping[ExitAction, str]) -> ExitAction | None:

@@ -49,6 +49,11 @@ class JobRecord:
         return self.state in WAITING
 
 
+def ended_tasks(text: str) -> list[tuple[str, str]]:
+    """Node and manner of every end of a task in srun's errors: Terminated, Killed, Exited with exit code 1."""
+    return re.findall(r"^srun: error: (\S+): tasks? [\d,-]+: (.+?)\s*$", text, re.MULTILINE)
+
+
 def parse_jobs(text: str) -> list[JobRecord]:
     """The jobs in the output of ``squeue -o JOB_FORMAT``; lines of another shape (banners, errors) are skipped."""
     return [_job(fields) for line in text.splitlines() if len(fields := line.strip().split("|")) == 9]
@@ -158,6 +163,12 @@ def job_pairs(text: str) -> dict[str, str]:
     """
     facts = re.search(r"UserId=\S+\(\d+\) GroupId=.*", text, re.DOTALL)
     return parse_pairs(facts.group() if facts else text)
+
+
+def parse_excluded(text: str) -> frozenset[str]:
+    """The excluded nodes in ``scontrol -o show job``."""
+    excluded = job_pairs(text).get("ExcNodeList", "")
+    return frozenset() if excluded in _NOTHING else frozenset(expand_hostlist(excluded))
 
 
 class JobEnding(StrEnum):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from slurmft.errors import SlurmError, SlurmUnavailable
+from slurmft.errors import SlurmError
 from slurmft.policy.grace import KILL_WAIT_S, JobTimes, SlurmClock, Terms
 from slurmft.scheduler import command
 from slurmft.scheduler.parsing import (
@@ -19,33 +19,17 @@ from slurmft.scheduler.parsing import (
     JobRecord,
     job_pairs,
     parse_ending,
+    parse_excluded,
     parse_jobs,
     parse_pairs,
 )
 from slurmft.scheduler.site import Partition, Site, parse_job_times, parse_partitions, parse_site
 
 PATIENCE_S = 30.0
-SOONEST_S = 2
-"""Begin time of a job that is started anew from outside. slurmd refuses one that starts within a second of its last
-end ("Job credential revoked"), and the job fails for good: that is what Slurm's own 121 s are there to prevent."""
-
-REQUEUE_PAUSE_S = 0.5
 JOBS_AT_ONCE = 2000
-SILENT_S = 8.0
-COMPLETION_RETRY_S = 62
-"""A controller that was away has not heard that the steps have ended: slurmd tells it again after 60 s. Until then the
-job is COMPLETING, and a begin time before that would fall back to Slurm's 121 s."""
 
 log = logging.getLogger(__name__)
 _CONFIGURATIONS = [Path(path) for path in ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf")]
-
-
-class JobCancelled(SlurmError):
-    """Somebody has cancelled the job."""
-
-
-class RequeueDisabled(SlurmError):
-    """The site, or the job's own options, forbid requeueing it."""
 
 
 def available() -> bool:
@@ -100,7 +84,7 @@ def ending(job_id: str, restart: int) -> JobEnding:
     Raises:
         SlurmError: Slurm refused or did not answer; nothing is known.
     """
-    return _why(command.run_patiently(["scontrol", "-o", "show", "job", job_id], patience_s=3.0), restart)
+    return why_ending(command.run_patiently(["scontrol", "-o", "show", "job", job_id], patience_s=3.0), restart)
 
 
 def job_times(job_id: str, *, patience_s: float = 3.0) -> JobTimes:
@@ -157,84 +141,7 @@ def preempt_mode(partition: str) -> str:
     return next((word for word in words if word in ("REQUEUE", "CANCEL", "SUSPEND")), "OFF")
 
 
-def requeue(job_id: str, *, restart: int, delay_s: int, patience_s: float = PATIENCE_S) -> bool:
-    """Put a job back into the queue, to begin ``delay_s`` seconds from now instead of Slurm's 121.
-
-    The begin time must lie in the future when the job's last process and epilog are gone; else Slurm adds its own
-    wait (``slurmctld/job_mgr.c``, batch_requeue_fini). Called from inside the job, the requeue ends the caller: call it
-    with signals ignored (``command.ignoring_signals``). Idempotent: a job that is pending already, or further than
-    ``restart``, counts as requeued.
-
-    Returns whether the begin time could be set; when not, the job is requeued all the same, and waits Slurm's own time.
-
-    Raises:
-        JobCancelled: somebody has cancelled the job; a requeue would bring it back to life.
-        RequeueDisabled: requeueing is off for this job and could not be switched on.
-        SlurmUnavailable: Slurm did not answer for ``patience_s`` seconds.
-        SlurmError: Slurm refused.
-    """
-    began = time.monotonic()
-    try:
-        _requeue_only(job_id, restart, patience_s)
-    except RequeueDisabled:
-        try:
-            command.run_patiently(["scontrol", "update", f"JobId={job_id}", "Requeue=1"], patience_s=patience_s)
-        except SlurmError as error:
-            raise RequeueDisabled(f"job {job_id} may not be requeued: {error.what}") from error
-        _requeue_only(job_id, restart, patience_s)
-    if time.monotonic() - began > SILENT_S:
-        delay_s += COMPLETION_RETRY_S
-    try:
-        begin_in(job_id, delay_s, patience_s=patience_s)
-    except SlurmError as error:
-        log.warning("job %s is requeued, but begins only after Slurm's own delay: %s", job_id, error.what)
-        return False
-    return True
-
-
-def begin_in(job_id: str, delay_s: int, *, patience_s: float = PATIENCE_S) -> None:
-    """Set the begin time of a pending or completing job.
-
-    Raises:
-        SlurmError: Slurm refused or did not answer.
-    """
-    when = "now" if delay_s <= 0 else f"now+{delay_s}"
-    command.run_patiently(["scontrol", "update", f"JobId={job_id}", f"StartTime={when}"], patience_s=patience_s)
-
-
-def _requeue_only(job_id: str, restart: int, patience_s: float) -> None:
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            # asked anew before every try: a person may have lost patience with a Slurm that did not answer
-            found = _ending_now(job_id, restart)
-            if found is JobEnding.CANCELLED:
-                raise JobCancelled(f"job {job_id} was cancelled")
-            if found is not JobEnding.REQUEUED:
-                command.run(["scontrol", "requeue", job_id])
-            return
-        except SlurmUnavailable:
-            if time.monotonic() + REQUEUE_PAUSE_S > deadline:
-                raise
-            time.sleep(REQUEUE_PAUSE_S)
-        except SlurmError as error:
-            if "pending execution" in error.what:
-                return
-            if "presently disabled" in error.what:
-                raise RequeueDisabled(f"requeueing job {job_id} is switched off") from error
-            raise
-
-
-def _ending_now(job_id: str, restart: int) -> JobEnding:
-    try:
-        return _why(command.run(["scontrol", "-o", "show", "job", job_id]), restart)
-    except SlurmUnavailable:
-        raise
-    except SlurmError:  # what there is to say of this job, the requeue will be told
-        return JobEnding.NOT_ENDING
-
-
-def _why(text: str, restart: int) -> JobEnding:
+def why_ending(text: str, restart: int) -> JobEnding:
     """``parse_ending``, which has to know the grace when a person may have cancelled a job that is being preempted."""
     found = parse_ending(text, restart)
     if found is not JobEnding.PREEMPTED:
@@ -257,6 +164,16 @@ def cancelled_by(job_id: str) -> int | None:
         return None
     match = re.search(r"CANCELLED by (\d+)", text)
     return int(match.group(1)) if match else None
+
+
+def excluded_nodes(job_id: str) -> frozenset[str]:
+    """Nodes that the job will not be placed on.
+
+    Raises:
+        SlurmError: Slurm refused, did not answer, or told something that cannot be read.
+    """
+    text = command.run_patiently(["scontrol", "-o", "show", "job", job_id], patience_s=5.0)
+    return parse_excluded(text)
 
 
 def release(job_id: str) -> None:

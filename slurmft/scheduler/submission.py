@@ -173,7 +173,7 @@ def _slurm_executor(
     executor.supervisor = RunSupervisor(run.config)
     parameters = _sbatch_parameters(config, run, options, avoid)
     executor.update_parameters(
-        nodes=config.nodes,
+        nodes=config.nodes + config.spare_nodes,
         ntasks_per_node=1,
         use_srun=False,
         stderr_to_stdout=True,

@@ -52,7 +52,9 @@ def submit_successor(
             time.sleep(1.0)
 
 
-def submit_script(script: Path, *, after: str, environment: Mapping[str, str], folder: Path) -> str:
+def submit_script(
+    script: Path, *, after: str, options: Sequence[str] = (), environment: Mapping[str, str], folder: Path
+) -> str:
     """Submit ``script`` anew, from ``folder``, now that job ``after`` is gone; returns the job id.
 
     Raises:
@@ -60,7 +62,7 @@ def submit_script(script: Path, *, after: str, environment: Mapping[str, str], f
     """
     if found := _job_with(script, not_before=after):  # an earlier try that got no answer, or could not be noted
         return found
-    return _sbatch(["sbatch", "--parsable", f"--chdir={folder}", str(script)], environment, folder)
+    return _sbatch(["sbatch", "--parsable", f"--chdir={folder}", *options, str(script)], environment, folder)
 
 
 def _sbatch(argv: Sequence[str], environment: Mapping[str, str], folder: Path) -> str:

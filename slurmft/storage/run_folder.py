@@ -75,6 +75,9 @@ class Owner:
     inode: int
     """... which folder it was, so that a copy of it is known as one."""
 
+    cycle: int = 0
+    """In-job restarts so far."""
+
 
 _JOB_ID = re.compile(r"\d{1,20}(?:[_+]\d{1,20})?", re.ASCII)
 
@@ -168,6 +171,7 @@ class RunFolder:
                 birth=str(value.get("birth", "")),
                 folder=str(value.get("folder", "")),
                 inode=int(value.get("inode", 0)),
+                cycle=int(value.get("cycle", 0)),
             )
         except (KeyError, TypeError, ValueError) as error:
             reason = f"lacks {error}" if isinstance(error, KeyError) else f"is damaged: {error}"

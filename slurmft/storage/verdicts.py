@@ -6,7 +6,9 @@ beat exit codes, which do not survive srun and torchrun.
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,9 +90,14 @@ def add_evidence(path: Path, evidence: Evidence) -> None:
         "at": evidence.at, "step": evidence.step,
     }  # fmt: skip
     line = json.dumps({key: item for key, item in value.items() if item is not None}) + "\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     try:
-        os.write(descriptor, line.encode())
+        # a disk that was full, or a writer that died, may have left half a line: it must not swallow this one
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        content = ("\n" * torn + line).encode()
+        if os.write(descriptor, content) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -106,19 +113,22 @@ def read_evidence(path: Path) -> list[Evidence | None]:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except FileNotFoundError:
         return []
-    return [_evidence(line) for line in lines[:-1]]
+    return [parse_evidence(line) for line in lines[:-1]]
 
 
-def _evidence(line: str) -> Evidence | None:
+def parse_evidence(line: str) -> Evidence | None:
+    """The evidence in one line; None when it is damaged, or of a kind that nobody knows."""
     try:
         value = json.loads(line)
-        step = value.get("step")
+        step, at = value.get("step"), float(value["at"])
+        if not math.isfinite(at):
+            return None
         suspect = next(iter(_suspects([value])))
         return Evidence(
             kind=Kind(value["kind"]), suspect=suspect, message=str(value.get("message", ""))[:1000],
-            at=float(value["at"]), step=None if step is None else int(step),
+            at=at, step=None if step is None else int(step),
         )  # fmt: skip
-    except (ValueError, KeyError, TypeError, AttributeError, StopIteration, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, StopIteration, RecursionError, OverflowError):
         return None
 
 

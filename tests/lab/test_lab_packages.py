@@ -59,8 +59,9 @@ def test_an_ordinary_user_is_told_so_and_installs_nothing(only_util_linux, monke
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
 @pytest.mark.parametrize("words", [["up"], ["down"], ["status"], ["exec", "true"], ["kill-node", "n1"]], ids=" ".join)
 def test_the_command_line_exits_69_without_root(words, tmp_path):
-    launch = "import os, runpy, sys; import slurmft.cli.lab; os.setgid(65534); os.setuid(65534); "
-    launch += "sys.argv[0] = 'lab'; runpy.run_module('slurmft.cli.lab', run_name='__main__')"
+    # loaded before root is dropped: a checkout may lie in a folder that only its owner may enter
+    launch = "import os, sys; from slurmft.cli import lab; code = lab.__loader__.get_code('slurmft.cli.lab'); "
+    launch += "os.setgid(65534); os.setuid(65534); sys.argv[0] = 'lab'; exec(code, {'__name__': '__main__'})"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", launch, "--folder", "/var/lib/slurmft-lab-nobody", *words],
         capture_output=True,

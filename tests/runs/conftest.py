@@ -176,3 +176,42 @@ def preempt(lab: Lab, seconds: int = 1) -> str:
     """Submit a job to ``high`` that takes every node for a moment; returns its id."""
     options = ["--parsable", "-p", "high", "-N", "4", "--exclusive", "-t", "1", "-o", "/dev/null"]
     return lab.run(["sbatch", *options, "--wrap", f"srun sleep {seconds}"], cwd=lab.home).stdout.strip()
+
+
+WRAPPER = """#!/bin/bash
+# {name}, which does what the file beside it says: fail, late, refuse, die, or nothing special
+read -r mode 2> /dev/null < {folder}/mode
+echo "$mode {name} $*" >> {folder}/calls
+case $mode:{name}:$1 in
+fail:*) echo "{name}: error: Unable to contact slurm controller (connect failure)" >&2; exit 1 ;;
+late:scontrol:requeue|late:sbatch:*) {real} "$@" > /dev/null
+    echo "{name}: error: Socket timed out on send/recv operation" >&2; exit 1 ;;
+die:scontrol:update) pkill -KILL -f '[s]lurmft run '; exit 1 ;;
+refuse:scontrol:requeue|refuse:scontrol:update) echo "Requested operation is presently disabled for job" >&2; exit 1 ;;
+esac
+exec {real} "$@"
+"""
+
+
+@pytest.fixture
+def moody(lab: Lab) -> Iterator[Path]:
+    """A folder of wrappers; the word in its file ``mode`` is how they behave."""
+    folder = lab.home / "moody"
+    folder.mkdir(exist_ok=True)
+    for name in ("scontrol", "sbatch"):
+        path = folder / name
+        path.write_text(WRAPPER.format(name=name, folder=folder, real=f"/usr/bin/{name}"))
+        path.chmod(0o755)
+    (folder / "mode").write_text("none\n")
+    (folder / "calls").write_text("")
+    for path in (folder, *folder.iterdir()):
+        os.chown(path, lab.uid, lab.gid)
+    yield folder
+    (folder / "mode").write_text("none\n")
+
+
+def submit_with(run: Run, moody: Path) -> str:
+    """Submit it with the wrappers first on its PATH; returns the job id."""
+    path = run.lab.run(["printenv", "PATH"]).stdout.strip()
+    argv = ["env", f"PATH={moody}:{path}", "slurmft", "submit", str(run.config)]
+    return run.lab.run(argv).stdout.split(" as job ")[1].split()[0]

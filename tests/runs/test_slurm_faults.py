@@ -3,60 +3,23 @@ that can be told to misbehave; the controller that is away is really stopped."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from runs.conftest import Run, eventually
+from runs.conftest import Run, eventually, submit_with
 from slurmft.lab.cluster import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 NewRun = Callable[..., Run]
 
-WRAPPER = """#!/bin/bash
-# {name}, which does what the file beside it says: fail, late, refuse, or nothing special
-read -r mode 2> /dev/null < {folder}/mode
-echo "$mode {name} $*" >> {folder}/calls
-case $mode:{name}:$1 in
-fail:*) echo "{name}: error: Unable to contact slurm controller (connect failure)" >&2; exit 1 ;;
-late:scontrol:requeue|late:sbatch:*) {real} "$@" > /dev/null
-    echo "{name}: error: Socket timed out on send/recv operation" >&2; exit 1 ;;
-refuse:scontrol:requeue|refuse:scontrol:update) echo "Requested operation is presently disabled for job" >&2; exit 1 ;;
-esac
-exec {real} "$@"
-"""
-
-
-@pytest.fixture
-def moody(lab: Lab) -> Iterator[Path]:
-    """A folder of wrappers; the word in its file ``mode`` is how they behave."""
-    folder = lab.home / "moody"
-    folder.mkdir(exist_ok=True)
-    for name in ("scontrol", "sbatch"):
-        path = folder / name
-        path.write_text(WRAPPER.format(name=name, folder=folder, real=f"/usr/bin/{name}"))
-        path.chmod(0o755)
-    (folder / "mode").write_text("none\n")
-    (folder / "calls").write_text("")
-    for path in (folder, *folder.iterdir()):
-        os.chown(path, lab.uid, lab.gid)
-    yield folder
-    (folder / "mode").write_text("none\n")
-
-
-def submit(run: Run, moody: Path) -> str:
-    path = run.lab.run(["printenv", "PATH"]).stdout.strip()
-    argv = ["env", f"PATH={moody}:{path}", "slurmft", "submit", str(run.path.with_suffix(".yaml"))]
-    return run.lab.run(argv).stdout.split(" as job ")[1].split()[0]
-
 
 def stop_while(run: Run, moody: Path, mode: str) -> str:
     """Submit it, and send a TERM while the commands behave like that; returns the job id."""
-    job = submit(run, moody)
+    job = submit_with(run, moody)
     run.wait_for_step(20)
     (moody / "mode").write_text(f"{mode}\n")
     run.lab.run(["scancel", "--signal=TERM", job])

@@ -179,6 +179,19 @@ def test_a_term_before_there_are_workers(catch: Callable[..., Caught], alone: st
     assert run.digest() == alone
 
 
+def test_a_term_that_only_one_agent_gets_before_it_has_reported(catch: Callable[..., Caught], alone: str) -> None:
+    """srun waits for the other agents, which wait for the supervisor, which waits for this one."""
+    caught = catch()
+    run = caught.run
+    kill_at_once = "until pkill -TERM -f '[s]lurmft agent'; do :; done"
+    run.lab.run_on_as_admin("n2", ["timeout", "30", "bash", "-c", kill_at_once])
+    run.wait_until_done()
+    assert run.events("verdict")[0].details["cause"] == "signalled", run.story()
+    assert len(run.events("requeued")) == 1, run.story()
+    assert run.events("agents ready")[0].attempt.endswith(".1.0"), run.story()
+    assert run.digest() == alone
+
+
 def test_a_term_in_the_last_save_lets_it_finish(catch: Callable[..., Caught], alone: str) -> None:
     caught = catch("--at", "write", "--step", str(STEPS))
     caught.wait_until_reached()

@@ -24,6 +24,7 @@ def facts(rank: int, *, resumed: int = 0, step: int = 0, saved: int = -1, attach
         "rank": rank, "state": State.TRAINING, "attached": attached, "step": step, "until": 90, "saved": saved,
         "resumed": resumed, "first_step_at": 0.0, "answered": -1, "metric": 0.5,
         "first_step_s": 0.0, "longest_step_s": 0.0, "saves": 0, "save_s": 0.0, "saving_s": 0.0, "since_saved_s": 0.0,
+        "save_failures": 0, "save_errno": 0,
     }  # fmt: skip
 
 
@@ -31,7 +32,7 @@ def facts(rank: int, *, resumed: int = 0, step: int = 0, saved: int = -1, attach
 def seen(tmp_path: Path) -> Observations:
     run = RunFolder(tmp_path / "run")
     run.create()
-    return Observations(run, run.journal(ATTEMPT), ATTEMPT, world_size=2, workload=WORK)
+    return Observations(run, run.journal(ATTEMPT), ATTEMPT, world_size=2, workload=WORK, history=[])
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_what_was_measured_is_kept_for_the_next_submission(seen, tmp_path):
 def test_without_a_workload_nothing_is_kept(tmp_path):
     run = RunFolder(tmp_path / "run")
     run.create()
-    seen = Observations(run, run.journal(ATTEMPT), ATTEMPT, world_size=1)
+    seen = Observations(run, run.journal(ATTEMPT), ATTEMPT, world_size=1, workload="", history=[])
     saving(seen, facts(0) | {"longest_step_s": 0.5})
     seen.write_timings()
     assert not (run.path / timings.TIMINGS_FILE).exists()
@@ -140,7 +141,7 @@ def test_the_first_step_is_told_once_with_the_seconds_since_the_stop(tmp_path):
     before = run.journal(Attempt(job="6", restart=0))
     before.append("stop requested", signal_at=100.0)
     before.append("decision", action="continue")
-    seen = Observations(run, run.journal(ATTEMPT), ATTEMPT, world_size=2, history=run.journal().read())
+    seen = Observations(run, run.journal(ATTEMPT), ATTEMPT, world_size=2, workload="", history=run.journal().read())
     saving(seen, facts(0, step=1) | {"first_step_at": 107.5})
     assert not [event for event in run.journal().read() if event.event == "first step"], "one rank is missing"
     for _ in range(2):

@@ -14,6 +14,7 @@ from slurmft.scheduler.parsing import (
     JOB_FORMAT,
     WAITING,
     JobEnding,
+    ended_tasks,
     expand_hostlist,
     parse_duration_s,
     parse_ending,
@@ -31,6 +32,21 @@ COMPLETING = "1|COMPLETING|None|n1|n1|2026-11-20T15:28:07|2026-11-20T15:28:09|3:
 
 def unix(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
+
+
+# srun
+
+
+def test_srun_says_which_tasks_have_ended():
+    text = (
+        "srun: error: n2: task 1: Terminated\n"
+        "slurmstepd: error: *** STEP 47.0 ON n1 CANCELLED AT 2026-11-20T15:28:07 ***\n"
+        "srun: error: gpu-07: tasks 4-7,9: Exited with exit code 16\n"
+        "srun: launch/slurm: launch_p_step_launch: StepId=47.0 aborted before step completely launched.\n"
+        "a program's own: srun: error: n3: task 1: Killed\n"
+    )
+    assert ended_tasks(text) == [("n2", "Terminated"), ("gpu-07", "Exited with exit code 16")]
+    assert ended_tasks("") == []
 
 
 # squeue

@@ -15,7 +15,7 @@ import pytest
 
 from slurmft.config import RunConfig, validate
 from slurmft.errors import SlurmError, SlurmUnavailable, UsageError
-from slurmft.scheduler import command, slurm, submission, successor
+from slurmft.scheduler import command, queueing, slurm, submission, successor
 from slurmft.scheduler.submission import parse_sbatch_options, script_text, submit_to_slurm
 from slurmft.storage.run_folder import RunFolder
 
@@ -193,13 +193,13 @@ UPDATE = "scontrol update JobId=7 StartTime=now+2"
 
 def test_a_requeue_looks_whether_it_should_acts_and_sets_the_begin_time(stubs):
     stubs.write("scontrol", "")
-    slurm.requeue("7", restart=0, delay_s=2, patience_s=1)
+    queueing.requeue("7", restart=0, delay_s=2, patience_s=1)
     assert stubs.calls() == [LOOK, "scontrol requeue 7", UPDATE]
 
 
 def test_a_job_that_was_requeued_already_is_not_requeued_again(stubs):
     stubs.write("scontrol", 'echo "JobState=COMPLETING Restarts=3"')
-    slurm.requeue("7", restart=2, delay_s=2, patience_s=1)
+    queueing.requeue("7", restart=2, delay_s=2, patience_s=1)
     assert stubs.calls() == [LOOK, UPDATE]
 
 
@@ -211,17 +211,17 @@ def test_a_job_that_was_cancelled_while_slurm_did_not_answer_stays_cancelled(stu
         [ $(wc -l < {stubs.log}) -gt 2 ] && echo "JobState=COMPLETING Restarts=0 ExitCode=0:0"
         """,
     )
-    with pytest.raises(slurm.JobCancelled):
-        slurm.requeue("7", restart=0, delay_s=2, patience_s=5)
+    with pytest.raises(queueing.JobCancelled):
+        queueing.requeue("7", restart=0, delay_s=2, patience_s=5)
     assert stubs.calls().count("scontrol requeue 7") == 1
     assert UPDATE not in stubs.calls()
 
 
 def test_a_begin_time_after_a_long_silence_allows_for_slurmds_late_report(stubs, monkeypatch):
-    monkeypatch.setattr(slurm, "SILENT_S", -1.0)
+    monkeypatch.setattr(queueing, "SILENT_S", -1.0)
     stubs.write("scontrol", "")
-    slurm.requeue("7", restart=0, delay_s=2, patience_s=1)
-    assert stubs.calls()[-1] == f"scontrol update JobId=7 StartTime=now+{2 + slurm.COMPLETION_RETRY_S}"
+    queueing.requeue("7", restart=0, delay_s=2, patience_s=1)
+    assert stubs.calls()[-1] == f"scontrol update JobId=7 StartTime=now+{2 + queueing.COMPLETION_RETRY_S}"
 
 
 def test_requeueing_that_is_switched_off_is_switched_on(stubs):
@@ -231,7 +231,7 @@ def test_requeueing_that_is_switched_off_is_switched_on(stubs):
         if [ "$1" = requeue ] && ! grep -q Requeue=1 {stubs.log}; then {DISABLED}; fi
         """,
     )
-    slurm.requeue("7", restart=0, delay_s=2, patience_s=1)
+    queueing.requeue("7", restart=0, delay_s=2, patience_s=1)
     assert [call for call in stubs.calls() if call != LOOK] == [
         "scontrol requeue 7",
         "scontrol update JobId=7 Requeue=1",
@@ -250,14 +250,14 @@ def test_requeueing_that_is_switched_off_is_switched_on(stubs):
 )
 def test_requeueing_that_stays_off_says_so(stubs, body):
     stubs.write("scontrol", body)
-    with pytest.raises(slurm.RequeueDisabled):
-        slurm.requeue("7", restart=0, delay_s=2, patience_s=1)
+    with pytest.raises(queueing.RequeueDisabled):
+        queueing.requeue("7", restart=0, delay_s=2, patience_s=1)
     assert not any("StartTime" in call for call in stubs.calls())
 
 
 def test_a_job_that_is_pending_counts_as_requeued(stubs):
     stubs.write("scontrol", '[ "$1" = requeue ] && { echo "Job is pending execution" >&2; exit 1; }; exit 0')
-    slurm.requeue("7", restart=0, delay_s=2, patience_s=1)
+    queueing.requeue("7", restart=0, delay_s=2, patience_s=1)
     assert stubs.calls()[-1] == "scontrol update JobId=7 StartTime=now+2"
 
 
@@ -266,7 +266,7 @@ def test_a_refused_requeue_is_an_error(stubs):
         "scontrol", '[ "$1" = requeue ] && { echo "Job/step already completing or completed" >&2; exit 1; }; exit 0'
     )
     with pytest.raises(SlurmError, match="already completing"):
-        slurm.requeue("7", restart=0, delay_s=2, patience_s=1)
+        queueing.requeue("7", restart=0, delay_s=2, patience_s=1)
     assert stubs.calls() == [LOOK, "scontrol requeue 7"]
 
 
@@ -274,9 +274,9 @@ def test_both_commands_survive_the_terms_that_the_requeue_itself_sends(stubs):
     """As in the batch step: scontrol requeue makes Slurm send TERM and CONT to everything around it."""
     stubs.write("scontrol", 'kill -TERM 0; kill -CONT 0; kill -HUP 0; sleep 0.05; echo "done $1" >> "$0.done"')
     code = (
-        "from slurmft.scheduler import command, slurm\n"
+        "from slurmft.scheduler import command, queueing\n"
         "with command.ignoring_signals():\n"
-        "    slurm.requeue('7', restart=0, delay_s=2, patience_s=5)\n"
+        "    queueing.requeue('7', restart=0, delay_s=2, patience_s=5)\n"
         "print('survived')\n"
     )
     result = subprocess.run(
@@ -286,10 +286,81 @@ def test_both_commands_survive_the_terms_that_the_requeue_itself_sends(stubs):
     assert (stubs.folder / "scontrol.done").read_text() == "done -o\ndone requeue\ndone update\n"
 
 
+def test_a_requeue_elsewhere_is_one_update(stubs):
+    stubs.write("scontrol", "")
+    done = queueing.requeue("7", restart=0, delay_s=2, patience_s=1, avoid={"n2", "n10"}, nodes=3)
+    update = stubs.calls()[-1]
+    assert update.startswith("scontrol update JobId=7 StartTime=now+2 ExcNodeList=")
+    assert update.endswith(" NumNodes=3")
+    assert done == queueing.Requeued(on_time=True, avoiding=True)
+
+
+def test_no_excluded_nodes_clear_those_that_the_job_has(stubs):
+    stubs.write("scontrol", "")
+    queueing.place("7", 2, avoid=())
+    assert stubs.calls() == [f"{UPDATE} ExcNodeList="]
+
+
+def test_refused_nodes_cost_neither_the_begin_time_nor_those_that_were_excluded_before(stubs):
+    refuse = 'case "$*" in *ExcNodeList*) echo "Invalid node name specified for job 7" >&2; exit 1;; esac'
+    stubs.write("scontrol", refuse)
+    done = queueing.requeue("7", restart=0, delay_s=2, patience_s=1, avoid={"gone"})
+    assert stubs.calls()[-1] == UPDATE
+    assert (done.on_time, done.avoiding) == (True, False)
+    assert "Invalid node name" in done.refusal
+
+
+def test_a_requeue_whose_update_fails_is_still_a_requeue(stubs):
+    stubs.write("scontrol", 'case "$1" in update) echo "Access/permission denied" >&2; exit 1;; esac')
+    done = queueing.requeue("7", restart=0, delay_s=2, patience_s=1, avoid={"n1"})
+    assert (done.on_time, done.avoiding) == (False, False)
+
+
+def test_a_job_that_has_ended_is_held_placed_and_released(stubs):
+    stubs.write("scontrol", "")
+    queueing.requeue_ended("7", 2, avoid={"n1"})
+    assert stubs.calls() == ["scontrol requeuehold 7", f"{UPDATE} ExcNodeList=n1", "scontrol release 7"]
+
+
+def test_a_job_that_cannot_be_placed_is_released_all_the_same(stubs):
+    stubs.write("scontrol", 'case "$1" in update) echo "Access/permission denied" >&2; exit 1;; esac')
+    assert not queueing.requeue_ended("7", 2, avoid={"n1"}).avoiding
+    assert stubs.calls()[-1] == "scontrol release 7"
+
+
+def test_a_job_that_slurm_has_forgotten_cannot_be_brought_back(stubs):
+    stubs.write("scontrol", 'echo "Invalid job id specified" >&2; exit 1')
+    with pytest.raises(SlurmError, match="Invalid job id"):
+        queueing.requeue_ended("7", 2, avoid=None)
+
+
+def test_shrinking_leaves_nothing_in_the_current_folder(stubs, tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    stubs.write("scontrol", "touch slurm_job_7_resize.sh")
+    queueing.shrink("7", ["n1", "n3"])
+    assert stubs.calls() == ["scontrol update JobId=7 NodeList=n[1,3]"]
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes"),
+    [
+        ("JobId=7 JobName=ExcNodeList=n9 UserId=a(1) GroupId=a(1) ExcNodeList=n[1,3] Comment=x", {"n1", "n3"}),
+        ("JobId=7 UserId=a(1) GroupId=a(1) ExcNodeList=(null) NumNodes=2", set()),
+        ("JobId=7 UserId=a(1) GroupId=a(1) NumNodes=2", set()),
+    ],
+)
+def test_the_excluded_nodes_of_a_job(stubs, text, nodes):
+    stubs.write("scontrol", f"echo {shlex.quote(text)}")
+    assert slurm.excluded_nodes("7") == nodes
+
+
 @pytest.mark.parametrize(("delay_s", "when"), [(0, "now"), (-5, "now"), (1, "now+1"), (600, "now+600")])
 def test_a_begin_time(stubs, delay_s, when):
     stubs.write("scontrol", "")
-    slurm.begin_in("12_4", delay_s)
+    queueing.begin_in("12_4", delay_s)
     assert stubs.calls() == [f"scontrol update JobId=12_4 StartTime={when}"]
 
 

@@ -1,0 +1,40 @@
+"""The run's journal as the budget it has left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slurmft.config import RunConfig
+from slurmft.policy.budget import PastEnd, budget_for
+from slurmft.policy.decide import Budget
+from slurmft.policy.verdict import Action, Verdict, has_progressed
+from slurmft.storage.journal import Event
+
+
+def budget_of(history: Sequence[Event], verdict: Verdict, config: RunConfig) -> Budget:
+    """What the run had spent before ``verdict``; ``history`` is the journal without the verdict's own attempt."""
+    section = config.fault_tolerance
+    return budget_for(
+        verdict,
+        past_ends(history),
+        retries=section.num_job_retries_on_failure,
+        retries_of=section.retries,
+        max_no_progress_cycles=section.max_no_progress_cycles,
+    )
+
+
+def past_ends(history: Sequence[Event]) -> list[PastEnd]:
+    """Each end that the journal tells of, oldest first; what is damaged in it counts as no progress."""
+    ends = []
+    for event in history:
+        facts = event.details
+        if event.event == "verdict":
+            ends.append(PastEnd(cause=str(facts.get("cause", "")), progressed=_progressed(facts)))
+        elif event.event == "decision" and facts.get("action") == Action.STOP:
+            ends.append(PastEnd(cause="", given_up=True))
+    return ends
+
+
+def _progressed(facts: dict[str, object]) -> bool:
+    first, saved = facts.get("first_step", 0), facts.get("saved_step")
+    return has_progressed(first, saved) if type(first) is int and type(saved) is int else False

@@ -1,0 +1,181 @@
+"""How a run goes on in Slurm: this job through the queue once more, or a successor. Elsewhere, where that is asked."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slurmft.config import RunConfig
+from slurmft.errors import SlurmError, StorageError
+from slurmft.launch.cluster import SlurmCluster
+from slurmft.launch.elsewhere import Placement
+from slurmft.launch.start import Start
+from slurmft.policy.verdict import PLANNED, Cause, Verdict
+from slurmft.scheduler import queueing, slurm, successor
+from slurmft.scheduler.nodes import compress, expand
+
+OTHERS_END_S = 4
+"""Added to the begin time when the step did not end in order: its slurmstepds still look for an srun that is gone
+(2.5 s were seen), and a begin time that has passed before they end falls back to Slurm's 121 s."""
+
+SHRUNK_S = 6
+"""Added once more after a dead node was given back."""
+
+FLUSH_S = 5.0
+"""How long an action waits for the run folder to take the decision it follows."""
+
+SLURM_PATIENCE_S = 600.0
+"""How long a silent Slurm is asked again where no end of the job presses."""
+
+log = logging.getLogger(__name__)
+
+
+class Continuation:
+    """Makes a job's run go on. Call its methods with signals ignored: a requeue signals its caller.
+
+    Args:
+        ends_at_s: monotonic time at which Slurm will have ended the job; None when nobody knows of an end.
+        placement: where it must not go on; None leaves the job's excluded nodes alone.
+    """
+
+    def __init__(
+        self, config: RunConfig, start: Start, cluster: SlurmCluster, *, ends_at_s: float | None,
+        placement: Placement | None,
+    ) -> None:  # fmt: skip
+        self._config, self._start, self._cluster, self._ends_at_s = config, start, cluster, ends_at_s
+        self._run, self._journal = start.run, start.journal
+        self._avoid = None if placement is None else placement.excluded
+
+    def begin(self, verdict: Verdict) -> str:
+        """How the run continues; empty when it does not."""
+        how = self._config.preemption.continue_by
+        outside = self._cluster.why_ending()
+        if outside is not None and outside[0] in (Cause.REQUEUED, Cause.CANCELLED):
+            # somebody was faster: a second requeue would be one too many, and a cancelled run must stay cancelled
+            self._journal.append("left to slurm", reason=outside[1])
+            if outside[0] is Cause.REQUEUED:
+                self._place(self._cluster.job.job_id)
+            return outside[0].value
+        if how == "auto" and self._began_to_resubmit():
+            how = "resubmit"
+        if how == "auto" and verdict.cause is Cause.PREEMPTED and self._preemption_cancels():
+            reason = f"partition {self._cluster.job.partition} cancels what it preempts"
+            self._journal.append("requeue skipped", reason=reason)
+            how = "resubmit"
+        if how in ("auto", "requeue") and (done := self._requeue(verdict)):
+            return done
+        if how in ("auto", "resubmit") and self._resubmit():
+            return "resubmitted"
+        return ""
+
+    def _began_to_resubmit(self) -> bool:
+        """Whether a supervisor in whose place we act was killed in the middle of it: a requeue would come on top."""
+        mine = str(self._cluster.attempt)
+        return any(event.event == "resubmitting" and event.attempt == mine for event in self._start.history)
+
+    def _requeue(self, verdict: Verdict) -> str:
+        job_id, delay_s = self._cluster.job.job_id, self._config.preemption.requeue_delay_s
+        nodes = None
+        if verdict.cause not in PLANNED:
+            delay_s += OTHERS_END_S
+        if verdict.cause is Cause.NODE_LOST and self._give_back(frozenset(verdict.suspect_nodes)):
+            delay_s += SHRUNK_S
+            nodes = self._cluster.job.node_count
+        self._journal.append("requeueing", job=job_id, delay_s=delay_s, **self._in_words())
+        self._flush()
+        try:
+            done = queueing.requeue(
+                job_id, restart=self._cluster.attempt.restart, delay_s=delay_s, avoid=self._avoid, nodes=nodes,
+                patience_s=self._patience_s(),
+            )  # fmt: skip
+        except queueing.JobCancelled as error:
+            self._journal.append("not continued", reason=error.what)
+            return "cancelled"
+        except SlurmError as error:
+            self._journal.append("requeue failed", job=job_id, reason=error.what)
+            log.warning("the job could not be requeued: %s", error.what)
+            return ""
+        self._journal.append("requeued", job=job_id, **done.in_words(delay_s))
+        return "requeued"
+
+    def _give_back(self, lost: frozenset[str]) -> bool:
+        """Whether the job was shrunk to its living nodes: one that Slurm holds for alive would hold up the requeue."""
+        nodes = expand(self._cluster.job.nodes)
+        living = [node for node in nodes if node not in lost]
+        if len(living) == len(nodes) or not living or nodes[0] in lost:  # the first one is the batch host
+            return False
+        try:
+            queueing.shrink(self._cluster.job.job_id, living)
+        except SlurmError as error:  # Slurm has noticed by itself, or does not answer: then it takes its own time
+            self._journal.append("not shrunk", reason=error.what)
+            return False
+        self._journal.append("shrunk", lost=sorted(lost & set(nodes)))
+        return True
+
+    def _place(self, job_id: str) -> None:
+        """Spare a job that Slurm requeues its two minutes; other nodes' processes need a moment more to be gone."""
+        delay_s = self._config.preemption.requeue_delay_s + OTHERS_END_S
+        done = queueing.place(job_id, delay_s, avoid=self._avoid)
+        self._journal.append("placed", job=job_id, **done.in_words(delay_s), **self._in_words())
+
+    def _resubmit(self) -> bool:
+        job_id, script = self._cluster.job.job_id, self._run.script
+        try:
+            options = [f"--chdir={Path.cwd()}"]
+            if not script.is_file():  # submitted with plain sbatch: Slurm has the script, the environment its options
+                script.write_text(successor.batch_script(job_id), encoding="utf-8")
+                section = self._config.preemption
+                signal_option = f"--signal={section.signal}@{section.signal_lead_s}"
+                options += ["--requeue", "--open-mode=append", signal_option, *successor.inherited_options(os.environ)]
+            if self._avoid is not None:
+                options.append(f"--exclude={compress(self._avoid)}")
+            command = successor.successor_command(script, after=job_id, options=options)
+            self._journal.append("resubmitting", command=shlex.join(command))
+            self._flush()
+            next_job = successor.submit_successor(
+                script, after=job_id, options=options, environment=os.environ, patience_s=self._patience_s(),
+                tried=self._began_to_resubmit(),
+            )  # fmt: skip
+        except (SlurmError, OSError) as error:
+            self._journal.append("resubmit failed", reason=str(error))
+            log.warning("no successor could be submitted: %s", error)
+            return False
+        self._journal.append("resubmitted", job=next_job, after=job_id)
+        in_folder(self._start, lambda: self._note_successor(next_job))
+        return True
+
+    def _note_successor(self, job_id: str) -> None:
+        with self._run.lock():
+            self._run.add_job(job_id)
+
+    def _patience_s(self) -> float:
+        """How long Slurm may be silent: until the job's time is up, where that is known."""
+        if self._ends_at_s is None:
+            return SLURM_PATIENCE_S
+        return max(slurm.PATIENCE_S, self._ends_at_s - time.monotonic())
+
+    def _preemption_cancels(self) -> bool:
+        try:
+            return slurm.preempt_mode(self._cluster.job.partition) == "CANCEL"
+        except SlurmError:
+            return False
+
+    def _flush(self) -> None:
+        self._journal.flush(FLUSH_S)
+
+    def _in_words(self) -> dict[str, Any]:
+        return {} if self._avoid is None else {"excluded": compress(self._avoid)}
+
+
+def in_folder(start: Start, work: Callable[[], Any]) -> Any:
+    """What ``work`` returns; None when the run folder does not let it, which must not keep anybody from acting."""
+    try:
+        return start.thread.call(work, timeout_s=FLUSH_S)
+    except (StorageError, OSError) as error:
+        log.warning("%s", error)
+        return None

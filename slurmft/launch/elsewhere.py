@@ -1,0 +1,133 @@
+"""Keeping a run away from nodes: where it may not be placed next, and whether where it was placed is elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slurmft.config import RunConfig
+from slurmft.errors import SlurmError, StorageError
+from slurmft.launch import avoidance
+from slurmft.policy.verdict import Action
+from slurmft.scheduler import slurm
+from slurmft.scheduler.nodes import expand
+from slurmft.storage.exclusions import Exclusions
+from slurmft.storage.journal import Event
+from slurmft.storage.patience import FolderThread
+
+MAX_ESCAPES = 3
+"""Placements on nodes that were to be kept away from, in a row, before the run is given up, or goes on all the same."""
+
+LIST_S = 5.0
+"""How long the exclusion list's filesystem may take to answer."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """What the next placement of a job excludes."""
+
+    excluded: frozenset[str]
+    """All of the job's excluded nodes: its user's own and ours. An update replaces the ones it has."""
+
+    added: tuple[str, ...] = ()
+    """Ours."""
+
+    dropped: tuple[str, ...] = ()
+    """What would be excluded, and why it is not, in words."""
+
+    impossible: str = ""
+    """Why a suspect cannot be kept away from; empty when all can."""
+
+
+def read_exclusions(config: RunConfig) -> Exclusions | None:
+    """The exclusion list; None, with a warning, when it cannot be read: no list is worth a run."""
+    thread = FolderThread()  # its filesystem may be another one than the run folder's
+    try:
+        return thread.call(lambda: avoidance.exclusion_list(config).read(), timeout_s=LIST_S)
+    except (StorageError, SlurmError, OSError) as error:
+        log.warning("the exclusion list is not used: %s", error)
+        return None
+
+
+def next_placement(
+    config: RunConfig, *, partition: str, job: str | None, history: Sequence[Event], suspects: Sequence[str]
+) -> Placement | None:
+    """Where the run's next placement must not be; None where there is nothing to say and nothing to take back.
+
+    When Slurm does not tell about its nodes, only the suspects are excluded: they were in an allocation, so Slurm knows
+    their names, and one unknown name would make it refuse all of them.
+    """
+    exclusions = read_exclusions(config)
+    before = ours(history)
+    if not suspects and not before and (exclusions is None or not exclusions):
+        return None
+    own = frozenset(expand(config.slurm.exclude or ""))
+    if job is not None:
+        try:
+            own |= slurm.excluded_nodes(job) - before
+        except SlurmError as error:
+            log.warning("the nodes that job %s excludes are not known: %s", job, error.what)
+    try:
+        found = avoidance.to_avoid(exclusions, config, partition=partition or None, suspects=suspects, already=own)
+    except SlurmError as error:
+        log.warning("Slurm does not tell about its nodes, so only the suspects are avoided: %s", error.what)
+        return Placement(excluded=own | set(suspects), added=tuple(suspects))
+    missing = [drop for drop in found.dropped if drop.node in set(suspects)]
+    return Placement(
+        excluded=own | set(found.nodes),
+        added=found.nodes,
+        dropped=tuple(f"{drop.node}: {drop.reason}" for drop in found.dropped),
+        impossible="; ".join(f"{drop.node}: {drop.reason}" for drop in missing),
+    )
+
+
+def to_keep_off(config: RunConfig, partition: str, allocated: Sequence[str]) -> frozenset[str]:
+    """Allocated nodes that the exclusion list excludes, as far as the run could be placed without them."""
+    exclusions = read_exclusions(config)
+    if exclusions is None or not set(allocated) & avoidance.excluded_now(exclusions, config):
+        return frozenset()
+    try:
+        found = avoidance.to_avoid(exclusions, config, partition=partition or None)
+    except SlurmError as error:
+        log.warning("Slurm does not tell about its nodes, so the run stays where it is: %s", error.what)
+        return frozenset()
+    return frozenset(allocated) & set(found.nodes)
+
+
+def ours(history: Sequence[Event]) -> frozenset[str]:
+    """Nodes that the run ever excluded by itself, rather than its user."""
+    events = [event for event in history if event.event == "avoiding"]
+    return frozenset(str(node) for event in events for node in event.details.get("nodes", []))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Duty:
+    """Nodes that the run was to go on without, as its journal has it."""
+
+    nodes: frozenset[str] = frozenset()
+    escapes: int = 0
+    """Times in a row that it was placed on one of them all the same."""
+
+
+def duty_of(history: Sequence[Event]) -> Duty:
+    """What the newest decision demands of the placement that follows it."""
+    nodes: frozenset[str] = frozenset()
+    escapes = 0
+    for event in history:
+        if event.event == "decision":
+            demands = event.details.get("elsewhere") and event.details.get("action") == Action.CONTINUE
+            nodes = frozenset(map(str, event.details.get("avoid", []))) if demands else frozenset()
+        elif event.event == "verdict":
+            escapes = 0
+        elif event.event == "exclusion_escaped":
+            escapes += 1
+    return Duty(nodes=nodes, escapes=escapes)
+
+
+def choose(allocated: Sequence[str], avoid: frozenset[str], needed: int) -> tuple[str, ...] | None:
+    """``needed`` nodes of the allocation that need not be avoided, in its order; None when it has too few."""
+    others = [node for node in allocated if node not in avoid]
+    return tuple(others[:needed]) if len(others) >= needed else None

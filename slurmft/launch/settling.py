@@ -1,0 +1,68 @@
+"""Before an attempt begins: which nodes of the allocation it runs on, and whether it must keep off them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from slurmft.config import RunConfig
+from slurmft.launch.cluster import SlurmCluster
+from slurmft.launch.elsewhere import MAX_ESCAPES, choose, duty_of, to_keep_off
+from slurmft.launch.start import Start
+from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Action, Cause, Decision, Verdict
+from slurmft.scheduler.nodes import expand
+from slurmft.storage.journal import Event
+from slurmft.storage.run_folder import Attempt
+
+log = logging.getLogger(__name__)
+
+
+def next_cycle(attempt: Attempt, history: Sequence[Event]) -> Attempt:
+    """``attempt`` with the number of starts that its job and restart have had already."""
+    mine = f"{attempt.job}.{attempt.restart}."
+    cycles = [
+        int(event.attempt.removeprefix(mine))
+        for event in history
+        if event.event == "attempt started" and event.attempt.startswith(mine)
+    ]
+    return Attempt(job=attempt.job, restart=attempt.restart, cycle=max(cycles, default=-1) + 1)
+
+
+def settle(config: RunConfig, start: Start) -> tuple[Verdict, Decision] | None:
+    """Choose the nodes to run on; what to follow instead of an attempt, when the allocation is on nodes to keep off."""
+    cluster = start.cluster
+    if not isinstance(cluster, SlurmCluster):
+        return None
+    duty = duty_of(start.history)
+    allocated = expand(cluster.job.nodes)
+    excluded = to_keep_off(config, cluster.job.partition, allocated)
+    suspects = duty.nodes & set(allocated)
+    if not suspects | excluded:
+        return None
+    for avoid in (duty.nodes | excluded, duty.nodes):
+        chosen = choose(allocated, avoid, config.nodes)
+        if chosen is not None and (not excluded & set(chosen) or duty.escapes >= MAX_ESCAPES):
+            cluster.nodes = chosen
+            start.journal.append("keeping off", nodes=sorted(set(allocated) - set(chosen)), chosen=list(chosen))
+            return None
+    return _escape(suspects, excluded, duty.escapes, start)
+
+
+def _escape(
+    suspects: frozenset[str], excluded: frozenset[str], escapes: int, start: Start
+) -> tuple[Verdict, Decision] | None:
+    """Placed on a node that was to be kept away from: once more, and after MAX_ESCAPES times in a row not any more."""
+    nodes = sorted(suspects | excluded)
+    start.journal.append("exclusion_escaped", nodes=nodes, suspects=sorted(suspects), times=escapes + 1)
+    log.warning("placed on %s, which the run was to keep off (time %d)", ", ".join(nodes), escapes + 1)
+    verdict = Verdict(cause=Cause.RERUN_ELSEWHERE, reason=f"placed on {', '.join(nodes)} again")
+    if escapes < MAX_ESCAPES:
+        decision = Decision(
+            action=Action.CONTINUE, reason=verdict.reason, exit_code=EXIT_RERUN_ELSEWHERE, avoid=tuple(nodes),
+            elsewhere=bool(suspects),
+        )  # fmt: skip
+        return verdict, decision
+    if not suspects:
+        return None
+    reason = f"inconclusive: {verdict.reason} {escapes + 1} times in a row"
+    return verdict, Decision(action=Action.STOP, reason=reason, exit_code=EXIT_VALIDATION_FAILED)

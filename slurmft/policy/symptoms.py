@@ -1,0 +1,98 @@
+"""From the text of an exception, or of a program's last words, to what it is a symptom of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from slurmft.policy.verdict import Cause
+
+_SYMPTOMS: Sequence[tuple[Cause, str]] = (
+    (
+        Cause.DATA_CORRUPTION,  # hardware that says of itself that it has spoilt data
+        r"uncorrectable (ECC|NVLink) error|ecc error encountered|cudaErrorECCUncorrectable",
+    ),
+    (
+        Cause.DEVICE_OUT_OF_MEMORY,
+        r"\bcuda\.OutOfMemoryError|\btorch\.OutOfMemoryError|^OutOfMemoryError|(CUDA|HIP|XPU|MPS backend) out of memory"
+        r"|(CUDA|HIP) error: out of memory|CU(DA|BLAS)\w*_ALLOC_FAILED|CUDA_ERROR_OUT_OF_MEMORY"
+        r"|[Cc]uda failure (\d+ )?'out of memory'",
+    ),
+    (
+        Cause.HOST_OUT_OF_MEMORY,
+        r"^(\w+\.)*_?(Array)?MemoryError\b|DefaultCPUAllocator: (can't allocate|not enough) memory|std::bad_alloc"
+        r"|^OSError: \[Errno 12\]|Cannot allocate memory|out of shared memory",
+    ),
+    (
+        Cause.COMMUNICATION_ERROR,
+        r"\bDist(Backend|Network|Store|Queue\w*)Error|\bNCCL (error|communicator)|\bnccl\w*Error\b|NCCL WARN"
+        r"|Watchdog caught collective operation timeout|ProcessGroup(NCCL|Gloo|MPI|UCC)\b|\bgloo[/:]|gloo::"
+        r"|Connection closed by peer|Timed out waiting (\d+ ?ms )?for (send|recv|operation|buf)"
+        r"|(TCPStore|c10d|rendezvous|socket).*(timed out|timeout)|client socket has timed out"
+        r"|^(\w+\.)*(ConnectionResetError|BrokenPipeError|ConnectionRefusedError|ConnectionAbortedError)\b"
+        r"|(Connection reset by peer|Broken pipe|failed to recv, got 0 bytes)"
+        r"|collective\w* .*(timed out|timeout)|[Tt]imed out waiting \d+ ?ms",
+    ),
+)
+_PATTERNS = [(cause, re.compile(pattern)) for cause, pattern in _SYMPTOMS]
+
+_CHAIN = re.compile(
+    r"^(Traceback \(most recent call last\):|During handling of the above exception|"
+    r"The above exception was the direct cause)"
+)
+_GROUP = re.compile(r"^[ +|-]*\| ?")  # the frame that Python draws around the members of an ExceptionGroup
+_CHILD = re.compile(r"^\s*exitcode\s*:\s*(\d+) \(pid", re.MULTILINE)
+MAX_LINES = 400
+
+
+def cause_of_text(text: str) -> Cause | None:
+    """What the exceptions in ``text`` are a symptom of; None when they tell nothing that is known.
+
+    The newest exception speaks first, and those that it was raised from after it. Lines of source code say nothing: the
+    name of an exception in an ``except`` clause is no exception.
+    """
+    for exception in reversed(exceptions_in(text)):
+        for cause, pattern in _PATTERNS:
+            if any(pattern.search(line) for line in exception):
+                return cause
+    return None
+
+
+def cause_of_log(text: str) -> Cause | None:
+    """As ``cause_of_text``, of a log in which anything may stand: the newest telling line counts."""
+    for line in reversed(text.splitlines()[-MAX_LINES:]):
+        for cause, pattern in _PATTERNS:
+            if pattern.search(line):
+                return cause
+    return None
+
+
+def codes_of_children(text: str) -> frozenset[int]:
+    """Exit codes of workers as torchrun's ``ChildFailedError`` lists them; it ends with 1 whatever they are."""
+    return frozenset(int(code) for code in _CHILD.findall(text)) if "ChildFailedError" in text else frozenset()
+
+
+def exceptions_in(text: str) -> list[list[str]]:
+    """The lines of each exception's own words, oldest first; all lines as one where there is no traceback."""
+    lines = [_GROUP.sub("", line) for line in text.splitlines()[-MAX_LINES:]]
+    found: list[list[str]] = [[]]
+    for line in lines:
+        if _CHAIN.match(line):
+            found.append([])
+        elif line[:1].strip() and not line.startswith("^"):
+            found[-1].append(line)
+    return [exception for exception in found if exception]
+
+
+def last_words(text: str) -> str:
+    """The line that names the newest exception in ``text``, or its last line; empty when there is none."""
+    exceptions = exceptions_in(text)
+    if exceptions and "Traceback (most recent call last):" in text:
+        return exceptions[-1][0].strip()[:500]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:500] if lines else ""
+
+
+def end_of(text: str, *, lines: int = 20, characters: int = 2000) -> str:
+    """The end of ``text``, short enough for a journal."""
+    return "\n".join(text.strip().splitlines()[-lines:])[-characters:]

@@ -1,0 +1,197 @@
+"""Putting a job back into the queue: when it begins, and where not."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmft.errors import SlurmError, SlurmUnavailable
+from slurmft.scheduler import command
+from slurmft.scheduler.parsing import JobEnding
+from slurmft.scheduler.slurm import PATIENCE_S, release, why_ending
+
+SOONEST_S = 2
+"""Begin time of a job that is started anew from outside. slurmd refuses one that starts within a second of its last
+end ("Job credential revoked"), and the job fails for good: that is what Slurm's own 121 s are there to prevent."""
+
+REQUEUE_PAUSE_S = 0.5
+SILENT_S = 8.0
+COMPLETION_RETRY_S = 62
+"""A controller that was away has not heard that the steps have ended: slurmd tells it again after 60 s. Until then the
+job is COMPLETING, and a begin time before that would fall back to Slurm's 121 s."""
+
+log = logging.getLogger(__name__)
+
+
+class JobCancelled(SlurmError):
+    """Somebody has cancelled the job."""
+
+
+class RequeueDisabled(SlurmError):
+    """The site, or the job's own options, forbid requeueing it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Requeued:
+    """What became of a requeue's wishes. The job is in the queue in any case."""
+
+    on_time: bool
+    """The begin time could be set; if not, the job waits Slurm's own 121 s."""
+
+    avoiding: bool
+    """The excluded nodes are what they were asked to be; if not, they are what they were before."""
+
+    refusal: str = ""
+    """Slurm's words where something could not be set."""
+
+    def in_words(self, delay_s: int) -> dict[str, Any]:
+        """What the journal says of it."""
+        facts: dict[str, Any] = {"delay_s": delay_s if self.on_time else "Slurm's own, about 121"}
+        if not self.avoiding:
+            facts["excluded_refused"] = self.refusal
+        return facts
+
+
+def requeue(
+    job_id: str, *, restart: int, delay_s: int, patience_s: float = PATIENCE_S, avoid: Collection[str] | None = None,
+    nodes: int | None = None,
+) -> Requeued:  # fmt: skip
+    """Put a job back into the queue, to begin ``delay_s`` seconds from now instead of Slurm's 121, elsewhere if asked.
+
+    The begin time must lie in the future when the job's last process and epilog are gone; else Slurm adds its own
+    wait (``slurmctld/job_mgr.c``, batch_requeue_fini). Called from inside the job, the requeue ends the caller: call it
+    with signals ignored (``command.ignoring_signals``). Idempotent: a job that is pending already, or further than
+    ``restart``, counts as requeued.
+
+    Args:
+        avoid: nodes that replace the job's excluded ones; None leaves those alone.
+        nodes: size that the job gets back after it was shrunk.
+
+    Raises:
+        JobCancelled: somebody has cancelled the job; a requeue would bring it back to life.
+        RequeueDisabled: requeueing is off for this job and could not be switched on.
+        SlurmUnavailable: Slurm did not answer for ``patience_s`` seconds.
+        SlurmError: Slurm refused.
+    """
+    began = time.monotonic()
+    try:
+        _requeue_only(job_id, restart, patience_s)
+    except RequeueDisabled:
+        try:
+            command.run_patiently(["scontrol", "update", f"JobId={job_id}", "Requeue=1"], patience_s=patience_s)
+        except SlurmError as error:
+            raise RequeueDisabled(f"job {job_id} may not be requeued: {error.what}") from error
+        _requeue_only(job_id, restart, patience_s)
+    if time.monotonic() - began > SILENT_S:
+        delay_s += COMPLETION_RETRY_S
+    return place(job_id, delay_s, avoid=avoid, nodes=nodes, patience_s=patience_s)
+
+
+def place(
+    job_id: str, delay_s: int, *, avoid: Collection[str] | None, nodes: int | None = None,
+    patience_s: float = PATIENCE_S,
+) -> Requeued:  # fmt: skip
+    """Say when, and on which nodes not, a pending or completing job begins; all in one update, or what Slurm takes.
+
+    One unknown name among ``avoid`` makes Slurm refuse all of them: then the job keeps those it had, and the begin time
+    is set by itself.
+    """
+    refusal = ""
+    if avoid is not None:
+        try:
+            begin_in(job_id, delay_s, avoid=avoid, nodes=nodes, patience_s=patience_s)
+        except SlurmError as error:
+            refusal = error.what
+            log.warning("job %s keeps the excluded nodes that it had: %s", job_id, refusal)
+        else:
+            return Requeued(on_time=True, avoiding=True)
+    try:
+        begin_in(job_id, delay_s, nodes=nodes, patience_s=patience_s)
+    except SlurmError as error:
+        log.warning("job %s is requeued, but begins only after Slurm's own delay: %s", job_id, error.what)
+        return Requeued(on_time=False, avoiding=avoid is None, refusal=error.what)
+    return Requeued(on_time=True, avoiding=avoid is None, refusal=refusal)
+
+
+def begin_in(
+    job_id: str, delay_s: int, *, avoid: Collection[str] | None = None, nodes: int | None = None,
+    patience_s: float = PATIENCE_S,
+) -> None:  # fmt: skip
+    """Set the begin time of a pending or completing job, and its excluded nodes and size where they are given.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+    """
+    when = "now" if delay_s <= 0 else f"now+{delay_s}"
+    argv = ["scontrol", "update", f"JobId={job_id}", f"StartTime={when}"]
+    if avoid is not None:
+        argv.append(f"ExcNodeList={','.join(sorted(avoid))}")
+    if nodes is not None:
+        argv.append(f"NumNodes={nodes}")
+    command.run_patiently(argv, patience_s=patience_s)
+
+
+def shrink(job_id: str, nodes: Collection[str]) -> None:
+    """Give back all nodes of a running job but these; the batch host must be one of them.
+
+    A node that has died, which Slurm has not noticed yet, holds a requeued job in COMPLETING until SlurmdTimeout.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+    """
+    with tempfile.TemporaryDirectory(prefix="slurmft-") as folder:  # scontrol leaves a script for the new environment
+        argv = ["scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(sorted(nodes))}"]
+        command.run(argv, folder=Path(folder))
+
+
+def requeue_ended(job_id: str, delay_s: int, *, avoid: Collection[str] | None) -> Requeued:
+    """Bring back a job that has ended and is still in Slurm's memory (MinJobAge).
+
+    Held for a moment, so that it cannot begin before it is placed. When the caller dies in between it stays held:
+    ``release`` it.
+
+    Raises:
+        SlurmError: Slurm refused, did not answer, or has forgotten the job.
+    """
+    command.run_patiently(["scontrol", "requeuehold", job_id], patience_s=5.0)
+    try:
+        return place(job_id, delay_s, avoid=avoid)
+    finally:
+        release(job_id)
+
+
+def _requeue_only(job_id: str, restart: int, patience_s: float) -> None:
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            # asked anew before every try: a person may have lost patience with a Slurm that did not answer
+            found = _ending_now(job_id, restart)
+            if found is JobEnding.CANCELLED:
+                raise JobCancelled(f"job {job_id} was cancelled")
+            if found is not JobEnding.REQUEUED:
+                command.run(["scontrol", "requeue", job_id])
+            return
+        except SlurmUnavailable:
+            if time.monotonic() + REQUEUE_PAUSE_S > deadline:
+                raise
+            time.sleep(REQUEUE_PAUSE_S)
+        except SlurmError as error:
+            if "pending execution" in error.what:
+                return
+            if "presently disabled" in error.what:
+                raise RequeueDisabled(f"requeueing job {job_id} is switched off") from error
+            raise
+
+
+def _ending_now(job_id: str, restart: int) -> JobEnding:
+    try:
+        return why_ending(command.run(["scontrol", "-o", "show", "job", job_id]), restart)
+    except SlurmUnavailable:
+        raise
+    except SlurmError:  # what there is to say of this job, the requeue will be told
+        return JobEnding.NOT_ENDING
