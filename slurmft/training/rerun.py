@@ -118,7 +118,9 @@ class RerunStateMachine(Validation):
             self._model.mark()
             return self._proceedings.pending is None or self._begin_elsewhere()
         if self._off:
-            return self._finish()
+            self._iteration += 1
+            self._is_between = True
+            return False
         if self._twice is not None:
             return self._run_twice()
         if self._phase is not Phase.INITIAL:

@@ -10,7 +10,7 @@ import torch
 
 from slurmft.policy.evidence import Suspect
 from slurmft.policy.reruns import Injection, LossWindow, Phase, strikes
-from slurmft.training.rerun_record import is_rejected
+from slurmft.training.rerun_record import is_rejected, number_of
 from slurmft.training.rerun_settings import RerunSettings
 
 RejectionFunction = Callable[[Any], Any]
@@ -43,7 +43,7 @@ class LossChecks:
 
     def problem(self, loss: torch.Tensor | float) -> str:
         """What is wrong with a loss; empty when nothing is. Waits for the GPU where it lies on one."""
-        value = float(loss)
+        value = number_of(loss)
         if self._for_nan and math.isnan(value):
             return "loss is NaN"
         if self._for_nan and math.isinf(value):

@@ -97,7 +97,7 @@ class RerunDataIterator(Iterator[Any]):
         device = "cuda" if is_ours and state["on_gpu"] and torch.cuda.is_available() else "cpu"
         self._batches = [_moved(batch, device) for batch in state["batches"]] if is_ours else []
         self._versions = [_versions(batch) for batch in self._batches]
-        self._loaded_hashes = [str(one) for one in state["hashes"]] if is_ours else []
+        self._loaded_hashes = [str(one) for one in state["hashes"]] if self._batches else []
 
     def forget_replay(self) -> None:
         """Drop the batches of a loaded state: they are another rank's."""

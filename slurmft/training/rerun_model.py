@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 _FEW = 16
 
@@ -21,6 +22,9 @@ class ModelStart:
     def __init__(self, model: nn.Module | None) -> None:
         self._parameters = list(model.parameters()) if model is not None else []
         self._buffers = [one for one in model.buffers() if one.numel()] if model is not None else []
+        # torch does not count its own writes into running statistics, and they rest while a module only evaluates
+        norms = [one for one in model.modules() if isinstance(one, _NormBase)] if model is not None else []
+        self._statistics = {id(buffer) for one in norms for buffer in one.buffers(recurse=False)}
         self._moving = self._buffers
         """Those that a pass changes: all of them until the first iteration is over."""
 
@@ -43,7 +47,11 @@ class ModelStart:
         """The iteration is over: after the first one it is known which buffers move."""
         if not self._is_settled:
             self._is_settled = True
-            moved = [now != before for now, before in zip(_versions(self._buffers), self._versions, strict=True)]
+            versions = zip(_versions(self._buffers), self._versions, strict=True)
+            moved = [
+                now != before or id(buffer) in self._statistics or not torch.equal(buffer, copy)
+                for (now, before), buffer, copy in zip(versions, self._buffers, self._copies, strict=True)
+            ]
             self._moving = [one for one, moves in zip(self._buffers, moved, strict=True) if moves]
             self._resting = [one for one, moves in zip(self._buffers, moved, strict=True) if not moves]
             self._resting_versions = _versions(self._resting)

@@ -111,6 +111,11 @@ def values_of(result: torch.Tensor | float) -> tuple[float, ...]:
     return tuple(result.detach().double().cpu().reshape(-1).tolist())
 
 
+def number_of(result: torch.Tensor | float) -> float:
+    """A result of one value."""
+    return float(result.item() if isinstance(result, torch.Tensor) else result)
+
+
 def is_rejected(verdict: Any) -> bool:
     """What a rejection function has said: a bool, or a tensor of which any element is true."""
     if isinstance(verdict, torch.Tensor):

@@ -12,7 +12,7 @@ import torch
 from slurmft.policy.reruns import Mode, Phase, Seen, largest_difference
 from slurmft.training.rerun_agreement import Agreement, ByLoop
 from slurmft.training.rerun_checks import Injector, LossChecks, RejectionFunction
-from slurmft.training.rerun_record import Rejection, is_rejected, values_of
+from slurmft.training.rerun_record import Rejection, is_rejected, number_of, values_of
 from slurmft.training.rerun_settings import RerunSettings
 from slurmft.training.rerun_stats import StepTwice
 
@@ -153,22 +153,23 @@ class Validation:
         """A result that the host knows: rejected in the first run, compared in a rerun."""
         first = self._rejection
         if self._phase is not Phase.INITIAL and first is not None and one.invocation == first.invocation:
-            apart = largest_difference(first.values, values_of(one.result))
+            apart, now = largest_difference(first.values, values_of(one.result)), shown(one.result)
             if apart <= first.tolerance:
                 self._seen = Seen.REPRODUCED
             else:
                 self._seen = Seen.DIFFERENT_REJECTED if rejected else Seen.DIFFERENT
-            log.info("rank %d: was %s, is %s, relative difference %g", self._rank, first.values[:4], one.result, apart)
+            log.info("rank %d: was %s, is %s, relative difference %g", self._rank, first.values[:4], now, apart)
         elif rejected:
             self._reject(one)
         if one.is_loss and not rejected and self._checks.remembers:
-            self._losses.append(float(one.result))
+            self._losses.append(number_of(one.result))
 
     def _reject(self, one: _Unread) -> None:
         message = one.message or self._checks.problem(one.result) or "unexpected loss"
         log.warning(
             "Unexpected result %s on rank %d at iteration #%d invocation #%d (message='%s')%s",
-            one.result, self._rank, self.iteration, one.invocation + 1, message, "" if one.fatal else "; not fatal",
+            shown(one.result), self._rank, self.iteration, one.invocation + 1, message,
+            "" if one.fatal else "; not fatal",
         )  # fmt: skip
         if not one.fatal:
             return
@@ -191,3 +192,8 @@ class Validation:
 
     def _producers(self, producers: Sequence[int] | None) -> tuple[int, ...]:
         return (self._rank,) if producers is None else tuple(producers)
+
+
+def shown(result: Result) -> object:
+    """For a log line: a tensor without its history."""
+    return result.detach() if isinstance(result, torch.Tensor) else result
