@@ -7,6 +7,7 @@ words are compared first, and they are copied when those have changed. torch's a
 from __future__ import annotations
 
 import ctypes
+import logging
 import random
 import sys
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 
 from slurmft.training import rng
+
+log = logging.getLogger(__name__)
 
 _WORDS = 624
 _CHANGED = -1
@@ -48,7 +51,7 @@ class IterationStart:
         if word is None:
             if "numpy" in sys.modules:
                 self._find_numpy()
-        elif word.value != self._numpy_was or self._numpy_global._bit_generator is not self._numpy_bits:
+        elif word.value != self._numpy_was:
             self._find_numpy()
         if self._has_gpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._cuda = torch.cuda.get_rng_state()
@@ -64,6 +67,9 @@ class IterationStart:
 
     def restore(self) -> None:
         """Put the generators back to the remembered states."""
+        if self._numpy_global is not None and self._numpy_global._bit_generator is not self._numpy_bits:
+            log.warning("numpy's global generator was replaced during the training: it is not restored")
+            self._numpy = None
         rng.restore(self.state())
 
     # A cached second gaussian is handed out without a trace in the words: while there is one, they prove nothing.

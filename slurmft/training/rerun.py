@@ -29,7 +29,7 @@ from slurmft.policy.reruns import Phase, Seen
 from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED
 from slurmft.training.generators import IterationStart
 from slurmft.training.hardware import own_hardware
-from slurmft.training.rerun_agreement import ByLoop, Ranks, agreement_for
+from slurmft.training.rerun_agreement import Alone, ByLoop, Ranks, agreement_for
 from slurmft.training.rerun_checks import Injector
 from slurmft.training.rerun_data import RerunDataIterator
 from slurmft.training.rerun_model import ModelStart
@@ -86,6 +86,10 @@ class RerunStateMachine(Validation):
         self.data = data
         self._randomness, self._model = IterationStart(), ModelStart(model)
         self._proceedings = Proceedings(settings, ranks, hardware)
+        self._mark_generators, self._mark_model = self._randomness.mark, self._model.mark
+        self._alarm, self._is_alone = self._agreement.alarm, isinstance(self._agreement, Alone)
+        self._is_usual = self._twice is None
+        self._has_to_tidy = True
         self._step, self._leave = step, leave
         self._is_between = True
         self._given: Data = None
@@ -110,24 +114,30 @@ class RerunStateMachine(Validation):
                 self._data = _as_iterators(data)
                 self._given = data
             for one in self._data:
-                one.advance()
+                if one._next:
+                    one.advance()
+            self._invocation = 0
             if self._off:
                 return True
-            self._invocation = 0
-            self._randomness.mark()
-            self._model.mark()
+            self._mark_generators()
+            self._mark_model()
             return self._proceedings.pending is None or self._begin_elsewhere()
         if self._off:
             self._iteration += 1
             self._is_between = True
             return False
-        if self._twice is not None:
-            return self._run_twice()
-        if self._phase is not Phase.INITIAL:
-            return self._after_rerun()
-        if not self._agreement.alarm(self._resolve):
+        if not self._is_usual:
+            return self._after_rerun() if self._phase is not Phase.INITIAL else self._run_twice()
+        if self._is_alone:
+            if self._rejection is not None or (self._unread and self._resolve()):
+                return self._after_alarm()
+        elif self._alarm(self._resolve):
+            return self._after_alarm()
+        if self._has_to_tidy or self._losses:
             return self._finish()
-        return self._after_alarm()
+        self._iteration += 1
+        self._is_between = True
+        return False
 
     def should_checkpoint_and_exit(self) -> tuple[bool, bool, int]:
         """After the loop, before the optimizer's step: whether to save, whether to exit, and with which code.
@@ -181,7 +191,8 @@ class RerunStateMachine(Validation):
 
     def _finish(self) -> bool:
         self._agreement.clear()
-        self._model.end()
+        self._model.settle()
+        self._has_to_tidy = self._reads_late or isinstance(self._agreement, ByLoop)
         if self._unread:
             self._resolve()
         if self._losses:
@@ -222,7 +233,7 @@ class RerunStateMachine(Validation):
         return True
 
     def _begin_phase(self, phase: Phase) -> None:
-        self._phase, self._is_quick, self._rejected_anew = phase, False, None
+        self._phase, self._is_quick, self._is_usual, self._rejected_anew = phase, False, False, None
         self._seen = Seen.NOTHING if self._rejection is None else Seen.UNKNOWN
 
     def _after_rerun(self) -> bool:
@@ -242,7 +253,8 @@ class RerunStateMachine(Validation):
         return self._finish()
 
     def _end_phase(self) -> None:
-        self._phase, self._rejection, self._is_quick, self._doubt = Phase.INITIAL, None, self._may_be_quick, ""
+        self._phase, self._rejection, self._doubt = Phase.INITIAL, None, ""
+        self._is_quick, self._is_usual = self._may_be_quick, self._twice is None
 
     def _depart(self, departure: Departure) -> bool:
         self._take_back()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class RerunDataIterator(Iterator[Any]):
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
-        self._iterator: Iterator[Any] | None = None
+        self._fetch: Callable[[], Any] = self._fetch_first
         self._batches: list[Any] = []
         self._versions: list[Any] = []
         self._next = 0
@@ -38,24 +39,28 @@ class RerunDataIterator(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
-        index = self._next
-        if index < len(self._batches):
+        index, batches = self._next, self._batches
+        if index < len(batches):
             self._next = index + 1
-            return self._batches[index]
-        if self._iterator is None:
-            self._iterator = iter(self._loader)
-        batch = next(self._iterator)
-        self._batches.append(batch)
-        self._versions.append(_versions(batch))
+            return batches[index]
+        batch = self._fetch()
+        batches.append(batch)
+        if type(batch) is tuple:  # nearly always, and then nearly always of tensors: spare the call
+            try:
+                self._versions.append([part._version for part in batch])
+            except AttributeError:
+                self._versions.append(_versions(batch))
+        else:
+            self._versions.append(_versions(batch))
         self._next = index + 1
         return batch
 
     def advance(self) -> None:
         """The iteration is over: forget the batches it took."""
-        if self._next:
-            del self._batches[: self._next], self._versions[: self._next]
+        taken = self._next
+        if taken:
+            del self._batches[:taken], self._versions[:taken]
             self._next = 0
-            self._loaded_hashes = []
 
     def rewind(self) -> None:
         """Hand out the batches of this iteration once more."""
@@ -63,7 +68,11 @@ class RerunDataIterator(Iterator[Any]):
 
     def restart_epoch(self) -> None:
         """Begin a new pass over the loader with the next batch that is not a repetition."""
-        self._iterator = None
+        self._fetch = self._fetch_first
+
+    def _fetch_first(self) -> Any:
+        self._fetch = iter(self._loader).__next__
+        return self._fetch()
 
     def changed_in_place(self) -> bool:
         """Whether the loop has written into a batch of this iteration since it was handed out."""
@@ -89,7 +98,7 @@ class RerunDataIterator(Iterator[Any]):
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Go on as after ``state_dict``: first the batches of the iteration that was under way, then the loader's."""
-        self._iterator, self._next = None, 0
+        self._fetch, self._next = self._fetch_first, 0
         is_ours = _FORMAT in state
         inner, load = state["inner"] if is_ours else state, getattr(self._loader, "load_state_dict", None)
         if load is not None and inner is not None:
@@ -117,10 +126,12 @@ def batch_hash(batch: Any) -> str:
 
 def _feed(digest: Any, value: Any) -> None:
     if isinstance(value, torch.Tensor):
-        there = value.detach().cpu().contiguous()
+        there = value.detach().cpu()
+        there = (there if there.layout is torch.strided else there.to_dense()).contiguous()
         digest.update(f"tensor {there.dtype} {tuple(there.shape)}:".encode())
-        # reshape first: a tensor of no dimension cannot be viewed as bytes
-        digest.update(bytes(there.reshape(-1).view(torch.uint8).untyped_storage()) if there.numel() else b"")
+        if there.numel():
+            # its own bytes: a slice shares the storage of the whole
+            digest.update(ctypes.string_at(there.data_ptr(), there.numel() * there.element_size()))
     elif isinstance(value, Mapping):
         digest.update(f"mapping {len(value)}:".encode())
         for key, item in value.items():

@@ -43,8 +43,8 @@ class ModelStart:
         if self._buffers:
             self._mark_buffers()
 
-    def end(self) -> None:
-        """The iteration is over: after the first one it is known which buffers move."""
+    def settle(self) -> None:
+        """The first iteration is over: now it is known which buffers move."""
         if not self._is_settled:
             self._is_settled = True
             versions = zip(_versions(self._buffers), self._versions, strict=True)

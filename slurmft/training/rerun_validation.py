@@ -105,7 +105,7 @@ class Validation:
         self._invocation = invocation + 1
         checks = self._checks
         if self._is_quick and checks.is_simple:
-            value = loss.item() if isinstance(loss, torch.Tensor) else loss
+            value = loss if type(loss) is float else loss.item()  # type: ignore[union-attr]
             if value - value == 0.0 and value <= checks.bound:
                 if checks.remembers:
                     self._losses.append(value)
