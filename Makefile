@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test check lint lab bench clean
+.PHONY: help install quickstart test check lint lab bench bench-stragglers clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -68,6 +68,9 @@ lab: install ## a shell in a real Slurm cluster on this machine (root); `slurmft
 
 bench: install ## measure every ending and what slurmft costs, into bench/results/ (root; 12 minutes, nothing else running)
 	@$(BIN)/python bench/endings --output bench/results/endings.md
+
+bench-stragglers: install ## measure what straggler detection costs (20 s, nothing else running)
+	@$(BIN)/python bench/stragglers --output bench/results/stragglers.md
 
 clean: ## remove .venv and caches; runs/ stays
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

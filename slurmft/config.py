@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from slurmft.errors import ConfigError
+from slurmft.exclusion_settings import ExclusionsConfig
 from slurmft.policy import plain_values as plain
 from slurmft.policy.exit_actions import ExitAction, lists_as_texts, unambiguous
 from slurmft.policy.sbatch_section import option_value, unknown_options
@@ -242,6 +243,7 @@ class RunConfig(_Section):
     preemption: PreemptionConfig = Field(default_factory=PreemptionConfig)
     nccl: NcclConfig = Field(default_factory=NcclConfig)
     rerun: RerunConfig = Field(default_factory=RerunConfig)
+    exclusions: ExclusionsConfig = Field(default_factory=ExclusionsConfig)
     straggler_detection: StragglerDetectionConfig = Field(default_factory=StragglerDetectionConfig)
 
     ignore_nonlead_status: bool = False
@@ -396,11 +398,13 @@ def _absolute(config: RunConfig, *, source: str) -> RunConfig:
 
     try:
         checkpoint = config.checkpoint.model_copy(update={"directory": absolute(config.checkpoint.directory)})
+        exclusions = config.exclusions.model_copy(update={"path": absolute(config.exclusions.path)})
         return config.model_copy(
             update={
                 "run_folder": absolute(config.run_folder),
                 "working_directory": absolute(config.working_directory or Path()),
                 "checkpoint": checkpoint,
+                "exclusions": exclusions,
             }
         )
     except RuntimeError as error:  # ~somebody

@@ -25,9 +25,17 @@ ALLOWED = {
     "errors": set(),
     "policy": {"errors", "policy"},
     "setting_types": {"policy"},
+    "exclusion_settings": {"policy", "setting_types"},
     "straggler_settings": {"setting_types"},
     "rerun_settings": {"setting_types"},
-    "config": {"errors", "policy", "setting_types", "straggler_settings", "rerun_settings"},
+    "config": {
+        "errors",
+        "policy",
+        "setting_types",
+        "exclusion_settings",
+        "straggler_settings",
+        "rerun_settings",
+    },  # fmt: skip
     "storage": {"errors", "policy", "storage"},
     "scheduler": {"errors", "policy", "config", "storage", "scheduler"},
     "launch": {"errors", "policy", "config", "storage", "scheduler", "launch"},

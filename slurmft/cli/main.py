@@ -18,6 +18,7 @@ import slurmft
 from slurmft.errors import SlurmftError
 
 VERBS = {
+    "exclude": ("excluding", "The nodes to keep away from: list them, say why, add, remove, forget what has faded"),
     "explain": ("reading", "Tell the run's story: each event, each decision and its reason, from the journal"),
     "lab": ("lab", "A real Slurm cluster on this machine, for tests and for trying things out (needs root)"),
     "logs": ("reading", "Print a worker's output, and the supervisor's when there is none"),

@@ -15,18 +15,24 @@ from slurmft.config import RunConfig
 def schema() -> dict[str, Any]:
     """The JSON schema of a configuration, for editors."""
     value = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
-    models = [RunConfig, *(field.annotation for field in RunConfig.model_fields.values())]
-    homes = {
-        inspect.getsourcefile(model) for model in models if isinstance(model, type) and issubclass(model, BaseModel)
-    }
-    texts = {
-        key: text for home in homes if home for key, text in _texts(Path(home).read_text(encoding="utf-8")).items()
-    }
+    texts: dict[tuple[str, str], str] = {}
+    for source in _sources():
+        texts |= _texts(source.read_text(encoding="utf-8"))
     for name, part in {**value["$defs"], RunConfig.__name__: value}.items():
         for key, facts in part.get("properties", {}).items():
             if text := texts.get((name, key)):
                 facts["description"] = text
     return value
+
+
+def _sources() -> set[Path]:
+    """The files in which the configuration and its sections stand."""
+    sections = (field.annotation for field in RunConfig.model_fields.values())
+    models: list[type[BaseModel]] = [
+        RunConfig,
+        *(each for each in sections if isinstance(each, type) and issubclass(each, BaseModel)),
+    ]
+    return {Path(inspect.getfile(model)) for model in models}
 
 
 def _texts(source: str) -> dict[tuple[str, str], str]:

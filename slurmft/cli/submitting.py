@@ -13,7 +13,8 @@ from slurmft import config as configuration
 from slurmft.cli.names import who
 from slurmft.config import RunConfig
 from slurmft.errors import RunBusy, SlurmError, SlurmUnavailable, StorageError, UsageError
-from slurmft.launch import grace
+from slurmft.launch import avoidance, grace
+from slurmft.launch.avoidance import Avoidance
 from slurmft.policy.grace import Severity
 from slurmft.scheduler import slurm, submission
 from slurmft.storage.files import replace_atomically
@@ -45,14 +46,18 @@ def submit(
     options = submission.parse_sbatch_options(sbatch_options)
     if where == "local" and options:
         raise UsageError("options behind -- go to sbatch, but this run is local", hint="use --cluster slurm")
+    avoiding = Avoidance()
     if where == "slurm":
         findings = grace.check(settings, options, os.environ)
         for finding in findings:
             click.echo(f"{'warning' if finding.severity is Severity.WARNING else 'grace'}: {finding.text}", err=True)
         if strict:
             grace.refuse_warnings(findings)
+        avoiding = avoidance.for_submission(settings, options, os.environ)
+        for line in avoiding.lines():
+            click.echo(line, err=True)
     if dry_run:
-        text = submission.script_text(settings, run, options, frozenset())
+        text = submission.script_text(settings, run, options, frozenset(avoiding.nodes))
         click.echo(text if where == "slurm" else _local_plan(run))
         return 0
     run.create()
@@ -60,7 +65,7 @@ def submit(
         _refuse_if_finished_or_busy(run)
         _prepare(run, settings)
         told = len(run.journal().read())
-        job = _submit(where, settings, run, options)
+        job = _submit(where, settings, run, options, avoiding)
     click.echo(f"submitted {settings.name} as job {job}" if where == "slurm" else f"started {settings.name} ({job})")
     click.echo(f"run folder: {run.path}")
     if wait:
@@ -116,18 +121,24 @@ def _prepare(run: RunFolder, settings: RunConfig) -> None:
         raise StorageError(f"cannot write into {run.path}: {error.strerror or error}") from error
 
 
-def _submit(where: str, settings: RunConfig, run: RunFolder, options: dict[str, Any]) -> str:
+def _submit(where: str, settings: RunConfig, run: RunFolder, options: dict[str, Any], avoiding: Avoidance) -> str:
     journal = run.journal()
     if where == "local":
         journal.append("submitting", cluster="local", who=who())
         pid = submission.submit_here(settings, run)
         return f"local process {pid}, log {submission.local_log(run, pid)}"
     journal.append("submitting", cluster="slurm", who=who(), command=" ".join(sys.argv))
+    if not avoiding.is_silent:
+        journal.append("avoiding", **avoiding.as_event())
     try:
-        job = submission.submit_to_slurm(settings, run, options, frozenset())
+        job, avoided = avoidance.submitted(
+            avoiding, lambda nodes: submission.submit_to_slurm(settings, run, options, nodes)
+        )
     except SlurmError as error:
         journal.append("submission failed", reason=error.what)
         raise
     run.add_job(job)
+    if avoided != avoiding:
+        journal.append("avoiding", **avoided.as_event())
     journal.append("submitted", job=job, host=os.uname().nodename)
     return job

@@ -11,13 +11,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from slurmft.errors import LabError
-from slurmft.lab.processes import lab_processes, wait_until
+from slurmft.lab.processes import lab_processes, run, wait_until
 
 PERIOD_US = 50_000
 _NO_GROUPS = "this machine has no cpu cgroup that can be written to"
@@ -40,10 +39,10 @@ def limit(folder: Path, member: str, *, cpus: float, for_s: float) -> None:
         wait_until(lambda: not _move(folder, member, group), doing=f"limiting {member}", within_s=10)
     except OSError as error:
         raise LabError(f"cannot limit the CPUs of {member}: {error}", hint=_NO_GROUPS) from error
-    subprocess.Popen(
+    run(
         [sys.executable, "-P", "-m", "slurmft.lab.slowness", str(group), str(for_s)],
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+        doing=f"arranging for the end of {member}'s limit",
+    )
 
 
 def lift(group: Path) -> None:
@@ -110,6 +109,20 @@ def _move(folder: Path, member: str, group: Path) -> list[int]:
     return outside
 
 
+def _lift_later(group: Path, after_s: float) -> None:
+    """Return at once; a process of its own lifts the limit, or ends when somebody else has."""
+    if os.fork():
+        return
+    os.setsid()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(nowhere, descriptor)  # whoever reads our output must not wait for us
+    deadline = time.monotonic() + after_s
+    while group.is_dir() and time.monotonic() < deadline:
+        time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
+    lift(group)
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    time.sleep(float(sys.argv[2]))
-    lift(Path(sys.argv[1]))
+    _lift_later(Path(sys.argv[1]), float(sys.argv[2]))

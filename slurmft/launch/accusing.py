@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -60,6 +61,10 @@ class Accuser:
             await asyncio.wrap_future(self._thread.submit(self._collect))
             await asyncio.sleep(EVERY_S)
 
+    def add(self, evidence: Sequence[Evidence]) -> None:
+        """Hand in what the supervisor itself has seen; returns at once."""
+        self._thread.submit(lambda: self._hand_in(evidence, str(self._attempt)))
+
     def finish(self, verdict: Verdict) -> None:
         """Hand in the rest, and what the verdict itself says of its suspects. What cannot be, later starts try."""
 
@@ -109,7 +114,7 @@ class Accuser:
         run, job = str(self._run.path), attempt.split(".", maxsplit=1)[0]
         observations = [observed(each, source=attempt, run=run, job=job, where=where) for each in evidence]
         try:
-            self._list = self._list or avoidance.exclusion_list(self._config)
+            self._list = self._list or avoidance.exclusion_list(self._config, os.environ)
             self._list.observe(observations)
         except (StorageError, SlurmError, OSError) as error:
             log.warning("the exclusion list cannot be written: %s", error)

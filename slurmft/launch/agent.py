@@ -17,6 +17,7 @@ from slurmft.config import RunConfig
 from slurmft.errors import LaunchError, StorageError
 from slurmft.launch.channel import BadMessage, Channel, Message, connect
 from slurmft.launch.environment import common_environment, worker_environment
+from slurmft.launch.gpus import VISIBLE_VARIABLE, visible_without
 from slurmft.launch.heartbeat import NOTHING, Slot
 from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.timing_reports import TimingReports
@@ -145,7 +146,7 @@ class Agent:
     async def _handle(self, message: Message) -> dict[str, Any]:
         match message["kind"]:
             case "start":
-                self._start(message)
+                return await self._start(message)
             case "port":
                 self._port_holder, port = reserve_port()
                 return {"port": port}
@@ -167,13 +168,19 @@ class Agent:
                 self._shutdown = True
         return {}
 
-    def _start(self, message: Message) -> None:
-        config = self._config
+    async def _start(self, message: Message) -> dict[str, Any]:
+        """Start the workers, on none of the suspect GPUs; or say which of them cannot be done without."""
+        config, environment = self._config, self._environment
+        if suspects := message.get("suspect_gpus"):
+            visible = await asyncio.to_thread(visible_without, environment, suspects, config.nproc_per_node)
+            if visible is None:
+                return {"suspect_gpus": suspects}
+            environment = {**environment, VISIBLE_VARIABLE: visible}
         ranks = range(message["first_rank"], message["first_rank"] + config.nproc_per_node)
         folder = self._run.attempts / self._attempt
         self._workers.start(
             ranks,
-            [worker_environment(config, self._environment, message, rank, self._attempt) for rank in ranks],
+            [worker_environment(config, environment, message, rank, self._attempt) for rank in ranks],
             command=config.command,
             folder=config.working_directory or Path.cwd(),
             logs=folder,
@@ -182,6 +189,7 @@ class Agent:
             timed=config.straggler_detection.enabled,
         )
         self._timings = TimingReports(config.straggler_detection.report_time_interval, time.monotonic())
+        return {}
 
     def _propose(self, tick: int, action: int) -> None:
         # in this order: a worker acts when the commit equals the proposal, which must never be an older one's

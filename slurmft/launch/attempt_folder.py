@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from slurmft.errors import SlurmftError, StorageError, StorageUnavailable
 from slurmft.launch.observations import Observations
+from slurmft.launch.slow_nodes import SlowNodes
 from slurmft.launch.start import Start
 from slurmft.scheduler.parsing import ended_tasks
 from slurmft.storage.patience import write_state
@@ -59,7 +60,7 @@ class AttemptFolder:
             return found
         return {}
 
-    async def tell_progress(self, seen: Observations) -> None:
+    async def tell_progress(self, seen: Observations, slow: SlowNodes) -> None:
         """Write progress, and what the journal could not take before, when it is time to."""
         if time.monotonic() - self._told_at < PROGRESS_S:
             return
@@ -67,8 +68,9 @@ class AttemptFolder:
         self._journal.retry()
         with contextlib.suppress(OSError, StorageError):
             await self._do(seen.write_progress)
+            await self._do(slow.exchange)
 
-    def leave(self, seen: Observations) -> None:
+    def leave(self, seen: Observations, slow: SlowNodes) -> None:
         """Write the last progress and remove the secret, before anything that is journaled from now on."""
 
         def work() -> None:
@@ -76,6 +78,7 @@ class AttemptFolder:
                 (self.path / "secret").unlink(missing_ok=True)
                 seen.write_progress()
                 seen.write_timings()
+                slow.exchange()
 
         self._thread.submit(work)
 

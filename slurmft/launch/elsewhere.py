@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slurmft.config import RunConfig
 from slurmft.errors import SlurmError, StorageError
 from slurmft.launch import avoidance
+from slurmft.launch.avoidance import Avoidance
+from slurmft.policy.suspicion import State, standing, suspect_gpus
 from slurmft.policy.verdict import Action
 from slurmft.scheduler import slurm
 from slurmft.scheduler.nodes import expand
@@ -32,11 +36,8 @@ class Placement:
     excluded: frozenset[str]
     """All of the job's excluded nodes: its user's own and ours. An update replaces the ones it has."""
 
-    added: tuple[str, ...] = ()
-    """Ours."""
-
-    dropped: tuple[str, ...] = ()
-    """What would be excluded, and why it is not, in words."""
+    avoidance: Avoidance
+    """Ours, and why."""
 
     impossible: str = ""
     """Why a suspect cannot be kept away from; empty when all can."""
@@ -46,7 +47,7 @@ def read_exclusions(config: RunConfig) -> Exclusions | None:
     """The exclusion list; None, with a warning, when it cannot be read: no list is worth a run."""
     thread = FolderThread()  # its filesystem may be another one than the run folder's
     try:
-        return thread.call(lambda: avoidance.exclusion_list(config).read(), timeout_s=LIST_S)
+        return thread.call(lambda: avoidance.exclusion_list(config, os.environ).read(), timeout_s=LIST_S)
     except (StorageError, SlurmError, OSError) as error:
         log.warning("the exclusion list is not used: %s", error)
         return None
@@ -62,36 +63,64 @@ def next_placement(
     """
     exclusions = read_exclusions(config)
     before = ours(history)
-    if not suspects and not before and (exclusions is None or not exclusions):
+    if not suspects and not before and not excluded_now(config, exclusions):
         return None
-    own = frozenset(expand(config.slurm.exclude or ""))
+    own = expanded(config.slurm.exclude)
     if job is not None:
         try:
             own |= slurm.excluded_nodes(job) - before
         except SlurmError as error:
             log.warning("the nodes that job %s excludes are not known: %s", job, error.what)
     try:
-        found = avoidance.to_avoid(exclusions, config, partition=partition or None, suspects=suspects, already=own)
-    except SlurmError as error:
-        log.warning("Slurm does not tell about its nodes, so only the suspects are avoided: %s", error.what)
-        return Placement(excluded=own | set(suspects), added=tuple(suspects))
+        found = _to_avoid(config, exclusions, partition=partition, suspects=suspects, own=own)
+    except (SlurmError, StorageError) as error:
+        log.warning("only the suspects are avoided: %s", error.what)
+        return Placement(excluded=own | set(suspects), avoidance=Avoidance(nodes=tuple(suspects), problem=error.what))
     missing = [drop for drop in found.dropped if drop.node in set(suspects)]
-    return Placement(
-        excluded=own | set(found.nodes),
-        added=found.nodes,
-        dropped=tuple(f"{drop.node}: {drop.reason}" for drop in found.dropped),
-        impossible="; ".join(f"{drop.node}: {drop.reason}" for drop in missing),
+    missing_names = {drop.node for drop in missing} | (set(suspects) - set(found.nodes))
+    impossible = "; ".join(f"{drop.node}: {drop.reason}" for drop in missing) or ", ".join(sorted(missing_names))
+    return Placement(excluded=own | set(found.nodes), avoidance=found, impossible=impossible)
+
+
+def _to_avoid(
+    config: RunConfig, exclusions: Exclusions | None, *, partition: str, suspects: Sequence[str] = (),
+    own: frozenset[str] = frozenset(),
+) -> Avoidance:  # fmt: skip
+    return avoidance.to_avoid(
+        exclusions or Exclusions(),
+        partition=partition or None,
+        nodes_needed=config.nodes + config.spare_nodes,
+        suspects=suspects,
+        max_excluded_fraction=config.exclusions.max_excluded_fraction,
+        rules=config.exclusions.rules(),
+        excluded_anyway=own,
     )
+
+
+def excluded_now(config: RunConfig, exclusions: Exclusions | None) -> frozenset[str]:
+    """Nodes that the list excludes, whether a request can bear it or not."""
+    if exclusions is None:
+        return frozenset()
+    standings = standing(exclusions.observations, exclusions.manual, time.time(), config.exclusions.rules())
+    return frozenset(node for node, each in standings.items() if each.state is State.EXCLUDED)
+
+
+def expanded(hostlist: object) -> frozenset[str]:
+    """The nodes in a hostlist that somebody wrote; none where it is not one."""
+    try:
+        return frozenset(expand(str(hostlist))) if hostlist else frozenset()
+    except ValueError:
+        return frozenset()
 
 
 def to_keep_off(config: RunConfig, partition: str, allocated: Sequence[str]) -> frozenset[str]:
     """Allocated nodes that the exclusion list excludes, as far as the run could be placed without them."""
     exclusions = read_exclusions(config)
-    if exclusions is None or not set(allocated) & avoidance.excluded_now(exclusions, config):
+    if not set(allocated) & excluded_now(config, exclusions):
         return frozenset()
     try:
-        found = avoidance.to_avoid(exclusions, config, partition=partition or None)
-    except SlurmError as error:
+        found = _to_avoid(config, exclusions, partition=partition)
+    except (SlurmError, StorageError) as error:
         log.warning("Slurm does not tell about its nodes, so the run stays where it is: %s", error.what)
         return frozenset()
     return frozenset(allocated) & set(found.nodes)
@@ -99,8 +128,8 @@ def to_keep_off(config: RunConfig, partition: str, allocated: Sequence[str]) -> 
 
 def ours(history: Sequence[Event]) -> frozenset[str]:
     """Nodes that the run ever excluded by itself, rather than its user."""
-    events = [event for event in history if event.event == "avoiding"]
-    return frozenset(str(node) for event in events for node in event.details.get("nodes", []))
+    lists = [expanded(event.details.get("nodes")) for event in history if event.event == "avoiding"]
+    return frozenset().union(*lists)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +137,9 @@ class Duty:
     """Nodes that the run was to go on without, as its journal has it."""
 
     nodes: frozenset[str] = frozenset()
+    gpus: frozenset[str] = frozenset()
+    """UUIDs of GPUs that it was to go on without, on whatever node."""
+
     escapes: int = 0
     """Times in a row that it was placed on one of them all the same."""
 
@@ -115,16 +147,28 @@ class Duty:
 def duty_of(history: Sequence[Event]) -> Duty:
     """What the newest decision demands of the placement that follows it."""
     nodes: frozenset[str] = frozenset()
+    gpus: frozenset[str] = frozenset()
     escapes = 0
     for event in history:
         if event.event == "decision":
             demands = event.details.get("elsewhere") and event.details.get("action") == Action.CONTINUE
             nodes = frozenset(map(str, event.details.get("avoid", []))) if demands else frozenset()
         elif event.event == "verdict":
-            escapes = 0
+            escapes, gpus = 0, frozenset()
+        elif event.event == "avoiding_gpus":
+            gpus = frozenset(map(str, event.details.get("gpus", [])))
         elif event.event == "exclusion_escaped":
             escapes += 1
-    return Duty(nodes=nodes, escapes=escapes)
+    return Duty(nodes=nodes, gpus=gpus, escapes=escapes)
+
+
+def suspect_gpus_of(config: RunConfig, history: Sequence[Event]) -> frozenset[str]:
+    """UUIDs of the GPUs that no worker may use: the run's own suspects, and those that the list excludes."""
+    exclusions = read_exclusions(config)
+    duty = duty_of(history).gpus
+    if exclusions is None:
+        return duty
+    return duty | frozenset(suspect_gpus(exclusions.observations, time.time(), config.exclusions.rules()))
 
 
 def choose(allocated: Sequence[str], avoid: frozenset[str], needed: int) -> tuple[str, ...] | None:

@@ -13,7 +13,7 @@ from slurmft.launch.accusing import Accuser
 from slurmft.launch.budget import budget_of
 from slurmft.launch.cluster import Cluster, LocalCluster, SlurmCluster
 from slurmft.launch.continuing import FLUSH_S, Continuation, in_folder
-from slurmft.launch.elsewhere import Placement, choose, next_placement
+from slurmft.launch.elsewhere import Placement, choose, duty_of, next_placement
 from slurmft.launch.logs import BackgroundLog
 from slurmft.launch.start import Start
 from slurmft.policy.decide import decide
@@ -126,10 +126,18 @@ class Ending:
             return decision
         if decision.elsewhere and self._placement.impossible:
             return self._without_others(verdict, decision, self._placement.impossible)
-        self._note("avoiding", nodes=list(self._placement.added), dropped=list(self._placement.dropped))
+        self._note("avoiding", **self._placement.avoidance.as_event())
         return decision
 
+    def _has_spares(self, avoid: frozenset[str]) -> bool:
+        nodes = expand(self.start.cluster.job.nodes) if isinstance(self.start.cluster, SlurmCluster) else []
+        return choose(nodes, avoid, self.config.nodes) is not None
+
     def _without_others(self, verdict: Verdict, decision: Decision, why: str) -> Decision:
+        gpus = {suspect.gpu for suspect in verdict.suspects}
+        if all(gpus) and not gpus <= duty_of(self.start.history).gpus:  # each node's agent finds out whether it can
+            self._note("avoiding_gpus", gpus=sorted(gpus), reason=why)
+            return replace(decision, elsewhere=False, reason=f"{decision.reason}; on other GPUs, since {why}")
         if verdict.cause is not Cause.RERUN_ELSEWHERE:
             return replace(decision, elsewhere=False, reason=f"{decision.reason}; it goes on where it was: {why}")
         reason = f"inconclusive: {decision.reason}; it cannot be computed again on different hardware: {why}"

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Collection, Mapping
 
 ASK_S = 20.0
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def gpu_uuids(environment: Mapping[str, str]) -> list[str]:
@@ -22,9 +22,9 @@ def gpu_uuids(environment: Mapping[str, str]) -> list[str]:
         return []
     rows = [line.split(",") for line in done.stdout.splitlines()] if done.returncode == 0 else []
     by_index = {row[0].strip(): row[1].strip() for row in rows if len(row) == 2}
-    if _VISIBLE not in environment:
+    if VISIBLE_VARIABLE not in environment:
         return list(by_index.values())
-    words = [word.strip() for word in environment[_VISIBLE].split(",") if word.strip()]
+    words = [word.strip() for word in environment[VISIBLE_VARIABLE].split(",") if word.strip()]
     found = [by_index.get(word, word if word in by_index.values() else "") for word in words]
     return found if all(found) else []
 

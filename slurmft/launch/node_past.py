@@ -17,11 +17,16 @@ FORGOTTEN_AFTER_S = 86_400.0
 
 
 class NodePast:
-    """Best times and outcomes of the windows, in memory by rank, on disk by node and place on it."""
+    """Best times and outcomes of the windows, in memory by rank, on disk by node and place on it.
+
+    Only ``exchange`` touches the disk, so that whoever judges never waits for it.
+    """
 
     def __init__(self, run_folder: Path, workload: str, world: int, nproc: int, considered: int) -> None:
         self._folder, self._workload, self._nproc, self._considered = run_folder, workload, nproc, considered
-        self._history = storage.read(run_folder, workload)
+        self._history = History()
+        self._was_read = False
+        self._incoming: History | None = None
         self._best_s: Floats = np.full((world, KEPT), np.nan)
         self._hosts, self._roles = [""] * world, [""] * world
         self._unsaved: History | None = None
@@ -68,17 +73,39 @@ class NodePast:
         self._history.convictions.append(Conviction(nodes=tuple(nodes), ranks=tuple(ranks), at=at))
         del self._history.convictions[: -storage.MAX_CONVICTIONS]
 
-    def write(self) -> None:
-        """Write what is new, if anything; may be called in another thread.
+    def exchange(self) -> None:
+        """Read the file if that has not been done, else write what is new; may be called in another thread.
 
         Raises:
             OSError: the file is as it was; the next call tries again.
         """
-        if (unsaved := self._unsaved) is None:
-            return
+        if not self._was_read:
+            self._incoming = storage.read(self._folder, self._workload)
+            self._was_read = True
+        if self._incoming is not None or (unsaved := self._unsaved) is None:
+            return  # what was read is not in what would be written yet
         storage.write(self._folder, self._workload, unsaved)
         if self._unsaved is unsaved:
             self._unsaved = None
+
+    def adopt(self) -> None:
+        """Take in what ``exchange`` has read, before the next window is judged."""
+        if (earlier := self._incoming) is None:
+            return
+        nodes = earlier.nodes
+        for name, node in self._history.nodes.items():
+            known = nodes.pop(name, NodeHistory())
+            known.outcomes = [*known.outcomes, *node.outcomes][-self._considered :]
+            for place, best in node.best.items():
+                before = known.best.get(place)
+                both = best.seconds + (before.seconds if before is not None and before.role == best.role else ())
+                known.best[place] = Best(role=best.role, seconds=tuple(sorted(both)[:KEPT]))
+            nodes[name] = known
+        self._history = History(nodes=nodes, convictions=[*earlier.convictions, *self._history.convictions])
+        for rank, host in enumerate(self._hosts):
+            if host:
+                self.place(rank, host, self._roles[rank])
+        self._incoming = None
 
     def _remember(self) -> None:
         nodes = self._history.nodes

@@ -63,6 +63,10 @@ class Observations:
             return 0, 0
         return max(facts["resumed"] for facts in told), max(facts["step"] for facts in told)
 
+    def until(self) -> int:
+        """Steps the run will have, as far as its ranks have told; 0 before."""
+        return max((facts["until"] for facts in list(self._ranks.values())), default=0)
+
     def saved(self) -> int | None:
         """Newest step that every rank has saved; None when there is none."""
         steps = [facts["saved"] for facts in self._ranks.values() if facts["attached"]]

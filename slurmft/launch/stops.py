@@ -39,7 +39,7 @@ class Stops:
     ) -> None:  # fmt: skip
         self._section, self._journal, self._cluster = config.preemption, start.journal, start.cluster
         self._pool, self._seen, self._slurm = pool, seen, slurm
-        self._over, self._background = over, background
+        self._over, self.background = over, background
         self._timer: asyncio.Timeout | None = None
         self._agreement = asyncio.Lock()
         self._told = asyncio.Event()
@@ -63,7 +63,7 @@ class Stops:
         """The supervisor itself got a signal."""
         self._own_signals += 1
         if self._own_signals == 1:
-            self._background.start(self._judge_own_signal(name))
+            self.background.start(self._judge_own_signal(name))
 
     async def _judge_own_signal(self, name: str) -> None:
         """Slurm signals the batch step only when it ends the job; a person may at any time."""
@@ -77,7 +77,7 @@ class Stops:
         """A signal that asks for a stop was seen ``where``; further ones of the row change nothing."""
         if self.planned is None:
             self.planned = Cause.SIGNALLED  # remembered at once; the second one of a row must find it
-            self._background.start(self._stop_for_signal(name, where, time.monotonic()))
+            self.background.start(self._stop_for_signal(name, where, time.monotonic()))
 
     def on_request(self, kind: str, who: str) -> None:
         """Somebody asks for KILL, REQUEUE or SAVE."""
@@ -91,14 +91,14 @@ class Stops:
         elif kind == "REQUEUE":
             self.stop_for(Cause.REQUEUED_BY_USER, f"requeued by {who}")
         else:
-            self._background.start(self._save_now(who))
+            self.background.start(self._save_now(who))
 
     def stop_for(self, cause: Cause, reason: str) -> None:
         """Begin a stop that has no deadline of Slurm's."""
         self.planned = cause
         stopping = asyncio.create_task(self._agreed_stop())
         left_s = self._section.stop_timeout_s
-        self._background.start(self._stop(cause, reason, stopping, at_s=time.monotonic(), left_s=left_s))
+        self.background.start(self._stop(cause, reason, stopping, at_s=time.monotonic(), left_s=left_s))
 
     def _hurry(self) -> None:
         if self._timer is not None and (self._timer.when() or 0.0) > self._slurm.kill_at_s:
@@ -120,7 +120,7 @@ class Stops:
             cause = cause_of_signal(times, now=now, lead_s=lead_s)
             left_s = seconds_for_stop(times, cause=cause, now=now, lead_s=lead_s, timeout_s=section.stop_timeout_s)
             if not ending:
-                self._background.start(self._slurm.look_again())
+                self.background.start(self._slurm.look_again())
         if self.planned is Cause.STOPPED_BY_USER:  # asked for in the meantime
             cause = Cause.STOPPED_BY_USER
         if cause in (Cause.PREEMPTED, Cause.TIME_LIMIT):

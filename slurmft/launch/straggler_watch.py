@@ -98,13 +98,13 @@ class StragglerWatch:
             requeue_cost_s=self._settings.requeue_cost_s,
         )
 
-    def write(self) -> None:
-        """Keep what is known of the nodes, if there is something new; may be called in another thread.
+    def exchange(self) -> None:
+        """Read what is known of the nodes, later write what is new; may be called in another thread, and often.
 
         Raises:
             OSError: the run folder cannot be written.
         """
-        self._past.write()
+        self._past.exchange()
 
     def _empty(self) -> tuple[np.ndarray, np.ndarray]:
         shape = (self._world, MAX_SECTIONS)
@@ -129,6 +129,7 @@ class StragglerWatch:
 
     def _judge(self) -> None:
         self._closed = self._window
+        self._past.adopt()
         began_s = time.perf_counter()
         names, scores = self._scores()
         text = self._report(names, scores)

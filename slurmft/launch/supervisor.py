@@ -15,20 +15,26 @@ from slurmft.launch.attempt_folder import AttemptFolder
 from slurmft.launch.background import Background
 from slurmft.launch.channel import Message
 from slurmft.launch.cluster import Cluster
+from slurmft.launch.elsewhere import suspect_gpus_of
 from slurmft.launch.evidence import testimony_of
 from slurmft.launch.grace import workload_of
 from slurmft.launch.guardian import hold_signals, release_signals
 from slurmft.launch.observations import Observations
 from slurmft.launch.sleeping import overslept_s
+from slurmft.launch.slow_nodes import SlowNodes
 from slurmft.launch.slurms_word import SlurmsWord
 from slurmft.launch.start import Start
 from slurmft.launch.stops import POLL_S, Stops
 from slurmft.launch.winding_down import PEER_GRACE_S, end_agents, kill_workers
+from slurmft.policy.evidence import Suspect
 from slurmft.policy.exit_actions import ExitAction, codes_of
 from slurmft.policy.judge import Circumstances, judge
 from slurmft.policy.verdict import Cause, Verdict
 
 LAUNCH_LOOK_S = 0.5
+START_S = 40.0
+"""How long an agent may take to start its workers; it may have to ask for its GPUs."""
+
 PING_S = 5.0
 ENDED_BY_TERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
@@ -57,7 +63,9 @@ class Supervisor:
         self.stops = Stops(
             config, start, self._pool, self._seen, self._slurm, over=self._over, background=self._background
         )
+        self._slow = SlowNodes(config, start, self._seen, self.stops, accuser=accuser)
         self._failed = False
+        self._escaped: Verdict | None = None
 
     async def run(self) -> Verdict:
         """Run the attempt to its end.
@@ -78,7 +86,7 @@ class Supervisor:
         finally:
             await self._wind_down()
             hold_signals()  # the handlers go with the loop; what follows must not be cut short
-        return self._verdict()
+        return self._escaped or self._verdict()
 
     async def _launch(self) -> None:
         port = await self._pool.listen(self._cluster.listen_host)
@@ -133,10 +141,13 @@ class Supervisor:
         lead = self._pool.links[0]
         port = (await lead.call("port"))["port"]
         self._journal.append("agents ready", hosts=[link.host for _, link in sorted(self._pool.links.items())])
-        await asyncio.gather(
+        suspects = await asyncio.to_thread(suspect_gpus_of, self._config, self._start.history)
+        replies = await asyncio.gather(
             *(
                 link.call(
                     "start",
+                    timeout_s=START_S,
+                    suspect_gpus=sorted(suspects),
                     first_rank=node * self._config.nproc_per_node,
                     generation=self._start.generation,
                     master_addr=lead.host,
@@ -145,7 +156,21 @@ class Supervisor:
                 for node, link in self._pool.links.items()
             )
         )
+        hosts = [link.host for link in self._pool.links.values()]
+        if stuck := [host for host, reply in zip(hosts, replies, strict=True) if reply.get("suspect_gpus")]:
+            self._escape(stuck, suspects)
+            return
         self._journal.append("workers started", world_size=self._config.world_size)
+
+    def _escape(self, hosts: list[str], gpus: frozenset[str]) -> None:
+        """Nodes without as many other GPUs, as far as they can prove it, are as good as suspects themselves."""
+        self._journal.append("exclusion_escaped", nodes=hosts, gpus=sorted(gpus))
+        self._escaped = Verdict(
+            cause=Cause.RERUN_ELSEWHERE,
+            reason=f"{', '.join(hosts)} cannot prove to have enough GPUs beside the suspect ones",
+            suspects=tuple(Suspect(node=host, gpu=gpu) for host in hosts for gpu in sorted(gpus)),
+        )
+        self._over.set()
 
     # What is reported to us
 
@@ -157,6 +182,8 @@ class Supervisor:
                     self._on_exit(link, message)
                 case "progress":
                     self._seen.note_progress(message["ranks"])
+                case "timings":
+                    self._slow.note(link.host, message)
                 case "signal":
                     self.stops.on_signal(message["name"], link.host)
                 case "disconnected":
@@ -227,7 +254,7 @@ class Supervisor:
         while not self._over.is_set():
             await asyncio.sleep(POLL_S)
             ready = self.stops.planned is None and self._pool.complete.is_set()
-            await self._folder.tell_progress(self._seen)
+            await self._folder.tell_progress(self._seen, self._slow)
             for kind, who in (await self._folder.requests(ready=ready)).items():
                 self.stops.on_request(kind, who)
 
@@ -241,7 +268,7 @@ class Supervisor:
         await end_agents(self._pool, self._processes)
         await self._background.cancel_all()
         await self._pool.close()
-        self._folder.leave(self._seen)
+        self._folder.leave(self._seen, self._slow)
 
     def _verdict(self) -> Verdict:
         # a save that still worked does not undo a cancellation
@@ -257,6 +284,7 @@ class Supervisor:
                 saved=self._seen.saved(),
                 planned=self.stops.planned,
                 planned_reason=self.stops.reason,
+                planned_suspects=self._slow.suspects,
                 lost_nodes=tuple(self._lost),
                 launch_error=self._launch_error,
                 outside=outside[0] if outside else None,

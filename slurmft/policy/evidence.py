@@ -29,6 +29,8 @@ class Kind(StrEnum):
     COMMUNICATION = "communication"
     HEALTH = "health check"
     PASSED = "health check passed"
+    FORGIVEN = "forgiven"
+    """A person has lifted whatever was held against the node until then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,6 +33,9 @@ class Circumstances:
     """A stop had been asked for, and why."""
 
     planned_reason: str = ""
+    planned_suspects: tuple[Suspect, ...] = ()
+    """Nodes that the stop is to lead away from."""
+
     lost_nodes: tuple[str, ...] = ()
     """Nodes whose agent is gone."""
 
@@ -137,7 +140,8 @@ def _planned(
 ) -> Finding:
     level = Level.A_PERSONS_STOP if cause is Cause.STOPPED_BY_USER else Level.PLANNED_STOP
     # the stop goes on by itself; what a rank holds against a node is still worth avoiding it
-    suspects = tuple(suspect for finding in said if finding.cause in DECIDING for suspect in finding.suspects)
+    held = tuple(suspect for finding in said if finding.cause in DECIDING for suspect in finding.suspects)
+    suspects = (*seen.planned_suspects, *held)
     return Finding(level=level, cause=cause, reason=_planned_reason(ends, expected, seen), suspects=suspects)
 
 

@@ -36,6 +36,8 @@ class Site:
     clock: float | None
     """Unix time on the controller when it answered."""
 
+    cluster: str = ""
+
 
 def parse_partitions(text: str) -> list[Partition]:
     """The partitions in the output of ``scontrol -o show partition``, one on each line; other lines are skipped."""
@@ -65,6 +67,7 @@ def parse_site(text: str) -> Site:
         preempt_type=facts.get("PreemptType", ""),
         kill_wait_s=float(wait.group()) if wait else None,
         clock=parse_time(asked_at.group(1)) if asked_at else None,
+        cluster=facts.get("ClusterName", ""),
     )
 
 

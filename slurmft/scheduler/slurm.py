@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slurmft.errors import SlurmError
@@ -46,6 +46,20 @@ def available() -> bool:
         return "ClusterName" in command.run(["scontrol", "show", "config"], timeout_s=3.0)
     except SlurmError:
         return False
+
+
+def configured_cluster(environment: Mapping[str, str]) -> str:
+    """The cluster's name in the configuration file of this machine, without asking anybody; empty where it is not
+    said there: the file may include others, or be served over the network."""
+    named = environment.get("SLURM_CONF")
+    for path in [Path(named)] if named else _CONFIGURATIONS:
+        try:
+            text = (path / "slurm.conf" if path.is_dir() else path).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        if match := re.search(r"^\s*ClusterName\s*=\s*([^\s#]+)", text, re.MULTILINE | re.IGNORECASE):
+            return match.group(1)
+    return ""
 
 
 def jobs(job_ids: Sequence[str], *, patience_s: float = 5.0) -> dict[str, JobRecord]:

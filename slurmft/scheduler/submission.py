@@ -30,6 +30,7 @@ from slurmft.policy.sbatch_options import OWNED_OPTIONS, SBATCH_OPTIONS
 from slurmft.policy.sbatch_section import FLAGS
 from slurmft.scheduler import command, slurm
 from slurmft.scheduler.environment import scrubbed
+from slurmft.scheduler.nodes import compress
 from slurmft.scheduler.parsing import refusal_hint, why_never
 from slurmft.storage.run_folder import RunFolder
 
@@ -200,7 +201,7 @@ def _sbatch_parameters(
     parameters |= options
     for name, value in parameters.items():
         _refuse_control_characters(name, str(value))
-    if excluded := [*filter(None, [parameters.get("exclude")]), *sorted(avoid)]:
+    if excluded := [str(part) for part in (parameters.get("exclude"), compress(avoid)) if part]:
         parameters["exclude"] = ",".join(excluded)
     return parameters
 

@@ -32,8 +32,12 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def replace_atomically(path: Path, text: str, *, mode: int = 0o600, durable: bool = True) -> None:
+def replace_atomically(
+    path: Path, text: str, *, mode: int = 0o600, durable: bool = True, group: int | None = None
+) -> None:
     """Readers see the old file or the new one, never part of either; even after a power cut when it is ``durable``.
+
+    The file gets the ``group`` that is given where its owner is a member of it.
 
     Raises:
         OSError: the old file is untouched and no temporary file is left.
@@ -43,6 +47,9 @@ def replace_atomically(path: Path, text: str, *, mode: int = 0o600, durable: boo
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
+            if group is not None:
+                with contextlib.suppress(PermissionError):
+                    os.fchown(stream.fileno(), -1, group)
             os.fchmod(stream.fileno(), mode)
             if durable:
                 os.fsync(stream.fileno())

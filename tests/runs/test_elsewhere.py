@@ -81,21 +81,45 @@ def test_where_all_others_are_drained_the_result_is_inconclusive(
     assert not run.events("requeued"), story
 
 
+@pytest.mark.parametrize("gpus", [2, 1], ids=["with another GPU", "without another GPU"])
+def test_where_there_is_no_other_node_another_gpu_of_it_will_do(
+    blaming: Callable[..., Run], nodes: Callable[[str, str], None], moody: Path, gpus: int
+) -> None:
+    smi = moody / "nvidia-smi"
+    smi.write_text("#!/bin/bash\n" + "".join(f"echo '{index}, GPU-{'ab'[index]}'\n" for index in range(gpus)))
+    smi.chmod(0o755)
+    run = blaming("n1", command=["python", str(TRAINER), "--bad", "n1", "--bad-gpu", "GPU-a"])
+    nodes("n[3-4]", "DRAIN")
+    job = submit_with(run, moody)
+    run.wait_until_out_of_queue(job, within_s=90)
+    story = run.story()
+    assert run.events("avoiding_gpus")[0].details["gpus"] == ["GPU-a"], story
+    assert nodes_of(run) == ["n[1-2]", "n[1-2]"], story
+    if gpus == 2:
+        assert run.folder.done() is not None, story
+        assert "rank 0 on n1, GPU-b" in run.output(), story
+    else:
+        assert run.events("exclusion_escaped")[0].details["gpus"] == ["GPU-a"], story
+        assert run.events("decision")[-1].details["exit_code"] == 17, story
+        assert "inconclusive" in run.events("decision")[-1].details["reason"], story
+
+
 def test_where_all_others_are_busy_it_waits_for_them(lab: Lab, blaming: Callable[..., Run]) -> None:
-    run = blaming("n1", "n2")
     options = ["--parsable", "-N", "2", "-w", "n[3-4]", "--exclusive", "-t", "5", "-o", "/dev/null"]
-    lab.run(["sbatch", *options, "--wrap", "srun sleep 300"], cwd=lab.home)
+    other = lab.run(["sbatch", *options, "--wrap", "sleep 300"], cwd=lab.home).stdout.strip()
+
+    def state(job: str) -> list[str]:
+        return lab.run(["squeue", "-h", "-j", job, "-o", "%T %r"]).stdout.split()
+
+    eventually(lambda: state(other)[:1] == ["RUNNING"], 30, "others that are busy")
+    run = blaming("n1")
     job = run.submit()
     run.wait_for("requeued")
-
-    def waits_for_nodes() -> bool:
-        words = lab.run(["squeue", "-h", "-j", job, "-o", "%T %r"]).stdout.split()
-        return words[:1] == ["PENDING"] and words[1] in ("Resources", "Priority")
-
-    eventually(waits_for_nodes, 60, f"waiting for nodes\n{run.story()}")
-    lab.run_as_admin(["scancel", "--user", lab.user, "--name", "wrap"])
+    eventually(lambda: state(job) in (["PENDING", "Resources"], ["PENDING", "Priority"]), 60, f"waits\n{run.story()}")
+    lab.run(["scancel", other])
     run.wait_until_done()
-    assert nodes_of(run) == ["n[1-2]", "n[3-4]"], run.story()
+    assert len(nodes_of(run)) == 2, run.story()
+    assert "n1" not in nodes_of(run)[1], run.story()
 
 
 def test_a_spare_in_the_allocation_needs_no_requeue(blaming: Callable[..., Run]) -> None:

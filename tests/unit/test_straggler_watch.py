@@ -36,6 +36,7 @@ class Bench:
         self.folder, self.hosts, self.nproc, self.clock = folder, hosts, nproc, Clock()
         self.journal = Journal(folder, attempt="1.0.0")
         self.watch = StragglerWatch(self.config, folder, self.journal, workload="w", clock=self.clock)
+        self.watch.exchange()
         self.number = 0
 
     def window(self, *work: float | None, step: float = 0.5, role: str | list[str] = "") -> StragglerVerdict | None:
@@ -154,7 +155,7 @@ def test_the_past_survives_a_restart_on_other_ranks(tmp_path):
         first.window(FAST, FAST, FAST, FAST)
     for _ in range(2):
         assert first.window(FAST, FAST, SLOW, FAST) is None
-    first.watch.write()
+    first.watch.exchange()
     second = Bench(tmp_path, hosts=("n3", "n1", "n2", "n4"))
     second.clock.now = first.clock.now
     found = second.window(SLOW, FAST, FAST, FAST)
@@ -176,7 +177,7 @@ def test_a_rank_that_is_slow_wherever_it_runs_is_not_moved_again(tmp_path):
     assert found is not None
     assert found.stop
     assert [each.suspect.node for each in found.evidence(1.0)] == ["n2"]
-    first.watch.write()
+    first.watch.exchange()
     elsewhere = Bench(tmp_path, hosts=("n1", "n9", "n3", "n4"), stop_if_detected=True)
     elsewhere.clock.now = first.clock.now
     again = [elsewhere.window(FAST, SLOW, FAST, FAST) for _ in range(3)][-1]
@@ -243,13 +244,31 @@ def test_more_section_names_than_there_is_room_for(tmp_path):
 # its file
 
 
+def test_a_past_that_is_read_late_is_added_to_what_happened_meanwhile(tmp_path):
+    first = Bench(tmp_path)
+    for _ in range(2):
+        first.window(FAST, FAST, SLOW, FAST)
+    first.watch.exchange()
+    second = Bench(tmp_path)
+    second.clock.now = first.clock.now
+    second.watch = StragglerWatch(second.config, tmp_path, second.journal, workload="w", clock=second.clock)
+    assert second.window(FAST, FAST, FAST, FAST) is None
+    second.watch.exchange()  # reads; writes nothing, since what it has read is not taken in yet
+    assert len(straggler_history.read(tmp_path, "w").nodes["n3"].outcomes) == 2
+    assert second.window(FAST, FAST, SLOW, FAST) is not None
+    second.watch.exchange()
+    found = straggler_history.read(tmp_path, "w")
+    assert len(found.nodes["n1"].outcomes) == 4
+    assert found.nodes["n1"].best[0].seconds == (FAST,) * 3
+
+
 def test_a_second_thread_writes_while_windows_come(tmp_path):
     bench = Bench(tmp_path)
     stop = threading.Event()
 
     def write() -> None:
         while not stop.is_set():
-            bench.watch.write()
+            bench.watch.exchange()
 
     thread = threading.Thread(target=write)
     thread.start()
@@ -257,7 +276,7 @@ def test_a_second_thread_writes_while_windows_come(tmp_path):
         bench.window(FAST, FAST, FAST, FAST)
     stop.set()
     thread.join()
-    bench.watch.write()
+    bench.watch.exchange()
     found = straggler_history.read(tmp_path, "w")
     assert found.nodes["n1"].best[0].seconds == (FAST,) * 3
     assert len(found.nodes["n1"].outcomes) == 5
@@ -267,7 +286,7 @@ def test_another_workload_keeps_only_who_was_convicted(tmp_path):
     bench = Bench(tmp_path)
     for _ in range(4):
         bench.window(FAST, SLOW, FAST, FAST)
-    bench.watch.write()
+    bench.watch.exchange()
     assert straggler_history.read(tmp_path, "w").nodes != {}
     other = straggler_history.read(tmp_path, "another")
     assert other.nodes == {}
@@ -297,7 +316,7 @@ def test_a_damaged_past_is_ignored_and_replaced(tmp_path, content, caplog):
     bench = Bench(tmp_path)
     assert "is ignored" in caplog.text
     bench.window(FAST, FAST, FAST, FAST)
-    bench.watch.write()
+    bench.watch.exchange()
     assert json.loads(path.read_text())["nodes"]
 
 
@@ -305,7 +324,7 @@ def test_odd_names_come_back_as_they_were(tmp_path):
     hosts = ("a b", 'q"uote', "new\nline", "\u00fc")
     bench = Bench(tmp_path, hosts=hosts)
     bench.window(FAST, FAST, FAST, FAST)
-    bench.watch.write()
+    bench.watch.exchange()
     assert list(straggler_history.read(tmp_path, "w").nodes) == list(hosts)
 
 
@@ -315,8 +334,8 @@ def test_a_full_disk_keeps_the_old_file_and_the_next_write_works(tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(straggler_history, "write_json", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "full")))
         with pytest.raises(OSError, match="full"):
-            bench.watch.write()
-    bench.watch.write()
+            bench.watch.exchange()
+    bench.watch.exchange()
     assert straggler_history.read(tmp_path, "w").nodes != {}
 
 

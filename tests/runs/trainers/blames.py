@@ -15,16 +15,18 @@ from pathlib import Path
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--bad", nargs="*", default=[])
+parser.add_argument("--bad-gpu", default="")
 parser.add_argument("--seconds", type=float, default=1.0)
 args = parser.parse_args()
 node, rank = os.environ["SLURMD_NODENAME"], int(os.environ["RANK"])
-print(f"rank {rank} on {node}", flush=True)
-if node in args.bad:
+gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "GPU-a").split(",")[int(os.environ["LOCAL_RANK"])]
+print(f"rank {rank} on {node}, {gpu}", flush=True)
+if node in args.bad and args.bad_gpu in ("", gpu):
     verdict = {
         "format": 1,
         "cause": "rerun elsewhere",
         "message": "loss is NaN, twice",
-        "suspects": [{"node": node, "rank": rank}],
+        "suspects": [{"node": node, "rank": rank, "gpu": args.bad_gpu}],
         "rerun": "undecided",
     }
     Path(os.environ["SLURMFT_VERDICT_FILE"]).write_text(json.dumps(verdict))

@@ -1,0 +1,160 @@
+"""A lock that is a file: for filesystems that have no flock, or have one that other hosts do not see.
+
+Creating a file exclusively is atomic on every shared filesystem, NFS included. What such a lock lacks is an end when
+its holder dies, so the holder writes into it who it is: on its own host a dead holder is known at once, on another one
+by the age of the lock, which nobody holds for longer than moments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from slurmft.errors import StorageUnavailable
+from slurmft.storage.files import FORMAT
+from slurmft.storage.patience import translated
+from slurmft.storage.processes import birth_of, lives
+
+STALE_S = 60.0
+"""Age from which on a lock of another host is a dead holder's. Its work takes far less than a second."""
+
+PAUSE_S = 0.02
+
+
+class SoftLock:
+    """Not reentrant; one object per holder."""
+
+    def __init__(self, path: Path, *, mode: int = 0o600, host: str = "", stale_s: float = STALE_S) -> None:
+        self.path = path
+        self._mode = mode
+        self._host = host or os.uname().nodename
+        self._stale_s = stale_s
+        self._token = ""
+
+    @contextlib.contextmanager
+    def hold(self, timeout_s: float) -> Iterator[None]:
+        """Hold it, after at most ``timeout_s`` seconds.
+
+        Raises:
+            StorageUnavailable: others hold it for all that time.
+            StorageError: its folder cannot be written.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self.try_acquire():
+            if time.monotonic() > deadline:
+                raise StorageUnavailable(
+                    f"another process holds {self.path} for more than {timeout_s:.0f} s",
+                    hint=f"{self._words()}; when that process is gone, remove the file",
+                )
+            time.sleep(PAUSE_S * (0.5 + secrets.randbelow(1000) / 1000))
+        try:
+            yield
+        finally:
+            self.release()
+
+    def try_acquire(self) -> bool:
+        """Take it if nobody has it, or a dead process; never waits.
+
+        Raises:
+            StorageError: its folder cannot be written.
+        """
+        if self._create():
+            return True
+        return self._remove_if_stale() and self._create()
+
+    def is_ours(self) -> bool:
+        """Whether it is still the one that we took: somebody may have taken us for dead."""
+        return bool(self._token) and self._read().get("token") == self._token
+
+    def release(self) -> None:
+        """Give it back, unless it is another's by now."""
+        if self.is_ours():
+            self.path.unlink(missing_ok=True)
+        self._token = ""
+
+    def _create(self) -> bool:
+        token = secrets.token_hex(8)
+        pid = os.getpid()
+        content = {"format": FORMAT, "host": self._host, "namespace": _pid_namespace(), "pid": pid,
+                   "birth": birth_of(pid), "token": token}  # fmt: skip
+        try:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._mode)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise translated(f"cannot lock {self.path}", error) from error
+        try:
+            os.fchmod(descriptor, self._mode)
+            os.write(descriptor, json.dumps(content).encode())
+        except OSError as error:  # a full disk: an empty lock would keep everybody out until it is old
+            self.path.unlink(missing_ok=True)
+            raise translated(f"cannot lock {self.path}", error) from error
+        finally:
+            os.close(descriptor)
+        self._token = token
+        return True
+
+    def _read(self) -> dict[str, object]:
+        try:
+            value = json.loads(self.path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def _words(self) -> str:
+        holder = self._read()
+        return f"process {holder.get('pid', '?')} on {holder.get('host', '?')} holds it"
+
+    def _remove_if_stale(self) -> bool:
+        """Whether a lock was there whose holder is gone, and it is not there any more."""
+        holder = self._read()
+        pid, birth = holder.get("pid"), holder.get("birth")
+        here = holder.get("host") == self._host and holder.get("namespace") == _pid_namespace() != ""
+        if here and isinstance(pid, int) and isinstance(birth, str) and birth:
+            dead = not lives(pid, birth)
+        else:
+            dead = self._age_s() > self._stale_s
+        if not dead:
+            return False
+        # renamed first: two that find it at once do not both remove it, nor one of them the other's new lock
+        aside = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")
+        try:
+            self.path.rename(aside)
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            raise translated(f"cannot remove the stale lock {self.path}", error) from error
+        if SoftLock(aside)._read().get("token") != holder.get("token"):
+            with contextlib.suppress(OSError):
+                os.link(aside, self.path)  # it was not the one we had read: back with it
+            aside.unlink(missing_ok=True)
+            return False
+        aside.unlink(missing_ok=True)
+        return True
+
+    def _age_s(self) -> float:
+        """By the clock of the filesystem, which hosts need not agree with; 0 when it is gone."""
+        try:
+            with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=f".{self.path.name}.") as now:
+                return os.fstat(now.fileno()).st_mtime - self.path.stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM):
+                return 0.0
+            raise translated(f"cannot look at {self.path}", error) from error
+
+
+def _pid_namespace() -> str:
+    """What tells the process ids of a container from those of its host, which may have the same name."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""

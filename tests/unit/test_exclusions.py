@@ -1,0 +1,401 @@
+"""The shared list: whole, versioned, and nothing lost, however many write and whoever is killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import stat
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from slurmft.errors import NewerFormat, StorageError, StorageUnavailable
+from slurmft.policy.evidence import Kind
+from slurmft.policy.suspicion import WEIGHTS, ManualEntry, Observation, Rules, State, standing
+from slurmft.storage import exclusions, files
+from slurmft.storage.exclusions import MERGE_FROM, ExclusionList, Exclusions
+
+NOW = 1_800_000_000.0
+DAY = 86_400.0
+RULES = Rules()
+
+
+def seen(node: str = "n1", kind: Kind = Kind.CRASH, *, id: str, at: float = NOW - 60, **more: str) -> Observation:
+    return Observation(kind=kind, node=node, weight=WEIGHTS[kind], at=at, id=id, **more)
+
+
+def by_hand(node: str = "n1", **changes: object) -> ManualEntry:
+    return ManualEntry(**{"node": node, "reason": "fan", "who": "me", "at": NOW, "until": NOW + DAY} | changes)
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return tmp_path / "state" / "exclusions-c.json"
+
+
+@pytest.fixture
+def shared(path) -> ExclusionList:
+    return ExclusionList(path, clock=lambda: NOW)
+
+
+def ids(found: Exclusions) -> set[str]:
+    return {each.id for each in found.observations}
+
+
+def merge(shared: ExclusionList) -> None:
+    shared.exclude(by_hand("merging"))
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_list_that_is_not_there_is_empty_and_reading_makes_none(shared, path):
+    found = shared.read()
+    assert (found.observations, found.manual, found.revision) == ((), (), 0)
+    assert not path.parent.exists()
+
+
+def test_what_was_observed_is_read_back(shared, path):
+    one = Observation(kind=Kind.HANG, node="n 1'\"\n\udcff", weight=0.25, at=NOW - 1.5, id="a|b", gpu="GPU-1",
+                      source="supervisor", run="r", job="7_1", evidence="/a path/x\n\u2028")  # fmt: skip
+    shared.observe([one, seen(id="2")])
+    assert set(ExclusionList(path).read().observations) == {one, seen(id="2")}
+    merge(shared)
+    found = ExclusionList(path).read()
+    assert set(found.observations) == {one, seen(id="2")}
+    assert all(isinstance(each.kind, Kind) for each in found.observations)
+    assert not any((path.parent / f"{path.name}.new").iterdir()), "merged"
+
+
+def test_the_same_observation_counts_once(shared, path):
+    shared.observe([seen(id="1"), seen(id="1")])
+    shared.observe([seen(id="1")])
+    ExclusionList(path).observe([seen(id="1")])
+    merge(shared)
+    ExclusionList(path).observe([seen(id="1"), seen(id="2")])
+    assert sorted(each.id for each in shared.read().observations) == ["1", "2"]
+
+
+def test_handing_in_the_same_again_writes_nothing(shared, path):
+    shared.observe([seen(id="1")])
+    before = sorted(path.parent.rglob("*"))
+    shared.observe([seen(id="1")])
+    shared.observe([])
+    assert sorted(path.parent.rglob("*")) == before
+
+
+def test_many_small_files_are_merged_by_whoever_finds_them(shared, path):
+    for number in range(MERGE_FROM - 1):
+        shared.observe([seen(id=str(number))])
+    assert not path.exists()
+    shared.observe([seen(id="last")])
+    assert len(shared.read().observations) == MERGE_FROM
+    assert path.exists()
+    assert not any((path.parent / f"{path.name}.new").iterdir())
+
+
+def test_exclusions_by_hand_are_kept_by_node_and_person(shared):
+    shared.exclude(by_hand(reason="old"), by_hand("n2"))
+    shared.exclude(by_hand(reason="new", until=None), by_hand(who="you"))
+    assert {(each.node, each.who, each.reason, each.until) for each in shared.read().manual} == {
+        ("n1", "me", "new", None), ("n1", "you", "fan", NOW + DAY), ("n2", "me", "fan", NOW + DAY),
+    }  # fmt: skip
+
+
+def test_removing_lifts_everything_and_later_evidence_counts_anew(shared):
+    ahead = NOW - 0.0  # the newest that is stored: times from the future are cut
+    shared.observe([seen(kind=Kind.RERUN_PERSISTENT, id="1", at=NOW + 5), seen("n2", Kind.RERUN_PERSISTENT, id="2")])
+    shared.exclude(by_hand())
+    assert shared.remove(["n1", "stranger"], "me@here") == ["n1"]
+    found = shared.read()
+    states = standing(found.observations, found.manual, ahead, RULES)
+    assert {node: each.state for node, each in states.items()} == {"n1": State.FREE, "n2": State.EXCLUDED}
+    forgiving = [each for each in found.observations if each.kind is Kind.FORGIVEN]
+    assert [(each.node, each.source) for each in forgiving] == [("n1", "me@here")]
+    later = ExclusionList(shared.path, clock=lambda: NOW + 60)
+    later.observe([seen(kind=Kind.RERUN_PERSISTENT, id="3", at=NOW + 30)])
+    assert standing(later.read().observations, [], NOW + 60, RULES)["n1"].state is State.EXCLUDED
+
+
+def test_what_has_faded_is_forgotten(shared, path):
+    shared.observe([seen(id="old", at=NOW - 400 * DAY), seen(kind=Kind.RERUN_PERSISTENT, id="new")])
+    shared.exclude(by_hand("n2", until=NOW - 1), by_hand("n3"))
+    swept = shared.gc(NOW, RULES)
+    assert (swept.observations, swept.manual, swept.kept) == (1, 1, 2)
+    found = shared.read()
+    assert (ids(found), [each.node for each in found.manual]) == ({"new"}, ["n3"])
+    assert ExclusionList(path.parent / "none.json").gc(NOW, RULES).kept == 0
+    assert not (path.parent / "none.json").exists()
+
+
+def test_left_overs_of_the_killed_are_removed_when_they_are_old(shared, path):
+    shared.observe([seen(id="1")])
+    new = path.parent / f"{path.name}.new"
+    strays = [new / ".x.json.abc.tmp", new / "torn.json", path.parent / f".{path.name}.abc.tmp"]
+    for stray in strays:
+        stray.write_text("{")
+        os.utime(stray, (NOW - 60, NOW - 60))
+    shared.gc(NOW, RULES)
+    assert [stray.exists() for stray in strays] == [True] * 3
+    for stray in strays:
+        os.utime(stray, (NOW - 2 * DAY, NOW - 2 * DAY))
+    assert shared.gc(NOW, RULES).files == 3
+    assert ids(shared.read()) == {"1"}
+
+
+def damage(content: bytes) -> list[bytes]:
+    return [b"", content[:-1], content[: len(content) // 2], content.replace(b"crash", b"crush"), b"\x00" * 99, b"{}",
+            b"null", b"[" * 9999, b'{"format": 1}', content + b"x", content.replace(b"\n", b" ")]  # fmt: skip
+
+
+@pytest.mark.parametrize("which", range(11))
+def test_a_damaged_list_is_refused_and_what_is_observed_meanwhile_is_kept(shared, path, which):
+    shared.observe([seen(id="1")])
+    merge(shared)
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole)[which])
+    with pytest.raises(StorageError, match="is damaged") as error:
+        shared.read()
+    assert "move it away" in error.value.hint
+    with pytest.raises(StorageError, match="is damaged"):
+        shared.exclude(by_hand("n9"))
+    for number in range(MERGE_FROM + 1):
+        shared.observe([seen(id=f"meanwhile {number}")])
+    assert path.read_bytes() == damage(whole)[which], "evidence of what went wrong stays"
+    assert not path.with_name(f"{path.name}.lock").exists()
+    path.unlink()
+    assert len(ids(shared.read())) == MERGE_FROM + 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b'{"format": 2, "crc": 1,\n"x": []}\n', b'{"observations": {}, "format": 2}'],
+    ids=["our form", "another form"],
+)
+def test_a_newer_list_is_left_alone(shared, path, content):
+    path.parent.mkdir()
+    path.write_bytes(content)
+    with pytest.raises(NewerFormat, match="has format 2; this slurmft reads up to 1"):
+        shared.read()
+    with pytest.raises(NewerFormat):
+        shared.remove("n1", "me")
+    assert path.read_bytes() == content
+
+
+def test_a_small_file_that_is_damaged_hides_no_other(shared, path, caplog):
+    shared.observe([seen(id="1")])
+    new = path.parent / f"{path.name}.new"
+    rows = ['[["crash"]]', '[[1,2,3,4,5,6,7,8,9,10]]', '{"a": 1}', "[3]", "null", '["1234567890"]']  # fmt: skip
+    for number, text in enumerate(["", "{", "[]", "3", *(f'{{"format": 1, "observations": {row}}}' for row in rows)]):
+        (new / f"{number}.json").write_text(text)
+    assert ids(shared.read()) == {"1"}
+    merge(shared)
+    assert ids(shared.read()) == {"1"}
+    assert "cannot be read and is left out" in caplog.text
+    (new / "newer.json").write_text('{"format": 2, "observations": []}')
+    with pytest.raises(NewerFormat):
+        shared.read()
+
+
+def test_a_forged_row_is_an_error_of_ours(shared, path):
+    shared.exclude(by_hand())
+    rest = path.read_bytes().partition(b"\n")[2].replace(b"[\n\n]", b'[\n["crash", 7]\n]')
+    path.write_bytes(b'{"format": 1, "crc": %d,\n' % exclusions.zlib.crc32(rest) + rest)
+    found = shared.read()
+    with pytest.raises(StorageError, match="a row is no observation"):
+        _ = found.observations
+
+
+def test_kinds_of_a_newer_slurmft_are_kept(shared, path):
+    strange = seen(id="1")._replace(kind="invented later", weight=1.0)
+    shared.observe([strange])
+    merge(shared)
+    assert ExclusionList(path).read().observations == (strange,)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"weight": math.nan}, {"at": math.inf}, {"at": math.nan}, {"node": ""}, {"id": ""}]
+)
+def test_what_is_no_observation_is_refused(shared, path, changes):
+    with pytest.raises(StorageError, match=r"no number|names no node"):
+        shared.observe([seen(id="1"), seen(id="2")._replace(**changes)])
+    assert shared.read().observations == ()
+
+
+@pytest.mark.parametrize("changes", [{"node": ""}, {"until": math.inf}, {"at": math.nan}])
+def test_what_is_no_exclusion_by_hand_is_refused(shared, changes):
+    with pytest.raises(StorageError, match=r"no number|names no node"):
+        shared.exclude(by_hand(**changes))
+
+
+def test_long_words_and_great_weights_are_cut(shared):
+    shared.observe([seen(id="1", evidence="x" * 10_000)._replace(weight=1e300)])
+    stored = shared.read().observations[0]
+    assert (len(stored.evidence), stored.weight) == (1000, 1_000_000.0)
+
+
+def test_a_full_disk_is_told_and_leaves_what_was_there(shared, path, monkeypatch):
+    shared.observe([seen(id="1")])
+    merge(shared)
+    before = {entry: entry.read_bytes() for entry in path.parent.rglob("*") if entry.is_file()}
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", refuse)
+    with pytest.raises(StorageUnavailable, match="No space left"):
+        shared.observe([seen(id="2")])
+    with pytest.raises(StorageUnavailable, match="No space left"):
+        shared.exclude(by_hand("n2"))
+    monkeypatch.undo()
+    assert {entry: entry.read_bytes() for entry in path.parent.rglob("*") if entry.is_file()} == before
+    shared.observe([seen(id="2")])
+    assert ids(shared.read()) == {"1", "2"}
+
+
+def test_a_merge_that_lost_its_lock_writes_nothing(shared, path, monkeypatch):
+    shared.observe([seen(id="1")])
+    monkeypatch.setattr("slurmft.storage.soft_lock.SoftLock.is_ours", lambda _: False)
+    with pytest.raises(StorageUnavailable, match="was taken from us"):
+        shared.exclude(by_hand())
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("dies_in", ["os.replace", "Path.unlink"])
+def test_a_writer_that_is_killed_loses_nothing_of_others(shared, path, dies_in):
+    shared.observe([seen(id="1")])
+    merge(shared)
+    shared.observe([seen(id="2")])
+    code = f"""
+        import os, sys
+        from pathlib import Path
+        from slurmft.policy.suspicion import ManualEntry
+        from slurmft.storage.exclusions import ExclusionList
+        shared = ExclusionList(Path(sys.argv[1]))
+        {dies_in} = lambda *_, **__: os._exit(9)
+        shared.exclude(ManualEntry(node="n5", reason="x", who="dying", at=1.0))
+    """
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(path)], timeout=30, check=False)
+    assert result.returncode == 9
+    assert ids(shared.read()) == {"1", "2"}
+    shared.exclude(by_hand("n6"))
+    assert ids(shared.read()) == {"1", "2"}
+    assert {"merging", "n6"} <= {entry.node for entry in shared.read().manual}
+
+
+@pytest.mark.parametrize(("mode", "folder"), [(0o600, 0o700), (0o660, 0o2770), (0o640, 0o2750)], ids=oct)
+def test_a_group_can_use_its_list(path, mode, folder):
+    before = os.umask(0o077)
+    try:
+        shared = ExclusionList(path, mode)
+        shared.observe([seen(id="1")])
+        small = next((path.parent / f"{path.name}.new").iterdir())
+        assert (mode_of(small), mode_of(small.parent), mode_of(path.parent)) == (mode, folder, folder)
+        shared.exclude(by_hand())
+        assert mode_of(path) == mode
+        assert path.stat().st_gid == path.parent.stat().st_gid
+    finally:
+        os.umask(before)
+
+
+def test_a_list_that_may_not_be_read_is_an_error_of_ours(path):
+    path.mkdir(parents=True)
+    with pytest.raises(StorageError, match="cannot read"):
+        ExclusionList(path).read()
+    (path.parent / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot write"):
+        ExclusionList(path.parent / "file" / "list.json").observe([seen(id="1")])
+
+
+WRITERS = """
+import os, sys, time
+from pathlib import Path
+from slurmft.policy.suspicion import Observation
+from slurmft.storage.exclusions import ExclusionList
+path, writers, each = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+ready, go = os.pipe()
+children = []
+for writer in range(writers):
+    pid = os.fork()
+    if not pid:
+        os.close(go)
+        os.read(ready, 1)  # all begin at once: when the other end is closed
+        shared = ExclusionList(path, host=f"host{writer % 7}")
+        for number in range(each):
+            shared.observe([Observation(kind="crash", node=f"n{writer}", weight=0.1, at=1.0, id=f"{writer}.{number}")])
+        os._exit(0)
+    children.append(pid)
+os.close(go)
+codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+sys.exit(sum(code != 0 for code in codes))
+"""
+
+
+@pytest.mark.parametrize(("writers", "each"), [(20, 50), (1000, 1)], ids=["20 x 50", "1000 at once"])
+def test_however_many_write_at_once_nothing_is_lost(path, writers, each):
+    command = [sys.executable, "-c", WRITERS, str(path), str(writers), str(each)]
+    assert subprocess.run(command, timeout=120, check=False).returncode == 0
+    expected = {f"{writer}.{number}" for writer in range(writers) for number in range(each)}
+    assert ids(ExclusionList(path).read()) == expected
+    merge(ExclusionList(path))
+    assert ids(ExclusionList(path).read()) == expected
+    assert not path.with_name(f"{path.name}.lock").exists()
+
+
+def test_writers_that_are_killed_at_any_moment_lose_nothing_that_was_said_to_be_written(path):
+    code = """
+        import sys
+        from pathlib import Path
+        from slurmft.policy.suspicion import Observation
+        from slurmft.storage.exclusions import ExclusionList
+        shared = ExclusionList(Path(sys.argv[1]))
+        for number in range(100000):
+            id = f"{sys.argv[2]}.{number}"
+            shared.observe([Observation(kind="crash", node="n1", weight=0.1, at=1.0, id=id)])
+            print(id, flush=True)
+    """
+    promised: set[str] = set()
+    dice = random.Random(4)
+    for round_ in range(3):
+        begin = [sys.executable, "-c", textwrap.dedent(code), str(path)]
+        writers = [subprocess.Popen([*begin, f"{round_}.{n}"], stdout=subprocess.PIPE, text=True) for n in range(3)]
+        for writer in writers:
+            for _ in range(dice.randrange(20, 60)):
+                promised.add(writer.stdout.readline().strip())
+        for writer in writers:
+            writer.kill()
+            promised.update(line.strip() for line in writer.stdout if line.endswith("\n"))
+            writer.wait()
+            writer.stdout.close()
+        assert promised <= ids(ExclusionList(path).read())
+    merge(ExclusionList(path))
+    assert promised <= ids(ExclusionList(path).read())
+
+
+def test_a_reader_sees_everything_while_others_merge(path):
+    ExclusionList(path).observe([seen(id=f"before {n}") for n in range(50)])
+    writers = subprocess.Popen([sys.executable, "-c", WRITERS, str(path), "4", "100"])
+    looks = 0
+    before: set[str] = set()
+    while writers.poll() is None:
+        now = ids(ExclusionList(path).read())
+        assert before <= now, "what was there once stays"
+        before = now
+        looks += 1
+    assert writers.returncode == 0
+    assert looks > 5
+    assert len(ids(ExclusionList(path).read())) == 450
+
+
+def test_the_list_is_one_json_object_for_other_programs(shared, path):
+    shared.observe([seen(id="1")])
+    merge(shared)
+    value = json.loads(path.read_bytes())
+    assert value["format"] == 1
+    assert len(value["observations"]) == 1
