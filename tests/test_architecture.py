@@ -35,7 +35,7 @@ ALLOWED = {
         "exclusion_settings",
         "straggler_settings",
         "rerun_settings",
-    },  # fmt: skip
+    },
     "storage": {"errors", "policy", "storage"},
     "scheduler": {"errors", "policy", "config", "storage", "scheduler"},
     "launch": {"errors", "policy", "config", "storage", "scheduler", "launch"},
