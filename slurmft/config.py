@@ -32,6 +32,7 @@ from slurmft.policy import plain_values as plain
 from slurmft.policy.exit_actions import ExitAction, lists_as_texts, unambiguous
 from slurmft.policy.sbatch_section import option_value, unknown_options
 from slurmft.policy.verdict import Cause, by_cause
+from slurmft.rerun_settings import RerunConfig
 from slurmft.setting_types import Count, Minutes, Seconds, Text
 from slurmft.setting_types import Positive as _Positive
 from slurmft.setting_types import Section as _Section
@@ -241,6 +242,7 @@ class RunConfig(_Section):
     fault_tolerance: FaultToleranceConfig = Field(default_factory=FaultToleranceConfig)
     preemption: PreemptionConfig = Field(default_factory=PreemptionConfig)
     nccl: NcclConfig = Field(default_factory=NcclConfig)
+    rerun: RerunConfig = Field(default_factory=RerunConfig)
     exclusions: ExclusionsConfig = Field(default_factory=ExclusionsConfig)
     straggler_detection: StragglerDetectionConfig = Field(default_factory=StragglerDetectionConfig)
 

@@ -54,11 +54,14 @@ def worker_environment(
         VERDICT_VARIABLE: str(config.run_folder / "verdicts" / f"{attempt}.rank-{rank}.json"),
         EVIDENCE_VARIABLE: str(config.run_folder / "verdicts" / f"{attempt}.rank-{rank}.evidence.jsonl"),
         ERROR_DIR_VARIABLE: str(folder),
+        # what torch's own @record writes, for scripts that have it already
+        "TORCHELASTIC_ERROR_FILE": str(folder / f"torch-error.rank_{rank}"),
         "SLURMFT_CHECKPOINT_DIR": str(config.checkpoint_dir),
         "SLURMFT_CHECKPOINT_INTERVAL_STEPS": str(config.checkpoint.interval_steps),
         "SLURMFT_BACKEND": config.nccl.backend,
         "SLURMFT_INIT_TIMEOUT_MINUTES": str(config.nccl.init_timeout_minutes),
         "SLURMFT_STEP_TIMEOUT_MINUTES": str(config.nccl.step_timeout_minutes),
+        "SLURMFT_RERUN": config.rerun.model_dump_json(),
         "SLURMFT_STRAGGLER_DETECTION": "1" if config.straggler_detection.enabled else "0",
         "SLURMFT_STRAGGLER_PROFILING_INTERVAL": str(config.straggler_detection.profiling_interval),
     }

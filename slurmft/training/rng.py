@@ -26,7 +26,7 @@ def capture() -> RandomState:
     """The present states; draws nothing from any generator. ``restore`` brings back exactly these."""
     state: RandomState = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (numpy := sys.modules.get("numpy")) is not None:
-        state["numpy"] = _plain(numpy.random.get_state(legacy=False))
+        state["numpy"] = plain(numpy.random.get_state(legacy=False))
     # Asking an unused CUDA for its state would create a context: memory on the GPU, and a process that must not fork.
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
@@ -63,13 +63,13 @@ def _restore_numpy(state: Mapping[str, Any]) -> None:
     numpy.random.set_state(_original(state))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Arrays and numpy scalars as Python values; a numpy array would need pickle's full power to load."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if hasattr(value, "dtype") and hasattr(value, "tolist"):
-        plain = value.tolist()
-        return {_ARRAY: plain, "dtype": str(value.dtype)} if isinstance(plain, list) else plain
+        items = value.tolist()
+        return {_ARRAY: items, "dtype": str(value.dtype)} if isinstance(items, list) else items
     return value
 
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import nn
@@ -29,12 +29,15 @@ from torch.nn.parallel import DistributedDataParallel
 from slurmft.errors import CheckpointError
 from slurmft.launch.heartbeat import NOTHING, PAGE_VARIABLE, Page, Slot, State, StopAction
 from slurmft.policy.stop import END, end_of_evaluation, tick_of
-from slurmft.policy.verdict import EXIT_TEMPORARY
+from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_TEMPORARY, EXIT_VALIDATION_FAILED
 from slurmft.storage.patience import PASSING
 from slurmft.training import rng
 from slurmft.training.agreement import AgreementByAgent, AgreementByCollective
 from slurmft.training.ddp import Rehearsal, settled_ddp
 from slurmft.training.groups import ProcessGroups
+from slurmft.training.rerun import RerunStateMachine
+from slurmft.training.rerun_data import RerunDataIterator
+from slurmft.training.rerun_reports import Departure
 from slurmft.training.schedule import SaveSchedule
 from slurmft.training.signals import StopSignal
 from slurmft.training.stragglers import StragglerDetector
@@ -43,6 +46,7 @@ Batch = TypeVar("Batch")
 SaveFunction = Callable[[int], Any]
 
 SAVE_RETRY_S = 1.0
+SAVE_TRIES_BEFORE_EXIT = 60
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +56,22 @@ class PlannedStop(SystemExit):
 
     def __init__(self, step: int) -> None:
         super().__init__(EXIT_TEMPORARY)
+        self.step = step
+
+
+class RerunElsewhere(SystemExit):
+    """Ends the worker so that a result is computed again on other hardware; exit code 16."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(EXIT_RERUN_ELSEWHERE)
+        self.step = step
+
+
+class ValidationFailed(SystemExit):
+    """Ends the worker after a verdict with which training does not go on; exit code 17."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(EXIT_VALIDATION_FAILED)
         self.step = step
 
 
@@ -94,6 +114,7 @@ class Session:
             else AgreementByCollective(self._signal, groups.device, self.world_size)
         )
         self._save: SaveFunction | None = None
+        self._reruns: RerunStateMachine | None = None
         self._step = self._start = self._evaluations = self._safe_at_ns = 0
         self._page[Slot.STATE] = State.SETUP
 
@@ -192,6 +213,21 @@ class Session:
         devices = [self.device] if self.device.type == "cuda" else None
         return settled_ddp(model, attached, device_ids=devices)
 
+    def rerun_machine(self, model: nn.Module, loader: Iterable[Any]) -> RerunStateMachine:
+        """Reruns of steps whose results look wrong, as the section ``rerun:`` says (``training.rerun``).
+
+        Give what this returns to ``save`` and ``load_latest`` as their ``loader``, take batches from its ``data``, and
+        begin every step with ``while machine.should_run_forward_backward():``. It saves and ends the worker by itself.
+
+        Raises (within the step):
+            RerunElsewhere: the step is saved, and is to be repeated on other hardware.
+            ValidationFailed: the verdict is correct or inconclusive.
+        """
+        self._reruns = RerunStateMachine(
+            model=model, data=RerunDataIterator(loader), step=lambda: self._step, leave=self._leave_for_rerun
+        )
+        return self._reruns
+
     def new_group(self, ranks: list[int] | None = None, **options: Any) -> Any:
         """``torch.distributed.new_group`` with the configured timeout, which torch does not hand down by itself."""
         return self._groups.new_group(ranks, **options)
@@ -204,7 +240,9 @@ class Session:
     ) -> None:
         if error is not None and not isinstance(error, PlannedStop | SystemExit):
             self._page[Slot.STATE] = State.FAILED
-        self._groups.close(orderly=kind is None or isinstance(error, PlannedStop))
+        if self._reruns is not None and error is None:
+            self._reruns.report()
+        self._groups.close(orderly=kind is None or isinstance(error, PlannedStop | RerunElsewhere | ValidationFailed))
 
     def _step_is_done(self, step: int, start: int) -> None:
         page = self._page
@@ -238,6 +276,17 @@ class Session:
             self._page[Slot.STATE] = State.STOPPED
             raise PlannedStop(step)
         self._safe_at_ns = time.monotonic_ns()
+
+    def _leave_for_rerun(self, departure: Departure) -> NoReturn:
+        """All ranks leave alike; the machine has put everything back to what it was before the step."""
+        step = self._step
+        for _ in range(SAVE_TRIES_BEFORE_EXIT if departure.should_checkpoint else 0):
+            if self._save_now(step):
+                break
+            time.sleep(SAVE_RETRY_S)
+        departure.write_verdict()
+        self._page[Slot.STATE] = State.STOPPED
+        raise RerunElsewhere(step) if departure.exit_code == EXIT_RERUN_ELSEWHERE else ValidationFailed(step)
 
     def _note_span(self) -> None:
         """Note how long no stop was possible: one that is asked for in the meantime waits for it, and then saves."""

@@ -1,0 +1,195 @@
+"""Data that can be handed out again: within the process for a rerun in place, and after a restart for one elsewhere."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+_FORMAT = "rerun_data"
+
+
+class RerunDataIterator(Iterator[Any]):
+    """Any iterator or data loader, with a memory of the batches of the iteration under way.
+
+    ``rewind`` hands them out again, ``advance`` forgets them. Save it with the checkpoint: a state that is taken in the
+    middle of an iteration holds its batches with their hashes, and they come first after a load. The position of the
+    loader itself is saved where it has ``state_dict``; a loader's own state, saved without this wrapper, loads too.
+
+    Batches are not copied, so do not change one in place; a rerun that meets one that was changed proves nothing, and
+    says so.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+        self._fetch: Callable[[], Any] = self._fetch_first
+        self._batches: list[Any] = []
+        self._versions: list[Any] = []
+        self._next = 0
+        self._loaded_hashes: list[str] = []
+
+    def __iter__(self) -> RerunDataIterator:
+        return self
+
+    def __next__(self) -> Any:
+        index, batches = self._next, self._batches
+        if index < len(batches):
+            self._next = index + 1
+            return batches[index]
+        batch = self._fetch()
+        batches.append(batch)
+        if type(batch) is tuple:  # nearly always, and then nearly always of tensors: spare the call
+            try:
+                self._versions.append([part._version for part in batch])
+            except AttributeError:
+                self._versions.append(_versions(batch))
+        else:
+            self._versions.append(_versions(batch))
+        self._next = index + 1
+        return batch
+
+    def advance(self) -> None:
+        """The iteration is over: forget the batches it took."""
+        taken = self._next
+        if taken:
+            del self._batches[:taken], self._versions[:taken]
+            self._next = 0
+
+    def rewind(self) -> None:
+        """Hand out the batches of this iteration once more."""
+        self._next = 0
+
+    def restart_epoch(self) -> None:
+        """Begin a new pass over the loader with the next batch that is not a repetition."""
+        self._fetch = self._fetch_first
+
+    def _fetch_first(self) -> Any:
+        self._fetch = iter(self._loader).__next__
+        return self._fetch()
+
+    def changed_in_place(self) -> bool:
+        """Whether the loop has written into a batch of this iteration since it was handed out."""
+        return any(_versions(batch) != seen for batch, seen in zip(self._batches, self._versions, strict=True))
+
+    def hashes(self) -> list[str]:
+        """One for each batch that this iteration has taken so far; equal for equal content, on any machine."""
+        return [batch_hash(batch) for batch in self._batches[: self._next]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's state, and the batches that the iteration under way has taken."""
+        inner = getattr(self._loader, "state_dict", None)
+        can_save = all(_is_plain(batch) for batch in self._batches)
+        if not can_save:
+            log.warning("batches of this type cannot be saved: a rerun on other hardware will be inconclusive")
+        return {
+            _FORMAT: 1,
+            "inner": inner() if inner is not None else None,
+            "batches": [_stored(batch) for batch in self._batches] if can_save else [],
+            "hashes": [batch_hash(batch) for batch in self._batches],
+            "on_gpu": any(_on_gpu(batch) for batch in self._batches),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Go on as after ``state_dict``: first the batches of the iteration that was under way, then the loader's."""
+        self._fetch, self._next = self._fetch_first, 0
+        is_ours = _FORMAT in state
+        inner, load = state["inner"] if is_ours else state, getattr(self._loader, "load_state_dict", None)
+        if load is not None and inner is not None:
+            load(inner)
+        device = "cuda" if is_ours and state["on_gpu"] and torch.cuda.is_available() else "cpu"
+        self._batches = [_moved(batch, device) for batch in state["batches"]] if is_ours else []
+        self._versions = [_versions(batch) for batch in self._batches]
+        self._loaded_hashes = [str(one) for one in state["hashes"]] if self._batches else []
+
+    def forget_replay(self) -> None:
+        """Drop the batches of a loaded state: they are another rank's."""
+        self._batches, self._versions, self._loaded_hashes, self._next = [], [], [], 0
+
+    def is_damaged(self) -> bool:
+        """Whether the batches of a loaded state are not those that were saved."""
+        return bool(self._loaded_hashes) and [batch_hash(batch) for batch in self._batches] != self._loaded_hashes
+
+
+def batch_hash(batch: Any) -> str:
+    """32 hex digits of a batch's content: types, shapes and bytes, wherever its tensors lie."""
+    digest = hashlib.sha256()
+    _feed(digest, batch)
+    return digest.hexdigest()[:32]
+
+
+def _feed(digest: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        there = value.detach().cpu()
+        there = (there if there.layout is torch.strided else there.to_dense()).contiguous()
+        digest.update(f"tensor {there.dtype} {tuple(there.shape)}:".encode())
+        if there.numel():
+            # its own bytes: a slice shares the storage of the whole
+            digest.update(ctypes.string_at(there.data_ptr(), there.numel() * there.element_size()))
+    elif isinstance(value, Mapping):
+        digest.update(f"mapping {len(value)}:".encode())
+        for key, item in value.items():
+            _feed(digest, key)
+            _feed(digest, item)
+    elif isinstance(value, list | tuple):
+        digest.update(f"sequence {len(value)}:".encode())
+        for item in value:
+            _feed(digest, item)
+    elif isinstance(value, bytes):
+        digest.update(b"bytes %d:" % len(value) + value)
+    elif isinstance(value, str | int | float | None):
+        digest.update(f"{type(value).__name__} {value!r};".encode())
+    else:
+        digest.update(pickle.dumps(value, protocol=4))
+
+
+def _versions(value: Any) -> Any:
+    """torch counts the writes into each tensor; numpy arrays and others tell nothing."""
+    if isinstance(value, torch.Tensor):
+        return value._version
+    if isinstance(value, list | tuple):
+        return [_versions(item) for item in value]
+    if isinstance(value, Mapping):
+        return [_versions(item) for item in value.values()]
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return all(_is_plain(item) for pair in value.items() for item in pair)
+    if type(value) in (list, tuple):
+        return all(_is_plain(item) for item in value)
+    return type(value) in (torch.Tensor, str, bytes, int, float, bool, type(None))
+
+
+def _stored(value: Any) -> Any:
+    """On the CPU and alone: a slice would take its whole data set with it into the file."""
+    return _mapped(value, lambda tensor: tensor.detach().cpu().clone())
+
+
+def _moved(value: Any, device: str) -> Any:
+    return _mapped(value, lambda tensor: tensor.to(device))
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(item, change) for item in value)
+    return value
+
+
+def _on_gpu(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_cuda
+    if isinstance(value, Mapping):
+        return any(_on_gpu(item) for item in value.values())
+    return isinstance(value, list | tuple) and any(_on_gpu(item) for item in value)
