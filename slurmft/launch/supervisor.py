@@ -16,7 +16,7 @@ from slurmft.launch.background import Background
 from slurmft.launch.channel import Message
 from slurmft.launch.cluster import Cluster
 from slurmft.launch.elsewhere import suspect_gpus_of
-from slurmft.launch.evidence import testimony_of
+from slurmft.launch.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.launch.grace import workload_of
 from slurmft.launch.guardian import hold_signals, release_signals
 from slurmft.launch.observations import Observations
@@ -276,7 +276,8 @@ class Supervisor:
         binding = self._slurm.outside is not None and self._slurm.outside[0] in (Cause.CANCELLED, Cause.REQUEUED)
         orderly = self.stops.planned is not None and self._seen.all_ended
         outside = self._slurm.outside if binding or not orderly else None
-        ends = list(self._seen.ends.values())
+        ends, places = list(self._seen.ends.values()), self._pool.places(self._config.nproc_per_node)
+        within_s = READ_S if self.stops.planned is None and self._slurm.outside is None else HURRIED_READ_S
         return judge(
             ends,
             world_size=self._config.world_size,
@@ -290,7 +291,7 @@ class Supervisor:
                 launch_error=self._launch_error,
                 outside=outside[0] if outside else None,
                 outside_reason=outside[1] if outside else "",
-                heard=testimony_of(self._start, ends, self._pool.places(self._config.nproc_per_node)),
+                heard=testimony_of(self._start, ends, places, within_s=within_s),
                 complete_codes=codes_of(ExitAction.COMPLETE, self._config.exit_actions),
                 only_lead=self._config.ignore_nonlead_status,
             ),
