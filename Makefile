@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test check lint lab bench bench-stragglers clean
+.PHONY: help install quickstart test check lint lab bench bench-exclusions bench-stragglers clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -21,7 +21,7 @@ BESIDES := tests/runs tests/unit tests/test_architecture.py
 TEST_LAB := /var/lib/slurmft-lab-make-test
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## make .venv and install slurmft into it, editable, with what tests and lint need
 
@@ -68,6 +68,9 @@ lab: install ## a shell in a real Slurm cluster on this machine (root); `slurmft
 
 bench: install ## measure every ending and what slurmft costs, into bench/results/ (root; 12 minutes, nothing else running)
 	@$(BIN)/python bench/endings --output bench/results/endings.md
+
+bench-exclusions: install ## measure the exclusion list, into bench/results/ (half a minute)
+	@$(BIN)/python bench/exclusions --output bench/results/exclusions.md
 
 bench-stragglers: install ## measure what straggler detection costs (20 s, nothing else running)
 	@$(BIN)/python bench/stragglers --output bench/results/stragglers.md

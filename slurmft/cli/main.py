@@ -41,7 +41,7 @@ Exit codes:
   0   done; of a job: the run is complete
   1   it could not be done: Slurm said no, or a file is damaged, not ours, or of a newer version
   2   bad configuration or usage; nothing was started
-  16  the trainer wants other hardware; requeued (excluding nodes is yet to come)
+  16  the trainer wants other hardware; requeued on other nodes than the suspects
   17  a result failed its validation; not continued
   69  the lab cannot exist here (no root, or packages missing)
   70  an error in slurmft itself

@@ -16,11 +16,12 @@ from rich.text import Text
 
 from slurmft.cli.names import every_run, optional_run_argument, run_argument, runs_root
 from slurmft.errors import StorageError, UsageError
-from slurmft.launch.overview import Overview, overviews, story
+from slurmft.launch.overview import Overview, account_of, overviews, story
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import RunFolder
 
 WATCH_INTERVAL_S = 2.0
+_IN_FULL = frozenset({"rank", "node", "suspects", "rerun", "traceback", "evidence"})
 _COLOURS = {"finished": "green", "running": "cyan", "waiting": "yellow", "stopped": "red", "unknown": "magenta"}
 
 
@@ -118,7 +119,10 @@ def _follow(path: Path) -> int:
 @run_argument
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 def explain(*, run: RunFolder, as_json: bool) -> int:
-    """Tell the run's story: each event, each decision and its reason, from the journal."""
+    """Tell the run's story: each event, each decision and its reason, from the journal.
+
+    Below it: whom the newest verdict blames, with suspects, evidence and the end of the traceback.
+    """
     told = story(run)
     if as_json:
         for event in told.events:
@@ -126,6 +130,7 @@ def explain(*, run: RunFolder, as_json: bool) -> int:
             click.echo(json.dumps({"format": 1, **line}))
     else:
         _tell(told.events)
+        _tell_verdict(account_of(told.events))
     return _tell_damage(run, told.unreadable, len(told.events))
 
 
@@ -137,6 +142,15 @@ def _tell(events: Sequence[Event]) -> None:
             job, restart, *_ = [*attempt.rsplit(".", 2), "?"]
             click.secho(f"\njob {printable(job)}, restart {printable(restart)}", bold=True)
         click.echo(_line(event))
+
+
+def _tell_verdict(rows: Sequence[tuple[str, str]]) -> None:
+    if rows:
+        click.secho(f"\nthe newest verdict, on attempt {printable(rows[0][1])}", bold=True)
+    before = ""
+    for name, text in rows[1:]:
+        click.echo(f"  {'' if name == before else name:<10} {printable(text)}".rstrip())
+        before = name
 
 
 def _tell_damage(run: RunFolder, unreadable: int, events: int) -> int:
@@ -158,6 +172,8 @@ def _line(event: Event) -> str:
     at = event.at.astimezone().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
     details = dict(event.details)
     reason = str(details.pop("reason", ""))
+    if event.event == "verdict":  # told in full below the story
+        details = {key: value for key, value in details.items() if key not in _IN_FULL}
     facts = "  ".join(f"{key}={_shown(value)}" for key, value in details.items() if value not in ("", None, []))
     return printable(f"  {at}  {event.event:<20} {reason}{'  ' * bool(reason and facts)}{facts}".rstrip())
 

@@ -86,7 +86,8 @@ class Agent:
         """
         lease_s = self._config.fault_tolerance.supervisor_lease_s
         while time.monotonic() - self._last_heard < lease_s:
-            self._last_heard += await overslept_s(LEASE_CHECK_S)
+            asleep_s = await overslept_s(LEASE_CHECK_S)
+            self._last_heard += asleep_s  # not in one: += reads before it awaits, and forgets what was heard meanwhile
         log.error("no word from the supervisor for %.0f s; stopping this node's workers", lease_s)
 
     async def _serve(self) -> int:

@@ -252,6 +252,13 @@ class AgentPool:
             if isinstance(result, Exception):
                 log.debug("%s: %s", kind, result)
 
+    def drop(self, host: str) -> None:
+        """Hang up on an agent that cannot be heard; nobody waits for its answers any more."""
+        for link in self.links.values():
+            if link.host == host and link.channel is not None:
+                link.channel.close()
+                link.disconnected()
+
     async def wait_until_gone(self, timeout_s: float) -> bool:
         """Whether every agent has closed its connection, which it does when its workers are dead, in that time."""
         deadline = time.monotonic() + timeout_s
@@ -260,6 +267,11 @@ class AgentPool:
                 return False
             await asyncio.sleep(0.01)
         return True
+
+    def places(self, per_node: int) -> Mapping[int, str]:
+        """Host of each rank whose agent has ever reported."""
+        first = {node * per_node: link.host for node, link in self.links.items()}
+        return {rank + local: host for rank, host in first.items() for local in range(per_node)}
 
     def silent_since(self, now: float) -> Mapping[str, float]:
         """Seconds since each agent was last heard of, by host."""

@@ -19,6 +19,7 @@ from slurmft.scheduler import nodes as slurm_nodes
 from slurmft.scheduler import slurm
 from slurmft.scheduler.nodes import NodeRecord
 from slurmft.storage.exclusions import ExclusionList, Exclusions
+from slurmft.storage.patience import FolderThread
 
 CLUSTER_VARIABLE = "SLURM_CLUSTER_NAME"
 OFF_SLURM = "local"
@@ -26,6 +27,9 @@ OFF_SLURM = "local"
 
 _TOO_MANY = "node configuration is not available"
 """sbatch's words where it may be the excluded nodes that make it refuse."""
+
+LIST_S = 5.0
+"""How long the list's filesystem may keep a submission."""
 
 _TOLD = 100
 """Nodes whose reasons stand in the journal."""
@@ -177,11 +181,11 @@ def for_submission(config: RunConfig, options: Mapping[str, Any], environment: M
     partition = options.get("partition") or environment.get("SBATCH_PARTITION") or config.slurm.partition
     excluded = [config.slurm.exclude, options.get("exclude"), environment.get("SBATCH_EXCLUDE")]
     try:
-        exclusions = exclusion_list(config, environment).read()
+        exclusions = FolderThread().call(lambda: _read_and_tidy(config, environment), timeout_s=LIST_S)
         return to_avoid(
             exclusions,
             partition=str(partition) if partition else None,
-            nodes_needed=config.nodes,
+            nodes_needed=config.nodes + config.spare_nodes,
             max_excluded_fraction=config.exclusions.max_excluded_fraction,
             rules=config.exclusions.rules(),
             excluded_anyway=_names(excluded),
@@ -189,6 +193,13 @@ def for_submission(config: RunConfig, options: Mapping[str, Any], environment: M
         )
     except (SlurmError, StorageError) as error:
         return Avoidance(problem=f"{error.what}{f' ({error.hint})' if error.hint else ''}")
+
+
+def _read_and_tidy(config: RunConfig, environment: Mapping[str, str]) -> Exclusions:
+    shared = exclusion_list(config, environment)
+    found = shared.read()
+    shared.tidy(found, time.time(), config.exclusions.rules())
+    return found
 
 
 def _names(hostlists: Sequence[Any]) -> frozenset[str]:
@@ -218,7 +229,7 @@ def submitted(avoidance: Avoidance, submit: Callable[[frozenset[str]], str]) -> 
             if not avoidance.nodes or _TOO_MANY not in error.what:
                 raise
             avoidance = _halved(avoidance)
-            log.warning("sbatch refused, perhaps for the excluded nodes (%s); trying again without the weaker half, "
+            log.warning("refused, perhaps for the excluded nodes (%s); trying again without the weaker half, "
                         "%d nodes left", error.what, len(avoidance.nodes))  # fmt: skip
 
 

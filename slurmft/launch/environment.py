@@ -54,6 +54,8 @@ def worker_environment(
         VERDICT_VARIABLE: str(config.run_folder / "verdicts" / f"{attempt}.rank-{rank}.json"),
         EVIDENCE_VARIABLE: str(config.run_folder / "verdicts" / f"{attempt}.rank-{rank}.evidence.jsonl"),
         ERROR_DIR_VARIABLE: str(folder),
+        # what torch's own @record writes, for scripts that have it already
+        "TORCHELASTIC_ERROR_FILE": str(folder / f"torch-error.rank_{rank}"),
         "SLURMFT_CHECKPOINT_DIR": str(config.checkpoint_dir),
         "SLURMFT_CHECKPOINT_INTERVAL_STEPS": str(config.checkpoint.interval_steps),
         "SLURMFT_BACKEND": config.nccl.backend,

@@ -12,16 +12,17 @@ import re
 import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurmft.errors import StorageError
+from slurmft.launch.start import Start
 from slurmft.policy.evidence import Evidence
 from slurmft.policy.findings import WorkerEnd
 from slurmft.policy.symptoms import cause_of_log, cause_of_text, codes_of_children, end_of, last_words
 from slurmft.policy.testimony import Report, StepWords, Testimony, claimed
 from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Cause
 from slurmft.scheduler.srun_lines import parse_srun_lines
-from slurmft.storage.patience import FolderThread
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.storage.verdicts import WorkerVerdict, parse_evidence, read_verdict
 
@@ -39,37 +40,56 @@ _RANK_FILE = re.compile(r"\.rank_(\d{1,9})$")
 _TRACEBACK = "Traceback (most recent call last):"
 
 
-def testimony_of(
-    thread: FolderThread, run: RunFolder, attempt: Attempt, ends: Sequence[WorkerEnd]
-) -> Testimony:  # fmt: skip
-    """All that was left of ``attempt``; waits for the run folder up to READ_S and goes on without it after that."""
+@dataclass(slots=True)
+class _Reading:
+    """How long it may still take, and what could not be read."""
+
+    deadline: float
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def too_late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def told(self) -> tuple[str, ...]:
+        more = len(self.problems) - MAX_PROBLEMS
+        return tuple([*self.problems[:MAX_PROBLEMS], *([f"{more} more problems with files"] if more > 0 else [])])
+
+
+def testimony_of(start: Start, ends: Sequence[WorkerEnd], places: Mapping[int, str]) -> Testimony:
+    """All that was left of the attempt; waits a while for the run folder, and goes on without it after that.
+
+    ``places`` are the nodes of ranks, also of those whose end nobody has seen.
+    """
     try:
-        return thread.call(lambda: collect(run, attempt, ends), timeout_s=2 * READ_S)
+        work = lambda: collect(start.run, start.cluster.attempt, ends, places)  # noqa: E731
+        return start.thread.call(work, timeout_s=2 * READ_S)
     except (StorageError, OSError) as error:
         return Testimony(problems=(f"what the workers left was not read: {error}",))
 
 
-def collect(run: RunFolder, attempt: Attempt, ends: Sequence[WorkerEnd]) -> Testimony:
+def collect(
+    run: RunFolder, attempt: Attempt, ends: Sequence[WorkerEnd], places: Mapping[int, str] | None = None
+) -> Testimony:
     """As ``testimony_of``, in this thread; never raises for what lies in the folder."""
-    deadline = time.monotonic() + READ_S
-    problems: list[str] = []
+    reading = _Reading(time.monotonic() + READ_S)
     folder = run.attempts / str(attempt)
-    nodes = {end.rank: end.node for end in ends}
+    nodes = {**(places or {}), **{end.rank: end.node for end in ends}}
     reports = [
-        *_verdicts(run.verdicts, str(attempt), ends, deadline, problems),
-        *_error_files(folder, nodes, deadline, problems),
+        *_verdicts(run.verdicts, str(attempt), ends, nodes, reading),
+        *_error_files(folder, nodes, reading),
     ]
     told = {report.rank for report in reports}
     silent = [end for end in ends if end.code != 0 and not (end.killed or end.stopped or end.rank in told)]
     for end in silent[:MAX_LOGS]:
-        if time.monotonic() < deadline and (report := _from_log(folder, end)) is not None:
+        if not reading.too_late and (report := _from_log(folder, end)) is not None:
             reports.append(report)
     reader = EvidenceReader(run.verdicts, str(attempt))
     return Testimony(
         reports=tuple(reports),
         step=step_words(folder),
-        evidence=tuple(reader.new(deadline)),
-        problems=tuple([*problems[:MAX_PROBLEMS], *([f"{len(problems)} such files"] * (len(problems) > MAX_PROBLEMS))]),
+        evidence=tuple(reader.new(reading.deadline)),
+        problems=reading.told(),
     )
 
 
@@ -137,11 +157,10 @@ def report_of_text(text: str, *, source: str, rank: int, node: str, log: bool = 
 
 
 def _verdicts(
-    folder: Path, attempt: str, ends: Sequence[WorkerEnd], deadline: float, problems: list[str]
+    folder: Path, attempt: str, ends: Sequence[WorkerEnd], nodes: Mapping[int, str], reading: _Reading
 ) -> Iterator[Report]:
     """The verdict files ``ATTEMPT.rank-N.json`` and ``ATTEMPT.agent-NODE.json``, those of ranks that failed first."""
     order = {end.rank: index for index, end in enumerate(sorted(ends, key=lambda end: end.code == 0))}
-    nodes = {end.rank: end.node for end in ends}
     mine: list[tuple[int, int | None, str]] = []
     for name in _names(folder, f"{attempt}.", ".json"):
         who = name.removeprefix(f"{attempt}.").removesuffix(".json")
@@ -149,14 +168,16 @@ def _verdicts(
         if rank is not None or who.startswith("agent-"):
             mine.append((-1 if rank is None else order.get(rank, len(order)), rank, name))
     for unread, (_, rank, name) in enumerate(sorted(mine)):
-        if time.monotonic() > deadline:
-            problems.append(f"{len(mine) - unread} of {len(mine)} verdict files were not read: it took too long")
+        if reading.too_late:
+            reading.problems.append(
+                f"{len(mine) - unread} of {len(mine)} verdict files were not read: it took too long"
+            )
             return
         try:
             if (verdict := _read_verdict(folder / name)) is None:
                 continue
         except StorageError as error:
-            problems.append(error.what)
+            reading.problems.append(error.what)
             continue
         who = name.removeprefix(f"{attempt}.").removesuffix(".json")
         node = who.removeprefix("agent-") if rank is None else nodes.get(rank, "")
@@ -173,15 +194,15 @@ def _read_verdict(path: Path) -> WorkerVerdict | None:
     return read_verdict(path)
 
 
-def _error_files(folder: Path, nodes: Mapping[int, str], deadline: float, problems: list[str]) -> Iterator[Report]:
+def _error_files(folder: Path, nodes: Mapping[int, str], reading: _Reading) -> Iterator[Report]:
     for name in _names(folder, "", ""):
         if (match := _RANK_FILE.search(name)) is None:
             continue
-        if time.monotonic() > deadline:
-            problems.append("not all files of SLURMFT_ERROR_DIR were read: it took too long")
+        if reading.too_late:
+            reading.problems.append("not all files of SLURMFT_ERROR_DIR were read: it took too long")
             return
         if (text := tail(folder / name)) is None:
-            problems.append(f"{name[:100]!r} is no file that can be read")
+            reading.problems.append(f"{name[:100]!r} is no file that can be read")
         elif text.strip():
             rank = int(match[1])
             yield report_of_text(_words(text), source=f"error file {name[:100]}", rank=rank, node=nodes.get(rank, ""))

@@ -54,8 +54,16 @@ class NodePast:
         known.outcomes = [*known.outcomes, (at, slow)][-self._considered :]
         self._history.nodes[node] = known
 
-    def is_convicted(self, node: str, *, needed: int, now: float) -> bool:
-        """Whether enough of the node's newest windows accused it."""
+    def accused_often(self, nodes: Sequence[str], *, needed: int, now: float) -> list[str]:
+        """Those of them that were accused by enough of their newest windows."""
+        return [node for node in nodes if self._is_convicted(node, needed=needed, now=now)]
+
+    def is_clean(self, node: str) -> bool:
+        """Whether none of as many windows as are considered accused it."""
+        outcomes = self._history.nodes[node].outcomes
+        return len(outcomes) == self._considered and not any(slow for _, slow in outcomes)
+
+    def _is_convicted(self, node: str, *, needed: int, now: float) -> bool:
         outcomes = [slow for at, slow in self._history.nodes[node].outcomes if abs(now - at) < FORGOTTEN_AFTER_S]
         return convicted(outcomes, needed=needed, considered=self._considered)
 

@@ -120,6 +120,37 @@ def story(run: RunFolder) -> Story:
     return Story(events=events, unreadable=max(0, lines - len(events)))
 
 
+def account_of(events: Sequence[Event]) -> list[tuple[str, str]]:
+    """What the newest verdict knows beyond its reason, as names and texts: culprit, suspects, evidence, traceback.
+
+    Empty when it blames nobody. The journal may be damaged or of a newer slurmft: what does not fit is left out.
+    """
+    newest = next((event for event in reversed(events) if event.event == "verdict"), None)
+    if newest is None:
+        return []
+    facts = newest.details
+    rank, node = facts.get("rank"), facts.get("node")
+    culprit = " on ".join([*([f"rank {rank}"] if type(rank) is int else []), *([str(node)] if node else [])])
+    rows = [("culprit", culprit), ("re-run", str(facts.get("rerun") or ""))]
+    rows += [("suspect", _suspect(each)) for each in _listed(facts.get("suspects"))]
+    rows += [("evidence", str(each)) for each in _listed(facts.get("evidence"))]
+    rows += [("traceback", line) for line in str(facts.get("traceback") or "").splitlines()]
+    known = [(name, text) for name, text in rows if text.strip()]
+    return [("attempt", newest.attempt), ("cause", str(facts.get("cause", "?"))), *known] if known else []
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def _suspect(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return ""
+    rank, gpu = value.get("rank"), value.get("gpu")
+    details = [*([f"rank {rank}"] if type(rank) is int else []), *([str(gpu)] if gpu else [])]
+    return str(value.get("node", "?")) + (f" ({', '.join(details)})" if details else "")
+
+
 def _permission_hint(run: RunFolder) -> str:
     try:
         return f"it belongs to {run.path.owner()}"

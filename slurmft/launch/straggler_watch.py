@@ -61,7 +61,8 @@ class StragglerWatch:
         self._medians, self._counts = self._empty()
         self._is_gpu = False
         self._journaled = 0
-        self._suspected: tuple[str, ...] = ()
+        self._suspected: list[str] = []
+        self._convicted: set[str] = set()
         self._pending: StragglerVerdict | None = None
         self.last_report = ""
         """The newest report; empty before the first."""
@@ -85,7 +86,10 @@ class StragglerWatch:
             self._judge()
 
     def verdict(self) -> StragglerVerdict | None:
-        """The verdict that was reached since the last call, if any. A node is convicted once; then it starts anew."""
+        """The verdict that was reached since the last call, if any.
+
+        A node that stays slow is convicted once in an attempt; one that has recovered in between may be again.
+        """
         found, self._pending = self._pending, None
         return found
 
@@ -171,26 +175,28 @@ class StragglerWatch:
 
     def _conclude(self, scores: Scores) -> None:
         numbers, shared = accused(scores.slow, self._node_of_rank)
-        by_number = list(self._node_numbers)
-        suspects = tuple(sorted(by_number[number] for number in numbers))
         if shared:
             log.info("so many nodes are slow that none of them is at fault: a slow stage should have a role of its own")
-        self._journal_suspects(suspects, scores)
         told = np.unique(self._node_of_rank[scores.covered | np.isfinite(scores.individual)])
-        now = self._clock()
+        now, needed = self._clock(), self._settings.windows_needed
+        names = list(self._node_numbers)
         for number in told[told >= 0].tolist():
-            self._past.add_outcome(by_number[number], at=now, slow=number in numbers)
-        needed = self._settings.windows_needed
-        guilty = [node for node in suspects if self._past.is_convicted(node, needed=needed, now=now)]
-        if guilty:
+            self._past.add_outcome(names[number], at=now, slow=number in numbers)
+            if self._past.is_clean(names[number]):
+                self._convicted.discard(names[number])
+        slow = sorted({names[number] for number in numbers} - self._convicted)
+        # one bad window is noise, and a name in the journal is remembered by people
+        self._journal_suspects(self._past.accused_often(slow, needed=min(2, needed), now=now), scores)
+        if guilty := self._past.accused_often(slow, needed=needed, now=now):
+            self._convicted |= set(guilty)
             self._convict(guilty, scores, now)
 
-    def _journal_suspects(self, suspects: tuple[str, ...], scores: Scores) -> None:
+    def _journal_suspects(self, suspects: list[str], scores: Scores) -> None:
         if suspects and suspects != self._suspected and self._journaled < MAX_JOURNALED:
             self._journaled += 1
             ranks = self._slow_ranks(suspects, scores)
             self._journal.append(
-                "straggler suspected", nodes=list(suspects), ranks=ranks, score=_rounded(_worst(scores, ranks))
+                "straggler suspected", nodes=suspects, ranks=ranks, score=_rounded(_worst(scores, ranks))
             )
         self._suspected = suspects
 
@@ -241,7 +247,7 @@ class StragglerWatch:
         worst_s = float(np.nanmax(scores.work_s[ranks]))
         return step_s, step_slowdown(step_s=step_s, excess_s=min(worst_s - next_s, step_s * (1 - 1 / ratio)))
 
-    def _slow_ranks(self, nodes: list[str] | tuple[str, ...], scores: Scores) -> list[int]:
+    def _slow_ranks(self, nodes: list[str], scores: Scores) -> list[int]:
         return [rank for rank in np.flatnonzero(scores.slow).tolist() if self._hosts[rank] in nodes]
 
 

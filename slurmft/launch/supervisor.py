@@ -246,7 +246,8 @@ class Supervisor:
             for host, silent_s in self._pool.silent_since(time.monotonic()).items():
                 if silent_s > lease_s and not self._over.is_set() and host not in self._lost:
                     self._lost.append(host)
-                    self._journal.append("agent lost", node=host, silent_s=silent_s)
+                    self._journal.append("agent lost", node=host, silent_s=round(silent_s, 1))
+                    self._pool.drop(host)
                     await self._kill_workers(f"nothing was heard from {host} for {silent_s:.0f} s")
                     self._over.set()
 
@@ -265,7 +266,7 @@ class Supervisor:
 
     async def _wind_down(self) -> None:
         self._over.set()
-        await end_agents(self._pool, self._processes)
+        await end_agents(self._pool, self._processes, node_lost=bool(self._lost))
         await self._background.cancel_all()
         await self._pool.close()
         self._folder.leave(self._seen, self._slow)
@@ -289,7 +290,7 @@ class Supervisor:
                 launch_error=self._launch_error,
                 outside=outside[0] if outside else None,
                 outside_reason=outside[1] if outside else "",
-                heard=testimony_of(self._start.thread, self._run, self._cluster.attempt, ends),
+                heard=testimony_of(self._start, ends, self._pool.places(self._config.nproc_per_node)),
                 complete_codes=codes_of(ExitAction.COMPLETE, self._config.exit_actions),
                 only_lead=self._config.ignore_nonlead_status,
             ),

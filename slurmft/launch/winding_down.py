@@ -14,6 +14,7 @@ PEER_GRACE_S = 3.0
 """After one rank failed: how long the others may take to fail of it by themselves, and say why, before the kill."""
 
 WIND_DOWN_S = 10.0
+LOST_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +25,12 @@ async def kill_workers(pool: AgentPool, journal: Journal, reason: str) -> None:
     await pool.tell_all("kill")
 
 
-async def end_agents(pool: AgentPool, processes: Sequence[asyncio.subprocess.Process]) -> None:
-    """Return when the agents and the processes that started them have ended, or cannot be ended."""
+async def end_agents(pool: AgentPool, processes: Sequence[asyncio.subprocess.Process], *, node_lost: bool) -> None:
+    """Return when the agents and the processes that started them have ended, or cannot be ended.
+
+    A srun waits for the tasks of a lost node until Slurm has noticed, so with ``node_lost`` nobody waits for it.
+    """
+    patience_s = LOST_S if node_lost else WIND_DOWN_S
     await pool.tell_all("shutdown")
     if not pool.complete.is_set():
         for process in processes:  # agents on their way cannot be told
@@ -35,10 +40,15 @@ async def end_agents(pool: AgentPool, processes: Sequence[asyncio.subprocess.Pro
     waits = [asyncio.create_task(process.wait()) for process in processes]
     if not waits:
         return
-    _, late = await asyncio.wait(waits, timeout=WIND_DOWN_S)
+    _, late = await asyncio.wait(waits, timeout=patience_s)
     if late:
-        log.warning("%d agent processes did not end within %.0f s; killing them", len(late), WIND_DOWN_S)
+        log.warning("%d agent processes did not end within %.0f s; killing them", len(late), patience_s)
     for process in processes:
         if process.returncode is None:
             process.terminate()  # srun kills its step at once when it gets TERM
-    await asyncio.wait(waits, timeout=WIND_DOWN_S)
+    _, late = await asyncio.wait(waits, timeout=patience_s)
+    if late and node_lost:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        await asyncio.wait(waits, timeout=patience_s)

@@ -206,7 +206,7 @@ def _finding(end: WorkerEnd, report: Report | None, heard: Testimony) -> Finding
         code=_CANONICAL.get(cause, shell_code(end.code)),
         rank=end.rank,
         node=end.node,
-        suspects=_suspects(end, report, cause),
+        suspects=_suspects(end.node, end.rank, report, cause),
         rerun=rerun,
         traceback=end_of(text),
         evidence=(f"{report.source} of rank {end.rank}",) if report is not None else (),
@@ -236,17 +236,19 @@ def _told(end: WorkerEnd, report: Report | None, cause: Cause) -> str:
     return how(end)
 
 
-def _suspects(end: WorkerEnd, report: Report | None, cause: Cause) -> tuple[Suspect, ...]:
+def _suspects(node: str, rank: int | None, report: Report | None, cause: Cause) -> tuple[Suspect, ...]:
     if report is not None and report.suspects:
         return report.suspects
     # a failed validation is no word against this node: after a rerun it is the other one that is suspected
     if cause in (Cause.VALIDATION_FAILED, Cause.WORKER_ERROR, Cause.COMMUNICATION_ERROR, Cause.DEVICE_OUT_OF_MEMORY):
         return ()
-    return (Suspect(node=end.node, rank=end.rank),)
+    return (Suspect(node=node, rank=rank),) if node else ()
 
 
 def _from_report_alone(report: Report) -> Finding:
-    who = f"rank {report.rank}" if report.rank is not None else f"the agent on {report.node}"
+    who = f"the agent on {report.node}"
+    if report.rank is not None:
+        who = f"rank {report.rank} on {report.node}" if report.node else f"rank {report.rank}"
     level = LEVEL_OF[report.cause]
     if report.cause is Cause.VALIDATION_FAILED and report.rerun in RESUMABLE:
         level = Level.RERUN
@@ -257,7 +259,7 @@ def _from_report_alone(report: Report) -> Finding:
         code=_CANONICAL.get(report.cause, 0),
         rank=report.rank,
         node=report.node,
-        suspects=report.suspects,
+        suspects=_suspects(report.node, report.rank, report, report.cause),
         rerun=report.rerun,
         traceback=end_of(report.traceback),
         evidence=(report.source,),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slurmft.policy.communication import who_is_missed
-from slurmft.policy.evidence import Suspect
+from slurmft.policy.evidence import Evidence, Kind, Suspect
 from slurmft.policy.findings import DECIDING, Finding, Level, WorkerEnd, findings_of_ranks, has_failed, how, where
 from slurmft.policy.testimony import StepWords, Testimony
 from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, PLANNED, Cause, Verdict
@@ -220,3 +220,38 @@ def _nothing(ends: Sequence[WorkerEnd], expected: int) -> Finding:
     else:
         reason = "the workers were ended, and none of them says why"
     return Finding(level=Level.NOTHING, cause=Cause.UNKNOWN, reason=reason)
+
+
+_KIND_OF = {
+    Cause.RERUN_ELSEWHERE: Kind.RERUN_UNDECIDED,
+    Cause.STRAGGLER: Kind.STRAGGLER,
+    Cause.HANG: Kind.HANG,
+    Cause.NODE_LOST: Kind.NODE_LOST,
+    Cause.SIGNAL_CRASH: Kind.CRASH,
+    Cause.HOST_OUT_OF_MEMORY: Kind.OUT_OF_MEMORY,
+    Cause.COMMUNICATION_ERROR: Kind.COMMUNICATION,
+}
+_KIND_OF_RERUN = {
+    "persistent": Kind.RERUN_PERSISTENT,
+    "transient": Kind.RERUN_TRANSIENT,
+    "correct": Kind.RERUN_ACQUITTED,
+}
+
+
+def held_against(verdict: Verdict, told: Sequence[Evidence], *, at: float) -> tuple[Evidence, ...]:
+    """What the exclusion list is told of an attempt: what workers have observed, and what only the verdict knows.
+
+    A worker's own word on a node counts once: the verdict adds nothing of the same kind on the same node.
+    """
+    kind = _KIND_OF.get(verdict.cause)
+    if verdict.cause is Cause.VALIDATION_FAILED:
+        kind = _KIND_OF_RERUN.get(verdict.rerun)
+    known = {(each.kind, each.suspect.node) for each in told}
+    if kind is None:
+        return tuple(told)
+    added = [
+        Evidence(kind=kind, suspect=suspect, message=verdict.reason[:1000], at=at, step=verdict.last_step or None)
+        for suspect in {each.node: each for each in reversed(verdict.suspects)}.values()
+        if (kind, suspect.node) not in known
+    ]
+    return (*told, *added)

@@ -59,6 +59,9 @@ wherever it runs excludes no node by itself."""
 SEEN_BY_CHECKS = frozenset({Kind.HEALTH, Kind.NODE_LOST, Kind.CRASH, Kind.HANG, Kind.COMMUNICATION, Kind.OUT_OF_MEMORY})
 """What a passed health check speaks against. It proves nothing about wrong results, nor about speed."""
 
+PRECISION_S = 1e-3
+"""Of the moment at which a state ends."""
+
 MAX_WEIGHT = 1_000_000.0
 FADED = 0.01
 """What is left of an observation that may be forgotten, as a share of ``Rules.probation``."""
@@ -196,20 +199,24 @@ def weigh(observations: Iterable[Observation], now: float, rules: Rules) -> list
     if len(sound) > 1:
         sound.sort(key=lambda each: (min(each.at, now), each.weight < 0, each.id))
     weighed: list[Weighed] = []
+    against: list[Weighed] = []
     for observation in sound:
         entry = Weighed(observation, observation.weight)
-        if observation.weight < 0:
-            entry.value = -_take_off(observation, weighed, min(observation.at, now), rules)
         weighed.append(entry)
-    _value_at(weighed, now, rules)
+        if observation.weight > 0:
+            against.append(entry)
+        else:
+            entry.value = -_take_off(observation, against, min(observation.at, now), rules)
+    _value_at(against, now, rules)
     return weighed
 
 
-def _take_off(favour: Observation, before: Sequence[Weighed], at: float, rules: Rules) -> float:
+def _take_off(favour: Observation, against: Sequence[Weighed], at: float, rules: Rules) -> float:
     """Lift up to the weight of ``favour`` from what stands against the node; returns how much it was."""
     checks_only = favour.kind is Kind.PASSED
-    held = [entry for entry in before if entry.observation.weight > 0
-            and not (checks_only and entry.observation.kind not in SEEN_BY_CHECKS)]  # fmt: skip
+    held = [
+        entry for entry in against if entry.left and not (checks_only and entry.observation.kind not in SEEN_BY_CHECKS)
+    ]
     total = _value_at(held, at, rules)
     if total <= 0:
         return 0.0
@@ -219,14 +226,12 @@ def _take_off(favour: Observation, before: Sequence[Weighed], at: float, rules: 
     return taken
 
 
-def _value_at(weighed: Sequence[Weighed], at: float, rules: Rules) -> float:
-    """Set what each positive one is worth at that time, and which of one run's count; returns the sum."""
+def _value_at(against: Sequence[Weighed], at: float, rules: Rules) -> float:
+    """Set what each of them is worth at that time, and which of one run's count; returns the sum."""
     strongest: dict[tuple[str, str], Weighed] = {}
     total = 0.0
-    for entry in weighed:
+    for entry in against:
         observation = entry.observation
-        if observation.weight <= 0:
-            continue
         age_s = max(0.0, at - observation.at)
         entry.value = observation.weight * entry.left * 2.0 ** (-age_s / rules.half_life_s(observation.kind))
         entry.counts = True
@@ -297,14 +302,19 @@ def _fades_in_s(counting: Sequence[Weighed], level: float, rules: Rules) -> floa
     for entry in counting:
         half_life_s = rules.half_life_s(entry.observation.kind)
         sums[half_life_s] = sums.get(half_life_s, 0.0) + entry.value
-    low, high = 0.0, max(sums) * math.log2(max(1.0, math.fsum(sums.values()) / level))
     if len(sums) == 1:
-        return high
-    for _ in range(60):  # falling all the way, from above the level to below it
-        middle = (low + high) / 2
-        above = math.fsum(value * 2.0 ** (-middle / half_life_s) for half_life_s, value in sums.items()) > level
-        low, high = (middle, high) if above else (low, middle)
-    return high
+        return max(sums) * math.log2(max(1.0, math.fsum(sums.values()) / level))
+    seconds = 0.0
+    for _ in range(100):  # Newton on the logarithm, which is falling and convex: it comes nearer from one side only
+        left = [(value * 2.0 ** (-seconds / half_life_s), half_life_s) for half_life_s, value in sums.items()]
+        total = math.fsum(value for value, _ in left)
+        if total <= level:
+            break
+        step = math.log2(total / level) * total / math.fsum(value / half_life_s for value, half_life_s in left)
+        seconds += step
+        if step < PRECISION_S:
+            break
+    return seconds
 
 
 def suspect_gpus(observations: Iterable[Observation], now: float, rules: Rules) -> dict[str, float]:

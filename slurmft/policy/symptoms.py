@@ -40,9 +40,11 @@ _CHAIN = re.compile(
     r"^(Traceback \(most recent call last\):|During handling of the above exception|"
     r"The above exception was the direct cause)"
 )
+_PREFIX = re.compile(r"^\[(?:rank|default)\d+\]: ?")  # torch's excepthook, and torchrun's logs
 _GROUP = re.compile(r"^[ +|-]*\| ?")  # the frame that Python draws around the members of an ExceptionGroup
 _CHILD = re.compile(r"^\s*exitcode\s*:\s*(\d+) \(pid", re.MULTILINE)
-MAX_LINES = 400
+MAX_LINES, MAX_LINE = 400, 1000
+"""Of a text, and of each line: patterns look for one word after another, which takes long in endless lines."""
 
 
 def cause_of_text(text: str) -> Cause | None:
@@ -60,7 +62,7 @@ def cause_of_text(text: str) -> Cause | None:
 
 def cause_of_log(text: str) -> Cause | None:
     """As ``cause_of_text``, of a log in which anything may stand: the newest telling line counts."""
-    for line in reversed(text.splitlines()[-MAX_LINES:]):
+    for line in reversed(_lines(text)):
         for cause, pattern in _PATTERNS:
             if pattern.search(line):
                 return cause
@@ -74,7 +76,7 @@ def codes_of_children(text: str) -> frozenset[int]:
 
 def exceptions_in(text: str) -> list[list[str]]:
     """The lines of each exception's own words, oldest first; all lines as one where there is no traceback."""
-    lines = [_GROUP.sub("", line) for line in text.splitlines()[-MAX_LINES:]]
+    lines = [_GROUP.sub("", _PREFIX.sub("", line)) for line in _lines(text)]
     found: list[list[str]] = [[]]
     for line in lines:
         if _CHAIN.match(line):
@@ -89,8 +91,12 @@ def last_words(text: str) -> str:
     exceptions = exceptions_in(text)
     if exceptions and "Traceback (most recent call last):" in text:
         return exceptions[-1][0].strip()[:500]
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in _lines(text) if line.strip()]
     return lines[-1][:500] if lines else ""
+
+
+def _lines(text: str) -> list[str]:
+    return [line[:MAX_LINE] for line in text.splitlines()[-MAX_LINES:]]
 
 
 def end_of(text: str, *, lines: int = 20, characters: int = 2000) -> str:

@@ -10,8 +10,8 @@ from slurmft.scheduler import command
 from slurmft.scheduler.parsing import expand_hostlist
 
 NODE_FORMAT = "%N|%P|%T"
-MAX_NODES = 1_000_000
-"""A slip of the finger, as in n[0-99999999], would fill the memory."""
+MAX_NODES = 65_536
+"""More than any cluster has; a slip of the finger, as in n[0-99999999], would fill the memory."""
 
 _UNUSABLE = frozenset(
     "down drained draining drain fail failing error unknown future inval maint perfctrs blocked".split()  # noqa: SIM905

@@ -12,6 +12,7 @@ from typing import Any
 
 from slurmft.errors import SlurmError, SlurmUnavailable
 from slurmft.scheduler import command
+from slurmft.scheduler.nodes import compress
 from slurmft.scheduler.parsing import JobEnding
 from slurmft.scheduler.slurm import PATIENCE_S, release, why_ending
 
@@ -130,7 +131,7 @@ def begin_in(
     when = "now" if delay_s <= 0 else f"now+{delay_s}"
     argv = ["scontrol", "update", f"JobId={job_id}", f"StartTime={when}"]
     if avoid is not None:
-        argv.append(f"ExcNodeList={','.join(sorted(avoid))}")
+        argv.append(f"ExcNodeList={compress(avoid)}")
     if nodes is not None:
         argv.append(f"NumNodes={nodes}")
     command.run_patiently(argv, patience_s=patience_s)
@@ -145,7 +146,7 @@ def shrink(job_id: str, nodes: Collection[str]) -> None:
         SlurmError: Slurm refused or did not answer.
     """
     with tempfile.TemporaryDirectory(prefix="slurmft-") as folder:  # scontrol leaves a script for the new environment
-        argv = ["scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(sorted(nodes))}"]
+        argv = ["scontrol", "update", f"JobId={job_id}", f"NodeList={compress(nodes)}"]
         command.run(argv, folder=Path(folder))
 
 

@@ -10,7 +10,7 @@ import re
 from slurmft.policy.testimony import StepWords, TaskEnd
 from slurmft.scheduler.parsing import expand_hostlist
 
-MAX_ENDS = 200
+MAX_ENDS, MAX_LINE = 200, 4000
 MAX_NODES = 20_000
 """No cluster has more; a damaged line such as ``n[1-999999999]`` must not fill the memory."""
 
@@ -28,7 +28,7 @@ def parse_srun_lines(text: str) -> StepWords:
     failed: dict[str, None] = {}
     oom: dict[str, None] = {}
     oom_somewhere = False
-    for line in text.splitlines():
+    for line in (each[:MAX_LINE] for each in text.splitlines()):
         if (match := _TASKS.search(line)) is not None:
             end = _task_end(match)
             if len(ends) < MAX_ENDS:

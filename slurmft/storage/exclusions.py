@@ -33,6 +33,9 @@ LOCK_TIMEOUT_S = 20.0
 MERGE_FROM = 16
 """Small files from which on whoever adds one tries to merge them."""
 
+TIDY_FROM = 5000
+"""Observations from which on ``tidy`` looks for those that have faded."""
+
 LEFT_OVER_S = 86_400.0
 """Age from which on ``gc`` removes what a writer that was killed has left, and small files that cannot be read."""
 
@@ -44,6 +47,10 @@ _COLUMN_TYPES = tuple(
     {int, float} if name in ("weight", "at") else {str} for name in Observation._fields
 )  # fmt: skip
 _HINT = "move it away and run again; what it excluded will then be used again"
+
+
+_Change = Callable[[list[Observation], list[ManualEntry]], None]
+"""Changes what a list holds, in place."""
 
 
 class Exclusions:
@@ -92,7 +99,7 @@ class ExclusionList:
     def __init__(
         self, path: Path, mode: int = 0o600, *, clock: Callable[[], float] = time.time, host: str = ""
     ) -> None:
-        self.path = path
+        self.path = path = Path(os.path.realpath(path))  # else a link would be replaced by a list of its own
         self._mode = mode
         self._clock = clock
         self._host = host or os.uname().nodename
@@ -197,19 +204,29 @@ class ExclusionList:
             kept=after[0] + after[1],
         )
 
+    def tidy(self, found: Exclusions, now: float, rules: Rules) -> None:
+        """``gc`` when it has become long, and nobody else writes. For those who pass by: never waits, never raises."""
+        if len(found.observations) < TIDY_FROM:
+            return
+
+        def change(observations: list[Observation], manual: list[ManualEntry]) -> None:
+            observations[:] = worth_keeping(observations, now, rules)
+
+        self._merge_if_nobody_does(change)
+
     # the small files
 
-    def _new_files(self) -> list[Path]:
+    def _new_files(self) -> list[str]:
         try:
             names = os.listdir(self._new)  # noqa: PTH208 - half the time of iterdir, at every reading
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
             raise translated(f"cannot read {self._new}", error) from error
-        return [self._new / name for name in sorted(names) if name[0] != "." and name.endswith(".json")]
+        return [name for name in names if name[0] != "." and name.endswith(".json")]
 
     def _read_new(self) -> Iterator[tuple[Path, list[Observation]]]:
-        for path in self._new_files():
+        for path in map(self._new.joinpath, sorted(self._new_files())):
             try:
                 content = path.read_bytes()
             except FileNotFoundError:  # merged meanwhile: the list, which is read after these, has it
@@ -237,21 +254,20 @@ class ExclusionList:
             return [], 0, list
         except OSError as error:
             raise translated(f"cannot read {self.path}", error) from error
-        first, _, rest = content.partition(b"\n")
-        match = re.fullmatch(rb'\{"format": (\d{1,9}), "crc": (\d{1,10}),', first)
+        # two lines of head, then a line for each observation: what is not needed is not taken apart, nor copied
+        match = re.match(rb'\{"format": (\d{1,9}), "crc": (\d{1,10}),\n', content)
         if match is None or int(match[1]) > FORMAT:
             raise self._not_ours(content)
-        if zlib.crc32(rest) != int(match[2]):
+        if zlib.crc32(memoryview(content)[match.end() :]) != int(match[2]):
             raise StorageError(f"{self.path} is damaged: its checksum is wrong", hint=_HINT)
-        head, _, body = rest.partition(b"\n")
         try:
-            facts = json.loads(b"{" + head + b"]}")
+            facts = json.loads(b"{" + content[match.end() : content.index(b"\n", match.end())] + b"]}")
             manual = [ManualEntry(**{name: entry[name] for name in ("node", "reason", "who", "at", "until")})
                       for entry in facts["manual"]]  # fmt: skip
             revision = int(facts["revision"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise StorageError(f"{self.path} is damaged: {error!r}", hint=_HINT) from error
-        return manual, revision, lambda: _stored(body, self.path)
+        return manual, revision, lambda: _stored(content, self.path)
 
     def _not_ours(self, content: bytes) -> StorageError:
         with contextlib.suppress(ValueError, RecursionError, AttributeError):
@@ -259,26 +275,26 @@ class ExclusionList:
                 return _newer(self.path, version)
         return StorageError(f"{self.path} is damaged, or no exclusion list", hint=_HINT)
 
-    def _change(self, change: Callable[[list[Observation], list[ManualEntry]], None]) -> None:
+    def _change(self, change: _Change) -> None:
         self._make_folders()
         lock = self._lock()
         with lock.hold(LOCK_TIMEOUT_S):
             self._merge(lock, change)
 
-    def _merge_if_nobody_does(self) -> None:
+    def _merge_if_nobody_does(self, change: _Change = lambda *_: None) -> None:
         """What has to be on disk is there already: a list that cannot be written is somebody else's problem."""
         lock = self._lock()
         try:
             if not lock.try_acquire():
                 return
             try:
-                self._merge(lock, lambda *_: None)
+                self._merge(lock, change)
             finally:
                 lock.release()
         except StorageError as error:
-            log.warning("new observations stay in %s for now: %s", self._new, error.what)
+            log.warning("%s is not merged with %s for now: %s", self.path, self._new, error.what)
 
-    def _merge(self, lock: SoftLock, change: Callable[[list[Observation], list[ManualEntry]], None]) -> None:
+    def _merge(self, lock: SoftLock, change: _Change) -> None:
         """Call with the lock held. The order matters: see the top of the module."""
         new = list(self._read_new())
         manual, revision, stored = self._read_list()
@@ -331,10 +347,10 @@ def _rows(observations: Iterable[Observation]) -> str:
     return ",\n".join(map(json.dumps, observations))
 
 
-def _stored(body: bytes, path: Path) -> list[Observation]:
+def _stored(content: bytes, path: Path) -> list[Observation]:
     try:
-        rows = json.loads(b"[" + body.removesuffix(b"]}\n") + b"]")
-    except (ValueError, RecursionError) as error:
+        rows = json.loads(content)["observations"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StorageError(f"{path} is damaged: {error}", hint=_HINT) from error
     return _observations(rows, path)
 

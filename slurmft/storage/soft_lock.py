@@ -120,36 +120,37 @@ class SoftLock:
         if here and isinstance(pid, int) and isinstance(birth, str) and birth:
             dead = not lives(pid, birth)
         else:
-            dead = self._age_s() > self._stale_s
+            dead = self._age_s(self.path) > self._stale_s
         if not dead:
             return False
-        # renamed first: two that find it at once do not both remove it, nor one of them the other's new lock
-        aside = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")
+        breaker = self.path.with_name(f".{self.path.name}.breaking")
         try:
-            self.path.rename(aside)
-        except FileNotFoundError:
-            return True
+            os.close(os.open(breaker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._mode))
+        except FileExistsError:  # somebody else removes it; if that one was killed, too, somebody later will
+            if self._age_s(breaker) > self._stale_s:
+                breaker.unlink(missing_ok=True)
+            return False
         except OSError as error:
             raise translated(f"cannot remove the stale lock {self.path}", error) from error
-        if SoftLock(aside)._read().get("token") != holder.get("token"):
-            with contextlib.suppress(OSError):
-                os.link(aside, self.path)  # it was not the one we had read: back with it
-            aside.unlink(missing_ok=True)
-            return False
-        aside.unlink(missing_ok=True)
-        return True
+        try:
+            if self._read().get("token") != holder.get("token"):
+                return False  # it was removed meanwhile, and this is a living one's
+            self.path.unlink(missing_ok=True)
+            return True
+        finally:
+            breaker.unlink(missing_ok=True)
 
-    def _age_s(self) -> float:
+    def _age_s(self, path: Path) -> float:
         """By the clock of the filesystem, which hosts need not agree with; 0 when it is gone."""
         try:
             with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=f".{self.path.name}.") as now:
-                return os.fstat(now.fileno()).st_mtime - self.path.stat().st_mtime
+                return os.fstat(now.fileno()).st_mtime - path.stat().st_mtime
         except FileNotFoundError:
             return 0.0
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM):
                 return 0.0
-            raise translated(f"cannot look at {self.path}", error) from error
+            raise translated(f"cannot look at {path}", error) from error
 
 
 def _pid_namespace() -> str:

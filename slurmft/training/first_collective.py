@@ -29,14 +29,15 @@ class FirstCollective:
     ) -> None:
         self._model, self._reached = model, reached
         self._order: list[Tensor] = []
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._number = len(trained)
         self._handles: list[Any] = [
             parameter.register_hook(self._recorder(parameter))  # type: ignore[no-untyped-call]
-            for parameter in model.parameters()
-            if parameter.requires_grad
+            for parameter in trained
         ]
         if model.broadcast_buffers and any(True for _ in model.buffers()):
-            model.register_forward_pre_hook(lambda _module, _inputs: waits())
-            model.module.register_forward_pre_hook(lambda _module, _inputs: goes_on())
+            model.register_forward_pre_hook(_Hook(waits))
+            model.module.register_forward_pre_hook(_Hook(goes_on))
 
     def settle(self) -> None:
         """Between two steps: when the order is known, one hook remains. Costs nothing afterwards."""
@@ -50,13 +51,28 @@ class FirstCollective:
 
     def _recorder(self, parameter: Tensor) -> Callable[[Tensor], None]:
         def note(_gradient: Tensor) -> None:
-            self._order.append(parameter)
+            if len(self._order) < self._number:  # nobody may ever come to settle it
+                self._order.append(parameter)
 
         return note
 
     def _on_gradient(self, _gradient: Tensor) -> None:
         if self._model.require_backward_grad_sync:  # not in the passes of an accumulation that reduce nothing
             self._reached()
+
+
+class _Hook:
+    """A module's hook that stays behind when the module is copied or pickled, as users do with their models."""
+
+    def __init__(self, call: Callable[[], None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, _module: Any, _inputs: Any) -> None:
+        if self._call is not None:
+            self._call()
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
 
 
 def filling(order: list[Tensor], limit_bytes: int) -> Tensor:

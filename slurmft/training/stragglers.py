@@ -125,7 +125,7 @@ class StragglerDetector:
         self._device = CUDA if device is not None and device.type == "cuda" else CPU
         self._sections: dict[str, Section] = {}
         self._spans = DeviceSpans() if enabled and self._device == CUDA else None
-        self._first: FirstCollective | None = None
+        self._models: list[FirstCollective] = []
         self._steps = self._began = self._waiting = self._waited = 0
         self._is_open = False
         if enabled:
@@ -164,16 +164,19 @@ class StragglerDetector:
             return self._new_section(name)
 
     def attach(self, model: DistributedDataParallel) -> None:
-        """Find the first collective of each step in this model by itself. Call it once, before a backward pass."""
+        """Find the first collective of each step in this model by itself. Call it once, before a backward pass.
+
+        Of several models the one that reduces first counts.
+        """
         if self._enabled:
-            self._first = FirstCollective(model, self.first_collective, self.wait_begins, self.wait_ends)
+            self._models.append(FirstCollective(model, self.first_collective, self.wait_begins, self.wait_ends))
 
     def begin_step(self) -> None:
         """The rank begins to work for itself."""
         if not self._enabled:
             return
-        if self._first is not None:
-            self._first.settle()
+        for model in self._models:
+            model.settle()
         self._steps += 1
         if self._steps <= WARM_UP_STEPS or self._steps % self._interval:
             return
@@ -192,7 +195,8 @@ class StragglerDetector:
             return
         began, self._began = self._began, 0
         if self._spans is not None:
-            self._spans.end()
+            if not torch.cuda.is_current_stream_capturing():  # a graph would time its capture, and then never again
+                self._spans.end()
         else:
             self._work.add(time.monotonic_ns() - began - self._waited)
 

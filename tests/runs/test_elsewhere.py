@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -9,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from runs.conftest import Run, eventually, submit_with
+from runs.conftest import STEPS, Run, eventually, submit_with
+from runs.conftest import TRAINER as BYTE_GPT
+from slurmft.lab import building
 from slurmft.lab.cluster import Lab
+from slurmft.lab.settings import LabSettings
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
 
@@ -205,3 +210,35 @@ def test_a_refused_update_keeps_what_was_excluded_and_ends_in_a_bounded_number_o
     last = run.events("decision")[-1].details
     assert (last["action"], last["exit_code"]) == ("stop", 17), story
     assert "inconclusive" in last["reason"], story
+
+
+@pytest.fixture
+def patient_lab() -> Iterator[Lab]:
+    """A cluster that notices a dead node only after ten minutes."""
+    folder = Path(f"/var/lib/slurmft-lab-patient-{os.getpid()}")
+    try:
+        yield Lab.up(LabSettings(folder=folder, nodes=3, kill_wait_s=5, slurmd_timeout_s=600))
+    finally:
+        building.purge(folder)
+
+
+def test_a_dead_node_that_slurm_has_not_noticed_holds_nothing_up(patient_lab: Lab, undisturbed: str) -> None:
+    lab = patient_lab
+    run = Run(lab, lab.home / "run")
+    config = {"command": [*BYTE_GPT, "--steps", str(STEPS), "--step-delay", "0.1"], "run_folder": str(run.path),
+              "nodes": 2, "nproc_per_node": 2, "checkpoint": {"interval_steps": 25}, "slurm": {"time": "10"},
+              "fault_tolerance": {"supervisor_lease_s": 4}}  # fmt: skip
+    run.config.write_text(json.dumps(config))
+    job = run.submit()
+    run.wait_for_step(30)
+    began = time.monotonic()
+    lab.kill_node("n2")
+    run.wait_for("attempt started", 2, within_s=60)
+    seconds = time.monotonic() - began
+    run.wait_until_done()
+    story = run.story()
+    assert run.events("shrunk")[0].details["lost"] == ["n2"], story
+    assert seconds < 40, story
+    assert nodes_of(run) == ["n[1-2]", "n[1,3]"], story
+    assert run.folder.jobs() == [job]
+    assert run.digest() == undisturbed

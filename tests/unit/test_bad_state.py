@@ -177,6 +177,50 @@ def test_what_explain_says_of_a_damaged_journal(runs, content, code, message):
         assert json.loads(first)["event"] == "attempt started"
 
 
+VERDICT = {
+    "event": "verdict", "cause": "rerun elsewhere", "reason": "rank 3 said so", "rank": 3, "node": "n1",
+    "suspects": [{"node": "n1", "gpu": "GPU-1", "rank": 3}, {"node": "n2"}], "rerun": "undecided",
+    "evidence": ["srun: n1: 3: Killed", "verdict file of rank 3"], "traceback": "Traceback\n  File x\nValueError: y",
+}  # fmt: skip
+
+
+def test_explain_tells_whom_the_newest_verdict_blames(runs):
+    older = as_bytes(json.loads(EVENT) | VERDICT | {"node": "n9"})
+    make(runs / "bad", "journal.jsonl", older + b"\n" + as_bytes(json.loads(EVENT) | VERDICT) + b"\n")
+    code, output = slurmft("explain", "bad")
+    told = output.split("the newest verdict, on attempt 7.0.0\n")[1].splitlines()
+    assert code == 0
+    assert [line.split(maxsplit=1) for line in told[:5]] == [
+        ["cause", "rerun elsewhere"], ["culprit", "rank 3 on n1"], ["re-run", "undecided"],
+        ["suspect", "n1 (rank 3, GPU-1)"], ["n2"],
+    ]  # fmt: skip
+    assert "  evidence   srun: n1: 3: Killed" in told
+    assert told[-3:] == ["  traceback  Traceback", "               File x", "             ValueError: y"]
+    assert "n9" not in output and output.count("ValueError") == 1, "the story itself stays short"
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"rank": "x", "node": None, "suspects": 7, "evidence": "text", "traceback": 3.5},
+        {"suspects": [None, 1, {}, {"node": 5, "rank": "y", "gpu": []}], "evidence": [None, {}, [1]]},
+        {"traceback": "\x1b[2J\x07", "cause": None},
+    ],
+    ids=["numbers", "lists", "control"],
+)
+def test_explain_of_a_damaged_verdict(runs, facts):
+    make(runs / "bad", "journal.jsonl", as_bytes(json.loads(EVENT) | {"event": "verdict"} | facts) + b"\n")
+    code, output = slurmft("explain", "bad")
+    assert code == 0
+    assert "\x1b[2J" not in output and "Error" not in output
+
+
+def test_a_verdict_that_blames_nobody_needs_no_more_words(runs):
+    line = json.loads(EVENT) | {"event": "verdict", "cause": "preempted"}
+    make(runs / "bad", "journal.jsonl", as_bytes(line) + b"\n")
+    assert "newest verdict" not in slurmft("explain", "bad")[1]
+
+
 def test_a_run_without_a_journal(runs):
     make(runs / "new", "config.yaml", b"")
     assert slurmft("explain", "new") == (1, "run new has no journal yet: nothing was submitted")

@@ -121,6 +121,17 @@ def test_of_many_that_find_a_dead_holder_one_gets_it(path):
         path.write_bytes(dead)
 
 
+def test_a_breaker_that_was_killed_keeps_nobody_out_for_ever(path):
+    die_holding(path)
+    breaker = path.with_name(f".{path.name}.breaking")
+    breaker.touch()
+    assert not SoftLock(path).try_acquire()
+    old = time.time() - 3600
+    os.utime(breaker, (old, old))
+    with SoftLock(path).hold(5):
+        assert not breaker.exists()
+
+
 def test_a_folder_that_cannot_be_written_is_an_error_of_ours(tmp_path):
     with pytest.raises(StorageError, match="cannot lock"):
         SoftLock(tmp_path / "gone" / "lock").try_acquire()

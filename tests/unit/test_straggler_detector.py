@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
+import pickle
 import statistics
 import time
 from contextlib import nullcontext
@@ -199,6 +201,13 @@ class Network(nn.Module):
 VARIANTS = {"plain": (False, 1), "buffers": (True, 1), "accumulation": (False, 2)}
 
 
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    torch.manual_seed(2)
+    for _ in range(3):
+        model(torch.rand(4, 8)).sum().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
 def train(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -215,6 +224,15 @@ def train(rank: int, folder: Path) -> None:
                     model(torch.rand(4, 8)).sum().backward()
                     time.sleep(0.01)
             detector.end_step()
+        torch.manual_seed(1)
+        plain = nn.parallel.DistributedDataParallel(Network(buffers=buffers))
+        torch.manual_seed(1)
+        timed = nn.parallel.DistributedDataParallel(Network(buffers=buffers))
+        detector.attach(timed)
+        both = zip(gradients(plain), gradients(timed), strict=True)
+        assert all(torch.equal(one, other) for one, other in both), "hooks change no number"
+        copy.deepcopy(timed.module)
+        pickle.dumps(timed.module)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -92,6 +92,21 @@ def test_a_slow_node_is_convicted_in_the_third_of_five_windows_and_once(bench, c
     assert " Straggler report processing time: 0.0" in caplog.text
 
 
+def test_a_node_that_stays_slow_is_convicted_once_and_one_that_recovers_may_be_again(bench):
+    slow, fine = [FAST, FAST, SLOW, FAST], [FAST] * 4
+    assert sum(bench.window(*slow) is not None for _ in range(20)) == 1
+    assert len(bench.events("straggler suspected")) == 1
+    for _ in range(5):
+        bench.window(*fine)
+    assert sum(bench.window(*slow) is not None for _ in range(20)) == 1
+
+
+def test_a_single_bad_window_names_nobody_in_the_journal(bench):
+    bench.window(FAST, FAST, SLOW, FAST)
+    bench.window(FAST, SLOW, FAST, FAST)
+    assert bench.events("straggler suspected") == []
+
+
 def test_outliers_in_two_of_five_windows_are_forgiven(bench):
     slow = [FAST, FAST, SLOW, FAST]
     fine = [FAST] * 4

@@ -176,6 +176,32 @@ def test_an_exception_leaves_its_traceback_in_the_log_and_in_the_verdict(tmp_pat
     on_a_node(tmp_path, work)
 
 
+@pytest.mark.parametrize(
+    ("own", "cause"),
+    [
+        ('{"format": 1, "cause": "rerun elsewhere", "message": "loss is NaN"}', "rerun elsewhere"),
+        ('{"format": 1, "cause": "worker error"}', "out of host memory"),
+        ('{"format": 1, "cause": "rerun el', "out of host memory"),
+        ('{"format": 1, "cause": "finished"}', "out of host memory"),
+    ],
+)
+def test_a_verdict_of_the_workers_own_is_kept(tmp_path, own, cause):
+    async def work(node: Node) -> None:
+        script = node.script(f"import pathlib\npathlib.Path('verdict-0.json').write_text({own!r})\nraise MemoryError\n")
+        assert await node.run([PYTHON, str(script)]) == 1
+        assert json.loads((tmp_path / "verdict-0.json").read_text())["cause"] == cause
+
+    on_a_node(tmp_path, work)
+
+
+def test_a_traceback_that_is_no_utf_8_is_left_all_the_same(tmp_path):
+    async def work(node: Node) -> None:
+        assert await node.run([PYTHON, str(node.script("raise ValueError('odd \\udcff text')"))]) == 1
+        assert json.loads((tmp_path / "verdict-0.json").read_text())["message"] == "ValueError: odd \\udcff text"
+
+    on_a_node(tmp_path, work)
+
+
 def test_a_script_that_ends_well_or_by_itself_leaves_no_verdict(tmp_path):
     async def work(node: Node) -> None:
         assert await node.run([PYTHON, str(node.script("raise SystemExit(5)"))]) == 5
