@@ -28,7 +28,7 @@ from slurmft.launch.stops import POLL_S, Stops
 from slurmft.launch.winding_down import PEER_GRACE_S, end_agents, kill_workers
 from slurmft.policy.evidence import Suspect
 from slurmft.policy.exit_actions import ExitAction, codes_of
-from slurmft.policy.judge import Circumstances, judge
+from slurmft.policy.judge import Circumstances, ends_attempt, judge
 from slurmft.policy.verdict import Cause, Verdict
 
 LAUNCH_LOOK_S = 0.5
@@ -64,6 +64,7 @@ class Supervisor:
             config, start, self._pool, self._seen, self._slurm, over=self._over, background=self._background
         )
         self._slow = SlowNodes(config, start, self._seen, self.stops, accuser=accuser)
+        self._complete_codes = codes_of(ExitAction.COMPLETE, config.exit_actions)
         self._failed = False
         self._escaped: Verdict | None = None
 
@@ -191,9 +192,8 @@ class Supervisor:
 
     def _on_exit(self, link: AgentLink, message: Message) -> None:
         end = self._seen.note_exit(link.host, message)
-        # a script that knows only the signal dies of it; its peers may still be saving, and have until the deadline
-        obeyed = self.stops.planned is not None and end.code in ENDED_BY_TERM
-        if end.code != 0 and not end.stopped and not end.killed and not obeyed:
+        planned, only_lead = self.stops.planned is not None, self._config.ignore_nonlead_status
+        if ends_attempt(end, planned=planned, complete_codes=self._complete_codes, only_lead=only_lead):
             self._journal.append("worker failed", rank=end.rank, node=link.host, code=end.code, error=end.error)
             if not self._failed:
                 self._background.start(self._kill_peers())
@@ -292,7 +292,7 @@ class Supervisor:
                 outside=outside[0] if outside else None,
                 outside_reason=outside[1] if outside else "",
                 heard=testimony_of(self._start, ends, places, within_s=within_s),
-                complete_codes=codes_of(ExitAction.COMPLETE, self._config.exit_actions),
+                complete_codes=self._complete_codes,
                 only_lead=self._config.ignore_nonlead_status,
             ),
         )
