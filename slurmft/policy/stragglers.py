@@ -85,7 +85,7 @@ class Scores:
     """[ranks] Accused by comparison with the cohort."""
 
     slow_individual: Flags
-    """[ranks] Accused by comparison with its own past, which most of its cohort can still keep up with."""
+    """[ranks] Accused by comparison with its own past, and with the faster half of its cohort."""
 
     @property
     def slow(self) -> Flags:
@@ -163,13 +163,18 @@ def _slow_by_cohort(scores: Floats, behind_s: Floats, limits: Limits) -> Flags:
 
 
 def _slow_by_past(individual: Floats, work_s: Floats, best_s: Floats, limits: Limits) -> Flags:
-    """Slower than it was, while at least half of its cohort are not: longer sequences slow everybody's own work."""
+    """Slower than it was, and than the faster half of its cohort is now.
+
+    The second condition is what longer sequences and busy machines do not pass: they slow the own work of all.
+    """
     told = individual[np.isfinite(individual)]
+    times = work_s[np.isfinite(work_s)]
     if len(told) < 2:
         return np.zeros(len(individual), np.bool_)
-    others = _upper_median(told)
+    others, faster_s = _upper_median(told), float(np.partition(times, (len(times) - 1) // 2)[(len(times) - 1) // 2])
     is_slower = (individual < limits.individual) & (individual < limits.individual * others)
-    return is_slower & (work_s - best_s > limits.min_difference_s)
+    is_behind = (faster_s < limits.individual * work_s) & (work_s - faster_s > limits.min_difference_s)
+    return is_slower & is_behind & (work_s - best_s > limits.min_difference_s)
 
 
 def accused(slow: Flags, node_of_rank: Integers) -> tuple[list[int], bool]:

@@ -122,6 +122,8 @@ def test_too_few_samples_accuse_nobody():
         pytest.param([2.0, 2.0], [1.0, 1.0], [], id="both are: the work has changed"),
         pytest.param([2.0, 3.9], [1.0, 1.0], [1], id="both are, one more"),
         pytest.param([3.0], [1.0], [], id="alone nobody can tell"),
+        pytest.param([2.0, 1.9, 1.2], [1.0, 1.9, 1.2], [], id="slower than it was, but as fast as the others"),
+        pytest.param([1.0, 1.0, 2.0, 2.0], [1.0] * 4, [2, 3], id="half of them are"),
         pytest.param([1.0, 2.0], [NAN, 1.0], [], id="no past to compare the others with"),
         pytest.param([1.0, 2.0], [1.0, 0.0], [], id="a best time of zero is none"),
         pytest.param([1.0, 1.3], [1.0, 1.0], [], id="not slow enough"),
