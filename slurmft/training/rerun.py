@@ -86,16 +86,13 @@ class RerunStateMachine(Validation):
         self.data = data
         self._randomness, self._model = IterationStart(), ModelStart(model)
         self._proceedings = Proceedings(settings, ranks, hardware)
-        self._is_alone = isinstance(self._agreement, Alone)
+        self._is_alone = isinstance(self._agreement, Alone) and not late
         self._is_usual = self._twice is None and not self._off
         self._has_to_tidy = True
         self._step, self._leave = step, leave
         self._is_between = True
         self._given: Data = None
         self._data: tuple[RerunDataIterator, ...] = ()
-        self._hashes: list[str] = []
-        self._doubt = ""
-        self._departure: Departure | None = None
 
     # the loop
 
@@ -123,7 +120,7 @@ class RerunStateMachine(Validation):
         if not self._is_usual:
             return self._after_other_run()
         if self._is_alone:
-            if self._rejection is not None or (self._unread and self._resolve()):
+            if self._rejection is not None:
                 return self._after_alarm()
         elif self._agreement.alarm(self._resolve):
             return self._after_alarm()
@@ -139,7 +136,7 @@ class RerunStateMachine(Validation):
         What is to be saved is the state before this iteration, which everything is back at; this object's state and the
         data's belong to it.
         """
-        departure = self._departure
+        departure = self._proceedings.departure
         if departure is None:
             return False, False, 0
         departure.write_verdict()
@@ -155,7 +152,7 @@ class RerunStateMachine(Validation):
             "rank": self._rank,
             "losses": self._checks.state_dict(),
             "proceedings": self._proceedings.state_dict(),
-            "hashes": list(self._hashes) if self._proceedings.pending is not None else [],
+            "hashes": list(self._second.hashes) if self._proceedings.pending is not None else [],
             "data": self.data.state_dict() if self.data is not None else None,
         }
 
@@ -167,8 +164,9 @@ class RerunStateMachine(Validation):
             self.data.load_state_dict(data)
         if not is_ours:
             return
-        self._iteration, self._hashes = int(state["iteration"]), [str(one) for one in state["hashes"]]
+        self._iteration, self._second.hashes = int(state["iteration"]), [str(one) for one in state["hashes"]]
         self._checks.load_state_dict(state["losses"])
+        self._fine_up_to = self._checks.fine_up_to
         self._proceedings.load_state_dict(state["proceedings"])
         if int(state["rank"]) != self._rank and self.data is not None:
             self.data.forget_replay()
@@ -187,10 +185,11 @@ class RerunStateMachine(Validation):
         self._agreement.clear()
         self._model.settle()
         self._has_to_tidy = self._reads_late or isinstance(self._agreement, ByLoop)
-        if self._unread:
+        if self._second.unread:
             self._resolve()
         if self._losses:
             self._checks.remember(self._losses)
+            self._fine_up_to = self._checks.fine_up_to
             self._losses = []
         self._iteration += 1
         self._is_between = True
@@ -216,8 +215,9 @@ class RerunStateMachine(Validation):
         return self._again_in_place()
 
     def _again_in_place(self) -> bool:
-        self._hashes = self._batch_hashes()
-        self._doubt = self._doubts()
+        self._rejection = self._proceedings.own
+        self._second.hashes = self._batch_hashes()
+        self._second.doubt = self._doubts()
         self._take_back()
         self._begin_phase(Phase.IN_PLACE)
         return True
@@ -229,39 +229,38 @@ class RerunStateMachine(Validation):
         if self._proceedings.pending is None:
             return True  # of another iteration: not to be judged
         self._rejection = self._proceedings.own
-        self._doubt = "the saved batches are damaged" if any(one.is_damaged() for one in self._data) else ""
+        self._second.doubt = "the saved batches are damaged" if any(one.is_damaged() for one in self._data) else ""
         self._begin_phase(Phase.ELSEWHERE)
         return True
 
     def _begin_phase(self, phase: Phase) -> None:
-        self._phase, self._is_quick, self._is_usual, self._rejected_anew = phase, False, False, None
-        self._seen = Seen.NOTHING if self._rejection is None else Seen.UNKNOWN
+        self._phase, self._is_quick, self._is_usual, self._second.anew = phase, False, False, None
+        self._second.seen = Seen.NOTHING if self._rejection is None else Seen.UNKNOWN
 
     def _after_rerun(self) -> bool:
-        doubt = self._doubt or self._doubts()
-        if not doubt and self._batch_hashes() != self._hashes:
+        doubt = self._second.doubt or self._doubts()
+        if not doubt and self._batch_hashes() != self._second.hashes:
             doubt = "the rerun got other data"
-        if self._seen is Seen.UNKNOWN and not doubt:
+        if self._second.seen is Seen.UNKNOWN and not doubt:
             doubt = "the rerun did not validate the result again"
-        row = Row(seen=self._seen, doubt=doubt, is_finite=self._model.is_finite(), anew=self._rejected_anew)
+        row = Row(seen=self._second.seen, doubt=doubt, is_finite=self._model.is_finite(), anew=self._second.anew)
         departure, again = self._proceedings.conclude(self._phase, row)
         if departure is not None:
             return self._depart(departure)
         if again:
-            self._rejection = self._rejected_anew
             return self._again_in_place()
         self._end_phase()
         return self._finish()
 
     def _end_phase(self) -> None:
-        self._phase, self._rejection, self._doubt = Phase.INITIAL, None, ""
+        self._phase, self._rejection, self._second.doubt = Phase.INITIAL, None, ""
         self._is_quick, self._is_usual = self._may_be_quick, True
 
     def _depart(self, departure: Departure) -> bool:
         self._take_back()
         self._end_phase()
         self._is_between = True
-        self._departure = departure
+        self._proceedings.departure = departure
         if self._leave is not None:
             self._leave(departure)
         return False
@@ -274,7 +273,7 @@ class RerunStateMachine(Validation):
         self._randomness.restore()
         self._model.restore()
         self._invocation = 0
-        self._losses, self._unread = [], []
+        self._losses, self._second.unread = [], []
 
     def _batch_hashes(self) -> list[str]:
         return [one_hash for one in self._data for one_hash in one.hashes()]

@@ -31,15 +31,16 @@ class LossChecks:
         self.remembers = self._window is not None
         """Whether accepted losses must be added."""
 
-        self.is_simple = self._for_nan
-        """Whether a finite loss that is not above ``bound`` is fine, and nothing else needs to be looked at."""
-
         self.bound = math.inf
+
+    @property
+    def fine_up_to(self) -> float:
+        """A finite loss up to this is fine, and nothing else needs to be looked at."""
+        return self.bound if self._for_nan and not self._own else -math.inf
 
     def add(self, check: RejectionFunction, message: str) -> None:
         """Reject a loss for which ``check`` is true as well."""
         self._own.append((check, message))
-        self.is_simple = False
 
     def problem(self, loss: torch.Tensor | float) -> str:
         """What is wrong with a loss; empty when nothing is. Waits for the GPU where it lies on one."""

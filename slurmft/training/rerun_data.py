@@ -58,9 +58,12 @@ class RerunDataIterator(Iterator[Any]):
 
     def advance(self) -> None:
         """The iteration is over: forget the batches it took."""
-        if self._next:
-            del self._taken[: self._next]
-            self._next = 0
+        taken = self._taken
+        if self._next == len(taken):
+            taken.clear()  # nearly always, and twice as fast
+        else:
+            del taken[: self._next]
+        self._next = 0
 
     def rewind(self) -> None:
         """Hand out the batches of this iteration once more."""

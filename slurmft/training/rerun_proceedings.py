@@ -20,6 +20,10 @@ from slurmft.training.rerun_settings import RerunSettings
 
 log = logging.getLogger(__name__)
 
+MAX_REJECTIONS = 256
+"""Ranks whose results are remembered, in every rank's checkpoint. When more of them reject one, as all do after a
+software error, these tell as much as all would."""
+
 SPOILED = "the weights themselves are not finite: an earlier step spoiled them; go on from an older checkpoint"
 
 
@@ -44,9 +48,12 @@ class Proceedings:
     pending: Pending | None
     """What waits for a rerun on other hardware; the same on all ranks."""
 
+    departure: Departure | None
+    """How this attempt ends, once it is known."""
+
     def __init__(self, settings: RerunSettings, ranks: Ranks, hardware: Suspect) -> None:
         self._settings, self._ranks, self._own_hardware = settings, ranks, hardware
-        self.pending = None
+        self.pending = self.departure = None
         self._hardware: Sequence[Suspect] = ()
         self._rejections: tuple[Rejection, ...] = ()
         self._iteration = self._rounds = 0
@@ -129,7 +136,11 @@ class Proceedings:
         self.pending = None if pending is None else Pending.from_plain(pending)
 
     def _located(self, rejections: Sequence[Rejection | None]) -> tuple[Rejection, ...]:
-        return tuple(one.on(self._hardware) for one in rejections if one is not None)
+        return tuple(one.on(self._hardware) for one in rejections if one is not None)[:MAX_REJECTIONS]
+
+    @property
+    def _has_say(self) -> bool:
+        return self._ranks.rank == 0 or self.own is not None
 
     def _take_up(self, anew: Sequence[Rejection | None]) -> tuple[Departure | None, bool]:
         """What was rejected first is explained; now for what was rejected in the rerun."""
@@ -148,6 +159,7 @@ class Proceedings:
             return Departure(
                 exit_code=EXIT_VALIDATION_FAILED, should_checkpoint=outcome is Outcome.PERSISTENT, outcome=outcome,
                 message=what, suspects=suspects_of(self._rejections) if outcome is Outcome.PERSISTENT else (),
+                has_say=self._has_say,
             )  # fmt: skip
         return None
 
@@ -167,7 +179,7 @@ class Proceedings:
             log.warning("verdict: %s", message)
         return Departure(
             exit_code=EXIT_RERUN_ELSEWHERE, should_checkpoint=True, outcome=Outcome.UNDECIDED, message=message,
-            suspects=suspects_of(self._rejections),
+            suspects=suspects_of(self._rejections), has_say=self._has_say,
         )  # fmt: skip
 
     def _inconclusive(self, why: str) -> Departure:
@@ -176,7 +188,7 @@ class Proceedings:
             log.error("verdict: %s", message)
         return Departure(
             exit_code=EXIT_VALIDATION_FAILED, should_checkpoint=False, outcome=Outcome.INCONCLUSIVE, message=message,
-            suspects=suspects_of(self._rejections),
+            suspects=suspects_of(self._rejections), has_say=self._has_say,
         )  # fmt: skip
 
 

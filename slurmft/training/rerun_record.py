@@ -11,7 +11,7 @@ import torch
 from slurmft.errors import UsageError
 from slurmft.policy.evidence import Suspect
 
-MAX_VALUES = 65_536
+MAX_VALUES = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

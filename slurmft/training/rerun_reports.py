@@ -53,10 +53,12 @@ class Departure:
     outcome: Outcome
     message: str
     suspects: tuple[Suspect, ...] = ()
+    has_say: bool = True
+    """Whether this rank writes the verdict: rank 0 and those that have rejected a result do."""
 
     def write_verdict(self) -> None:
         """Into the file that the agent has named, if any. Call it after the checkpoint, before the exit."""
-        if not (path := os.environ.get(VERDICT_VARIABLE)):
+        if not self.has_say or not (path := os.environ.get(VERDICT_VARIABLE)):
             return
         elsewhere = self.exit_code == EXIT_RERUN_ELSEWHERE
         verdict = WorkerVerdict(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,26 @@ class _Unread:
     is_loss: bool = False
 
 
+@dataclass(slots=True)
+class SecondLook:
+    """What is not looked at while all is well: results that are still on the device, and what a rerun has shown so far.
+
+    Apart from the machine, because attributes beyond the 29th make all of an object's attributes slower.
+    """
+
+    unread: list[_Unread] = field(default_factory=list)
+
+    seen: Seen = Seen.NOTHING
+    anew: Rejection | None = None
+    """Another result that was rejected in the rerun."""
+
+    hashes: list[str] = field(default_factory=list)
+    """Of the batches that the first run took."""
+
+    doubt: str = ""
+    """Why nothing is proven; empty when something is."""
+
+
 class Validation:
     """The part of the machine that a loop calls for each result. While all is well it compares one number.
 
@@ -49,15 +69,14 @@ class Validation:
         self._twice = StepTwice(settings.report_interval_steps) if settings.mode is Mode.REPORT_STATS else None
         self._agreement, self._injector, self._rank, self._reads_late = agreement, injector, rank, reads_late
         self._checks = LossChecks(settings)
+        self._fine_up_to, self._remembers = self._checks.fine_up_to, self._checks.remembers
         self._is_quick = self._may_be_quick
         self._step: Callable[[], int] | None = None
         self._iteration = self._invocation = 0
         self._phase = Phase.INITIAL
         self._rejection: Rejection | None = None
-        self._rejected_anew: Rejection | None = None
-        self._seen = Seen.NOTHING
+        self._second = SecondLook()
         self._losses: list[float] = []
-        self._unread: list[_Unread] = []
 
     @property
     def _off(self) -> bool:
@@ -106,10 +125,10 @@ class Validation:
         self, loss: Result, *, tolerance: float = 0.0, fatal: bool = True, producers: Sequence[int] | None = None
     ) -> None:
         """Look at a loss as the settings say: NaN, infinite, spiky, and what ``add_check`` has added."""
-        if self._is_quick and (checks := self._checks).is_simple:
+        if self._is_quick:
             value = loss if type(loss) is float else loss.item()  # type: ignore[union-attr]
-            if value - value == 0.0 and value <= checks.bound:
-                if checks.remembers:
+            if value - value == 0.0 and value <= self._fine_up_to:
+                if self._remembers:
                     self._losses.append(value)
                 self._invocation += 1
                 return
@@ -130,6 +149,7 @@ class Validation:
     def add_check(self, check: RejectionFunction, message: str) -> None:
         """Reject a loss in ``validate_loss`` for which ``check(loss)`` is true as well."""
         self._checks.add(check, message)
+        self._fine_up_to = self._checks.fine_up_to
 
     # the flag on the loop's own reduction
 
@@ -151,7 +171,7 @@ class Validation:
         if self._twice is not None:
             self._twice.note(one.invocation, one.message or "loss", values_of(one.result))
         elif self._reads_late and self._phase is Phase.INITIAL:
-            self._unread.append(one)
+            self._second.unread.append(one)
             if one.fatal:
                 self._agreement.poison(rejected.any() if isinstance(rejected, torch.Tensor) else bool(rejected))
         else:
@@ -163,13 +183,13 @@ class Validation:
         if self._phase is not Phase.INITIAL and first is not None and one.invocation == first.invocation:
             apart, now = largest_difference(first.values, values_of(one.result)), shown(one.result)
             if apart <= first.tolerance:
-                self._seen = Seen.REPRODUCED
+                self._second.seen = Seen.REPRODUCED
             else:
-                self._seen = Seen.DIFFERENT_REJECTED if rejected else Seen.DIFFERENT
+                self._second.seen = Seen.DIFFERENT_REJECTED if rejected else Seen.DIFFERENT
             log.info("rank %d: was %s, is %s, relative difference %g", self._rank, first.values[:4], now, apart)
         elif rejected:
             self._reject(one)
-        if one.is_loss and not rejected and self._checks.remembers:
+        if one.is_loss and not rejected and self._remembers:
             self._losses.append(number_of(one.result))
 
     def _reject(self, one: _Unread) -> None:
@@ -186,14 +206,14 @@ class Validation:
             tolerance=one.tolerance, producers=one.producers,
         )  # fmt: skip
         if self._phase is not Phase.INITIAL:
-            self._rejected_anew = self._rejected_anew or rejection
+            self._second.anew = self._second.anew or rejection
         elif self._rejection is None:
             self._rejection = rejection
             if not self._reads_late:
                 self._agreement.poison(True)
 
     def _resolve(self) -> bool:
-        unread, self._unread = self._unread, []
+        unread, self._second.unread = self._second.unread, []
         for one in unread:
             self._settle(one, rejected=is_rejected(one.rejected))
         return self._rejection is not None

@@ -6,6 +6,7 @@ import io
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,16 @@ import torch
 from torch import nn
 
 from slurmft.errors import ConfigError, UsageError
-from slurmft.policy.evidence import Kind
-from slurmft.policy.reruns import Injection, Mode
+from slurmft.policy.evidence import Kind, Suspect
+from slurmft.policy.reruns import Injection, Mode, Phase, Seen
 from slurmft.rerun_settings import RerunConfig
 from slurmft.storage.verdicts import EVIDENCE_VARIABLE, VERDICT_VARIABLE, read_evidence, read_verdict
 from slurmft.training import rng
 from slurmft.training.generators import IterationStart
 from slurmft.training.rerun import RerunStateMachine
 from slurmft.training.rerun_data import RerunDataIterator, batch_hash
+from slurmft.training.rerun_proceedings import Proceedings, Row
+from slurmft.training.rerun_record import Rejection
 from slurmft.training.rerun_settings import SETTINGS_VARIABLE, RerunSettings
 
 Spoil = Callable[[int, int, torch.Tensor], torch.Tensor]
@@ -371,7 +374,7 @@ def test_what_a_result_may_be():
             machine.validate_result(result)
     with pytest.raises(UsageError, match="at most"):
         while machine.should_run_forward_backward(data):
-            machine.validate_result(torch.full((70_000,), torch.nan))
+            machine.validate_result(torch.full((5000,), torch.nan))
 
 
 # injection
@@ -493,3 +496,36 @@ def test_the_start_of_each_iteration_is_remembered_whatever_was_drawn(seed):
     drawn = [draw() for draw in DRAWS[:5]]
     start.restore()
     assert [draw() for draw in DRAWS[:5]] == drawn
+
+
+# ten thousand ranks
+
+
+class ManyRanks:
+    """Rank 7,000 of 10,000; all others say what it says, from nodes of their own."""
+
+    rank, size, is_distributed = 7000, 10_000, True
+
+    def exchange(self, row: Any) -> list[Any]:
+        if isinstance(row, tuple):
+            own, rejection = row
+            others = [None if rejection is None else replace(rejection, rank=n, producers=(n,)) for n in range(10_000)]
+            return [(replace(own, node=f"n{n}", rank=n), others[n]) for n in range(10_000)]
+        return [row] * 10_000
+
+
+def test_when_all_ranks_reject_a_result_the_case_stays_small():
+    ranks: Any = ManyRanks()
+    case = Proceedings(RerunSettings(), ranks, Suspect(node="n7000", rank=7000))
+    rejection = Rejection(
+        rank=7000, invocation=0, message="loss is NaN", values=(float("nan"),), tolerance=0.0, producers=(7000,)
+    )
+    assert case.open(rejection, 3)
+    assert case.own is None  # 256 others were remembered
+    departure, again = case.conclude(Phase.IN_PLACE, Row(seen=Seen.REPRODUCED, doubt="", is_finite=True))
+    assert departure is not None and not again
+    assert (departure.exit_code, len(departure.suspects), departure.has_say) == (16, 256, False)
+    assert len(departure.message) < 1000
+    file = io.BytesIO()
+    torch.save(case.state_dict(), file)
+    assert len(file.getvalue()) < 100_000
