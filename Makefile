@@ -75,6 +75,9 @@ bench-exclusions: install ## measure the exclusion list, into bench/results/ (ha
 bench-stragglers: install ## measure what straggler detection costs (20 s, nothing else running)
 	@$(BIN)/python bench/stragglers --output bench/results/stragglers.md
 
+bench-rerun: install ## measure what the re-run state machine costs (10 s, nothing else running)
+	@$(BIN)/python bench/rerun --output bench/results/rerun.md
+
 clean: ## remove .venv and caches; runs/ stays
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -path ./runs -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -193,8 +193,8 @@ def why(*, node: str, file: Path | None, config: Path | None, as_json: bool) -> 
         ended = "" if entry.holds(now) else ", expired"
         end = _told_until(math.inf if entry.until is None else entry.until)
         click.echo(printable(f"  by hand: {entry.reason} (by {entry.who}, {_age(now - entry.at)} ago, {end}{ended})"))
-    if weighed:
-        Console().print(_observations(weighed, now))
+    for line in _observation_lines(weighed, now):
+        click.echo(printable(line))
     return 0
 
 
@@ -268,17 +268,17 @@ def _table(shown: Iterable[Standing]) -> Table:
     return table
 
 
-def _observations(weighed: Sequence[Weighed], now: float) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for title in ("age", "kind", "weight", "now", "source", "run", "job", "GPU", "evidence"):
-        table.add_column(title, overflow="fold", no_wrap=title in ("age", "weight", "now"))
+def _observation_lines(weighed: Sequence[Weighed], now: float) -> Iterator[str]:
+    """Two lines for each, the oldest first; not in columns: evidence is long, and is to be found with grep."""
     for entry in weighed:
         each = entry.observation
-        table.add_row(
-            _age(now - each.at), Text(printable(each.kind)), _weight(each), _now(entry),
-            *(Text(printable(text)) for text in (each.source, each.run, each.job, each.gpu, each.evidence)),
-        )  # fmt: skip
-    return table
+        parts = (each.gpu, f"job {each.job}" if each.job else "", Path(each.run).name)
+        of = f" ({', '.join(part for part in parts if part)})" if any(parts) else ""
+        seen_by = f" seen by {each.source}" if each.source else ""
+        weights = f"{_weight(each)}, now {_now(entry)}"
+        yield f"  {_age(now - each.at):>4} ago  {each.kind}  {weights}{seen_by}{of}"
+        if each.evidence:
+            yield f"            {each.evidence}"
 
 
 def _weight(observation: Observation) -> str:

@@ -31,8 +31,9 @@ MAX_VERDICT_BYTES = 1024 * 1024
 MAX_LOGS = 32
 """Logs that are looked at for last words; the first ranks to fail come first."""
 
-READ_S = 20.0
-"""How long reading may take in all: with 10,000 ranks on a slow filesystem what is read by then has to do."""
+READ_S, HURRIED_READ_S = 20.0, 3.0
+"""How long reading may take in all: with 10,000 ranks on a slow filesystem what is read by then has to do. The second
+is for ends that have a deadline: the requeue must still come before Slurm's kill."""
 
 MAX_PROBLEMS = 5
 
@@ -56,23 +57,26 @@ class _Reading:
         return tuple([*self.problems[:MAX_PROBLEMS], *([f"{more} more problems with files"] if more > 0 else [])])
 
 
-def testimony_of(start: Start, ends: Sequence[WorkerEnd], places: Mapping[int, str]) -> Testimony:
-    """All that was left of the attempt; waits a while for the run folder, and goes on without it after that.
+def testimony_of(
+    start: Start, ends: Sequence[WorkerEnd], places: Mapping[int, str], *, within_s: float = READ_S
+) -> Testimony:
+    """All that was left of the attempt; waits ``within_s`` for the run folder, and goes on without it after that.
 
     ``places`` are the nodes of ranks, also of those whose end nobody has seen.
     """
     try:
-        work = lambda: collect(start.run, start.cluster.attempt, ends, places)  # noqa: E731
-        return start.thread.call(work, timeout_s=2 * READ_S)
+        work = lambda: collect(start.run, start.cluster.attempt, ends, places, within_s=within_s)  # noqa: E731
+        return start.thread.call(work, timeout_s=within_s + 1.0)
     except (StorageError, OSError) as error:
         return Testimony(problems=(f"what the workers left was not read: {error}",))
 
 
 def collect(
-    run: RunFolder, attempt: Attempt, ends: Sequence[WorkerEnd], places: Mapping[int, str] | None = None
-) -> Testimony:
+    run: RunFolder, attempt: Attempt, ends: Sequence[WorkerEnd], places: Mapping[int, str] | None = None,
+    *, within_s: float = READ_S,
+) -> Testimony:  # fmt: skip
     """As ``testimony_of``, in this thread; never raises for what lies in the folder."""
-    reading = _Reading(time.monotonic() + READ_S)
+    reading = _Reading(time.monotonic() + within_s)
     folder = run.attempts / str(attempt)
     nodes = {**(places or {}), **{end.rank: end.node for end in ends}}
     reports = [

@@ -16,7 +16,7 @@ from slurmft.launch.background import Background
 from slurmft.launch.channel import Message
 from slurmft.launch.cluster import Cluster
 from slurmft.launch.elsewhere import suspect_gpus_of
-from slurmft.launch.evidence import testimony_of
+from slurmft.launch.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.launch.grace import workload_of
 from slurmft.launch.guardian import hold_signals, release_signals
 from slurmft.launch.observations import Observations
@@ -28,7 +28,7 @@ from slurmft.launch.stops import POLL_S, Stops
 from slurmft.launch.winding_down import PEER_GRACE_S, end_agents, kill_workers
 from slurmft.policy.evidence import Suspect
 from slurmft.policy.exit_actions import ExitAction, codes_of
-from slurmft.policy.judge import Circumstances, judge
+from slurmft.policy.judge import Circumstances, ends_attempt, judge
 from slurmft.policy.verdict import Cause, Verdict
 
 LAUNCH_LOOK_S = 0.5
@@ -64,6 +64,7 @@ class Supervisor:
             config, start, self._pool, self._seen, self._slurm, over=self._over, background=self._background
         )
         self._slow = SlowNodes(config, start, self._seen, self.stops, accuser=accuser)
+        self._complete_codes = codes_of(ExitAction.COMPLETE, config.exit_actions)
         self._failed = False
         self._escaped: Verdict | None = None
 
@@ -191,9 +192,8 @@ class Supervisor:
 
     def _on_exit(self, link: AgentLink, message: Message) -> None:
         end = self._seen.note_exit(link.host, message)
-        # a script that knows only the signal dies of it; its peers may still be saving, and have until the deadline
-        obeyed = self.stops.planned is not None and end.code in ENDED_BY_TERM
-        if end.code != 0 and not end.stopped and not end.killed and not obeyed:
+        planned, only_lead = self.stops.planned is not None, self._config.ignore_nonlead_status
+        if ends_attempt(end, planned=planned, complete_codes=self._complete_codes, only_lead=only_lead):
             self._journal.append("worker failed", rank=end.rank, node=link.host, code=end.code, error=end.error)
             if not self._failed:
                 self._background.start(self._kill_peers())
@@ -276,7 +276,8 @@ class Supervisor:
         binding = self._slurm.outside is not None and self._slurm.outside[0] in (Cause.CANCELLED, Cause.REQUEUED)
         orderly = self.stops.planned is not None and self._seen.all_ended
         outside = self._slurm.outside if binding or not orderly else None
-        ends = list(self._seen.ends.values())
+        ends, places = list(self._seen.ends.values()), self._pool.places(self._config.nproc_per_node)
+        within_s = READ_S if self.stops.planned is None and self._slurm.outside is None else HURRIED_READ_S
         return judge(
             ends,
             world_size=self._config.world_size,
@@ -290,8 +291,8 @@ class Supervisor:
                 launch_error=self._launch_error,
                 outside=outside[0] if outside else None,
                 outside_reason=outside[1] if outside else "",
-                heard=testimony_of(self._start, ends, self._pool.places(self._config.nproc_per_node)),
-                complete_codes=codes_of(ExitAction.COMPLETE, self._config.exit_actions),
+                heard=testimony_of(self._start, ends, places, within_s=within_s),
+                complete_codes=self._complete_codes,
                 only_lead=self._config.ignore_nonlead_status,
             ),
         )

@@ -86,9 +86,8 @@ class RerunStateMachine(Validation):
         self.data = data
         self._randomness, self._model = IterationStart(), ModelStart(model)
         self._proceedings = Proceedings(settings, ranks, hardware)
-        self._mark_generators, self._mark_model = self._randomness.mark, self._model.mark
-        self._alarm, self._is_alone = self._agreement.alarm, isinstance(self._agreement, Alone)
-        self._is_usual = self._twice is None
+        self._is_alone = isinstance(self._agreement, Alone)
+        self._is_usual = self._twice is None and not self._off
         self._has_to_tidy = True
         self._step, self._leave = step, leave
         self._is_between = True
@@ -114,24 +113,19 @@ class RerunStateMachine(Validation):
                 self._data = _as_iterators(data)
                 self._given = data
             for one in self._data:
-                if one._next:
-                    one.advance()
-            self._invocation = 0
-            if self._off:
+                one.advance()
+            if not self._is_usual and self._off:
                 return True
-            self._mark_generators()
-            self._mark_model()
+            self._invocation = 0
+            self._randomness.mark()
+            self._model.mark()
             return self._proceedings.pending is None or self._begin_elsewhere()
-        if self._off:
-            self._iteration += 1
-            self._is_between = True
-            return False
         if not self._is_usual:
-            return self._after_rerun() if self._phase is not Phase.INITIAL else self._run_twice()
+            return self._after_other_run()
         if self._is_alone:
             if self._rejection is not None or (self._unread and self._resolve()):
                 return self._after_alarm()
-        elif self._alarm(self._resolve):
+        elif self._agreement.alarm(self._resolve):
             return self._after_alarm()
         if self._has_to_tidy or self._losses:
             return self._finish()
@@ -202,7 +196,14 @@ class RerunStateMachine(Validation):
         self._is_between = True
         return False
 
-    def _run_twice(self) -> bool:
+    def _after_other_run(self) -> bool:
+        """After a run that is none of the usual: a rerun, or one that nobody looks at, or one of two."""
+        if self._off:
+            self._iteration += 1
+            self._is_between = True
+            return False
+        if self._phase is not Phase.INITIAL:
+            return self._after_rerun()
         if self._twice is not None and self._twice.wants_second_run():
             self._take_back()
             return True
@@ -254,7 +255,7 @@ class RerunStateMachine(Validation):
 
     def _end_phase(self) -> None:
         self._phase, self._rejection, self._doubt = Phase.INITIAL, None, ""
-        self._is_quick, self._is_usual = self._may_be_quick, self._twice is None
+        self._is_quick, self._is_usual = self._may_be_quick, True
 
     def _depart(self, departure: Departure) -> bool:
         self._take_back()

@@ -30,8 +30,9 @@ class RerunDataIterator(Iterator[Any]):
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
         self._fetch: Callable[[], Any] = self._fetch_first
-        self._batches: list[Any] = []
-        self._versions: list[Any] = []
+        self._taken: list[tuple[Any, Any]] = []
+        """The batches of this iteration, each with torch's count of writes when it was handed out."""
+
         self._next = 0
         self._loaded_hashes: list[str] = []
 
@@ -39,27 +40,26 @@ class RerunDataIterator(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
-        index, batches = self._next, self._batches
-        if index < len(batches):
+        index, taken = self._next, self._taken
+        if index < len(taken):
             self._next = index + 1
-            return batches[index]
+            return taken[index][0]
         batch = self._fetch()
-        batches.append(batch)
-        if type(batch) is tuple:  # nearly always, and then nearly always of tensors: spare the call
+        if type(batch) is tuple and len(batch) == 2:  # inputs and targets, nearly always: spare the calls
+            first, second = batch
             try:
-                self._versions.append([part._version for part in batch])
+                taken.append((batch, (first._version, second._version)))
             except AttributeError:
-                self._versions.append(_versions(batch))
+                taken.append((batch, _versions(batch)))
         else:
-            self._versions.append(_versions(batch))
+            taken.append((batch, _versions(batch)))
         self._next = index + 1
         return batch
 
     def advance(self) -> None:
         """The iteration is over: forget the batches it took."""
-        taken = self._next
-        if taken:
-            del self._batches[:taken], self._versions[:taken]
+        if self._next:
+            del self._taken[: self._next]
             self._next = 0
 
     def rewind(self) -> None:
@@ -76,24 +76,25 @@ class RerunDataIterator(Iterator[Any]):
 
     def changed_in_place(self) -> bool:
         """Whether the loop has written into a batch of this iteration since it was handed out."""
-        return any(_versions(batch) != seen for batch, seen in zip(self._batches, self._versions, strict=True))
+        return any(_versions(batch) != seen for batch, seen in self._taken)
 
     def hashes(self) -> list[str]:
         """One for each batch that this iteration has taken so far; equal for equal content, on any machine."""
-        return [batch_hash(batch) for batch in self._batches[: self._next]]
+        return [batch_hash(batch) for batch, _ in self._taken[: self._next]]
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's state, and the batches that the iteration under way has taken."""
         inner = getattr(self._loader, "state_dict", None)
-        can_save = all(_is_plain(batch) for batch in self._batches)
+        batches = [batch for batch, _ in self._taken]
+        can_save = all(_is_plain(batch) for batch in batches)
         if not can_save:
             log.warning("batches of this type cannot be saved: a rerun on other hardware will be inconclusive")
         return {
             _FORMAT: 1,
             "inner": inner() if inner is not None else None,
-            "batches": [_stored(batch) for batch in self._batches] if can_save else [],
-            "hashes": [batch_hash(batch) for batch in self._batches],
-            "on_gpu": any(_on_gpu(batch) for batch in self._batches),
+            "batches": [_stored(batch) for batch in batches] if can_save else [],
+            "hashes": [batch_hash(batch) for batch in batches],
+            "on_gpu": any(_on_gpu(batch) for batch in batches),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
@@ -104,17 +105,17 @@ class RerunDataIterator(Iterator[Any]):
         if load is not None and inner is not None:
             load(inner)
         device = "cuda" if is_ours and state["on_gpu"] and torch.cuda.is_available() else "cpu"
-        self._batches = [_moved(batch, device) for batch in state["batches"]] if is_ours else []
-        self._versions = [_versions(batch) for batch in self._batches]
-        self._loaded_hashes = [str(one) for one in state["hashes"]] if self._batches else []
+        batches = [_moved(batch, device) for batch in state["batches"]] if is_ours else []
+        self._taken = [(batch, _versions(batch)) for batch in batches]
+        self._loaded_hashes = [str(one) for one in state["hashes"]] if batches else []
 
     def forget_replay(self) -> None:
         """Drop the batches of a loaded state: they are another rank's."""
-        self._batches, self._versions, self._loaded_hashes, self._next = [], [], [], 0
+        self._taken, self._loaded_hashes, self._next = [], [], 0
 
     def is_damaged(self) -> bool:
         """Whether the batches of a loaded state are not those that were saved."""
-        return bool(self._loaded_hashes) and [batch_hash(batch) for batch in self._batches] != self._loaded_hashes
+        return bool(self._loaded_hashes) and [batch_hash(batch) for batch, _ in self._taken] != self._loaded_hashes
 
 
 def batch_hash(batch: Any) -> str:
@@ -154,9 +155,9 @@ def _versions(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value._version
     if isinstance(value, list | tuple):
-        return [_versions(item) for item in value]
+        return tuple(_versions(item) for item in value)
     if isinstance(value, Mapping):
-        return [_versions(item) for item in value.values()]
+        return tuple(_versions(item) for item in value.values())
     return None
 
 

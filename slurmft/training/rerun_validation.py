@@ -46,11 +46,9 @@ class Validation:
         self, settings: RerunSettings, agreement: Agreement, injector: Injector | None, rank: int, *, reads_late: bool
     ) -> None:
         self.settings = settings
-        self._off = settings.mode is Mode.DISABLED
         self._twice = StepTwice(settings.report_interval_steps) if settings.mode is Mode.REPORT_STATS else None
         self._agreement, self._injector, self._rank, self._reads_late = agreement, injector, rank, reads_late
         self._checks = LossChecks(settings)
-        self._may_be_quick = injector is None and self._twice is None and not reads_late and not self._off
         self._is_quick = self._may_be_quick
         self._step: Callable[[], int] | None = None
         self._iteration = self._invocation = 0
@@ -60,6 +58,15 @@ class Validation:
         self._seen = Seen.NOTHING
         self._losses: list[float] = []
         self._unread: list[_Unread] = []
+
+    @property
+    def _off(self) -> bool:
+        return self.settings.mode is Mode.DISABLED
+
+    @property
+    def _may_be_quick(self) -> bool:
+        """Whether the first run of an iteration needs no more than a look at each result."""
+        return self._injector is None and self._twice is None and not self._reads_late and not self._off
 
     @property
     def iteration(self) -> int:
@@ -99,17 +106,18 @@ class Validation:
         self, loss: Result, *, tolerance: float = 0.0, fatal: bool = True, producers: Sequence[int] | None = None
     ) -> None:
         """Look at a loss as the settings say: NaN, infinite, spiky, and what ``add_check`` has added."""
+        if self._is_quick and (checks := self._checks).is_simple:
+            value = loss if type(loss) is float else loss.item()  # type: ignore[union-attr]
+            if value - value == 0.0 and value <= checks.bound:
+                if checks.remembers:
+                    self._losses.append(value)
+                self._invocation += 1
+                return
         if self._off:
             return
         invocation = self._invocation
         self._invocation = invocation + 1
         checks = self._checks
-        if self._is_quick and checks.is_simple:
-            value = loss if type(loss) is float else loss.item()  # type: ignore[union-attr]
-            if value - value == 0.0 and value <= checks.bound:
-                if checks.remembers:
-                    self._losses.append(value)
-                return
         if self._reads_late and self._phase is Phase.INITIAL and isinstance(loss, torch.Tensor):
             rejected: Any = checks.on_device(loss)
             message = ""  # is found when it is read

@@ -140,11 +140,10 @@ def test_an_agents_file_speaks_for_its_node(run):
     assert (found.cause, found.node) == (Cause.HANG, "n5")
 
 
-def test_reading_has_an_end(run, monkeypatch):
+def test_reading_has_an_end(run):
     for rank in range(3):
         said(run, rank, WorkerVerdict(cause="straggler"))
-    monkeypatch.setattr(evidence, "READ_S", -1.0)
-    found = collect(run, ATTEMPT, [end(rank) for rank in range(3)])
+    found = collect(run, ATTEMPT, [end(rank) for rank in range(3)], within_s=-1.0)
     assert found.reports == ()
     assert "3 of 3 verdict files were not read" in found.problems[0]
 

@@ -272,7 +272,7 @@ def test_a_batch_that_the_loop_has_written_into_proves_nothing(tmp_path):
     loop = Loop()
 
     def write(step: int, run: int, loss: torch.Tensor) -> torch.Tensor:
-        loop.data._batches[0][1].mul_(2)  # the targets, which no gradient needs
+        loop.data._taken[0][0][1].mul_(2)  # the targets, which no gradient needs
         return wrong(float("nan"))(step, run, loss)
 
     assert loop.run(6, spoil=write) == (False, True, 17)
