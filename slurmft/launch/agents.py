@@ -51,7 +51,7 @@ def _name(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= 255 and value.isprintable()
 
 
-_SECTION = (lambda value: _name(value) and len(value) <= MAX_NAME, _time, _integer(1, 2**31 - 1))
+_SECTION: tuple[Check, ...] = (lambda value: _name(value) and len(value) <= MAX_NAME, _time, _integer(1, 2**31 - 1))
 
 
 def _are_sections(sections: Any) -> bool:

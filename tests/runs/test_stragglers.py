@@ -33,12 +33,8 @@ def trained(new_run: Callable[..., Run]) -> Callable[..., Run]:
 
 
 def accused(run: Run) -> set[str]:
-    return {
-        node
-        for event in run.events()
-        if event.event in ("straggler suspected", "straggler detected")
-        for node in event.details["nodes"]
-    }
+    """Nodes that a verdict named. Two windows of a second, for a suspicion, may be noise on a busy machine."""
+    return {node for event in run.events("straggler detected") for node in event.details["nodes"]}
 
 
 def test_a_node_whose_cpu_is_limited_is_found_and_no_other(trained: Callable[..., Run], lab: Lab):
@@ -58,7 +54,7 @@ def test_a_node_whose_cpu_is_limited_is_found_and_no_other(trained: Callable[...
 
 
 def test_a_run_moves_away_from_a_slow_node_and_ends_with_the_same_weights(trained: Callable[..., Run], lab: Lab):
-    steps = 900
+    steps = 250
     undisturbed = trained("--work", "0", steps=steps, nodes=3, name="not-slow")
     undisturbed.wait_until_done()
 
