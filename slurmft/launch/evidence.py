@@ -92,7 +92,7 @@ def collect(
     return Testimony(
         reports=tuple(reports),
         step=step_words(folder),
-        evidence=tuple(reader.new(reading.deadline)),
+        evidence=tuple(evidence for _, evidence in reader.new(reading.deadline)),
         problems=reading.told(),
     )
 
@@ -103,15 +103,15 @@ def step_words(folder: Path) -> StepWords:
 
 
 class EvidenceReader:
-    """Reads what an attempt's workers add to their evidence files, each line once."""
+    """Reads what the workers of a run, or of one attempt, add to their evidence files, each line once."""
 
-    def __init__(self, verdicts: Path, attempt: str) -> None:
-        self._folder, self._prefix = verdicts, f"{attempt}."
+    def __init__(self, verdicts: Path, attempt: str = "") -> None:
+        self._folder, self._prefix = verdicts, f"{attempt}." if attempt else ""
         self._read_to: dict[str, int] = {}
 
-    def new(self, deadline: float | None = None) -> list[Evidence]:
-        """Whole lines that have been added since the last call; what is damaged in them is left out."""
-        found: list[Evidence] = []
+    def new(self, deadline: float | None = None) -> list[tuple[str, Evidence]]:
+        """Whole lines that have been added since the last call, each with the name of its file; damage is left out."""
+        found: list[tuple[str, Evidence]] = []
         for name in _names(self._folder, self._prefix, ".evidence.jsonl"):
             if deadline is not None and time.monotonic() > deadline:
                 break
@@ -123,7 +123,7 @@ class EvidenceReader:
             if whole:
                 self._read_to[name] = start + len(whole) + (len(whole) < len(data or b""))
                 lines = whole.decode(errors="replace").split("\n")
-                found += [evidence for line in lines if (evidence := parse_evidence(line)) is not None]
+                found += [(name, evidence) for line in lines if (evidence := parse_evidence(line)) is not None]
         return found
 
 

@@ -15,6 +15,7 @@ from slurmft.errors import RunBusy, StorageError, StorageUnavailable, UsageError
 from slurmft.launch.accusing import Accuser
 from slurmft.launch.cluster import Cluster, SlurmCluster, detect
 from slurmft.launch.ending import Ending
+from slurmft.launch.evidence import collect
 from slurmft.launch.guardian import lost_pids
 from slurmft.launch.living import owner_lives
 from slurmft.launch.logs import BackgroundLog
@@ -22,6 +23,8 @@ from slurmft.launch.overview import Progress, progress_of
 from slurmft.launch.settling import next_cycle, settle
 from slurmft.launch.start import Start
 from slurmft.launch.supervisor import Supervisor
+from slurmft.policy.findings import DECIDING
+from slurmft.policy.judge import Circumstances, judge
 from slurmft.policy.verdict import EXIT_TEMPORARY, Action, Cause, Decision, Verdict
 from slurmft.scheduler import queueing
 from slurmft.scheduler.command import ignoring_signals
@@ -95,7 +98,7 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
                   history=history, secret=b"")  # fmt: skip
     name = signal.Signals(number).name
     journal.append("supervisor lost", signal=name, host=owner.host)
-    verdict = _verdict_in_its_place(run, str(cluster.attempt), name, owner.host)
+    verdict = _verdict_in_its_place(run, cluster.attempt, name, owner.host, config.world_size)
     ending = Ending(config, start, Accuser(config, start), BackgroundLog())
     decided = [event for event in history if event.attempt == str(cluster.attempt) and event.event == "decision"]
     code = ending.follow(verdict, _decision_of(decided[-1])) if decided else ending.act_on(verdict)
@@ -113,14 +116,21 @@ def _decision_of(event: Event) -> Decision:
     )
 
 
-def _verdict_in_its_place(run: RunFolder, attempt: str, name: str, host: str) -> Verdict:
+def _verdict_in_its_place(run: RunFolder, attempt: Attempt, name: str, host: str, world_size: int) -> Verdict:
     progress = progress_of(run)
-    mine = progress if progress.attempt == attempt else Progress()
+    mine = progress if progress.attempt == str(attempt) else Progress()
     facts: dict[str, Any] = {
         "first_step": mine.resumed or 0, "last_step": mine.step or 0, "saved_step": mine.saved_step,
     }  # fmt: skip
     if (who := run.see_request("KILL")) is not None:
         return Verdict(cause=Cause.STOPPED_BY_USER, reason=f"stopped by {who}; {name} ended the supervisor", **facts)
+    # what its workers had to say is still true: without it, a rerun would go on where it was
+    seen = Circumstances(
+        heard=collect(run, attempt, ()), reached=(facts["first_step"], facts["last_step"]), saved=mine.saved_step
+    )
+    told = judge((), world_size=world_size, seen=seen)
+    if told.cause in DECIDING:
+        return told
     reason = f"the supervisor on {host} was ended by {name}"
     return Verdict(cause=Cause.SUPERVISOR_LOST, reason=reason, **facts)
 

@@ -179,13 +179,14 @@ def preempt(lab: Lab, seconds: int = 1) -> str:
 
 
 WRAPPER = """#!/bin/bash
-# {name}, which does what the file beside it says: fail, late, refuse, die, or nothing special
+# {name}, which does what the file beside it says: fail, late, refuse, orphan, die, or nothing
 read -r mode 2> /dev/null < {folder}/mode
 echo "$mode {name} $*" >> {folder}/calls
 case $mode:{name}:$1 in
 fail:*) echo "{name}: error: Unable to contact slurm controller (connect failure)" >&2; exit 1 ;;
 late:scontrol:requeue|late:sbatch:*) {real} "$@" > /dev/null
     echo "{name}: error: Socket timed out on send/recv operation" >&2; exit 1 ;;
+orphan:scontrol:update) echo none > {folder}/mode; kill -KILL $PPID; exit 1 ;;
 die:scontrol:update) pkill -KILL -f '[s]lurmft run '; exit 1 ;;
 refuse:scontrol:requeue|refuse:scontrol:update) echo "Requested operation is presently disabled for job" >&2; exit 1 ;;
 esac

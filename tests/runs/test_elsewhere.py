@@ -157,6 +157,19 @@ def test_a_supervisor_killed_between_requeue_and_update(lab: Lab, blaming: Calla
     assert run.folder.jobs() == [job]
 
 
+def test_a_guardian_finishes_what_its_supervisor_began(blaming: Callable[..., Run], moody: Path) -> None:
+    run = blaming("n1")
+    (moody / "mode").write_text("orphan\n")
+    job = submit_with(run, moody)
+    run.wait_until_done()
+    story = run.story()
+    assert run.events("supervisor lost"), story
+    assert run.events("placed")[0].details["excluded"] == "n1", story
+    assert len(nodes_of(run)) == 2, story
+    assert "n1" not in nodes_of(run)[1], story
+    assert run.folder.jobs() == [job], story
+
+
 def test_a_supervisor_killed_after_its_decision_leaves_an_ended_job(
     lab: Lab, blaming: Callable[..., Run], moody: Path
 ) -> None:

@@ -247,15 +247,16 @@ def test_each_line_of_evidence_is_read_once(run):
     reader, path = EvidenceReader(run.verdicts, str(ATTEMPT)), run.verdicts / f"{ATTEMPT}.rank-0.evidence.jsonl"
     assert reader.new() == []
     add_evidence(path, observed(1))
-    assert reader.new() == [observed(1)]
+    assert reader.new() == [(path.name, observed(1))]
     assert reader.new() == []
     with path.open("a") as stream:
         stream.write('{"format": 1, "kind": "strag')  # its writer was killed
     assert reader.new() == []
     add_evidence(path, observed(2))
     add_evidence(run.verdicts / f"{ATTEMPT}.rank-1.evidence.jsonl", observed(3))
-    assert reader.new() == [observed(2), observed(3)]
+    assert [each for _, each in reader.new()] == [observed(2), observed(3)]
     assert read_evidence(path) == [observed(1), None, observed(2)]
+    assert [each for _, each in EvidenceReader(run.verdicts).new()] == [observed(1), observed(2), observed(3)]
     assert collect(run, ATTEMPT, []).evidence == (observed(1), observed(2), observed(3))
 
 
@@ -265,7 +266,7 @@ def test_an_endless_line_is_passed_over(run, monkeypatch):
     path.write_bytes(b"x" * 1200 + b"\n")
     add_evidence(path, observed(1))
     reader = EvidenceReader(run.verdicts, str(ATTEMPT))
-    assert [each for _ in range(5) for each in reader.new()] == [observed(1)]
+    assert [each for _ in range(5) for _, each in reader.new()] == [observed(1)]
 
 
 @pytest.mark.parametrize(
