@@ -12,6 +12,7 @@ from slurmft.config import RunConfig
 from slurmft.errors import SlurmError, StorageError
 from slurmft.launch import avoidance
 from slurmft.launch.avoidance import Avoidance
+from slurmft.policy.evidence import Kind
 from slurmft.policy.suspicion import State, standing, suspect_gpus
 from slurmft.policy.verdict import Action
 from slurmft.scheduler import slurm
@@ -63,7 +64,8 @@ def next_placement(
     """
     exclusions = read_exclusions(config)
     before = ours(history)
-    if not suspects and not before and not excluded_now(config, exclusions):
+    wanted = tuple(dict.fromkeys([*suspects, *sorted(left(history))]))
+    if not wanted and not before and not excluded_now(config, exclusions):
         return None
     own = expanded(config.slurm.exclude)
     if job is not None:
@@ -72,10 +74,10 @@ def next_placement(
         except SlurmError as error:
             log.warning("the nodes that job %s excludes are not known: %s", job, error.what)
     try:
-        found = _to_avoid(config, exclusions, partition=partition, suspects=suspects, own=own)
+        found = _to_avoid(config, exclusions, partition=partition, suspects=wanted, own=own)
     except (SlurmError, StorageError) as error:
         log.warning("only the suspects are avoided: %s", error.what)
-        return Placement(excluded=own | set(suspects), avoidance=Avoidance(nodes=tuple(suspects), problem=error.what))
+        return Placement(excluded=own | set(wanted), avoidance=Avoidance(nodes=wanted, problem=error.what))
     missing = [drop for drop in found.dropped if drop.node in set(suspects)]
     missing_names = {drop.node for drop in missing} | (set(suspects) - set(found.nodes))
     impossible = "; ".join(f"{drop.node}: {drop.reason}" for drop in missing) or ", ".join(sorted(missing_names))
@@ -130,6 +132,18 @@ def ours(history: Sequence[Event]) -> frozenset[str]:
     """Nodes that the run ever excluded by itself, rather than its user."""
     lists = [expanded(event.details.get("nodes")) for event in history if event.event == "avoiding"]
     return frozenset().union(*lists)
+
+
+def left(history: Sequence[Event]) -> frozenset[str]:
+    """Nodes that the run has moved away from, and that were not acquitted since: it does not go back by chance."""
+    nodes: set[str] = set()
+    for event in history:
+        facts = event.details
+        if event.event == "decision" and facts.get("elsewhere") and facts.get("action") == Action.CONTINUE:
+            nodes.update(map(str, facts.get("avoid", [])))
+        elif event.event == "evidence" and facts.get("kind") == Kind.RERUN_ACQUITTED:
+            nodes.discard(str(facts.get("node")))
+    return frozenset(nodes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

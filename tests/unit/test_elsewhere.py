@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slurmft.launch.elsewhere import Duty, choose, duty_of, ours
+from slurmft.launch.elsewhere import Duty, choose, duty_of, left, ours
 from slurmft.launch.settling import next_cycle
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import Attempt
@@ -52,6 +52,13 @@ def test_only_what_the_run_excluded_itself_is_taken_back():
     events = history(("avoiding", {"nodes": "n[1,5]"}), ("decision", {"nodes": "n2"}), ("avoiding", {"nodes": "n3"}))
     assert ours(events) == {"n1", "n3", "n5"}
     assert ours(history(("avoiding", {}), ("avoiding", {"nodes": "n["}))) == frozenset()
+
+
+def test_a_run_does_not_go_back_to_what_it_has_left_unless_that_is_acquitted():
+    acquitted = ("evidence", {"kind": "rerun acquitted", "node": "n1"})
+    assert left(history(VERDICT, MOVE, VERDICT, KEEP_OFF)) == {"n1", "n2"}
+    assert left(history(VERDICT, MOVE, acquitted)) == {"n2"}
+    assert left(history(VERDICT, STOP, VERDICT, KEEP_OFF)) == frozenset()
 
 
 @pytest.mark.parametrize(
