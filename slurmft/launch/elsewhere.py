@@ -75,6 +75,8 @@ def next_placement(
             log.warning("the nodes that job %s excludes are not known: %s", job, error.what)
     try:
         found = _to_avoid(config, exclusions, partition=partition, suspects=wanted, own=own)
+        if not set(suspects) <= set(found.nodes):  # what it has left before must not cost it what it leaves now
+            found = _to_avoid(config, exclusions, partition=partition, suspects=suspects, own=own)
     except (SlurmError, StorageError) as error:
         log.warning("only the suspects are avoided: %s", error.what)
         return Placement(excluded=own | set(wanted), avoidance=Avoidance(nodes=wanted, problem=error.what))
