@@ -75,15 +75,17 @@ def next_placement(
             log.warning("the nodes that job %s excludes are not known: %s", job, error.what)
     try:
         found = _to_avoid(config, exclusions, partition=partition, suspects=wanted, own=own)
-        if not set(suspects) <= set(found.nodes):  # what it has left before must not cost it what it leaves now
+        if _kept(found, suspects):  # what it has left before must not cost it what it leaves now
             found = _to_avoid(config, exclusions, partition=partition, suspects=suspects, own=own)
     except (SlurmError, StorageError) as error:
         log.warning("only the suspects are avoided: %s", error.what)
         return Placement(excluded=own | set(wanted), avoidance=Avoidance(nodes=wanted, problem=error.what))
-    missing = [drop for drop in found.dropped if drop.node in set(suspects)]
-    missing_names = {drop.node for drop in missing} | (set(suspects) - set(found.nodes))
-    impossible = "; ".join(f"{drop.node}: {drop.reason}" for drop in missing) or ", ".join(sorted(missing_names))
-    return Placement(excluded=own | set(found.nodes), avoidance=found, impossible=impossible)
+    return Placement(excluded=own | set(found.nodes), avoidance=found, impossible=_kept(found, suspects))
+
+
+def _kept(found: Avoidance, suspects: Sequence[str]) -> str:
+    """Which of them are not avoided, and why; empty when all are. One that the job cannot get to need not be."""
+    return "; ".join(f"{drop.node}: {drop.reason}" for drop in found.dropped if drop.node in suspects)
 
 
 def _to_avoid(
