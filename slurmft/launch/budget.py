@@ -29,10 +29,19 @@ def past_ends(history: Sequence[Event]) -> list[PastEnd]:
     for event in history:
         facts = event.details
         if event.event == "verdict":
-            ends.append(PastEnd(cause=str(facts.get("cause", "")), progressed=_progressed(facts)))
+            ends.append(
+                PastEnd(
+                    cause=str(facts.get("cause", "")), progressed=_progressed(facts), first_step=_first_step(facts)
+                )
+            )  # fmt: skip
         elif event.event == "decision" and facts.get("action") == Action.STOP:
             ends.append(PastEnd(cause="", given_up=True))
     return ends
+
+
+def _first_step(facts: dict[str, object]) -> int | None:
+    first, last, saved = facts.get("first_step", 0), facts.get("last_step"), facts.get("saved_step")
+    return first if type(first) is int and (last or saved is not None) else None
 
 
 def _progressed(facts: dict[str, object]) -> bool:

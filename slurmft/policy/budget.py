@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from slurmft.policy.decide import PATIENT, Budget
@@ -20,6 +20,11 @@ class PastEnd:
     """As the journal has it; one that is not known counts as a failure of its own kind."""
 
     progressed: bool = False
+    """It had saved a new step."""
+
+    first_step: int | None = None
+    """Step it had resumed from; None where it did not come that far."""
+
     given_up: bool = False
     """The run was stopped by a decision: whoever submitted it again has looked at it, and the count begins anew."""
 
@@ -34,28 +39,45 @@ def budget_for(
 ) -> Budget:
     """What the run had spent before ``verdict``, and may spend in all."""
     spent: Counter[str] = Counter()
-    idle = 0
-    for end in past:
-        if end.progressed or end.given_up:
+    idle = lost = 0
+    ends = list(past)
+    for end, is_lost in zip(ends, _lost(ends, verdict), strict=True):
+        if end.given_up or (end.progressed and not is_lost):
             spent.clear()
-            idle = 0
+            idle = lost = 0
         if end.given_up:
             continue
         if end.cause in _COUNTED or end.cause not in _KNOWN:
             spent[end.cause] += 1
-        if not end.progressed and end.cause not in _PATIENT and end.cause != Cause.STOPPED_BY_USER.value:
-            idle += 1
+        if end.cause not in _PATIENT and end.cause != Cause.STOPPED_BY_USER.value:
+            idle += not end.progressed or is_lost
+            lost += is_lost
     if verdict.progressed:
         spent.clear()
-        idle = 0
+        idle = lost
     own = retries_of.get(verdict.cause)
     return Budget(
         failures_so_far=spent[verdict.cause.value],
         max_failures=retries if own is None else own,
         knob=DEFAULT_KNOB if own is None else f"fault_tolerance.retries: {verdict.cause.value}",
         idle_cycles=idle,
+        lost_cycles=lost,
         max_no_progress_cycles=max_no_progress_cycles,
     )
+
+
+def _lost(ends: Sequence[PastEnd], verdict: Verdict) -> list[bool]:
+    """Of which ends what they had saved was of no use: the run came back to the step they had begun at."""
+    lost = []
+    began = verdict.first_step if verdict.last_step or verdict.saved_step is not None else None
+    for end in reversed(ends):
+        came_back = end.first_step is not None and began is not None and began <= end.first_step
+        lost.append(end.progressed and came_back)
+        if end.given_up:  # a person may have thrown the checkpoints away
+            began = None
+        elif end.first_step is not None:
+            began = end.first_step
+    return lost[::-1]
 
 
 _KNOWN = frozenset(cause.value for cause in Cause)

@@ -51,6 +51,9 @@ class Budget:
     idle_cycles: int = 0
     """Earlier ends in a row, of whatever cause that counts, after which no new step had been saved."""
 
+    lost_cycles: int = 0
+    """Those among them that had saved something, and the run came back to the same step all the same."""
+
     max_no_progress_cycles: int = 3
 
 
@@ -152,10 +155,13 @@ def _after_failure(verdict: Verdict, budget: Budget) -> Decision:
 def _without_progress(verdict: Verdict, budget: Budget) -> Decision | None:
     """The end of a run that comes back to the same step again and again, whatever ends it; None while there is hope."""
     cycles = budget.idle_cycles + 1
-    if verdict.progressed or cycles < budget.max_no_progress_cycles:
+    is_further = verdict.progressed and not budget.lost_cycles
+    if is_further or cycles < budget.max_no_progress_cycles:
         return None
     advice = ""
-    if verdict.cause is Cause.TIME_LIMIT:
+    if verdict.progressed:
+        advice = f"; what is saved after step {verdict.first_step} is not resumed from: see why in the workers' logs"
+    elif verdict.cause is Cause.TIME_LIMIT:
         advice = "; the limit may be too short for one step and a save (slurm.time)"
     return Decision(
         action=Action.STOP,

@@ -21,8 +21,12 @@ Integers = NDArray[np.int64]
 MIN_COHORT = 3
 """Of two that differ nobody can say which one is wrong."""
 
-SPREADS = 3.0
-"""A straggler lies this many median deviations above its cohort: where all differ, nobody stands out."""
+SPREADS = 4.0
+"""A straggler lies this many median deviations above its cohort, in logarithms: where all differ, nobody stands out.
+
+In logarithms, because noise multiplies and has a long tail upwards: of hundreds of ranks there are always some that are
+three plain deviations late.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +117,7 @@ def score(window: Window, limits: Limits) -> Scores:
         individual = np.where(window.best_s > 0, np.minimum(window.best_s / work_s, 1.0), np.nan)
     slow_relative, slow_individual = np.zeros(len(times), np.bool_), np.zeros(len(times), np.bool_)
     for ranks in members:
-        slow_relative[ranks] = _slow_by_cohort(relative[ranks], behind_s[ranks], limits)
+        slow_relative[ranks] = _slow_by_cohort(relative[ranks], behind_s[ranks], work_s[ranks], limits)
         slow_individual[ranks] = _slow_by_past(individual[ranks], work_s[ranks], window.best_s[ranks], limits)
     return Scores(
         relative=relative, individual=individual, sections=sections, work_s=work_s, behind_s=behind_s,
@@ -154,27 +158,34 @@ def _relative(times: Floats, references: Floats, counts: Integers) -> tuple[Floa
     return scores, work_s, behind_s
 
 
-def _slow_by_cohort(scores: Floats, behind_s: Floats, limits: Limits) -> Flags:
-    told = behind_s[np.isfinite(behind_s)]
+def _slow_by_cohort(scores: Floats, behind_s: Floats, work_s: Floats, limits: Limits) -> Flags:
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        late = np.log(work_s / (work_s - behind_s))
+    told = late[np.isfinite(late)]
     if len(told) < MIN_COHORT:
         return np.zeros(len(scores), np.bool_)
-    least_s = max(limits.min_difference_s, SPREADS * _upper_median(np.abs(told)))
-    return (scores < limits.relative) & (behind_s > least_s)  # a comparison with NaN is false
+    stands_out = late > SPREADS * _upper_median(np.abs(told))
+    return (scores < limits.relative) & (behind_s > limits.min_difference_s) & stands_out  # with NaN it is false
 
 
 def _slow_by_past(individual: Floats, work_s: Floats, best_s: Floats, limits: Limits) -> Flags:
     """Slower than it was, and than the faster half of its cohort is now.
 
-    The second condition is what longer sequences and busy machines do not pass: they slow the own work of all.
+    The second condition is what longer sequences and busy machines do not pass: they slow the own work of all. Nor does
+    noise, which spreads the faster half as well.
     """
     told = individual[np.isfinite(individual)]
     times = work_s[np.isfinite(work_s)]
     if len(told) < 2:
         return np.zeros(len(individual), np.bool_)
-    others, faster_s = _upper_median(told), float(np.partition(times, (len(times) - 1) // 2)[(len(times) - 1) // 2])
+    middle = (len(times) - 1) // 2
+    faster = np.partition(times, middle)[: middle + 1]
+    others, faster_s = _upper_median(told), float(faster[middle])
     is_slower = (individual < limits.individual) & (individual < limits.individual * others)
     is_behind = (faster_s < limits.individual * work_s) & (work_s - faster_s > limits.min_difference_s)
-    return is_slower & is_behind & (work_s - best_s > limits.min_difference_s)
+    with np.errstate(over="ignore"):
+        stands_out = np.log(work_s / faster_s) > SPREADS * _upper_median(np.log(faster_s / faster))
+    return is_slower & is_behind & stands_out & (work_s - best_s > limits.min_difference_s)
 
 
 def accused(slow: Flags, node_of_rank: Integers) -> tuple[list[int], bool]:

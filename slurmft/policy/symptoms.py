@@ -36,12 +36,19 @@ _SYMPTOMS: Sequence[tuple[Cause, str]] = (
 )
 _PATTERNS = [(cause, re.compile(pattern)) for cause, pattern in _SYMPTOMS]
 
+_TRACEBACK = "Traceback (most recent call last):"
 _CHAIN = re.compile(
     r"^(Traceback \(most recent call last\):|During handling of the above exception|"
     r"The above exception was the direct cause)"
 )
 _PREFIX = re.compile(r"^\[(?:rank|default)\d+\]: ?")  # torch's excepthook, and torchrun's logs
 _GROUP = re.compile(r"^[ +|-]*\| ?")  # the frame that Python draws around the members of an ExceptionGroup
+_REMARK = re.compile(r"^\[?[IW]\d{4} |^\[[IW] |^.{0,200}\bWarning: |^.{0,200}\bNCCL INFO\b")
+"""What a library remarks, after any exception as well: "destroy_process_group() was not called" is no reason."""
+
+_NCCLS_REMARK = re.compile(r"^.{0,200}\bNCCL WARN\b")
+"""That may be a reason, where there is no exception."""
+
 _CHILD = re.compile(r"^\s*exitcode\s*:\s*(\d+) \(pid", re.MULTILINE)
 MAX_LINES, MAX_LINE = 400, 1000
 """Of a text, and of each line: patterns look for one word after another, which takes long in endless lines."""
@@ -51,9 +58,12 @@ def cause_of_text(text: str) -> Cause | None:
     """What the exceptions in ``text`` are a symptom of; None when they tell nothing that is known.
 
     The newest exception speaks first, and those that it was raised from after it. Lines of source code say nothing: the
-    name of an exception in an ``except`` clause is no exception.
+    name of an exception in an ``except`` clause is no exception. Nor do remarks.
     """
-    for exception in reversed(exceptions_in(text)):
+    exceptions = exceptions_in(text)
+    if _TRACEBACK in text:
+        exceptions = [[line for line in each if not _NCCLS_REMARK.match(line)] for each in exceptions]
+    for exception in reversed(exceptions):
         for cause, pattern in _PATTERNS:
             if any(pattern.search(line) for line in exception):
                 return cause
@@ -63,6 +73,8 @@ def cause_of_text(text: str) -> Cause | None:
 def cause_of_log(text: str) -> Cause | None:
     """As ``cause_of_text``, of a log in which anything may stand: the newest telling line counts."""
     for line in reversed(_lines(text)):
+        if _REMARK.match(_PREFIX.sub("", line)):
+            continue
         for cause, pattern in _PATTERNS:
             if pattern.search(line):
                 return cause
@@ -81,7 +93,7 @@ def exceptions_in(text: str) -> list[list[str]]:
     for line in lines:
         if _CHAIN.match(line):
             found.append([])
-        elif line[:1].strip() and not line.startswith("^"):
+        elif line[:1].strip() and not line.startswith("^") and not _REMARK.match(line):
             found[-1].append(line)
     return [exception for exception in found if exception]
 
@@ -89,7 +101,7 @@ def exceptions_in(text: str) -> list[list[str]]:
 def last_words(text: str) -> str:
     """The line that names the newest exception in ``text``, or its last line; empty when there is none."""
     exceptions = exceptions_in(text)
-    if exceptions and "Traceback (most recent call last):" in text:
+    if exceptions and _TRACEBACK in text:
         return exceptions[-1][0].strip()[:500]
     lines = [line.strip() for line in _lines(text) if line.strip()]
     return lines[-1][:500] if lines else ""

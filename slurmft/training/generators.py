@@ -56,6 +56,15 @@ class IterationStart:
         if self._has_gpu and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._cuda = torch.cuda.get_rng_state()
 
+    def has_drawn(self) -> bool:
+        """Whether anything was drawn since ``mark``, or may have been; remembers the states as they are now."""
+        torchs, pythons, numpys, cudas = self._torch, self._python, self._numpy, self._cuda
+        self.mark()
+        is_same = torch.equal(self._torch, torchs) and self._python == pythons and self._numpy is numpys
+        if is_same and self._cuda is not cudas:
+            is_same = self._cuda is not None and cudas is not None and torch.equal(self._cuda, cudas)
+        return not is_same
+
     def state(self) -> rng.RandomState:
         """The remembered states, as ``rng.capture`` would have returned them."""
         state: rng.RandomState = {"python": self._python, "torch": self._torch}

@@ -25,7 +25,7 @@ from typing import Any
 from torch import nn
 
 from slurmft.errors import UsageError
-from slurmft.policy.reruns import Phase, Seen
+from slurmft.policy.reruns import Mode, Phase, Seen
 from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED
 from slurmft.training.generators import IterationStart
 from slurmft.training.hardware import own_hardware
@@ -109,6 +109,8 @@ class RerunStateMachine(Validation):
             if data is not self._given:
                 self._data = _as_iterators(data)
                 self._given = data
+                for one in self._data:
+                    one.within(lambda: self.is_under_way)
             for one in self._data:
                 one.advance()
             if not self._is_usual and self._off:
@@ -130,12 +132,29 @@ class RerunStateMachine(Validation):
         self._is_between = True
         return False
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an iteration has begun and is not over."""
+        return not self._is_between
+
+    def check_is_over(self) -> None:
+        """Raises UsageError when the loop was left early: nobody knows then whether a result was rejected."""
+        if not self._is_between:
+            raise UsageError(
+                "the loop `while machine.should_run_forward_backward()` was left before it was over",
+                hint="let it run to its end: no break, and no exception that is caught outside of it",
+            )
+
     def should_checkpoint_and_exit(self) -> tuple[bool, bool, int]:
         """After the loop, before the optimizer's step: whether to save, whether to exit, and with which code.
 
         What is to be saved is the state before this iteration, which everything is back at; this object's state and the
         data's belong to it.
+
+        Raises:
+            UsageError: the loop was left before it was over.
         """
+        self.check_is_over()
         departure = self._proceedings.departure
         if departure is None:
             return False, False, 0
@@ -170,8 +189,8 @@ class RerunStateMachine(Validation):
         self._proceedings.load_state_dict(state["proceedings"])
         if int(state["rank"]) != self._rank and self.data is not None:
             self.data.forget_replay()
-        if self._off and self._proceedings.pending is not None:
-            log.warning("rerun.mode is disabled: the result that waited for its rerun is not judged")
+        if self.settings.mode is not Mode.VALIDATE_RESULTS and self._proceedings.pending is not None:
+            log.warning("rerun.mode is %s: the result that waited for its rerun is not judged", self.settings.mode)
             self._proceedings.pending = None
 
     def report(self) -> None:

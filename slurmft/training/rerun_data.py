@@ -11,9 +11,15 @@ from typing import Any
 
 import torch
 
+from slurmft.training import rng
+from slurmft.training.generators import IterationStart
+
 log = logging.getLogger(__name__)
 
 _FORMAT = "rerun_data"
+
+WATCHED = 64
+"""Fetches without a random number, at the beginning of each pass, until a loader counts as one that draws none."""
 
 
 class RerunDataIterator(Iterator[Any]):
@@ -24,7 +30,8 @@ class RerunDataIterator(Iterator[Any]):
     loader itself is saved where it has ``state_dict``; a loader's own state, saved without this wrapper, loads too.
 
     Batches are not copied, so do not change one in place; a rerun that meets one that was changed proves nothing, and
-    says so.
+    says so. A loader that draws random numbers, as augmentations and the start of an epoch do, has drawn them in the
+    rerun, too: the generators are put to where it had left them.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -35,6 +42,11 @@ class RerunDataIterator(Iterator[Any]):
 
         self._next = 0
         self._loaded_hashes: list[str] = []
+        self._is_under_way: Callable[[], bool] = lambda: False
+        self._watch: IterationStart | None = None
+        self._quiet = 0
+        self._drawn: dict[int, rng.RandomState] = {}
+        """By the batch's place in the iteration: the generators after a fetch that drew from them."""
 
     def __iter__(self) -> RerunDataIterator:
         return self
@@ -43,6 +55,8 @@ class RerunDataIterator(Iterator[Any]):
         index, taken = self._next, self._taken
         if index < len(taken):
             self._next = index + 1
+            if index in self._drawn:
+                rng.restore(self._drawn[index])
             return taken[index][0]
         batch = self._fetch()
         if type(batch) is tuple and len(batch) == 2:  # inputs and targets, nearly always: spare the calls
@@ -63,7 +77,13 @@ class RerunDataIterator(Iterator[Any]):
             taken.clear()  # nearly always, and twice as fast
         else:
             del taken[: self._next]
+        if self._drawn:
+            self._drawn = {index - self._next: state for index, state in self._drawn.items() if index >= self._next}
         self._next = 0
+
+    def within(self, is_under_way: Callable[[], bool]) -> None:
+        """Whose iterations these are: while one is under way, all of its batches are needed again after a load."""
+        self._is_under_way = is_under_way
 
     def rewind(self) -> None:
         """Hand out the batches of this iteration once more."""
@@ -74,8 +94,28 @@ class RerunDataIterator(Iterator[Any]):
         self._fetch = self._fetch_first
 
     def _fetch_first(self) -> Any:
-        self._fetch = iter(self._loader).__next__
-        return self._fetch()
+        self._watch, self._quiet = self._watch or IterationStart(), 0
+        self._watch.mark()  # before iter(): a DataLoader draws its seed there
+        fetch = iter(self._loader).__next__
+        self._fetch = lambda: self._fetch_watched(fetch)
+        return self._noted(fetch(), fetch)
+
+    def _fetch_watched(self, fetch: Callable[[], Any]) -> Any:
+        assert self._watch is not None
+        self._watch.mark()
+        return self._noted(fetch(), fetch)
+
+    def _noted(self, batch: Any, fetch: Callable[[], Any]) -> Any:
+        """Remember what the fetch has drawn; a loader that draws nothing for a while is not watched any more."""
+        assert self._watch is not None
+        if self._watch.has_drawn():
+            self._drawn[len(self._taken)] = self._watch.state()
+            self._quiet = 0
+        else:
+            self._quiet += 1
+        if self._quiet >= WATCHED:
+            self._fetch = fetch
+        return batch
 
     def changed_in_place(self) -> bool:
         """Whether the loop has written into a batch of this iteration since it was handed out."""
@@ -86,9 +126,10 @@ class RerunDataIterator(Iterator[Any]):
         return [batch_hash(batch) for batch, _ in self._taken[: self._next]]
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state, and the batches that the iteration under way has taken."""
+        """The loader's state, and the batches that the iteration under way has taken; none between two iterations."""
         inner = getattr(self._loader, "state_dict", None)
-        batches = [batch for batch, _ in self._taken]
+        first = 0 if self._is_under_way() else self._next
+        batches = [batch for batch, _ in self._taken[first:]]
         can_save = all(_is_plain(batch) for batch in batches)
         if not can_save:
             log.warning("batches of this type cannot be saved: a rerun on other hardware will be inconclusive")
@@ -98,6 +139,7 @@ class RerunDataIterator(Iterator[Any]):
             "batches": [_stored(batch) for batch in batches] if can_save else [],
             "hashes": [batch_hash(batch) for batch in batches],
             "on_gpu": any(_on_gpu(batch) for batch in batches),
+            "drawn": {index - first: state for index, state in self._drawn.items() if index >= first and can_save},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
@@ -111,10 +153,11 @@ class RerunDataIterator(Iterator[Any]):
         batches = [_moved(batch, device) for batch in state["batches"]] if is_ours else []
         self._taken = [(batch, _versions(batch)) for batch in batches]
         self._loaded_hashes = [str(one) for one in state["hashes"]] if batches else []
+        self._drawn = dict(state.get("drawn", {})) if batches else {}
 
     def forget_replay(self) -> None:
         """Drop the batches of a loaded state: they are another rank's."""
-        self._taken, self._loaded_hashes, self._next = [], [], 0
+        self._taken, self._loaded_hashes, self._drawn, self._next = [], [], {}, 0
 
     def is_damaged(self) -> bool:
         """Whether the batches of a loaded state are not those that were saved."""

@@ -32,8 +32,13 @@ class Rejection:
     """Where they ran; known once all ranks have been asked."""
 
     def on(self, hardware: Sequence[Suspect]) -> Rejection:
-        """With the suspects filled in; ``hardware`` is that of all ranks, in their order."""
-        return replace(self, suspects=tuple(hardware[rank] for rank in self.producers))
+        """With the suspects filled in; ``hardware`` is that of all ranks, in their order.
+
+        Ranks that do not exist are left out. Whoever rejected it is suspected where nobody else is: with no suspect, a
+        rerun on the same hardware would count as one elsewhere.
+        """
+        known = [rank for rank in self.producers if 0 <= rank < len(hardware)] or [self.rank]
+        return replace(self, suspects=tuple(hardware[rank] for rank in known))
 
     def plain(self) -> dict[str, Any]:
         """For the checkpoint."""

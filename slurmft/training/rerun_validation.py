@@ -126,7 +126,7 @@ class Validation:
     ) -> None:
         """Look at a loss as the settings say: NaN, infinite, spiky, and what ``add_check`` has added."""
         if self._is_quick:
-            value = loss if type(loss) is float else loss.item()  # type: ignore[union-attr]
+            value = loss.item() if type(loss) is torch.Tensor else float(loss)
             if value - value == 0.0 and value <= self._fine_up_to:
                 if self._remembers:
                     self._losses.append(value)

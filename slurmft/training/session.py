@@ -154,6 +154,8 @@ class Session:
             self.stragglers.begin_step()
             yield step
             self.stragglers.end_step()
+            if self._reruns is not None:
+                self._reruns.check_is_over()
             page[Slot.STATE] = State.TRAINING  # an evaluation that was begun and never ended is over now
             self._signal.chain_again()
             self._step_is_done(step + 1, start)

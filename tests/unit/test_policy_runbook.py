@@ -143,13 +143,36 @@ STUCK = verdict(Cause.WORKER_ERROR, code=1, first=10, last=10)
         pytest.param([("", "x", None), (7, 10.5, float("nan"))], 0, 2, id="damaged"),
         pytest.param([("preempted", 10, 10), ("stopped by user", 10, 10)], 0, 0, id="planned stops are free"),
         pytest.param([("time limit", 10, 10)] * 2, 0, 2, id="time limits without progress"),
-        pytest.param([("time limit", 10, 10), ("preempted", 10, 12)], 0, 0, id="progress forgives idle time limits"),
+        pytest.param([("time limit", 8, 8), ("preempted", 8, 10)], 0, 0, id="progress forgives idle time limits"),
     ],
 )
 def test_what_was_spent(history, failures, idle):
     events = [event("verdict", cause=cause, first_step=first, saved_step=saved) for cause, first, saved in history]
     spent = budget_of([event("attempt started"), *events], STUCK, CONFIG)
     assert (spent.failures_so_far, spent.idle_cycles) == (failures, idle)
+
+
+def restarts(*ends: tuple[int, int]) -> list[Event]:
+    """Failures of attempts that began at the first step and saved the second."""
+    return [event("verdict", cause="worker error", first_step=first, saved_step=saved) for first, saved in ends]
+
+
+@pytest.mark.parametrize("cause", [Cause.WORKER_ERROR, Cause.RERUN_ELSEWHERE, Cause.TIME_LIMIT])
+def test_a_run_whose_saves_are_of_no_use_comes_to_an_end(cause):
+    """The newest checkpoint cannot be loaded, so each restart saves it again and fails behind it."""
+    now = verdict(cause, code=1, first=10, last=21, saved=20)
+    ends = [restarts(*[(10, 20)] * number) for number in range(4)]
+    actions = [decide(now, budget_of(past, now, CONFIG)).action for past in ends]
+    assert actions == [Action.CONTINUE, Action.CONTINUE, Action.STOP, Action.STOP]
+
+
+def test_a_run_that_begins_further_on_is_on_its_way():
+    """Also one that was set back once, or whose last attempt did not come to its first step."""
+    now = verdict(Cause.WORKER_ERROR, code=1, first=30, last=41, saved=40)
+    for past in ([(10, 20), (20, 30)], [(1000, 1010), (0, 10), (10, 20), (20, 30)], [(10, 20), (10, 30)]):
+        assert budget_of(restarts(*past), now, CONFIG).lost_cycles == 0
+    nowhere = verdict(Cause.WORKER_ERROR, code=1, first=0, last=0)
+    assert budget_of(restarts((10, 20), (20, 30)), nowhere, CONFIG).lost_cycles == 0
 
 
 def test_a_run_that_a_person_submits_again_begins_a_new_count():

@@ -63,6 +63,25 @@ def test_source_code_is_no_symptom():
     assert cause_of_text(text) is None
 
 
+@pytest.mark.parametrize(
+    "remark",
+    [
+        "[rank0]:[W1121 19:20:01.1 ProcessGroupNCCL.cpp:1496] Warning: WARNING: destroy_process_group() was not called",
+        "[W ProcessGroupNCCL.cpp:1169] Warning: process group has NOT been destroyed before we destruct it",
+        "n1:312:340 [0] misc/socket.cc:58 NCCL WARN socketProgress: Connection closed by remote peer n2",
+        "n1:312:340 [0] NCCL INFO comm 0x55 rank 0 - Abort COMPLETE",
+    ],
+)
+def test_remarks_around_an_exception_are_no_symptom(remark):
+    trace = "Traceback (most recent call last):\n  File 'a', line 1\nValueError: odd"
+    assert cause_of_text(f"{trace}\n{remark}\n") is None
+    assert cause_of_text(f"{remark}\n{trace}\n") is None
+    assert last_words(f"{trace}\n{remark}\n") == "ValueError: odd"
+    assert cause_of_log(f"loss 3\n{remark}\n") is (Cause.COMMUNICATION_ERROR if "NCCL WARN" in remark else None)
+    comm = trace.replace("ValueError: odd", "torch.distributed.DistBackendError: NCCL error in: x.cpp:1, timeout")
+    assert cause_of_text(f"{comm}\n{remark}\n") is Cause.COMMUNICATION_ERROR
+
+
 def test_what_it_was_raised_from_counts_where_it_says_nothing_itself():
     chain = TRACE.format("torch.OutOfMemoryError: CUDA out of memory")
     chain += "\nThe above exception was the direct cause of the following exception:\n\n"

@@ -58,7 +58,7 @@ def train(name, ddp=True, bad=lambda step, run: False, late=False, dtype=torch.f
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
     machine = RerunStateMachine(RerunSettings(), model=model, reads_late=late, **options)
     data = RerunDataIterator(torch.full((2, 3), float(n + rank), dtype=dtype) for n in itertools.count())
-    runs = []
+    runs, code = [], 0
     try:
         for step in range(4):
             run = 0
@@ -79,14 +79,14 @@ def train(name, ddp=True, bad=lambda step, run: False, late=False, dtype=torch.f
                     machine.agree(flag.item())
                 run += 1
             runs.append(run)
-            if machine.should_checkpoint_and_exit()[1]:
+            _, is_over, code = machine.should_checkpoint_and_exit()
+            if is_over:
                 break
             optimizer.step()
         weights = torch.cat([p.detach().double().flatten() for p in plain.used.parameters()]).tolist()
     except RuntimeError as error:
         weights = str(error)
-    report[name] = {"runs": runs, "weights": weights, "collectives": collectives,
-                    "code": machine.should_checkpoint_and_exit()[2]}
+    report[name] = {"runs": runs, "weights": weights, "collectives": collectives, "code": code}
     dist.barrier()
 
 once = lambda step, run: rank == 1 and step == 2 and run == 0

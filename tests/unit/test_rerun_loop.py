@@ -262,8 +262,9 @@ def test_a_case_of_another_step_is_dropped(elsewhere):
     assert loop.run(7, 5) == (False, False, 0)
 
 
-def test_switched_off_the_case_is_closed_and_no_batch_is_lost(clean, elsewhere):
-    loop = elsewhere(stopped(wrong(float("nan"), runs=2)), RerunSettings(mode=Mode.DISABLED))
+@pytest.mark.parametrize("mode", [Mode.DISABLED, Mode.REPORT_STATS])
+def test_where_nothing_is_judged_the_case_is_closed_and_no_batch_is_lost(clean, elsewhere, mode):
+    loop = elsewhere(stopped(wrong(float("nan"), runs=2)), RerunSettings(mode=mode))
     assert loop.run(6, 3) == (False, False, 0)
     assert same(loop.state(), clean)
 
@@ -302,6 +303,105 @@ def test_a_step_of_the_optimizer_inside_the_loop_proves_nothing(tmp_path):
 
     assert loop.run(6, spoil=step_early) == (False, True, 17)
     assert "step the optimizer after the loop" in read_verdict(tmp_path / "verdict").message
+
+
+class Counting:
+    """A loader with a position."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Counting:
+        return self
+
+    def __next__(self) -> int:
+        self.position += 1
+        return self.position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def batches_of(machine: RerunStateMachine, steps: int) -> list[int]:
+    found = []
+    for _ in range(steps):
+        while machine.should_run_forward_backward():
+            found.append(next(machine.data))
+    return found
+
+
+def test_a_save_between_two_steps_repeats_no_batch():
+    machine = RerunStateMachine(RerunSettings(), data=RerunDataIterator(Counting()))
+    assert batches_of(machine, 3) == [1, 2, 3]
+    resumed = RerunStateMachine(RerunSettings(), data=RerunDataIterator(Counting()))
+    resumed.load_state_dict(machine.state_dict())
+    assert batches_of(resumed, 2) == [4, 5]
+
+
+def test_a_save_within_a_step_keeps_its_batches():
+    machine = RerunStateMachine(RerunSettings(), data=RerunDataIterator(Counting()))
+    batches_of(machine, 3)
+    assert machine.should_run_forward_backward()
+    assert next(machine.data) == 4
+    resumed = RerunStateMachine(RerunSettings(), data=RerunDataIterator(Counting()))
+    resumed.load_state_dict(machine.state_dict())
+    assert batches_of(resumed, 2) == [4, 5]
+
+
+class Drawing(Counting):
+    """A loader that draws from all three generators, as augmentations do."""
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self.position += 1
+        return torch.rand(4, 3), torch.full((4, 1), random.random() + float(np.random.rand()))
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_loader_that_draws_random_numbers_has_drawn_them_in_the_rerun_too(at):
+    ends = []
+    for spoil in (lambda step, run, loss: loss, wrong(float("nan"), at=at)):
+        loop = Loop()
+        loop.data = RerunDataIterator(Drawing())
+        loop.run(6, spoil=spoil)
+        ends.append(loop.state())
+    assert loop.runs[at] == 2
+    assert same(*ends)
+
+
+def test_what_a_loader_has_drawn_is_drawn_elsewhere_too():
+    loops = [Loop(), Loop()]
+    for loop in loops:
+        loop.data = RerunDataIterator(Drawing())
+    first, second = loops
+    ending = first.run(6, spoil=wrong(float("nan"), runs=9))
+    assert ending == (True, True, 16)
+    second.load(first.saved())
+    second.machine._proceedings._own_hardware = Suspect(node="n2")
+    second.run(6, start=3)
+    clean_loop = Loop()
+    clean_loop.data = RerunDataIterator(Drawing())
+    clean_loop.run(6)
+    assert second.runs == [1, 1, 1]
+    assert same(second.state(), clean_loop.state())
+
+
+def test_a_loop_that_is_left_early_is_an_error():
+    machine = RerunStateMachine(RerunSettings(), data=RerunDataIterator(Counting()))
+    while machine.should_run_forward_backward():
+        break
+    with pytest.raises(UsageError, match="left before it was over"):
+        machine.should_checkpoint_and_exit()
+
+
+@pytest.mark.parametrize("producers", [[], [5], [-1]], ids=str)
+def test_somebody_is_suspected_whoever_is_named(producers):
+    rejection = Rejection(
+        rank=0, invocation=0, message="odd", values=(1.0,), tolerance=0.0, producers=tuple(producers)
+    )  # fmt: skip
+    assert rejection.on([Suspect(node="n1")]).suspects == (Suspect(node="n1"),)
 
 
 def test_a_plain_iterator_is_refused():

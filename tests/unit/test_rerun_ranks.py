@@ -84,6 +84,8 @@ NAN = [*STEPS, "--nan-on", "n2"]
 
 PLAN: list[tuple[str, list[str], dict[str, Any], list[str], str]] = [
     ("clean", ["n1", "n2"], {}, STEPS, ""),
+    ("resumed", ["n1", "n2"], {}, ["--steps", "5"], ""),
+    ("resumed", ["n1", "n2"], {}, STEPS, ""),
     ("disabled", ["n1", "n2"], {**TRANSIENT, "mode": "disabled"}, STEPS, ""),
     ("stats", ["n1", "n2"], {"mode": "report_stats", "report_interval_steps": 5}, STEPS, ""),
     ("transient", ["n1", "n2"], TRANSIENT, STEPS, ""),
@@ -164,6 +166,11 @@ def test_nothing_is_left_behind_when_all_is_well(left):
         assert left[name].codes == [[0, 0]]
         assert left[name].evidence(0) == [] and left[name].verdicts(0) == {None}
     assert left["disabled"].digest == left["clean"].digest
+
+
+def test_a_resume_after_an_ordinary_save_is_bit_identical(left):
+    assert left["resumed"].codes == [[0, 0], [0, 0]]
+    assert left["clean"].digest in left["resumed"].log(0).splitlines()[-1]
 
 
 def test_statistics_run_every_step_twice_and_change_nothing(left):
