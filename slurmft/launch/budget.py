@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from slurmft.config import RunConfig
 from slurmft.policy.budget import PastEnd, budget_for
@@ -29,12 +29,13 @@ def past_ends(history: Sequence[Event]) -> list[PastEnd]:
     for event in history:
         facts = event.details
         if event.event == "verdict":
-            ends.append(PastEnd(cause=str(facts.get("cause", "")), progressed=_progressed(facts)))
+            ends.append(PastEnd(cause=str(facts.get("cause", "")), progressed=progressed(facts)))
         elif event.event == "decision" and facts.get("action") == Action.STOP:
             ends.append(PastEnd(cause="", given_up=True))
     return ends
 
 
-def _progressed(facts: dict[str, object]) -> bool:
+def progressed(facts: Mapping[str, object]) -> bool:
+    """Whether the end that these details of an event ``verdict`` tell of came after a new saved step."""
     first, saved = facts.get("first_step", 0), facts.get("saved_step")
     return has_progressed(first, saved) if type(first) is int and type(saved) is int else False
