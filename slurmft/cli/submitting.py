@@ -15,8 +15,10 @@ from slurmft.config import RunConfig
 from slurmft.errors import RunBusy, SlurmError, SlurmUnavailable, StorageError, UsageError
 from slurmft.launch import avoidance, grace
 from slurmft.launch.avoidance import Avoidance
+from slurmft.launch.elsewhere import duty_of
 from slurmft.policy.grace import Severity
 from slurmft.scheduler import slurm, submission
+from slurmft.scheduler.nodes import compress
 from slurmft.storage.files import replace_atomically
 from slurmft.storage.run_folder import RunFolder
 
@@ -53,7 +55,8 @@ def submit(
             click.echo(f"{'warning' if finding.severity is Severity.WARNING else 'grace'}: {finding.text}", err=True)
         if strict:
             grace.refuse_warnings(findings)
-        avoiding = avoidance.for_submission(settings, options, os.environ)
+        suspects = duty_of(run.journal().read()).undecided if run.exists() else ()
+        avoiding = avoidance.for_submission(settings, options, os.environ, suspects)
         for line in avoiding.lines():
             click.echo(line, err=True)
     if dry_run:
@@ -127,7 +130,9 @@ def _submit(where: str, settings: RunConfig, run: RunFolder, options: dict[str, 
         journal.append("submitting", cluster="local", who=who())
         pid = submission.submit_here(settings, run)
         return f"local process {pid}, log {submission.local_log(run, pid)}"
-    journal.append("submitting", cluster="slurm", who=who(), command=" ".join(sys.argv))
+    own = compress(avoidance.excluded_by_user(settings, options))
+    journal.append("submitting", cluster="slurm", who=who(), command=" ".join(sys.argv),
+                   **({"excluded": own} if own else {}))  # fmt: skip
     if not avoiding.is_silent:
         journal.append("avoiding", **avoiding.as_event())
     try:

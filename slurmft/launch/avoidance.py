@@ -169,8 +169,15 @@ def _places(records: Sequence[NodeRecord], partition: str | None, excluded_anywa
             for name, names in nodes.items()]  # fmt: skip
 
 
-def for_submission(config: RunConfig, options: Mapping[str, Any], environment: Mapping[str, str]) -> Avoidance:
-    """What a new job of this run avoids; ``options`` are sbatch's from behind ``--``.
+def excluded_by_user(config: RunConfig, options: Mapping[str, Any]) -> frozenset[str]:
+    """Nodes that the user excludes from a new job; what stands behind ``--`` replaces what the configuration says."""
+    return _names([options.get("exclude", config.slurm.exclude)])
+
+
+def for_submission(
+    config: RunConfig, options: Mapping[str, Any], environment: Mapping[str, str], suspects: Collection[str] = ()
+) -> Avoidance:
+    """What a new job of this run avoids; ``options`` are sbatch's from behind ``--``, ``suspects`` the run's own.
 
     Never stands in the way: a list that cannot be read, or a Slurm that does not answer, is a problem that is told.
     """
@@ -179,16 +186,16 @@ def for_submission(config: RunConfig, options: Mapping[str, Any], environment: M
         return Avoidance(problem="the job goes to another cluster than the list is of")
     # as for sbatch: its command line beats its variables, and these beat the script
     partition = options.get("partition") or environment.get("SBATCH_PARTITION") or config.slurm.partition
-    excluded = [config.slurm.exclude, options.get("exclude"), environment.get("SBATCH_EXCLUDE")]
     try:
         exclusions = FolderThread().call(lambda: _read_and_tidy(config, environment), timeout_s=LIST_S)
         return to_avoid(
             exclusions,
             partition=str(partition) if partition else None,
             nodes_needed=config.nodes + config.spare_nodes,
+            suspects=sorted(suspects),
             max_excluded_fraction=config.exclusions.max_excluded_fraction,
             rules=config.exclusions.rules(),
-            excluded_anyway=_names(excluded),
+            excluded_anyway=excluded_by_user(config, options) | _names([environment.get("SBATCH_EXCLUDE")]),
             asked_for=_names([given.get("nodelist"), environment.get("SBATCH_NODELIST")]),
         )
     except (SlurmError, StorageError) as error:

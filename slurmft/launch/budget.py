@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from slurmft.config import RunConfig
 from slurmft.policy.budget import PastEnd, budget_for
@@ -31,7 +31,7 @@ def past_ends(history: Sequence[Event]) -> list[PastEnd]:
         if event.event == "verdict":
             ends.append(
                 PastEnd(
-                    cause=str(facts.get("cause", "")), progressed=_progressed(facts), first_step=_first_step(facts)
+                    cause=str(facts.get("cause", "")), progressed=progressed(facts), first_step=_first_step(facts)
                 )
             )  # fmt: skip
         elif event.event == "decision" and facts.get("action") == Action.STOP:
@@ -39,11 +39,12 @@ def past_ends(history: Sequence[Event]) -> list[PastEnd]:
     return ends
 
 
-def _first_step(facts: dict[str, object]) -> int | None:
+def _first_step(facts: Mapping[str, object]) -> int | None:
     first, last, saved = facts.get("first_step", 0), facts.get("last_step"), facts.get("saved_step")
     return first if type(first) is int and (last or saved is not None) else None
 
 
-def _progressed(facts: dict[str, object]) -> bool:
+def progressed(facts: Mapping[str, object]) -> bool:
+    """Whether the end that these details of an event ``verdict`` tell of came after a new saved step."""
     first, saved = facts.get("first_step", 0), facts.get("saved_step")
     return has_progressed(first, saved) if type(first) is int and type(saved) is int else False

@@ -22,7 +22,7 @@ def placement_of(run: RunFolder, *, partition: str, job: str | None, history: Se
         config = configuration.load(run.config)
     except ConfigError:  # it was readable when the run was submitted; what it excludes is in the script
         return None
-    suspects = sorted(duty_of(history).nodes)
+    suspects = sorted(duty_of(history).undecided)
     return next_placement(config, partition=partition, job=job, history=history, suspects=suspects)
 
 
@@ -45,8 +45,8 @@ def complete(run: RunFolder, record: JobRecord, who: str) -> str | None:
             slurm.release(record.job_id)
         run.journal().append("requeued", job=record.job_id, who=who, **done.in_words(queueing.SOONEST_S))
         return f"finished the requeue of job {record.job_id}" + (f", which keeps off {excluded}" if excluded else "")
-    if record.reason == "BadConstraints" and (added := ours(events)):
-        left = slurm.excluded_nodes(record.job_id) - added
+    if record.reason == "BadConstraints" and (added := ours(events, record.job_id)):
+        left = slurm.named_nodes(record.job_id).excluded - added
         done = queueing.place(record.job_id, queueing.SOONEST_S, avoid=left)
         run.journal().append("exclusions dropped", job=record.job_id, nodes=sorted(added), who=who,
                              **done.in_words(queueing.SOONEST_S))  # fmt: skip

@@ -6,12 +6,12 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from slurmft.config import RunConfig
-from slurmft.errors import SlurmError, StorageError
+from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
 from slurmft.launch.cluster import SlurmCluster
 from slurmft.launch.elsewhere import Placement
 from slurmft.launch.start import Start
@@ -49,6 +49,7 @@ class Continuation:
     ) -> None:  # fmt: skip
         self._config, self._start, self._cluster, self._ends_at_s = config, start, cluster, ends_at_s
         self._run, self._journal = start.run, start.journal
+        self._placement = placement
         self._avoid = None if placement is None else placement.excluded
 
     def begin(self, verdict: Verdict) -> str:
@@ -132,15 +133,7 @@ class Continuation:
                 section = self._config.preemption
                 signal_option = f"--signal={section.signal}@{section.signal_lead_s}"
                 options += ["--requeue", "--open-mode=append", signal_option, *successor.inherited_options(os.environ)]
-            if self._avoid is not None:
-                options.append(f"--exclude={compress(self._avoid)}")
-            command = successor.successor_command(script, after=job_id, options=options)
-            self._journal.append("resubmitting", command=shlex.join(command))
-            self._flush()
-            next_job = successor.submit_successor(
-                script, after=job_id, options=options, environment=os.environ, patience_s=self._patience_s(),
-                tried=self._began_to_resubmit(),
-            )  # fmt: skip
+            next_job = self._successor(options)
         except (SlurmError, OSError) as error:
             self._journal.append("resubmit failed", reason=str(error))
             log.warning("no successor could be submitted: %s", error)
@@ -148,6 +141,30 @@ class Continuation:
         self._journal.append("resubmitted", job=next_job, after=job_id)
         in_folder(self._start, lambda: self._note_successor(next_job))
         return True
+
+    def _successor(self, options: Sequence[str]) -> str:
+        if self._placement is None:
+            return self._sbatch(options)
+        try:
+            return self._sbatch([*options, f"--exclude={compress(self._placement.excluded)}"])
+        except SlurmUnavailable:
+            raise
+        except SlurmError as error:  # perhaps for what we exclude: a run on a suspect node is better than none
+            if self._placement.excluded == self._placement.own:
+                raise
+            self._journal.append("exclusions refused", reason=error.what)
+            log.warning("submitting without the nodes that the run would keep off: %s", error.what)
+            return self._sbatch([*options, f"--exclude={compress(self._placement.own)}"])
+
+    def _sbatch(self, options: Sequence[str]) -> str:
+        job_id, script = self._cluster.job.job_id, self._run.script
+        command = successor.successor_command(script, after=job_id, options=options)
+        self._journal.append("resubmitting", command=shlex.join(command))
+        self._flush()
+        return successor.submit_successor(
+            script, after=job_id, options=options, environment=os.environ, patience_s=self._patience_s(),
+            tried=self._began_to_resubmit(),
+        )  # fmt: skip
 
     def _note_successor(self, job_id: str) -> None:
         with self._run.lock():

@@ -12,14 +12,17 @@ from slurmft.config import RunConfig
 from slurmft.errors import SlurmError, StorageError
 from slurmft.launch import avoidance
 from slurmft.launch.avoidance import Avoidance
+from slurmft.launch.budget import progressed
 from slurmft.policy.evidence import Kind
 from slurmft.policy.suspicion import State, standing, suspect_gpus
 from slurmft.policy.verdict import Action
-from slurmft.scheduler import slurm
+from slurmft.scheduler import slurm, successor
 from slurmft.scheduler.nodes import expand
+from slurmft.scheduler.parsing import NamedNodes
 from slurmft.storage.exclusions import Exclusions
 from slurmft.storage.journal import Event
 from slurmft.storage.patience import FolderThread
+from slurmft.storage.run_folder import RunFolder
 
 MAX_ESCAPES = 3
 """Placements on nodes that were to be kept away from, in a row, before the run is given up, or goes on all the same."""
@@ -37,6 +40,9 @@ class Placement:
     excluded: frozenset[str]
     """All of the job's excluded nodes: its user's own and ours. An update replaces the ones it has."""
 
+    own: frozenset[str] = frozenset()
+    """Its user's own among them."""
+
     avoidance: Avoidance
     """Ours, and why."""
 
@@ -48,10 +54,16 @@ def read_exclusions(config: RunConfig) -> Exclusions | None:
     """The exclusion list; None, with a warning, when it cannot be read: no list is worth a run."""
     thread = FolderThread()  # its filesystem may be another one than the run folder's
     try:
-        return thread.call(lambda: avoidance.exclusion_list(config, os.environ).read(), timeout_s=LIST_S)
+        return thread.call(lambda: _read_whole(config), timeout_s=LIST_S)
     except (StorageError, SlurmError, OSError) as error:
         log.warning("the exclusion list is not used: %s", error)
         return None
+
+
+def _read_whole(config: RunConfig) -> Exclusions:
+    found = avoidance.exclusion_list(config, os.environ).read()
+    _ = found.observations  # taken apart, and found to be a forgery, only when it is looked at
+    return found
 
 
 def next_placement(
@@ -63,24 +75,19 @@ def next_placement(
     their names, and one unknown name would make it refuse all of them.
     """
     exclusions = read_exclusions(config)
-    before = ours(history)
     wanted = tuple(dict.fromkeys([*suspects, *sorted(left(history))]))
-    if not wanted and not before and not excluded_now(config, exclusions):
+    if not wanted and not ours(history, job) and not excluded_now(config, exclusions):
         return None
-    own = expanded(config.slurm.exclude)
-    if job is not None:
-        try:
-            own |= slurm.excluded_nodes(job) - before
-        except SlurmError as error:
-            log.warning("the nodes that job %s excludes are not known: %s", job, error.what)
+    named = named_by_user(config, job=job, history=history)
+    own = named.excluded
     try:
-        found = _to_avoid(config, exclusions, partition=partition, suspects=wanted, own=own)
+        found = _to_avoid(config, exclusions, partition=partition, suspects=wanted, named=named)
         if _kept(found, suspects):  # what it has left before must not cost it what it leaves now
-            found = _to_avoid(config, exclusions, partition=partition, suspects=suspects, own=own)
+            found = _to_avoid(config, exclusions, partition=partition, suspects=suspects, named=named)
     except (SlurmError, StorageError) as error:
         log.warning("only the suspects are avoided: %s", error.what)
-        return Placement(excluded=own | set(wanted), avoidance=Avoidance(nodes=wanted, problem=error.what))
-    return Placement(excluded=own | set(found.nodes), avoidance=found, impossible=_kept(found, suspects))
+        return Placement(excluded=own | set(wanted), avoidance=Avoidance(nodes=wanted, problem=error.what), own=own)
+    return Placement(excluded=own | set(found.nodes), avoidance=found, own=own, impossible=_kept(found, suspects))
 
 
 def _kept(found: Avoidance, suspects: Sequence[str]) -> str:
@@ -88,19 +95,52 @@ def _kept(found: Avoidance, suspects: Sequence[str]) -> str:
     return "; ".join(f"{drop.node}: {drop.reason}" for drop in found.dropped if drop.node in suspects)
 
 
+def named_by_user(config: RunConfig, *, job: str | None, history: Sequence[Event]) -> NamedNodes:
+    """Nodes that the run's user, not we, excludes and asks for: in the configuration, behind ``--``, or in the job."""
+    chain = since_submission(history, job)
+    submitted = [event.details.get("excluded") for event in chain if event.event == "submitting"]
+    own = frozenset().union(*map(expanded, submitted or [config.slurm.exclude]))
+    asked_for = expanded((config.slurm.model_extra or {}).get("nodelist"))
+    if job is not None:
+        try:
+            found = slurm.named_nodes(job)
+        except SlurmError as error:
+            log.warning("the nodes that job %s excludes are not known: %s", job, error.what)
+        else:
+            own, asked_for = own | (found.excluded - ours(history, job)), asked_for | found.required
+    return NamedNodes(excluded=own, required=asked_for)
+
+
 def _to_avoid(
     config: RunConfig, exclusions: Exclusions | None, *, partition: str, suspects: Sequence[str] = (),
-    own: frozenset[str] = frozenset(),
+    named: NamedNodes,
 ) -> Avoidance:  # fmt: skip
-    return avoidance.to_avoid(
+    found = avoidance.to_avoid(
         exclusions or Exclusions(),
         partition=partition or None,
         nodes_needed=config.nodes + config.spare_nodes,
         suspects=suspects,
         max_excluded_fraction=config.exclusions.max_excluded_fraction,
         rules=config.exclusions.rules(),
-        excluded_anyway=own,
+        excluded_anyway=named.excluded,
+        asked_for=named.required,
     )
+    return _accepted(config, found, named.excluded)
+
+
+def _accepted(config: RunConfig, found: Avoidance, own: frozenset[str]) -> Avoidance:
+    """``found`` without the nodes that Slurm, which knows more of the request than we do, cannot spare."""
+
+    def ask(nodes: frozenset[str]) -> str:
+        return successor.test_placement(RunFolder(config.run_folder).script, excluded=own | nodes)
+
+    try:
+        return (
+            FolderThread().call(lambda: avoidance.submitted(found, ask)[1], timeout_s=LIST_S) if found.nodes else found
+        )
+    except (SlurmError, StorageError) as error:  # a script of the user's own, or Slurm refuses for another reason
+        log.debug("not tried: %s", error)
+        return found
 
 
 def excluded_now(config: RunConfig, exclusions: Exclusions | None) -> frozenset[str]:
@@ -119,23 +159,53 @@ def expanded(hostlist: object) -> frozenset[str]:
         return frozenset()
 
 
-def to_keep_off(config: RunConfig, partition: str, allocated: Sequence[str]) -> frozenset[str]:
-    """Allocated nodes that the exclusion list excludes, as far as the run could be placed without them."""
+def to_keep_off(
+    config: RunConfig, *, partition: str, job: str, history: Sequence[Event], allocated: Sequence[str]
+) -> frozenset[str]:
+    """Allocated nodes that the exclusion list excludes, as far as the run could be placed without them.
+
+    By the same measure as ``next_placement``: one that cannot be kept away from has not escaped.
+    """
     exclusions = read_exclusions(config)
     if not set(allocated) & excluded_now(config, exclusions):
         return frozenset()
     try:
-        found = _to_avoid(config, exclusions, partition=partition)
+        suspects = sorted(duty_of(history).undecided)
+        named = named_by_user(config, job=job, history=history)
+        found = _to_avoid(config, exclusions, partition=partition, suspects=suspects, named=named)
     except (SlurmError, StorageError) as error:
         log.warning("Slurm does not tell about its nodes, so the run stays where it is: %s", error.what)
         return frozenset()
     return frozenset(allocated) & set(found.nodes)
 
 
-def ours(history: Sequence[Event]) -> frozenset[str]:
-    """Nodes that the run ever excluded by itself, rather than its user."""
-    lists = [expanded(event.details.get("nodes")) for event in history if event.event == "avoiding"]
-    return frozenset().union(*lists)
+def ours(history: Sequence[Event], job: str | None = None) -> frozenset[str]:
+    """Nodes that the run has excluded by itself since its user submitted it, rather than the user.
+
+    Args:
+        job: the one that is asked about; None: the newest that ``history`` tells of.
+    """
+    chain = since_submission(history, job)
+    added = [expanded(event.details.get("nodes")) for event in chain if event.event == "avoiding"]
+    own = [expanded(event.details.get("excluded")) for event in chain if event.event == "submitting"]
+    return frozenset().union(*added).difference(*own)
+
+
+def since_submission(history: Sequence[Event], job: str | None = None) -> Sequence[Event]:
+    """What has happened since a person last submitted the run; nothing where ``job`` came from a plain sbatch."""
+    first, newest, announced = 0, None, False
+    for index, event in enumerate(history):
+        if event.event == "submitting":
+            first, announced = index, True
+        elif event.event in ("resubmitting", "rescuing"):
+            announced = True
+        elif event.event == "attempt started" and (its_job := event.attempt.split(".")[0]) != newest:
+            if newest is not None and not announced:
+                first = index
+            newest, announced = its_job, False
+    if None not in (job, newest) and job != newest and not announced:
+        return ()
+    return history[first:]
 
 
 def left(history: Sequence[Event]) -> frozenset[str]:
@@ -155,6 +225,10 @@ class Duty:
     """Nodes that the run was to go on without, as its journal has it."""
 
     nodes: frozenset[str] = frozenset()
+    undecided: frozenset[str] = frozenset()
+    """These, and those of an earlier demand, until new steps are saved without them: an attempt that is preempted
+    before it has computed anything again has decided nothing."""
+
     gpus: frozenset[str] = frozenset()
     """UUIDs of GPUs that it was to go on without, on whatever node."""
 
@@ -164,20 +238,26 @@ class Duty:
 
 def duty_of(history: Sequence[Event]) -> Duty:
     """What the newest decision demands of the placement that follows it."""
-    nodes: frozenset[str] = frozenset()
-    gpus: frozenset[str] = frozenset()
-    escapes = 0
+    none: frozenset[str] = frozenset()
+    nodes, undecided, inconclusive, gpus, escapes = none, none, none, none, 0
     for event in history:
-        if event.event == "decision":
-            demands = event.details.get("elsewhere") and event.details.get("action") == Action.CONTINUE
-            nodes = frozenset(map(str, event.details.get("avoid", []))) if demands else frozenset()
-        elif event.event == "verdict":
-            escapes, gpus = 0, frozenset()
+        facts = event.details
+        if event.event == "verdict":
+            nodes, inconclusive, escapes = none, none, 0
+            if progressed(facts):
+                undecided, gpus = none, none
+        elif event.event == "inconclusive":
+            inconclusive = frozenset(map(str, facts.get("suspects", [])))
         elif event.event == "avoiding_gpus":
-            gpus = frozenset(map(str, event.details.get("gpus", [])))
+            gpus |= frozenset(map(str, facts.get("gpus", [])))
         elif event.event == "exclusion_escaped":
             escapes += 1
-    return Duty(nodes=nodes, gpus=gpus, escapes=escapes)
+        elif event.event == "decision" and facts.get("action") != Action.CONTINUE:
+            nodes, undecided, gpus = none, inconclusive, none
+        elif event.event == "decision":
+            nodes = frozenset(map(str, facts.get("avoid", []))) if facts.get("elsewhere") else none
+            undecided = nodes or undecided
+    return Duty(nodes=nodes, undecided=undecided, gpus=gpus, escapes=escapes)
 
 
 def suspect_gpus_of(config: RunConfig, history: Sequence[Event]) -> frozenset[str]:

@@ -73,10 +73,14 @@ class Ending:
         decision = decide(verdict, budget_of(earlier, verdict, self.config), self.config.exit_actions)
         return self.follow(verdict, decision)
 
-    def follow(self, verdict: Verdict, decision: Decision) -> int | None:
-        """Find a place for what was decided, journal, act; returns as ``act_on`` does. Main thread only."""
+    def follow(self, verdict: Verdict, decision: Decision, *, may_stay: bool = True) -> int | None:
+        """Find a place for what was decided, journal, act; returns as ``act_on`` does. Main thread only.
+
+        Args:
+            may_stay: other nodes of this allocation will do.
+        """
         if decision.action is Action.CONTINUE:
-            decision = self._where_to(verdict, decision)
+            decision = self._where_to(verdict, decision, may_stay=may_stay)
         demands = {"avoid": list(decision.avoid), "elsewhere": decision.elsewhere}
         self.journal.append(
             "decision", action=decision.action.value, reason=decision.reason, exit_code=decision.exit_code,
@@ -104,13 +108,14 @@ class Ending:
         )
         return 0
 
-    def _where_to(self, verdict: Verdict, decision: Decision) -> Decision:
+    def _where_to(self, verdict: Verdict, decision: Decision, *, may_stay: bool) -> Decision:
         """The decision, as far as there are nodes for it. What may not go on here, and cannot elsewhere, ends."""
         if not isinstance(self.cluster, SlurmCluster):
             why = "there are no other nodes"
             return self._without_others(verdict, decision, why) if decision.elsewhere else decision
         if (
-            decision.elsewhere
+            may_stay
+            and decision.elsewhere
             and decision.avoid
             and choose(expand(self.cluster.job.nodes), frozenset(decision.avoid), self.config.nodes)
         ):
@@ -118,9 +123,10 @@ class Ending:
             if self._stays:
                 return decision
         history = (*self.start.history, *self._noted)
+        suspects = dict.fromkeys((*decision.avoid, *([] if decision.elsewhere else self._undecided(verdict))))
         self._placement = next_placement(
             self.config, partition=self.cluster.job.partition, job=self.cluster.job.job_id, history=history,
-            suspects=decision.avoid,
+            suspects=tuple(suspects),
         )  # fmt: skip
         if self._placement is None:
             return decision
@@ -129,15 +135,18 @@ class Ending:
         self._note("avoiding", **self._placement.avoidance.as_event())
         return decision
 
-    def _has_spares(self, avoid: frozenset[str]) -> bool:
-        nodes = expand(self.start.cluster.job.nodes) if isinstance(self.start.cluster, SlurmCluster) else []
-        return choose(nodes, avoid, self.config.nodes) is not None
+    def _undecided(self, verdict: Verdict) -> list[str]:
+        """Suspects of an earlier end, of which this attempt has not shown anything."""
+        return [] if verdict.progressed else sorted(duty_of(self.start.history).undecided)
 
     def _without_others(self, verdict: Verdict, decision: Decision, why: str) -> Decision:
         gpus = {suspect.gpu for suspect in verdict.suspects}
         if all(gpus) and not gpus <= duty_of(self.start.history).gpus:  # each node's agent finds out whether it can
             self._note("avoiding_gpus", gpus=sorted(gpus), reason=why)
             return replace(decision, elsewhere=False, reason=f"{decision.reason}; on other GPUs, since {why}")
+        if verdict.cause is Cause.VALIDATION_FAILED:
+            reason = f"{decision.reason}; there is no other hardware to go on with: {why}"
+            return Decision(action=Action.STOP, reason=reason, exit_code=EXIT_VALIDATION_FAILED)
         if verdict.cause is not Cause.RERUN_ELSEWHERE:
             return replace(decision, elsewhere=False, reason=f"{decision.reason}; it goes on where it was: {why}")
         reason = f"inconclusive: {decision.reason}; it cannot be computed again on different hardware: {why}"

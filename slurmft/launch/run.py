@@ -74,7 +74,7 @@ def _attempt(config: RunConfig, start: Start, log_file: BackgroundLog) -> int | 
     """One attempt and what follows it: the exit code, or None when the next one begins at once in this allocation."""
     accuser = Accuser(config, start)
     if (escape := settle(config, start)) is not None:
-        return Ending(config, start, accuser, log_file).follow(*escape)
+        return Ending(config, start, accuser, log_file).follow(*escape, may_stay=False)
     attempt = start.cluster.attempt
     log.info("run %s, attempt %s; workers write to %s", config.name, attempt, start.run.attempts / str(attempt))
     supervisor = Supervisor(config, start, accuser)

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from slurmft.config import RunConfig
 from slurmft.launch.cluster import SlurmCluster
-from slurmft.launch.elsewhere import MAX_ESCAPES, choose, duty_of, to_keep_off
+from slurmft.launch.elsewhere import MAX_ESCAPES, Duty, choose, duty_of, to_keep_off
 from slurmft.launch.start import Start
 from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Action, Cause, Decision, Verdict
 from slurmft.scheduler.nodes import expand
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import Attempt
 
+_MOVING = frozenset({Cause.STRAGGLER, Cause.VALIDATION_FAILED, Cause.DATA_CORRUPTION})
 log = logging.getLogger(__name__)
 
 
@@ -35,34 +36,44 @@ def settle(config: RunConfig, start: Start) -> tuple[Verdict, Decision] | None:
         return None
     duty = duty_of(start.history)
     allocated = expand(cluster.job.nodes)
-    excluded = to_keep_off(config, cluster.job.partition, allocated)
+    excluded = to_keep_off(
+        config, partition=cluster.job.partition, job=cluster.job.job_id, history=start.history, allocated=allocated
+    )
     suspects = duty.nodes & set(allocated)
-    if not suspects | excluded:
+    if not duty.undecided & set(allocated) and not excluded:
         return None
-    for avoid in (duty.nodes | excluded, duty.nodes):
+    for avoid in (duty.undecided | excluded, duty.nodes | excluded, duty.nodes):
         chosen = choose(allocated, avoid, config.nodes)
         if chosen is not None and (not excluded & set(chosen) or duty.escapes >= MAX_ESCAPES):
             cluster.nodes = chosen
-            start.journal.append("keeping off", nodes=sorted(set(allocated) - set(chosen)), chosen=list(chosen))
+            if avoid & set(allocated):
+                start.journal.append("keeping off", nodes=sorted(set(allocated) - set(chosen)), chosen=list(chosen))
             return None
-    return _escape(suspects, excluded, duty.escapes, start)
+    return _escape(suspects, excluded, duty, start)
 
 
 def _escape(
-    suspects: frozenset[str], excluded: frozenset[str], escapes: int, start: Start
+    suspects: frozenset[str], excluded: frozenset[str], duty: Duty, start: Start
 ) -> tuple[Verdict, Decision] | None:
     """Placed on a node that was to be kept away from: once more, and after MAX_ESCAPES times in a row not any more."""
     nodes = sorted(suspects | excluded)
-    start.journal.append("exclusion_escaped", nodes=nodes, suspects=sorted(suspects), times=escapes + 1)
-    log.warning("placed on %s, which the run was to keep off (time %d)", ", ".join(nodes), escapes + 1)
-    verdict = Verdict(cause=Cause.RERUN_ELSEWHERE, reason=f"placed on {', '.join(nodes)} again")
-    if escapes < MAX_ESCAPES:
+    start.journal.append("exclusion_escaped", nodes=nodes, suspects=sorted(suspects), times=duty.escapes + 1)
+    log.warning("placed on %s, which the run was to keep off (time %d)", ", ".join(nodes), duty.escapes + 1)
+    verdict = Verdict(cause=_why_elsewhere(start.history), reason=f"placed on {', '.join(nodes)} again")
+    if duty.escapes < MAX_ESCAPES:
         decision = Decision(
-            action=Action.CONTINUE, reason=verdict.reason, exit_code=EXIT_RERUN_ELSEWHERE, avoid=tuple(nodes),
-            elsewhere=bool(suspects),
+            action=Action.CONTINUE, reason=verdict.reason, exit_code=EXIT_RERUN_ELSEWHERE,
+            avoid=tuple(sorted(duty.nodes)), elsewhere=bool(duty.nodes),
         )  # fmt: skip
         return verdict, decision
-    if not suspects:
+    if not suspects or verdict.cause is Cause.STRAGGLER:  # slow is better than not at all
         return None
-    reason = f"inconclusive: {verdict.reason} {escapes + 1} times in a row"
+    reason = f"inconclusive: {verdict.reason} {duty.escapes + 1} times in a row"
+    start.journal.append("inconclusive", reason=reason, suspects=sorted(duty.nodes))
     return verdict, Decision(action=Action.STOP, reason=reason, exit_code=EXIT_VALIDATION_FAILED)
+
+
+def _why_elsewhere(history: Sequence[Event]) -> Cause:
+    """The cause for which the run was last told to go on elsewhere."""
+    causes = [event.details.get("cause") for event in history if event.event == "verdict"]
+    return Cause(causes[-1]) if causes and causes[-1] in _MOVING else Cause.RERUN_ELSEWHERE

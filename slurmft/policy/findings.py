@@ -136,6 +136,9 @@ class Finding:
     traceback: str = ""
     evidence: tuple[str, ...] = ()
 
+    told: bool = False
+    """A verdict file of the rank says it, and not its exit code alone."""
+
 
 def has_failed(end: WorkerEnd, calm: frozenset[int]) -> bool:
     """Whether it ended otherwise than it should have, and not because we made it."""
@@ -210,6 +213,7 @@ def _finding(end: WorkerEnd, report: Report | None, heard: Testimony) -> Finding
         rerun=rerun,
         traceback=end_of(text),
         evidence=(f"{report.source} of rank {end.rank}",) if report is not None else (),
+        told=report is not None and report.binding and cause in DECIDING,
     )
 
 
@@ -263,4 +267,5 @@ def _from_report_alone(report: Report) -> Finding:
         rerun=report.rerun,
         traceback=end_of(report.traceback),
         evidence=(report.source,),
+        told=report.binding and report.cause in DECIDING,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slurmft.policy.communication import who_is_missed
 from slurmft.policy.evidence import Evidence, Kind, Suspect
@@ -13,6 +13,8 @@ from slurmft.policy.testimony import StepWords, Testimony
 from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, PLANNED, Cause, Verdict
 
 MAX_EVIDENCE = 12
+
+_SAID_BY_ALL = frozenset({Cause.RERUN_ELSEWHERE, Cause.VALIDATION_FAILED})
 
 _OBEYED_TERM = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM})
 _GONE = ("DOWN", "FAIL", "NO_RESPOND", "POWERED_DOWN", "POWERING_DOWN", "REBOOT")
@@ -61,9 +63,7 @@ def judge(ends: Sequence[WorkerEnd], *, world_size: int, seen: Circumstances) ->
     """The verdict on an attempt of ``world_size`` ranks; ``ends`` are in the order in which they were seen."""
     counted = [end for end in ends if end.rank == 0] if seen.only_lead else list(ends)
     expected = 1 if seen.only_lead else world_size
-    found = _finished(counted, expected, seen) or min(
-        _candidates(counted, expected, seen), key=lambda finding: finding.level
-    )
+    found = _finished(counted, expected, seen) or _most_telling(_candidates(counted, expected, seen))
     evidence = (*found.evidence, *_lines(seen.heard.step), *seen.heard.problems)
     return Verdict(
         cause=found.cause,
@@ -95,6 +95,22 @@ def is_planned(cause: Cause) -> bool:
     return cause in PLANNED
 
 
+def _most_telling(candidates: Sequence[Finding]) -> Finding:
+    """The first of the highest level, with the suspects of all verdict files that say the same."""
+    found = min(candidates, key=lambda finding: finding.level)
+    alike = [each for each in candidates if (each.told, each.cause, each.rerun) == (True, found.cause, found.rerun)]
+    if not found.told or found.cause not in _SAID_BY_ALL:
+        return found
+    named = {(one.node, one.gpu): one for each in reversed(alike) for one in reversed(each.suspects)}
+    return replace(found, suspects=tuple(reversed(named.values())))
+
+
+def _without_echoes(said: Sequence[Finding]) -> list[Finding]:
+    """A trainer's ranks agree to end with 16 or 17; only those that know of a wrong result leave a verdict file."""
+    told = {finding.cause for finding in said if finding.told and finding.rerun != "transient"} & _SAID_BY_ALL
+    return [finding for finding in said if finding.told or finding.cause not in told]
+
+
 def _finished(ends: Sequence[WorkerEnd], expected: int, seen: Circumstances) -> Finding | None:
     calm = frozenset({0} | seen.complete_codes)
     if len(ends) != expected or any(has_failed(end, calm) for end in ends):
@@ -119,7 +135,7 @@ def _objections(heard: Testimony) -> bool:
 
 def _candidates(ends: Sequence[WorkerEnd], expected: int, seen: Circumstances) -> list[Finding]:
     calm = frozenset({0} | seen.complete_codes)
-    said = list(findings_of_ranks(ends, seen.heard, calm))
+    said = _without_echoes(list(findings_of_ranks(ends, seen.heard, calm)))
     if complaints := [finding for finding in said if finding.cause is Cause.COMMUNICATION_ERROR]:
         said = [finding for finding in said if finding.cause is not Cause.COMMUNICATION_ERROR]
         said.append(who_is_missed(complaints, ends))

@@ -79,7 +79,7 @@ def expand(text: str) -> list[str]:
             raise ValueError(f"{text[:80]!r} is not a hostlist: [{ranges[:40]}] holds something else than numbers")
     if _size(text) > MAX_NODES:
         raise ValueError(f"{text[:80]!r} stands for more than {MAX_NODES} nodes")
-    names = list(dict.fromkeys(expand_hostlist("".join(text.split()))))
+    names = list(dict.fromkeys(expand_hostlist(re.sub(r"\s*,\s*", ",", text.strip()))))
     for name in names:
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name[:80]!r} is not the name of a node")

@@ -165,10 +165,24 @@ def job_pairs(text: str) -> dict[str, str]:
     return parse_pairs(facts.group() if facts else text)
 
 
-def parse_excluded(text: str) -> frozenset[str]:
-    """The excluded nodes in ``scontrol -o show job``."""
-    excluded = job_pairs(text).get("ExcNodeList", "")
-    return frozenset() if excluded in _NOTHING else frozenset(expand_hostlist(excluded))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedNodes:
+    """Nodes that a job names."""
+
+    excluded: frozenset[str] = frozenset()
+    required: frozenset[str] = frozenset()
+    """It is placed on these, and perhaps on others beside them."""
+
+
+def parse_named(text: str) -> NamedNodes:
+    """The nodes that ``scontrol -o show job`` names."""
+    pairs = job_pairs(text)
+
+    def names(key: str) -> frozenset[str]:
+        value = pairs.get(key, "")
+        return frozenset() if value in _NOTHING else frozenset(expand_hostlist(value))
+
+    return NamedNodes(excluded=names("ExcNodeList"), required=names("ReqNodeList"))
 
 
 class JobEnding(StrEnum):

@@ -17,10 +17,11 @@ from slurmft.scheduler.parsing import (
     JOB_FORMAT,
     JobEnding,
     JobRecord,
+    NamedNodes,
     job_pairs,
     parse_ending,
-    parse_excluded,
     parse_jobs,
+    parse_named,
     parse_pairs,
 )
 from slurmft.scheduler.site import Partition, Site, parse_job_times, parse_partitions, parse_site
@@ -180,14 +181,14 @@ def cancelled_by(job_id: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def excluded_nodes(job_id: str) -> frozenset[str]:
-    """Nodes that the job will not be placed on.
+def named_nodes(job_id: str) -> NamedNodes:
+    """Nodes that the job will not be placed on, and those that it asks for.
 
     Raises:
         SlurmError: Slurm refused, did not answer, or told something that cannot be read.
     """
     text = command.run_patiently(["scontrol", "-o", "show", "job", job_id], patience_s=5.0)
-    return parse_excluded(text)
+    return parse_named(text)
 
 
 def release(job_id: str) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from slurmft.errors import SlurmUnavailable
 from slurmft.scheduler import command
 from slurmft.scheduler.environment import scrubbed
+from slurmft.scheduler.nodes import compress
 from slurmft.scheduler.slurm import job
+
+TEST_S = 2.0
 
 
 def batch_script(job_id: str) -> str:
@@ -50,6 +53,16 @@ def submit_successor(
             if time.monotonic() + 1.0 > deadline:
                 raise
             time.sleep(1.0)
+
+
+def test_placement(script: Path, *, excluded: Collection[str]) -> str:
+    """Ask Slurm whether it could ever place ``script`` without these nodes; returns its estimate.
+
+    Raises:
+        SlurmError: it could not, or did not answer, or there is no such script.
+    """
+    argv = ["sbatch", "--test-only", f"--exclude={compress(excluded)}", str(script)]
+    return command.run(argv, timeout_s=TEST_S, environment=scrubbed(os.environ))
 
 
 def submit_script(

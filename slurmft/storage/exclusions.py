@@ -308,7 +308,10 @@ class ExclusionList:
         with writing(self.path):
             replace_atomically(self.path, text, mode=self._mode, group=self._group())
         for path, _ in new:
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:  # in another user's folder: it is in the list as well, and counts once
+                log.warning("%s cannot be removed: %s", path, error.strerror)
 
     def _lock(self) -> SoftLock:
         return SoftLock(self.path.with_name(f"{self.path.name}.lock"), mode=self._mode, host=self._host)

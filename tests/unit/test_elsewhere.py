@@ -23,6 +23,10 @@ def history(*lines: tuple[str, dict[str, Any]], attempt: str = "7.0.0") -> list[
 
 
 VERDICT: tuple[str, dict[str, Any]] = ("verdict", {})
+PROGRESS = ("verdict", {"first_step": 5, "saved_step": 6})
+INCONCLUSIVE = ("inconclusive", {"suspects": ["n1"]})
+GPU_A, GPU_B = ("avoiding_gpus", {"gpus": ["a"]}), ("avoiding_gpus", {"gpus": ["b"]})
+BOTH = frozenset({"n1", "n2"})
 MOVE = ("decision", {"action": "continue", "avoid": ["n1", "n2"], "elsewhere": True})
 KEEP_OFF = ("decision", {"action": "continue", "avoid": ["n3"]})
 STOP = ("decision", {"action": "stop", "avoid": ["n1"], "elsewhere": True})
@@ -33,14 +37,20 @@ ESCAPED: tuple[str, dict[str, Any]] = ("exclusion_escaped", {})
     ("events", "duty"),
     [
         pytest.param([], Duty(), id="nothing yet"),
-        pytest.param([VERDICT, MOVE], Duty(nodes=frozenset({"n1", "n2"})), id="different nodes are demanded"),
+        pytest.param([VERDICT, MOVE], Duty(nodes=BOTH, undecided=BOTH), id="different nodes are demanded"),
         pytest.param([VERDICT, KEEP_OFF], Duty(), id="other nodes are only better"),
         pytest.param([VERDICT, STOP], Duty(), id="it ends"),
-        pytest.param([VERDICT, MOVE, VERDICT, KEEP_OFF], Duty(), id="it has been fulfilled"),
+        pytest.param([VERDICT, STOP, VERDICT, KEEP_OFF], Duty(), id="it had ended"),
+        pytest.param([PROGRESS, MOVE, PROGRESS, KEEP_OFF], Duty(), id="it has been fulfilled"),
+        pytest.param([PROGRESS, MOVE, VERDICT, KEEP_OFF], Duty(undecided=BOTH), id="preempted before it was"),
+        pytest.param([PROGRESS, MOVE, VERDICT, INCONCLUSIVE, STOP], Duty(undecided=frozenset({"n1"})), id="no answer"),
+        pytest.param([VERDICT, MOVE, VERDICT, STOP], Duty(), id="it ended with an answer"),
+        pytest.param([PROGRESS, GPU_A, KEEP_OFF, VERDICT, GPU_B, KEEP_OFF], Duty(gpus=frozenset("ab")), id="two GPUs"),
+        pytest.param([PROGRESS, GPU_A, KEEP_OFF, PROGRESS, KEEP_OFF], Duty(), id="other GPUs have answered"),
         pytest.param(
-            [VERDICT, MOVE, ESCAPED, MOVE, ESCAPED, MOVE], Duty(nodes=frozenset({"n1", "n2"}), escapes=2), id="escaped"
+            [VERDICT, MOVE, ESCAPED, MOVE, ESCAPED, MOVE], Duty(nodes=BOTH, undecided=BOTH, escapes=2), id="escaped"
         ),
-        pytest.param([VERDICT, MOVE, ESCAPED, MOVE, VERDICT, MOVE], Duty(nodes=frozenset({"n1", "n2"})), id="anew"),
+        pytest.param([VERDICT, MOVE, ESCAPED, MOVE, VERDICT, MOVE], Duty(nodes=BOTH, undecided=BOTH), id="anew"),
         pytest.param([("decision", {})], Duty(), id="a decision of nothing"),
     ],
 )
@@ -59,6 +69,35 @@ def test_a_run_does_not_go_back_to_what_it_has_left_unless_that_is_acquitted():
     assert left(history(VERDICT, MOVE, VERDICT, KEEP_OFF)) == {"n1", "n2"}
     assert left(history(VERDICT, MOVE, acquitted)) == {"n2"}
     assert left(history(VERDICT, STOP, VERDICT, KEEP_OFF)) == frozenset()
+
+
+def avoiding(nodes: str) -> tuple[str, dict[str, Any]]:
+    return ("avoiding", {"nodes": nodes})
+
+
+STARTED: tuple[str, dict[str, Any]] = ("attempt started", {})
+SUBMITTING: tuple[str, dict[str, Any]] = ("submitting", {})
+RESUBMITTING: tuple[str, dict[str, Any]] = ("resubmitting", {})
+
+
+@pytest.mark.parametrize(
+    ("job_7", "job_8", "asked", "excluded"),
+    [
+        pytest.param([SUBMITTING, avoiding("n1"), STARTED], [], "7", {"n1"}, id="at the submission"),
+        pytest.param([("submitting", {"excluded": "n[1,4]"}), avoiding("n[1-2]"), STARTED], [], "7", {"n2"},
+                     id="its user did so before"),
+        pytest.param([STARTED, avoiding("n1"), RESUBMITTING], [STARTED, avoiding("n2")], "8", {"n1", "n2"},
+                     id="of a job and its successor"),
+        pytest.param([STARTED, avoiding("n1"), RESUBMITTING], [], "8", {"n1"}, id="a successor's first start"),
+        pytest.param([STARTED, avoiding("n1"), SUBMITTING], [STARTED], "8", set(), id="submitted again"),
+        pytest.param([STARTED, avoiding("n1")], [STARTED, avoiding("n2")], "8", {"n2"}, id="by plain sbatch"),
+        pytest.param([STARTED, avoiding("n1")], [], "8", set(), id="the first start of a plain sbatch"),
+        pytest.param([STARTED, avoiding("n1")], [], None, {"n1"}, id="no job in particular"),
+    ],
+)  # fmt: skip
+def test_what_a_user_excludes_is_never_ours(job_7, job_8, asked, excluded):
+    events = [*history(*job_7, attempt="7.0.0"), *history(*job_8, attempt="8.0.0")]
+    assert ours(events, asked) == excluded
 
 
 @pytest.mark.parametrize(

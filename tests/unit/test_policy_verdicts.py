@@ -300,6 +300,27 @@ def test_of_equals_the_first_seen_is_to_blame():
 # memory
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
+@pytest.mark.parametrize(
+    ("cause", "code", "rerun"),
+    [(Cause.RERUN_ELSEWHERE, 16, "undecided"), (Cause.VALIDATION_FAILED, 17, "persistent")],
+)
+def test_ranks_that_only_follow_suit_are_no_suspects(order, cause, code, rerun):
+    """Trainers agree on the exit code; only the ranks that met the wrong result leave a file."""
+    guilty = {rank: said(rank, cause, rerun=rerun, suspects=(Suspect(node=f"bad{rank}"),)) for rank in (1, 2)}
+    ends = [end(rank, code) for rank in order]
+    one = judged(ends, guilty[1])
+    assert (one.cause, one.rank, one.rerun, one.suspects) == (cause, 1, rerun, (Suspect(node="bad1"),))
+    two = judged(ends, *guilty.values())
+    assert (two.cause, set(two.suspect_nodes)) == (cause, {"bad1", "bad2"})
+    other = said(2, cause, rerun="correct", suspects=(Suspect(node="bad2"),))
+    assert len(judged(ends, guilty[1], other).suspects) == 1
+
+
+def test_where_nobody_left_a_file_the_first_to_exit_with_16_is_suspected():
+    assert len(judged([end(1, 16), end(0, 16)]).suspect_nodes) == 1
+
+
 def killed_line(node: str, word: str = "Killed") -> TaskEnd:
     return TaskEnd(nodes=(node,), tasks="1", word=word)
 

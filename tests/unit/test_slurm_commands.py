@@ -354,7 +354,7 @@ def test_shrinking_leaves_nothing_in_the_current_folder(stubs, tmp_path, monkeyp
 )
 def test_the_excluded_nodes_of_a_job(stubs, text, nodes):
     stubs.write("scontrol", f"echo {shlex.quote(text)}")
-    assert slurm.excluded_nodes("7") == nodes
+    assert slurm.named_nodes("7").excluded == nodes
 
 
 @pytest.mark.parametrize(("delay_s", "when"), [(0, "now"), (-5, "now"), (1, "now+1"), (600, "now+600")])
