@@ -206,22 +206,6 @@ def test_an_exclusion_that_escapes_is_repeated(lab: Lab, blaming: Callable[..., 
     assert "n1" not in nodes_of(run)[-1], story
 
 
-def test_nodes_that_its_user_names_stay_as_the_user_wants_them(lab: Lab, blaming: Callable[..., Run]) -> None:
-    """Behind ``--`` n1 is excluded, and n2 is asked for; the list has both, and later neither."""
-    run = blaming(command=["python", str(TRAINER), "--seconds", "60"], slurm={"nodelist": "n2"},
-                  preemption={"requeue_delay_s": 1})  # fmt: skip
-    run.slurmft("exclude", "add", "n[1-2]", "--reason", "test", "--config", str(run.config))
-    job = run.submit("--", "--exclude=n1")
-    run.wait_for("workers started")
-    run.slurmft("exclude", "remove", "n1", "--config", str(run.config))
-    run.slurmft("requeue", str(run.path))
-    run.wait_for("workers started", 2)
-    story = run.story()
-    assert "ExcNodeList=n1 " in lab.run(["scontrol", "-o", "show", "job", job]).stdout, story
-    assert all("n1" not in nodes and "2" in nodes for nodes in nodes_of(run)), story
-    assert not run.events("exclusion_escaped"), story
-
-
 def test_a_refused_update_keeps_what_was_excluded_and_ends_in_a_bounded_number_of_escapes(
     blaming: Callable[..., Run], moody: Path
 ) -> None:
