@@ -59,7 +59,7 @@ def _escape(
     nodes = sorted(suspects | excluded)
     start.journal.append("exclusion_escaped", nodes=nodes, suspects=sorted(suspects), times=duty.escapes + 1)
     log.warning("placed on %s, which the run was to keep off (time %d)", ", ".join(nodes), duty.escapes + 1)
-    verdict = Verdict(cause=_why_elsewhere(start.history), reason=f"placed on {', '.join(nodes)} again")
+    verdict = Verdict(cause=_why_elsewhere(start.history), reason=f"placed on {', '.join(nodes)}, to be kept off")
     if duty.escapes < MAX_ESCAPES:
         decision = Decision(
             action=Action.CONTINUE, reason=verdict.reason, exit_code=EXIT_RERUN_ELSEWHERE,

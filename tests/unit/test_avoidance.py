@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,14 @@ from slurmft.launch.avoidance import (
     submitted,
     to_avoid,
 )
+from slurmft.launch.elsewhere import next_placement, to_keep_off
 from slurmft.policy.evidence import Kind
 from slurmft.policy.suspicion import WEIGHTS, ManualEntry, Observation
 from slurmft.scheduler import slurm
 from slurmft.scheduler.nodes import NodeRecord
 from slurmft.storage.exclusions import Exclusions
+from slurmft.storage.journal import Event
+from slurmft.storage.run_folder import RunFolder
 
 NOW = 1_800_000_000.0
 NODES = "".join(f"n{n}|low*|idle\nn{n}|high|idle\n" for n in range(1, 5)) + "big1|big|idle\n"
@@ -321,3 +325,50 @@ def test_nobodys_home_is_an_error_of_ours(monkeypatch):
     monkeypatch.setattr(Path, "home", homeless)
     with pytest.raises(StorageError, match="home folder"):
         list_path(None, {"SLURM_CLUSTER_NAME": "c"})
+
+
+# where a run goes on
+
+
+@pytest.fixture
+def run_in_slurm(cluster, tmp_path) -> RunConfig:
+    """On a cluster whose sbatch refuses to do without n1, in job 7, whose user excludes n4 and asks for n3."""
+    cluster.says("scontrol", "echo 'JobId=7 UserId=a(1) GroupId=a(1) ReqNodeList=n3 ExcNodeList=n[2,4]'")
+    cluster.says("sbatch", f'case "$*" in *=n1*|*"[1"*) echo "{REFUSED}" >&2; exit 1 ;; esac')
+    found = config(tmp_path, nodes=1, exclusions={"max_excluded_fraction": 1.0})
+    RunFolder(found.run_folder).create()
+    RunFolder(found.run_folder).script.write_text("#!/bin/bash\n")
+    return found
+
+
+REFUSED = "sbatch: error: Requested node configuration is not available"
+
+
+def event(name: str, **details: object) -> Event:
+    return Event(at=datetime(2026, 1, 1, tzinfo=UTC), attempt="7.0.0", event=name, details=details)
+
+
+HISTORY = [event("submitting", excluded="n4"), event("attempt started"), event("avoiding", nodes="n[2,4]")]
+
+
+def test_where_a_job_goes_on_its_users_nodes_stay_its_users(run_in_slurm):
+    found = next_placement(run_in_slurm, partition="low", job="7", history=HISTORY, suspects=["n2"])
+    assert found is not None
+    assert (found.own, found.excluded, found.impossible) == ({"n4"}, {"n2", "n4"}, "")
+    later = next_placement(run_in_slurm, partition="low", job="7", history=HISTORY, suspects=[])
+    assert later is not None
+    assert later.excluded == {"n4"}
+
+
+@pytest.mark.parametrize(("suspect", "why"), [("n1", "Slurm refuses"), ("n3", "nodelist")])
+def test_a_suspect_that_the_request_cannot_do_without_is_said_before_the_job_is_stuck(run_in_slurm, suspect, why):
+    found = next_placement(run_in_slurm, partition="low", job="7", history=HISTORY, suspects=[suspect])
+    assert found is not None
+    assert found.excluded == {"n4"}
+    assert why in found.impossible
+
+
+def test_what_cannot_be_kept_away_from_has_not_escaped(run_in_slurm):
+    listed(run_in_slurm, seen("n1"), seen("n2"), seen("n3"))
+    keep_off = to_keep_off(run_in_slurm, partition="low", job="7", history=HISTORY, allocated=["n1", "n2", "n3"])
+    assert keep_off == {"n2"}

@@ -16,6 +16,7 @@ import pytest
 from slurmft.config import RunConfig, validate
 from slurmft.errors import SlurmError, SlurmUnavailable, UsageError
 from slurmft.scheduler import command, queueing, slurm, submission, successor
+from slurmft.scheduler.parsing import NamedNodes
 from slurmft.scheduler.submission import parse_sbatch_options, script_text, submit_to_slurm
 from slurmft.storage.run_folder import RunFolder
 
@@ -355,6 +356,11 @@ def test_shrinking_leaves_nothing_in_the_current_folder(stubs, tmp_path, monkeyp
 def test_the_excluded_nodes_of_a_job(stubs, text, nodes):
     stubs.write("scontrol", f"echo {shlex.quote(text)}")
     assert slurm.named_nodes("7").excluded == nodes
+
+
+def test_the_nodes_that_a_job_asks_for(stubs):
+    stubs.write("scontrol", "echo 'JobId=7 UserId=a(1) GroupId=a(1) ReqNodeList=n[2-3] ExcNodeList='")
+    assert slurm.named_nodes("7") == NamedNodes(excluded=frozenset(), required=frozenset({"n2", "n3"}))
 
 
 @pytest.mark.parametrize(("delay_s", "when"), [(0, "now"), (-5, "now"), (1, "now+1"), (600, "now+600")])
