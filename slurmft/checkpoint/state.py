@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slurmft.checkpoint.catalog import SHARED
 from slurmft.checkpoint.payload import Damage, Damaged
-from slurmft.errors import UsageError
+from slurmft.errors import CheckpointError, UsageError
 from slurmft.training import rng
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,13 @@ def refuse_sharded(model: torch.nn.Module) -> None:
 
 def _load_part(name: str, part: Stateful | None, payload: Mapping[str, Any]) -> None:
     if part is not None and name in payload:
-        part.load_state_dict(payload[name])
+        try:
+            part.load_state_dict(payload[name])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"the {name} cannot take up the state that the checkpoint has for it: {error!r}",
+                hint=f"pass a {name} of the kind that was saved; with a re-run machine, that is the machine",
+            ) from error
     elif part is not None:
         log.warning("the checkpoint holds no %s state: the %s starts anew", name, name)
     elif name in payload:

@@ -19,6 +19,9 @@ import torch
 from slurmft.checkpoint import Catalog, CheckpointManager, manager
 from slurmft.errors import CheckpointError, DataError, Fenced, UsageError
 from slurmft.training.data import ByteCorpus, WindowLoader
+from slurmft.training.rerun import RerunStateMachine
+from slurmft.training.rerun_data import RerunDataIterator
+from slurmft.training.rerun_settings import RerunSettings
 
 
 class Run:
@@ -258,6 +261,16 @@ def test_other_data_is_refused_before_the_model_is_touched(three):
     other = WindowLoader(ByteCorpus(torch.zeros(99, dtype=torch.uint8), "zeros"), 8, 4, seed=5)
     with pytest.raises(DataError, match="zeros"):
         three.load_latest(fresh.model, fresh.optimizer, scheduler=fresh.scheduler, loader=other)
+    assert same(before, fresh.weights())
+
+
+def test_the_state_of_another_kind_of_loader_is_refused_before_the_model_is_touched(tmp_path, run):
+    machine = RerunStateMachine(RerunSettings(), data=RerunDataIterator(run.loader))
+    CheckpointManager(tmp_path).save(run.model, run.optimizer, step=1, loader=machine)
+    fresh = Run()
+    before = fresh.weights()
+    with pytest.raises(CheckpointError, match="the loader cannot take up"):
+        CheckpointManager(tmp_path).load_latest(fresh.model, fresh.optimizer, loader=fresh.loader)
     assert same(before, fresh.weights())
 
 

@@ -327,3 +327,23 @@ def test_a_verdict_is_evidence_against_nodes_unless_it_is_the_ranks_own_work():
         nodes=("n1",), ranks=(3,), score=0.4, work_ratio=2.5, slowdown=1.5, step_s=1.0, text="slow", follows_rank=True
     )
     assert own.evidence(at=5.0) == []
+
+
+@pytest.mark.parametrize("sigma", [0.2, 0.4, 0.8])
+def test_noise_convicts_nobody_however_large_it_is(sigma):
+    """256 ranks on 64 nodes whose speeds vary from window to window, with a long tail upwards."""
+    random = np.random.default_rng(3)
+    node_of_rank, best_s = np.repeat(np.arange(64), 4), np.full((256, 3), np.nan)
+    outcomes: list[list[int]] = []
+    for _ in range(40):
+        of_node = np.repeat(np.exp(random.normal(0, sigma, 64)), 4)
+        medians_s = 0.1 * of_node * np.exp(random.normal(0, 0.1, 256))
+        window = Window(
+            medians_s=medians_s[:, None], counts=np.full((256, 1), 9), cohorts=np.zeros(256, np.int64),
+            best_s=robust_best(best_s), judged=(0,),
+        )  # fmt: skip
+        scores = score(window, Limits())
+        outcomes.append(accused(scores.slow, node_of_rank)[0])
+        best_s = better(best_s, scores.work_s)
+    newest = [[node in each for each in outcomes[first : first + 5]] for first in range(36) for node in range(64)]
+    assert not any(convicted(windows, needed=3, considered=5) for windows in newest)
