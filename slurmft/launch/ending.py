@@ -28,6 +28,7 @@ from slurmft.policy.verdict import (
 )
 from slurmft.scheduler.command import ignoring_signals
 from slurmft.scheduler.nodes import expand
+from slurmft.storage.claim import SUPERVISOR
 from slurmft.storage.journal import Event
 from slurmft.storage.patience import patiently
 
@@ -161,7 +162,7 @@ class Ending:
             return None
         claim = self.run.ending(self.cluster.attempt)
         # a run folder that cannot tell stops nobody: requeueing twice is as good as once
-        if in_folder(self.start, lambda: claim.take(f"supervisor on {os.uname().nodename}")) is False:
+        if in_folder(self.start, lambda: claim.take(f"{SUPERVISOR}{os.uname().nodename}")) is False:
             reason = "somebody else has already acted on the end of this attempt"
             self.journal.append("not continued", reason=reason)
             return decision.exit_code

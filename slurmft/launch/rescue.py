@@ -16,6 +16,7 @@ from slurmft.policy.verdict import Action, has_progressed
 from slurmft.scheduler import queueing, slurm, successor
 from slurmft.scheduler.nodes import compress
 from slurmft.scheduler.parsing import JobRecord, expand_hostlist
+from slurmft.storage.claim import SUPERVISOR
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import Attempt, RunFolder
 
@@ -123,7 +124,7 @@ def _submit_again(run: RunFolder, records: Sequence[JobRecord], who: str) -> str
     claim = run.ending(Attempt(job=owner.job, restart=owner.restart))
     if states and claim.outcome() == "requeued":  # the start that followed ended before it had taken the run over
         claim = run.ending(Attempt(job=owner.job, restart=owner.restart + 1))
-    if not claim.take(who):
+    if not claim.take(who, instead_of=SUPERVISOR if states else ""):  # a job that has ended has no supervisor
         return None
     journal = run.journal()
     journal.append("rescuing", job=owner.job, reason="its job is gone and nobody decided that the run ends", who=who)

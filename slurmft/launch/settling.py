@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from slurmft.config import RunConfig
 from slurmft.launch.cluster import SlurmCluster
-from slurmft.launch.elsewhere import MAX_ESCAPES, Duty, choose, duty_of, to_keep_off
+from slurmft.launch.elsewhere import MAX_ESCAPES, Duty, choose, duty_of, left, to_keep_off
 from slurmft.launch.start import Start
 from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Action, Cause, Decision, Verdict
 from slurmft.scheduler.nodes import expand
@@ -40,9 +40,10 @@ def settle(config: RunConfig, start: Start) -> tuple[Verdict, Decision] | None:
         config, partition=cluster.job.partition, job=cluster.job.job_id, history=start.history, allocated=allocated
     )
     suspects = duty.nodes & set(allocated)
-    if not duty.undecided & set(allocated) and not excluded:
+    former = left(start.history)
+    if not (duty.undecided | former) & set(allocated) and not excluded:
         return None
-    for avoid in (duty.undecided | excluded, duty.nodes | excluded, duty.nodes):
+    for avoid in (duty.undecided | former | excluded, duty.undecided | excluded, duty.nodes | excluded, duty.nodes):
         chosen = choose(allocated, avoid, config.nodes)
         if chosen is not None and (not excluded & set(chosen) or duty.escapes >= MAX_ESCAPES):
             cluster.nodes = chosen

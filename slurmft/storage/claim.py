@@ -14,6 +14,9 @@ from slurmft.storage.files import read_json
 from slurmft.storage.patience import write_state
 from slurmft.storage.processes import birth_of, lives
 
+SUPERVISOR = "supervisor on "
+"""Begins the name of an actor who lives in the job itself, and so ends with it."""
+
 CLAIM_LEASE_S = 180.0
 """A claim without an outcome that is older belongs to somebody who died on another host."""
 
@@ -27,14 +30,20 @@ class EndingClaim:
     def __init__(self, path: Path, lock: Callable[[], AbstractContextManager[None]]) -> None:
         self._path, self._lock = path, lock
 
-    def take(self, actor: str) -> bool:
+    def take(self, actor: str, *, instead_of: str = "") -> bool:
         """Whether the caller is the one who acts.
+
+        Args:
+            instead_of: beginning of the name of an actor who is known to be gone; a claim of that one's that has no
+                outcome counts for nothing.
 
         Raises:
             StorageError: the run folder cannot be read or written.
         """
         with self._lock():
-            if _is_taken(read_json(self._path)):
+            claim = read_json(self._path)
+            free = claim is not None and claim.get("outcome") is None and _is_of(claim, instead_of)
+            if _is_taken(claim) and not free:
                 return False
             pid = os.getpid()
             mine = {"actor": actor, "at": time.time(), "host": os.uname().nodename, "pid": pid, "birth": birth_of(pid)}
@@ -73,3 +82,7 @@ def _is_taken(claim: Mapping[str, Any] | None) -> bool:
         return isinstance(pid, int) and pid != os.getpid() and lives(pid, str(claim.get("birth", "")))
     at = claim.get("at")
     return isinstance(at, int | float) and abs(time.time() - at) < CLAIM_LEASE_S
+
+
+def _is_of(claim: Mapping[str, Any], actor: str) -> bool:
+    return bool(actor) and str(claim.get("actor", "")).startswith(actor)

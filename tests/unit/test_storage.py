@@ -394,6 +394,18 @@ def test_a_claim_from_another_host_lapses(run, age_s, is_free):
     assert run.ending(ATTEMPT).take("cron") is is_free
 
 
+def test_a_claim_of_somebody_who_is_known_to_be_gone_counts_for_nothing(run):
+    claim = run.ending(ATTEMPT)
+    write_json(
+        run.attempts / "7.0.ending.json", {"actor": "supervisor on n1", "at": time.time(), "host": "n1", "pid": 1}
+    )
+    assert not claim.take("cron")
+    assert not claim.take("cron", instead_of="somebody else")
+    assert claim.take("cron", instead_of="supervisor on ")
+    claim.settle("requeued")
+    assert not claim.take("cron", instead_of="supervisor on ")
+
+
 def test_a_lock_that_is_held_says_so(run, monkeypatch):
     monkeypatch.setattr(run_folder, "LOCK_TIMEOUT_S", 0.05)
     with run.lock(), pytest.raises(RunBusy, match="another process holds"), RunFolder(run.path).lock():
