@@ -395,10 +395,8 @@ def test_a_claim_from_another_host_lapses(run, age_s, is_free):
 
 
 def test_a_claim_of_somebody_who_is_known_to_be_gone_counts_for_nothing(run):
-    claim = run.ending(ATTEMPT)
-    write_json(
-        run.attempts / "7.0.ending.json", {"actor": "supervisor on n1", "at": time.time(), "host": "n1", "pid": 1}
-    )
+    claim, path = run.ending(ATTEMPT), run.attempts / f"{ATTEMPT.job}.{ATTEMPT.restart}.ending.json"
+    write_json(path, {"actor": "supervisor on n1", "at": time.time(), "host": "elsewhere", "pid": 1, "birth": "x"})
     assert not claim.take("cron")
     assert not claim.take("cron", instead_of="somebody else")
     assert claim.take("cron", instead_of="supervisor on ")
