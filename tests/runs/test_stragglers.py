@@ -68,8 +68,9 @@ def test_a_run_moves_away_from_a_slow_node_and_ends_with_the_same_weights(traine
         run.wait_until_done()
     finally:
         lab.restore_speed(slow)
-    assert run.wait_for("straggler judged").details["move"] is True
-    assert slow not in run.wait_for("agents ready", 2).details["hosts"]
+    judged = run.wait_for("straggler judged").details
+    assert (judged["nodes"], judged["move"]) == ([slow], True), run.story()
+    assert slow not in run.wait_for("agents ready", 2).details["hosts"], run.story()
     assert accused(run) == {slow}, run.story()
     assert run.digest() == undisturbed.digest()
 
