@@ -27,16 +27,16 @@ from pydantic import (
 )
 
 from slurmft.errors import ConfigError
-from slurmft.exclusion_settings import ExclusionsConfig
 from slurmft.policy import plain_values as plain
 from slurmft.policy.exit_actions import ExitAction, lists_as_texts, unambiguous
 from slurmft.policy.sbatch_section import option_value, unknown_options
 from slurmft.policy.verdict import Cause, by_cause
-from slurmft.rerun_settings import RerunConfig
-from slurmft.setting_types import Count, Minutes, Seconds, Text
-from slurmft.setting_types import Positive as _Positive
-from slurmft.setting_types import Section as _Section
-from slurmft.straggler_settings import StragglerDetectionConfig
+from slurmft.settings.exclusions import ExclusionsConfig
+from slurmft.settings.reruns import RerunConfig
+from slurmft.settings.stragglers import StragglerDetectionConfig
+from slurmft.settings.types import Count, Minutes, Seconds, Text
+from slurmft.settings.types import Positive as _Positive
+from slurmft.settings.types import Section as _Section
 
 MAX_FILE_BYTES = 1024 * 1024
 MAX_NODES, MAX_NPROC_PER_NODE = 65_536, 1024

@@ -22,7 +22,6 @@ from slurmft import config as configuration
 from slurmft.cli.names import who
 from slurmft.cli.reading import printable
 from slurmft.errors import UsageError
-from slurmft.exclusion_settings import ExclusionsConfig
 from slurmft.launch.avoidance import list_path
 from slurmft.policy.suspicion import (
     ManualEntry,
@@ -36,6 +35,7 @@ from slurmft.policy.suspicion import (
     weigh,
 )
 from slurmft.scheduler import nodes as slurm_nodes
+from slurmft.settings.exclusions import ExclusionsConfig
 from slurmft.storage.exclusions import ExclusionList
 
 FORMAT = 1

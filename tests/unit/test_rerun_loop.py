@@ -17,7 +17,7 @@ from torch import nn
 from slurmft.errors import ConfigError, UsageError
 from slurmft.policy.evidence import Kind, Suspect
 from slurmft.policy.reruns import Injection, Mode, Phase, Seen
-from slurmft.rerun_settings import RerunConfig
+from slurmft.settings.reruns import RerunConfig
 from slurmft.storage.verdicts import EVIDENCE_VARIABLE, VERDICT_VARIABLE, read_evidence, read_verdict
 from slurmft.training import rng
 from slurmft.training.generators import IterationStart

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from slurmft.setting_types import Count, Section, Text
+from slurmft.settings.types import Count, Section, Text
 
 
 class RerunConfig(Section):

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from slurmft.policy import plain_values as plain
 from slurmft.policy.suspicion import HALF_LIFE_HOURS, Rules
-from slurmft.setting_types import Section, Text
+from slurmft.settings.types import Section, Text
 
 MAX_HOURS = 10 * 365 * 24.0
 _Hours = Annotated[float, Field(gt=0), BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_HOURS))]

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from slurmft.setting_types import Count, Fraction, Positive, Seconds, Section, Text
+from slurmft.settings.types import Count, Fraction, Positive, Seconds, Section, Text
 
 
 class StragglerDetectionConfig(Section):
