@@ -33,6 +33,7 @@ class Accuser:
     def __init__(self, config: RunConfig, start: Start) -> None:
         self._config, self._run, self._journal = config, start.run, start.journal
         self._attempt = start.cluster.attempt
+        self._is_local = start.cluster.name == "local"
         self._thread = FolderThread()
         self._list: ExclusionList | None = None
         self._reader = EvidenceReader(start.run.verdicts)
@@ -87,8 +88,9 @@ class Accuser:
         where = str(self._run.verdicts / file) if file else ""
         observations = [observed(each, source=attempt, run=run, job=job, where=where) for each in evidence]
         try:
-            self._list = self._list or avoidance.exclusion_list(self._config, os.environ)
-            self._list.observe(observations)
+            if not self._is_local:  # a machine of one's own is on no list
+                self._list = self._list or avoidance.exclusion_list(self._config, os.environ)
+                self._list.observe(observations)
         except (StorageError, SlurmError, OSError) as error:
             log.warning("the exclusion list cannot be written: %s", error)
             return False
