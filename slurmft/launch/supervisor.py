@@ -170,6 +170,7 @@ class Supervisor:
             cause=Cause.RERUN_ELSEWHERE,
             reason=f"{', '.join(hosts)} cannot prove to have enough GPUs beside the suspect ones",
             suspects=tuple(Suspect(node=host, gpu=gpu) for host in hosts for gpu in sorted(gpus)),
+            rerun="inconclusive",  # nothing was computed there, so nothing is held against them
         )
         self._over.set()
 

@@ -259,7 +259,7 @@ def held_against(verdict: Verdict, told: Sequence[Evidence], *, at: float) -> tu
 
     A worker's own word on a node counts once: the verdict adds nothing of the same kind on the same node.
     """
-    kind = _KIND_OF.get(verdict.cause)
+    kind = _KIND_OF.get(verdict.cause) if verdict.rerun != "inconclusive" else None
     if verdict.cause is Cause.VALIDATION_FAILED:
         kind = _KIND_OF_RERUN.get(verdict.rerun)
     known = {(each.kind, each.suspect.node) for each in told}

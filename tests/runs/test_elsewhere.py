@@ -105,6 +105,7 @@ def test_where_there_is_no_other_node_another_gpu_of_it_will_do(
         assert "rank 0 on n1, GPU-b" in run.output(), story
     else:
         assert run.events("exclusion_escaped")[0].details["gpus"] == ["GPU-a"], story
+        assert {event.details["node"] for event in run.events("evidence")} == {"n1"}, story
         assert run.events("decision")[-1].details["exit_code"] == 17, story
         assert "inconclusive" in run.events("decision")[-1].details["reason"], story
 
