@@ -13,7 +13,7 @@ TESTS ?=
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-# All but the tests of the lab itself, which look at the whole machine. Most of their time they wait for Slurm, so two go
+# All but the tests of the lab itself, which look at the whole machine. Most of their time they wait for Slurm, so three go
 # on at once, each in a cluster of its own.
 BESIDES := tests/runs tests/unit tests/test_architecture.py
 
@@ -51,7 +51,7 @@ test: lint ## lint, then every test on a real Slurm cluster that is built for it
 	fi; \
 	if [[ -n "$(strip $(TESTS))" ]]; then $(BIN)/pytest $(TESTS); exit; fi; \
 	$(BIN)/pytest tests/lab; \
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15 $(BESIDES)
+	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 15 $(BESIDES)
 
 check: test ## everything CI runs
 

@@ -128,7 +128,7 @@ def test_what_a_stop_took_and_what_a_preemption_without_grace_cost_is_in_the_jou
     assert lost == [preempted["last_step"] - INTERVAL_STEPS]
     assert lost[0] > 0
     assert [event.details["steps_at_risk"] for event in run.events("stop overdue")] == lost
-    assert run.events("begin time set"), "told before the kill, so that it does not wait Slurm's 121 s"
+    assert run.events("placed"), "told before the kill, so that it does not wait Slurm's 121 s"
     assert run.digest() == left_alone.digest()
 
 
