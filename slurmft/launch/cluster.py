@@ -18,7 +18,7 @@ from slurmft.errors import SlurmError, SlurmUnavailable
 from slurmft.launch.guardian import hold_signals
 from slurmft.policy.grace import JobTimes, SlurmClock, Terms
 from slurmft.policy.verdict import Cause
-from slurmft.scheduler import slurm
+from slurmft.scheduler import nodes, slurm
 from slurmft.scheduler.environment import SlurmJob, current_job
 from slurmft.scheduler.parsing import JobEnding
 from slurmft.storage.run_folder import LOCAL_PREFIX, Attempt
@@ -63,6 +63,9 @@ class Cluster(Protocol):
 
     def why_ending(self) -> tuple[Cause, str] | None:
         """Why the job is being ended from outside; None when it is not, or nobody can tell; blocking."""
+
+    def node_states(self) -> Mapping[str, str]:
+        """Slurm's states of the allocation's nodes, as far as it tells them; blocking."""
 
 
 def agent_argv(config: RunConfig, attempt: Attempt) -> list[str]:
@@ -124,6 +127,14 @@ class SlurmCluster:
         except SlurmError:
             return Terms(SlurmClock(time.time(), time.monotonic()))
 
+    def node_states(self) -> Mapping[str, str]:
+        """From sinfo; none when Slurm does not answer."""
+        try:
+            own = set(nodes.expand(self.job.nodes))
+            return {record.node: record.state for record in nodes.nodes(timeout_s=3.0) if record.node in own}
+        except (SlurmError, ValueError):
+            return {}
+
     def why_ending(self) -> tuple[Cause, str] | None:
         """From scontrol; None when Slurm does not answer."""
         try:
@@ -183,6 +194,10 @@ class LocalCluster:
     def terms(self) -> Terms:
         """This machine's clock; nobody kills."""
         return Terms(SlurmClock(time.time(), time.monotonic()))
+
+    def node_states(self) -> Mapping[str, str]:
+        """There is one node, and it is up."""
+        return {}
 
     def why_ending(self) -> tuple[Cause, str] | None:
         """Nobody ends a process from outside but by a signal, and that asks for a stop."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from slurmft.config import RunConfig
@@ -16,7 +16,7 @@ from slurmft.launch.budget import progressed
 from slurmft.policy.evidence import Kind
 from slurmft.policy.suspicion import State, standing, suspect_gpus
 from slurmft.policy.verdict import Action
-from slurmft.scheduler import slurm, successor
+from slurmft.scheduler import nodes, slurm, successor
 from slurmft.scheduler.nodes import expand
 from slurmft.scheduler.parsing import NamedNodes
 from slurmft.storage.exclusions import Exclusions
@@ -157,6 +157,22 @@ def expanded(hostlist: object) -> frozenset[str]:
         return frozenset(expand(str(hostlist))) if hostlist else frozenset()
     except ValueError:
         return frozenset()
+
+
+def all_busy(config: RunConfig, partition: str, allocated: Collection[str], avoid: Collection[str]) -> str:
+    """Why the run could not begin elsewhere at once; empty when it could, or when nobody knows.
+
+    Its own nodes are free as soon as it leaves them.
+    """
+    try:
+        records = nodes.nodes()
+    except SlurmError:
+        return ""
+    names = {record.node for record in records if record.partition == partition and record.is_free} | set(allocated)
+    free, needed = names - set(avoid), config.nodes + config.spare_nodes
+    if len(free) >= needed:
+        return ""
+    return f"only {len(free)} of {needed} nodes are free now (rerun.wait_for_others is false)"
 
 
 def to_keep_off(

@@ -13,7 +13,7 @@ from slurmft.launch.accusing import Accuser
 from slurmft.launch.budget import budget_of
 from slurmft.launch.cluster import Cluster, LocalCluster, SlurmCluster
 from slurmft.launch.continuing import FLUSH_S, Continuation, in_folder
-from slurmft.launch.elsewhere import Placement, choose, duty_of, next_placement
+from slurmft.launch.elsewhere import Placement, all_busy, choose, duty_of, next_placement
 from slurmft.launch.logs import BackgroundLog
 from slurmft.launch.start import Start
 from slurmft.policy.decide import decide
@@ -131,8 +131,12 @@ class Ending:
         )  # fmt: skip
         if self._placement is None:
             return decision
-        if decision.elsewhere and self._placement.impossible:
-            return self._without_others(verdict, decision, self._placement.impossible)
+        why = self._placement.impossible
+        if not why and verdict.cause is Cause.RERUN_ELSEWHERE and not self.config.rerun.wait_for_others:
+            job = self.cluster.job
+            why = all_busy(self.config, job.partition, expand(job.nodes), self._placement.excluded)
+        if decision.elsewhere and why:
+            return self._without_others(verdict, decision, why)
         self._note("avoiding", **self._placement.avoidance.as_event())
         return decision
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import time
+from collections.abc import Mapping
 
 from slurmft.config import RunConfig
 from slurmft.errors import LaunchError, StorageError
@@ -66,6 +67,7 @@ class Supervisor:
         self._slow = SlowNodes(config, start, self._seen, self.stops, accuser=accuser)
         self._complete_codes = codes_of(ExitAction.COMPLETE, config.exit_actions)
         self._failed = False
+        self._node_states: Mapping[str, str] = {}
         self._escaped: Verdict | None = None
 
     async def run(self) -> Verdict:
@@ -82,6 +84,8 @@ class Supervisor:
             await self._launch()
             await self._over.wait()
             await self.stops.cause_is_known()
+            if self._failed or self._lost:
+                self._node_states = await asyncio.to_thread(self._cluster.node_states)
         except (LaunchError, AgentLost, StorageError, OSError) as error:
             self._launch_error = str(error)
         finally:
@@ -289,6 +293,7 @@ class Supervisor:
                 planned_reason=self.stops.reason,
                 planned_suspects=self._slow.suspects,
                 lost_nodes=tuple(self._lost),
+                node_states=self._node_states,
                 launch_error=self._launch_error,
                 outside=outside[0] if outside else None,
                 outside_reason=outside[1] if outside else "",

@@ -34,6 +34,14 @@ class NodeRecord:
     usable: bool
     """It takes jobs now, or when those on it have ended."""
 
+    state: str = ""
+    """As sinfo shows it, in capital letters and with its suffixes: IDLE, MIXED, DOWN*."""
+
+    @property
+    def is_free(self) -> bool:
+        """Nothing runs on it, and it takes jobs."""
+        return self.usable and self.state.rstrip("~#") == "IDLE"
+
 
 def nodes(*, timeout_s: float = 5.0) -> list[NodeRecord]:
     """Every node of every partition, hidden ones too; one that is in several is there several times. One question.
@@ -54,6 +62,7 @@ def parse_nodes(text: str) -> list[NodeRecord]:
             partition=fields[1].strip().removesuffix("*"),
             is_default=fields[1].strip().endswith("*"),
             usable=is_usable(fields[2]),
+            state=fields[2].strip().upper(),
         )
         for fields in lines
         if len(fields) == 3 and fields[0].strip()

@@ -31,6 +31,10 @@ class RerunConfig(Section):
     max_attempts: Count = Field(default=3, ge=1, le=1000)
     """Placements on other nodes that are asked for before a result counts as inconclusive."""
 
+    wait_for_others: bool = True
+    """Wait in the queue when all other nodes are busy. false: a result that cannot be computed again on different nodes
+    at once is inconclusive, and the run ends with 17."""
+
     exit_on_persistent: bool = False
     """Stop with exit code 17 when the first node is found faulty; otherwise training goes on with the good result."""
 

@@ -110,7 +110,8 @@ def test_where_there_is_no_other_node_another_gpu_of_it_will_do(
         assert "inconclusive" in run.events("decision")[-1].details["reason"], story
 
 
-def test_where_all_others_are_busy_it_waits_for_them(lab: Lab, blaming: Callable[..., Run]) -> None:
+@pytest.mark.parametrize("waits", [True, False], ids=["waits for them", "is inconclusive"])
+def test_where_all_others_are_busy_it(lab: Lab, blaming: Callable[..., Run], waits: bool) -> None:
     options = ["--parsable", "-N", "2", "-w", "n[3-4]", "--exclusive", "-t", "5", "-o", "/dev/null"]
     other = lab.run(["sbatch", *options, "--wrap", "sleep 300"], cwd=lab.home).stdout.strip()
 
@@ -118,8 +119,14 @@ def test_where_all_others_are_busy_it_waits_for_them(lab: Lab, blaming: Callable
         return lab.run(["squeue", "-h", "-j", job, "-o", "%T %r"]).stdout.split()
 
     eventually(lambda: state(other)[:1] == ["RUNNING"], 30, "others that are busy")
-    run = blaming("n1")
+    run = blaming("n1", rerun={"wait_for_others": waits})
     job = run.submit()
+    if not waits:
+        run.wait_until_out_of_queue(job)
+        decision = run.events("decision")[-1].details
+        assert decision["exit_code"] == 17, run.story()
+        assert "only 1 of 2 nodes are free now" in decision["reason"], run.story()
+        return
     run.wait_for("requeued")
     eventually(lambda: state(job) in (["PENDING", "Resources"], ["PENDING", "Priority"]), 60, f"waits\n{run.story()}")
     lab.run(["scancel", other])

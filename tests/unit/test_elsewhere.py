@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from slurmft.launch.elsewhere import Duty, choose, duty_of, left, ours
+from slurmft.config import validate
+from slurmft.launch.elsewhere import Duty, all_busy, choose, duty_of, left, ours
 from slurmft.launch.settling import next_cycle
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import Attempt
@@ -98,6 +99,28 @@ RESUBMITTING: tuple[str, dict[str, Any]] = ("resubmitting", {})
 def test_what_a_user_excludes_is_never_ours(job_7, job_8, asked, excluded):
     events = [*history(*job_7, attempt="7.0.0"), *history(*job_8, attempt="8.0.0")]
     assert ours(events, asked) == excluded
+
+
+SINFO = "n1|low*|MIXED\nn2|low*|MIXED\nn3|low*|IDLE\nn4|low*|ALLOCATED\nn5|high|IDLE\nn6|low*|IDLE*\nn7|low*|IDLE~\n"
+
+
+@pytest.mark.parametrize(
+    ("avoid", "needed", "free"),
+    [
+        pytest.param({"n1"}, 3, None, id="its own other node, an idle one, one that sleeps"),
+        pytest.param({"n1"}, 4, 3, id="not the busy one, not one that does not answer, not another partition's"),
+        pytest.param({"n1", "n3"}, 3, 2, id="not an excluded one"),
+    ],
+)
+def test_whether_a_run_could_begin_elsewhere_at_once(tmp_path, monkeypatch, avoid, needed, free):
+    (tmp_path / "sinfo").write_text(f"#!/bin/bash\nprintf '{SINFO}'\n")
+    (tmp_path / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    config = validate({"command": "true", "run_folder": "/r", "nodes": needed}, source="here")
+    why = all_busy(config, "low", ["n1", "n2"], avoid)
+    assert why == (
+        "" if free is None else f"only {free} of {needed} nodes are free now (rerun.wait_for_others is false)"
+    )
 
 
 @pytest.mark.parametrize(
