@@ -98,8 +98,11 @@ class Ending:
     def _carry_out(self, verdict: Verdict, decision: Decision) -> int | None:
         if decision.action is Action.CONTINUE:
             return self._continue(verdict, decision)
-        # only now: a stop must outlive an attempt that could not finish it
-        in_folder(self.start, lambda: self.run.take_request("KILL"))
+        outside = self.cluster.why_ending() if decision.action is Action.STOP else None
+        if outside is not None and outside[0] is Cause.REQUEUED:
+            self.journal.append("requeued meanwhile", reason=outside[1])  # the next start finds the KILL, and ends
+        else:  # only now: a stop must outlive an attempt that could not finish it
+            in_folder(self.start, lambda: self.run.take_request("KILL"))
         if decision.action is Action.STOP:
             return decision.exit_code
         done = {"step": verdict.last_step or None, "job": self.cluster.attempt.job, "reason": decision.reason}
