@@ -85,7 +85,13 @@ class Run:
     def story(self) -> str:
         """For the message of a test that fails."""
         logs = "".join(path.read_text() for path in sorted(self.folder.logs.glob("*.log")))
-        return "\n".join(f"{e.at:%H:%M:%S} {e.attempt} {e.event} {e.details}" for e in self.events()) + "\n" + logs
+        ranks = "".join(
+            f"{path.parent.name}/{path.name}: ...{path.read_text(errors='replace')[-400:]}\n"
+            for path in sorted(self.folder.attempts.glob("*/rank-*.log"))
+        )
+        progress = f"{self.folder.progress()}\n"
+        story = "".join(f"{e.at:%H:%M:%S} {e.attempt} {e.event} {e.details}\n" for e in self.events())
+        return story + progress + ranks + logs
 
     def output(self, rank: int = 0) -> str:
         """All output of one rank, over all attempts."""
