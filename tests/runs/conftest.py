@@ -150,6 +150,8 @@ def new_run(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Callable[..., 
             "nproc_per_node": 2,
             "checkpoint": {"interval_steps": 25},
             "slurm": {"partition": "low", "time": "10"},
+            # a list of its own: a node that one test kills must not be kept from another
+            "exclusions": {"path": str(path.with_suffix(".exclusions"))},
         }
         run.path.with_suffix(".yaml").write_text(yaml.safe_dump(config))
         run.configure(**changes)
