@@ -33,6 +33,9 @@ class RerunSettings:
     max_attempts: int = 3
     """Placements asked for until the verdict is inconclusive."""
 
+    wait_for_others: bool = True
+    """Of interest to the supervisor alone."""
+
     exit_on_persistent: bool = False
     """Exit with 17 after the verdict persistent, instead of going on with the good value."""
 
