@@ -24,12 +24,12 @@ TRAINER = ["python", "-m", "slurmft.examples.byte_gpt", "--channels", "32", "--l
            "--batch-size", "2", "--eval-every", "15", "--eval-batches", "3", "--limit-bytes", "200000"]  # fmt: skip
 
 
-def eventually(condition: Callable[[], Any], within_s: float, what: str) -> Any:
-    """The condition's first true value."""
+def eventually(condition: Callable[[], Any], within_s: float, what: str | Callable[[], str]) -> Any:
+    """The condition's first true value; ``what`` is asked when it has not come, and not before."""
     deadline = time.monotonic() + within_s
     while not (value := condition()):
         if time.monotonic() > deadline:
-            pytest.fail(f"not within {within_s:.0f} s: {what}", pytrace=True)
+            pytest.fail(f"not within {within_s:.0f} s: {what() if callable(what) else what}", pytrace=True)
         time.sleep(0.1)
     return value
 
@@ -64,23 +64,25 @@ class Run:
 
     def wait_for(self, name: str, count: int = 1, within_s: float = 60.0) -> Event:
         """The ``count``-th event of that name."""
-        eventually(lambda: len(self.events(name)) >= count, within_s, f"{count} x {name!r}\n{self.story()}")
+        eventually(lambda: len(self.events(name)) >= count, within_s, lambda: f"{count} x {name!r}\n{self.story()}")
         return self.events(name)[count - 1]
 
     def wait_for_step(self, step: int, within_s: float = 60.0) -> None:
         eventually(
-            lambda: ((self.folder.progress() or {}).get("step") or 0) >= step, within_s, f"step {step}\n{self.story()}"
+            lambda: ((self.folder.progress() or {}).get("step") or 0) >= step,
+            within_s,
+            lambda: f"step {step}\n{self.story()}",
         )
 
     def wait_until_done(self, within_s: float = 120.0) -> None:
-        eventually(lambda: self.folder.done() is not None, within_s, f"done\n{self.story()}")
+        eventually(lambda: self.folder.done() is not None, within_s, lambda: f"done\n{self.story()}")
 
     def wait_until_out_of_queue(self, job: str, within_s: float = 60.0) -> None:
         def gone() -> bool:
             states = self.lab.run(["squeue", "-h", "-j", job, "-o", "%T"], check=False).stdout.split()
             return not states
 
-        eventually(gone, within_s, f"job {job} out of the queue\n{self.story()}")
+        eventually(gone, within_s, lambda: f"job {job} out of the queue\n{self.story()}")
 
     def story(self) -> str:
         """For the message of a test that fails."""
@@ -91,7 +93,8 @@ class Run:
         )
         progress = f"{self.folder.progress()}\n"
         story = "".join(f"{e.at:%H:%M:%S} {e.attempt} {e.event} {e.details}\n" for e in self.events())
-        return story + progress + ranks + logs
+        jobs = self.lab.run(["squeue", "-a", "-o", "%i %T %r now %N begins %S"], check=False).stdout
+        return f"{time.strftime('%T')}\n{story}{progress}{ranks}{logs}{jobs}"
 
     def output(self, rank: int = 0) -> str:
         """All output of one rank, over all attempts."""

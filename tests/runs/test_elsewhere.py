@@ -128,7 +128,9 @@ def test_where_all_others_are_busy_it(lab: Lab, blaming: Callable[..., Run], wai
         assert "only 1 of 2 nodes are free now" in decision["reason"], run.story()
         return
     run.wait_for("requeued")
-    eventually(lambda: state(job) in (["PENDING", "Resources"], ["PENDING", "Priority"]), 60, f"waits\n{run.story()}")
+    eventually(
+        lambda: state(job) in (["PENDING", "Resources"], ["PENDING", "Priority"]), 60, lambda: f"waits\n{run.story()}"
+    )
     lab.run(["scancel", other])
     run.wait_until_done()
     assert len(nodes_of(run)) == 2, run.story()
@@ -156,7 +158,7 @@ def test_a_supervisor_killed_between_requeue_and_update(lab: Lab, blaming: Calla
     def is_pending() -> bool:
         return lab.run(["squeue", "-h", "-j", job, "-o", "%T"]).stdout.split() == ["PENDING"]
 
-    eventually(is_pending, 60, f"pending\n{run.story()}")
+    eventually(is_pending, 60, lambda: f"pending\n{run.story()}")
     assert not run.events("requeued"), run.story()
     (moody / "mode").write_text("none\n")
     assert "finished the requeue" in run.slurmft("requeue", "--rescue", str(run.path))
@@ -224,7 +226,7 @@ def test_a_refused_update_keeps_what_was_excluded_and_ends_in_a_bounded_number_o
     )
     run = blaming("n1", preemption={"requeue_delay_s": 1})
     job = submit_with(run, moody)
-    eventually(lambda: len(run.events("exclusion_escaped")) == 4, 120, f"4 escapes\n{run.story()}")
+    eventually(lambda: len(run.events("exclusion_escaped")) == 4, 120, lambda: f"4 escapes\n{run.story()}")
     run.wait_until_out_of_queue(job)
     story = run.story()
     assert run.events("requeued")[0].details["excluded_refused"].endswith("Invalid node name specified"), story

@@ -113,7 +113,7 @@ def test_requeuehold_and_release(lab: Lab, new_run: NewRun, undisturbed: str) ->
     job = run.submit()
     run.wait_for_step(30)
     lab.run(["scontrol", "requeuehold", job])
-    eventually(lambda: "PENDING" in lab.run(["squeue", "-h", "-j", job, "-o", "%T"]).stdout, 60, run.story())
+    eventually(lambda: "PENDING" in lab.run(["squeue", "-h", "-j", job, "-o", "%T"]).stdout, 60, run.story)
     assert "held" in run.slurmft("status", str(run.path), "--json").lower()
     run.slurmft("requeue", str(run.path))  # releases it, and spares it the 121 s
     run.wait_until_done()
@@ -168,7 +168,7 @@ def test_a_scancel_that_ends_the_shell_around_the_supervisor_is_a_scancel(lab: L
     run.wait_for_step(5)
     lab.run(["scancel", job])
     run.wait_until_out_of_queue(job)
-    eventually(lambda: run.events("decision"), 20, run.story())
+    eventually(lambda: run.events("decision"), 20, run.story)
     assert run.events("decision")[-1].details["action"] == "stop", run.story()
     assert len(run.events("attempt started")) == 1
 
@@ -227,7 +227,7 @@ def test_a_node_dies(lab: Lab, new_run: NewRun, undisturbed: str, which: int, no
     lab.kill_node(host)
     try:
         eventually(lambda: "PENDING" in lab.run(["squeue", "-h", "-j", job, "-o", "%T"]).stdout
-                   or len(run.events("attempt started")) > 1, 90, run.story())  # fmt: skip
+                   or len(run.events("attempt started")) > 1, 90, run.story)  # fmt: skip
         if len(run.events("attempt started")) == 1:
             run.slurmft("requeue", str(run.path))
         run.wait_for("attempt started", 2)

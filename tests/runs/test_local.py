@@ -48,11 +48,13 @@ class LocalRun:
 
     def wait_for_step(self, step: int) -> None:
         eventually(
-            lambda: ((self.folder.progress() or {}).get("step") or 0) >= step, 60, f"step {step}\n{self.story()}"
+            lambda: ((self.folder.progress() or {}).get("step") or 0) >= step,
+            60,
+            lambda: f"step {step}\n{self.story()}",
         )
 
     def wait_until_done(self) -> None:
-        eventually(lambda: self.folder.done() is not None, 90, f"done\n{self.story()}")
+        eventually(lambda: self.folder.done() is not None, 90, lambda: f"done\n{self.story()}")
 
     def story(self) -> str:
         logs = "".join(path.read_text(errors="replace") for path in self.folder.path.glob("submissions/*.out"))
@@ -145,7 +147,7 @@ def test_an_unchanged_script_is_stopped_by_its_signal_and_resumes(tmp_path: Path
     command += ["--checkpoint", str(tmp_path / "plain.pt"), "--step-delay", "0.1"]
     run = LocalRun(tmp_path / "plain", command=command, nodes=1)
     run.submit()
-    eventually((tmp_path / "plain.pt").exists, 60, f"its own checkpoint\n{run.story()}")
+    eventually((tmp_path / "plain.pt").exists, 60, lambda: f"its own checkpoint\n{run.story()}")
     run.slurmft("stop", str(run.folder.path), "--timeout", "30")
     assert run.folder.done() is None
     run.submit("--wait")

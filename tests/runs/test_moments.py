@@ -38,7 +38,7 @@ def test_a_term_in_an_evaluation_repeats_it(lab: Lab, new_run: NewRun) -> None:
     alone.wait_until_done()
     run = new_run(command=slow)
     job = run.submit()
-    eventually(lambda: (run.folder.progress() or {}).get("state") == "evaluating", 60, run.story())
+    eventually(lambda: (run.folder.progress() or {}).get("state") == "evaluating", 60, run.story)
     lab.run(["scancel", "--signal=TERM", job])
     run.wait_until_done()
     step = run.events("verdict")[0].details["saved_step"]
@@ -62,7 +62,7 @@ def test_an_unchanged_script_survives_a_preemption_by_its_own_means(lab: Lab, ne
     ]
     run = new_run(command=[*command, "--checkpoint", str(checkpoint)])
     job = run.submit()
-    eventually(checkpoint.exists, 60, run.story())
+    eventually(checkpoint.exists, 60, run.story)
     lab.run(["scancel", "--signal=TERM", job])
     run.wait_until_done()
     assert "resuming at step" in run.output()

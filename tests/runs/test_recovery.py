@@ -56,7 +56,7 @@ def test_preemption(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run.wait_until_done()
     assert_one_stop(run, "preempted", undisturbed)
     job = run.folder.jobs()[0]
-    eventually(lambda: run.job_states() == {job: "COMPLETED"}, 20, f"{run.job_states()}\n{run.story()}")
+    eventually(lambda: run.job_states() == {job: "COMPLETED"}, 20, lambda: f"{run.job_states()}\n{run.story()}")
 
 
 def test_term_three_times_in_a_row(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
@@ -89,7 +89,7 @@ def test_manual_requeue(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     job = run.submit()
     run.wait_for_step(30)
     lab.run(["scontrol", "requeue", job])
-    eventually(lambda: "PENDING" in lab.run(["squeue", "-h", "-j", job, "-o", "%T"]).stdout, 30, run.story())
+    eventually(lambda: "PENDING" in lab.run(["squeue", "-h", "-j", job, "-o", "%T"]).stdout, 30, run.story)
     run.slurmft("requeue", str(run.path))  # or wait for Slurm's own 121 s
     run.wait_until_done()
     assert run.digest() == undisturbed
@@ -127,7 +127,7 @@ def test_a_save_on_demand_disturbs_nothing(new_run: NewRun, undisturbed: str) ->
     run.wait_for_step(10)
     (run.path / "SAVE").touch()
     step = run.wait_for("save requested").details["step"]
-    eventually(lambda: f"saved step {step} " in run.output(), 10, f"a save at {step}\n{run.story()}")
+    eventually(lambda: f"saved step {step} " in run.output(), 10, lambda: f"a save at {step}\n{run.story()}")
     run.wait_until_done()
     assert run.digest() == undisturbed
     assert len(run.events("attempt started")) == 1
@@ -207,7 +207,7 @@ def test_node_failure_is_requeued_by_slurm_and_resumes(lab: Lab, new_run: NewRun
     hosts = run.events("agents ready")[0].details["hosts"]
     lab.kill_node(hosts[1])
     try:
-        eventually(lambda: "PENDING" in lab.run(["squeue", "-h", "-j", job, "-o", "%T"]).stdout, 60, run.story())
+        eventually(lambda: "PENDING" in lab.run(["squeue", "-h", "-j", job, "-o", "%T"]).stdout, 60, run.story)
         run.slurmft("requeue", str(run.path))  # or wait for Slurm's own 121 s
         run.wait_for("attempt started", 2)
     finally:
@@ -226,7 +226,9 @@ def test_a_job_that_lost_its_batch_host_is_rescued(lab: Lab, new_run: NewRun, un
     lab.kill_node(batch_host)
     try:
         eventually(
-            lambda: lab.node_states().get(batch_host, "").startswith("DOWN"), 60, f"{batch_host} down\n{run.story()}"
+            lambda: lab.node_states().get(batch_host, "").startswith("DOWN"),
+            60,
+            lambda: f"{batch_host} down\n{run.story()}",
         )
         state = lab.run(["squeue", "-h", "-j", job, "-o", "%T %B %N"]).stdout.split()
         assert state[0] == "RUNNING", "Slurm itself does not notice"

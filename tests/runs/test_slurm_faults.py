@@ -100,7 +100,7 @@ def test_nothing_is_requeued_that_was_cancelled_meanwhile(lab: Lab, new_run: New
     job = stop_while(run, moody, "fail")
     run.wait_for("requeueing")
     lab.run(["scancel", job])
-    eventually(lambda: not lab.run(["squeue", "-h", "-t", "R", "-j", job], check=False).stdout, 30, run.story())
+    eventually(lambda: not lab.run(["squeue", "-h", "-t", "R", "-j", job], check=False).stdout, 30, run.story)
     (moody / "mode").write_text("none\n")
     run.wait_until_out_of_queue(job)
     assert len(run.events("attempt started")) == 1

@@ -101,7 +101,7 @@ def test_a_disk_that_takes_nothing_at_a_periodic_save(
 ) -> None:
     run = new_run(delay=0.3, checkpoint={"directory": str(disk.path / "checkpoints"), "interval_steps": 10})
     run.submit()
-    eventually(lambda: Catalog(disk.path / "checkpoints").committed(), 60, run.story())
+    eventually(lambda: Catalog(disk.path / "checkpoints").committed(), 60, run.story)
     breaks(disk)
     failed = run.wait_for("save failed")
     assert failed.details["reason"] == os.strerror(number)

@@ -40,7 +40,7 @@ class Caught:
         return [(words[0], words[1]) for path in self.marks.glob("reached-*") if (words := path.read_text().split())]
 
     def wait_until_reached(self, ranks: int = 1) -> list[tuple[str, str]]:
-        eventually(lambda: len(self.places()) == ranks, 60, f"the moment\n{self.run.story()}")
+        eventually(lambda: len(self.places()) == ranks, 60, lambda: f"the moment\n{self.run.story()}")
         return self.places()
 
     def go_on(self) -> None:
