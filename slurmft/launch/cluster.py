@@ -15,7 +15,7 @@ import psutil
 
 from slurmft.config import RunConfig
 from slurmft.errors import SlurmError, SlurmUnavailable
-from slurmft.launch.guardian import hold_signals
+from slurmft.launch.own_signals import keep_across_exec
 from slurmft.policy.grace import JobTimes, SlurmClock, Terms
 from slurmft.policy.verdict import Cause
 from slurmft.scheduler import nodes, slurm
@@ -209,7 +209,7 @@ class LocalCluster:
             LOCAL_JOB_VARIABLE: self.attempt.job,
             LOCAL_RESTART_VARIABLE: str(self.attempt.restart + 1),
         }
-        hold_signals()
+        keep_across_exec()
         os.execve(argv[0], list(argv), environment)  # noqa: S606 - an argument list, no shell
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from slurmft.launch.own_signals import PASSED_ON, block_signals, keep_signals
 from slurmft.storage.processes import children_of
 
 MAX_LOSSES = 3
@@ -25,30 +26,19 @@ _GUARD_VARIABLE = "SLURMFT_GUARD"
 _LOSSES_VARIABLE = "SLURMFT_GUARD_LOSSES"
 _LOST_VARIABLE = "SLURMFT_GUARD_LOST"
 _PR_SET_CHILD_SUBREAPER = 36
-_HELD = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT})
-
-
-def hold_signals() -> None:
-    """Keep signals pending until ``release_signals``: before the handlers stand, a TERM would end the run unheard."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
-
-
-def release_signals() -> None:
-    """Take the signals that were held, and from now on each at once."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
 
 
 def guarded(after_loss: Sequence[str]) -> None:
-    """Fork; returns in the child alone, with signals held. The parent guards it and ends with its exit code.
+    """Fork; returns in the child alone, with signals kept. The parent guards it and ends with its exit code.
 
     ``after_loss`` is the command, less its last argument, that follows when a signal ends the child: the number of that
     signal is added. A process that is guarded already stays as it is.
     """
     if os.environ.get(_GUARD_VARIABLE) == str(os.getppid()):
-        hold_signals()
+        keep_signals()
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    hold_signals()
+    block_signals()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     sys.stdout.flush()
     sys.stderr.flush()
@@ -57,6 +47,7 @@ def guarded(after_loss: Sequence[str]) -> None:
     if child == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         os.environ[_GUARD_VARIABLE] = str(guardian)
+        keep_signals()
         return
     code = _wait_for(child)
     if code < 0:
@@ -70,7 +61,7 @@ def _wait_for(child: int) -> int:
         for pid, code in _reap():
             if pid == child:
                 return code
-        info = signal.sigwaitinfo(_HELD | {signal.SIGCHLD})
+        info = signal.sigwaitinfo(PASSED_ON | {signal.SIGCHLD})
         if info.si_signo != signal.SIGCHLD:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, info.si_signo)

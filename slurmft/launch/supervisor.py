@@ -19,8 +19,8 @@ from slurmft.launch.cluster import Cluster
 from slurmft.launch.elsewhere import suspect_gpus_of
 from slurmft.launch.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.launch.grace import workload_of
-from slurmft.launch.guardian import hold_signals, release_signals
 from slurmft.launch.observations import Observations
+from slurmft.launch.own_signals import hearing
 from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.slow_nodes import SlowNodes
 from slurmft.launch.slurms_word import SlurmsWord
@@ -77,20 +77,21 @@ class Supervisor:
             SlurmftError: nothing could be started.
         """
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-            loop.add_signal_handler(number, self.stops.on_own_signal, signal.Signals(number).name)
-        release_signals()
-        try:
-            await self._launch()
-            await self._over.wait()
-            await self.stops.cause_is_known()
-            if self._failed or self._lost:
-                self._node_states = await asyncio.to_thread(self._cluster.node_states)
-        except (LaunchError, AgentLost, StorageError, OSError) as error:
-            self._launch_error = str(error)
-        finally:
-            await self._wind_down()
-            hold_signals()  # the handlers go with the loop; what follows must not be cut short
+
+        def on_signal(number: int) -> None:
+            loop.call_soon_threadsafe(self.stops.on_own_signal, signal.Signals(number).name)
+
+        with hearing(on_signal):
+            try:
+                await self._launch()
+                await self._over.wait()
+                await self.stops.cause_is_known()
+                if self._failed or self._lost:
+                    self._node_states = await asyncio.to_thread(self._cluster.node_states)
+            except (LaunchError, AgentLost, StorageError, OSError) as error:
+                self._launch_error = str(error)
+            finally:
+                await self._wind_down()
         return self._escaped or self._verdict()
 
     async def _launch(self) -> None:

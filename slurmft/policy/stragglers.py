@@ -183,7 +183,7 @@ def _slow_by_past(individual: Floats, work_s: Floats, best_s: Floats, limits: Li
     others, faster_s = _upper_median(told), float(faster[middle])
     is_slower = (individual < limits.individual) & (individual < limits.individual * others)
     is_behind = (faster_s < limits.individual * work_s) & (work_s - faster_s > limits.min_difference_s)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
         stands_out = np.log(work_s / faster_s) > SPREADS * _upper_median(np.log(faster_s / faster))
     return is_slower & is_behind & stands_out & (work_s - best_s > limits.min_difference_s)
 

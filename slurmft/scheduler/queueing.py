@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import tempfile
 import time
 from collections.abc import Collection
@@ -25,6 +26,10 @@ SILENT_S = 8.0
 COMPLETION_RETRY_S = 62
 """A controller that was away has not heard that the steps have ended: slurmd tells it again after 60 s. Until then the
 job is COMPLETING, and a begin time before that would fall back to Slurm's 121 s."""
+
+SLOWNESS = 10
+"""How many times as long as Slurm took for the requeue itself a job has at least until it begins: what is slow to
+answer is slow to end a job, too, and a begin time that passes before that falls back to Slurm's 121 s."""
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +69,8 @@ def requeue(
 ) -> Requeued:  # fmt: skip
     """Put a job back into the queue, to begin ``delay_s`` seconds from now instead of Slurm's 121, elsewhere if asked.
 
+    Where Slurm is slow it begins later: ``SLOWNESS``.
+
     The begin time must lie in the future when the job's last process and epilog are gone; else Slurm adds its own
     wait (``slurmctld/job_mgr.c``, batch_requeue_fini). Called from inside the job, the requeue ends the caller: call it
     with signals ignored (``command.ignoring_signals``). Idempotent: a job that is pending already, or further than
@@ -88,8 +95,8 @@ def requeue(
         except SlurmError as error:
             raise RequeueDisabled(f"job {job_id} may not be requeued: {error.what}") from error
         _requeue_only(job_id, restart, patience_s)
-    if time.monotonic() - began > SILENT_S:
-        delay_s += COMPLETION_RETRY_S
+    took_s = time.monotonic() - began
+    delay_s = delay_s + COMPLETION_RETRY_S if took_s > SILENT_S else max(delay_s, math.ceil(SLOWNESS * took_s))
     return place(job_id, delay_s, avoid=avoid, nodes=nodes, patience_s=patience_s)
 
 

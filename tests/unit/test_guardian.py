@@ -14,7 +14,8 @@ import pytest
 PROLOGUE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from slurmft.launch.guardian import guarded, hold_signals, release_signals, lost_pids
+from slurmft.launch.guardian import guarded, lost_pids
+from slurmft.launch.own_signals import hearing, keep_across_exec
 here = Path(sys.argv[1])
 guarded([sys.executable, str(here / "program.py"), str(here)])
 def say(text):
@@ -42,21 +43,19 @@ def test_a_signal_that_comes_before_the_handlers_stand_is_not_lost(tmp_path):
     body = """
     os.kill(os.getppid(), signal.SIGTERM)
     time.sleep(0.3)
-    signal.signal(signal.SIGTERM, lambda *_: (say("term"), os._exit(3)))
-    release_signals()
-    time.sleep(30)
+    with hearing(lambda number: (say(str(number)), os._exit(3))):
+        time.sleep(30)
     """
     assert start(tmp_path, body).wait(60) == 3
-    assert said(tmp_path) == ["term"]
+    assert said(tmp_path) == ["15"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_to_the_guardian_reaches_the_child(tmp_path, number):
     body = f"""
-    signal.signal({int(number)}, lambda *_: os._exit(5))
-    release_signals()
-    say("ready")
-    time.sleep(30)
+    with hearing(lambda number: os._exit(5 if number == {int(number)} else 6)):
+        say("ready")
+        time.sleep(30)
     """
     process = start(tmp_path, body)
     while said(tmp_path) != ["ready"]:
@@ -92,9 +91,41 @@ def test_a_program_that_replaces_itself_gets_no_second_guardian(tmp_path):
     body = """
     say(str(os.getppid()))
     if len(said := (here / "said").read_text().splitlines()) < 3:
-        hold_signals()
+        keep_across_exec()
         os.execv(sys.executable, [sys.executable, *sys.argv])
     """
     process = start(tmp_path, body)
     assert process.wait(60) == 0
     assert said(tmp_path) == [str(process.pid)] * 3
+
+
+def test_a_signal_while_nobody_hears_it_ends_nothing_whichever_thread_it_meets(tmp_path):
+    """Threads that were started while signals were heard have no mask that would keep them out."""
+    body = """
+    import threading
+    idle, heard = threading.Event(), []
+    thread = threading.Thread(target=idle.wait, daemon=True)
+    with hearing(heard.append):
+        thread.start()
+    signal.pthread_kill(thread.ident, signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with hearing(heard.append):
+        say(str(sorted(set(heard))))
+    """
+    assert start(tmp_path, body).wait(60) == 0
+    assert said(tmp_path) == ["[10, 15]"]
+
+
+def test_a_kept_signal_outlives_an_exec(tmp_path):
+    body = """
+    if not (here / "said").exists():
+        os.kill(os.getpid(), signal.SIGTERM)
+        say("first")
+        keep_across_exec()
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+    with hearing(lambda number: say(str(number))):
+        pass
+    """
+    assert start(tmp_path, body).wait(60) == 0
+    assert said(tmp_path) == ["first", "15"]
