@@ -6,6 +6,7 @@ action ends the whole process.
 
 from __future__ import annotations
 
+import atexit
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -26,9 +27,10 @@ def block_signals() -> None:
 
 
 def keep_signals() -> None:
-    """From now on signals wait for ``hearing``, whichever thread they meet; for the main thread, after ``block_signals``."""
+    """From now on a signal waits for ``hearing``, whichever thread it meets; after ``block_signals``, in one thread."""
     for number in HEARD:
         signal.signal(number, _note)
+    atexit.register(_ignore_signals)  # an interpreter on its way out has default actions again
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
 
@@ -59,3 +61,8 @@ def _note(number: int, _frame: FrameType | None) -> None:
         _listeners[-1](number)
     elif number not in _kept:
         _kept.append(number)
+
+
+def _ignore_signals() -> None:
+    for number in HEARD:
+        signal.signal(number, signal.SIG_IGN)
