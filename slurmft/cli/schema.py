@@ -15,24 +15,27 @@ from slurmft.config import RunConfig
 def schema() -> dict[str, Any]:
     """The JSON schema of a configuration, for editors."""
     value = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
+    families = {model.__name__: _family(model) for model in _models()}
     texts: dict[tuple[str, str], str] = {}
-    for source in _sources():
+    for source in {Path(inspect.getfile(model)) for family in families.values() for model in family}:
         texts |= _texts(source.read_text(encoding="utf-8"))
     for name, part in {**value["$defs"], RunConfig.__name__: value}.items():
         for key, facts in part.get("properties", {}).items():
-            if text := texts.get((name, key)):
+            told = (texts.get((model.__name__, key)) for model in families.get(name, ()))
+            if text := next(filter(None, told), None):
                 facts["description"] = text
     return value
 
 
-def _sources() -> set[Path]:
-    """The files in which the configuration and its sections stand."""
+def _models() -> list[type[BaseModel]]:
+    """The configuration and its sections."""
     sections = (field.annotation for field in RunConfig.model_fields.values())
-    models: list[type[BaseModel]] = [
-        RunConfig,
-        *(each for each in sections if isinstance(each, type) and issubclass(each, BaseModel)),
-    ]
-    return {Path(inspect.getfile(model)) for model in models}
+    return [RunConfig, *(each for each in sections if isinstance(each, type) and issubclass(each, BaseModel))]
+
+
+def _family(model: type[BaseModel]) -> list[type[BaseModel]]:
+    """The model and those that it has its keys from."""
+    return [each for each in model.__mro__ if issubclass(each, BaseModel) and each is not BaseModel]
 
 
 def _texts(source: str) -> dict[tuple[str, str], str]:

@@ -51,6 +51,7 @@ class Slot(IntEnum):
     SAVE_FAILURES = 23  # W  saves that failed and will be tried again
     SAVE_ERRNO = 24  # W  the operating system's reason for the newest of them
     SAVED_AT_NS = 25  # W  monotonic time at which the newest save was done
+    FAULT = 63  # A  number of the newest fault that was injected into this worker; a file beside the page says which
 
 
 class State(IntEnum):

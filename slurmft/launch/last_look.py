@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.launch.agents import AgentLink, AgentLost, AgentPool
+from slurmft.launch.evidence_told import EVENT
 from slurmft.policy.culprit import Blame, Summary, blame
 from slurmft.policy.findings import WorkerEnd
 from slurmft.policy.whereabouts import Where
@@ -67,7 +68,7 @@ async def take_evidence(
     # what has ended by itself is told of by its end, wherever its node is now
     verdict = blame(summaries, lost={r: n for r, n in lost.items() if r not in {e.rank for e in ends}}, overdue=overdue)
     facts = {rank: raw for rank, (_, raw) in found.items()}
-    journal.append("evidence", seconds=round(time.monotonic() - began, 3), folder=str(attempt_folder),
+    journal.append(EVENT, seconds=round(time.monotonic() - began, 3), folder=str(attempt_folder),
                    **as_event(verdict, summaries, facts))  # fmt: skip
     return verdict
 

@@ -19,6 +19,7 @@ from slurmft.launch.cluster import Cluster
 from slurmft.launch.elsewhere import suspect_gpus_of
 from slurmft.launch.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.launch.grace import workload_of
+from slurmft.launch.injecting import Injections
 from slurmft.launch.last_look import take_evidence
 from slurmft.launch.observations import Observations
 from slurmft.launch.own_signals import hearing
@@ -65,6 +66,7 @@ class Supervisor:
         self.stops = Stops(
             config, start, self._pool, self._seen, self._slurm, over=self._over, background=self._background
         )
+        self._injections = Injections(config, start, self._pool, self._background)
         self._slow = SlowNodes(config, start, self._seen, self.stops, accuser=accuser)
         self._complete_codes = codes_of(ExitAction.COMPLETE, config.exit_actions)
         self._failed = False
@@ -168,6 +170,7 @@ class Supervisor:
             self._escape(stuck, suspects)
             return
         self._journal.append("workers started", world_size=self._config.world_size)
+        self._injections.simulate()
 
     def _escape(self, hosts: list[str], gpus: frozenset[str]) -> None:
         """Nodes without as many other GPUs, as far as they can prove it, are as good as suspects themselves."""
@@ -263,6 +266,7 @@ class Supervisor:
             await asyncio.sleep(POLL_S)
             ready = self.stops.planned is None and self._pool.complete.is_set()
             await self._folder.tell_progress(self._seen, self._slow)
+            await self._injections.look()
             for kind, who in (await self._folder.requests(ready=ready)).items():
                 self.stops.on_request(kind, who)
 

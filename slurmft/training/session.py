@@ -35,6 +35,7 @@ from slurmft.training import rng
 from slurmft.training.agreement import AgreementByAgent, AgreementByCollective
 from slurmft.training.ddp import Rehearsal, settled_ddp
 from slurmft.training.groups import ProcessGroups
+from slurmft.training.injected import InjectedFaults
 from slurmft.training.rerun import RerunStateMachine
 from slurmft.training.rerun_data import RerunDataIterator
 from slurmft.training.rerun_reports import Departure
@@ -113,6 +114,7 @@ class Session:
             if page is not None
             else AgreementByCollective(self._signal, groups.device, self.world_size)
         )
+        self._faults = InjectedFaults(self._page)
         self._save: SaveFunction | None = None
         self._reruns: RerunStateMachine | None = None
         self._step = self._start = self._evaluations = self._safe_at_ns = 0
@@ -152,6 +154,8 @@ class Session:
                 saved = step if worked else saved
             self._at_tick(tick_of(step), saved)
             self.stragglers.begin_step()
+            if page[Slot.FAULT] != self._faults.seen:
+                self._faults.strike(step)
             yield step
             self.stragglers.end_step()
             if self._reruns is not None:

@@ -153,7 +153,7 @@ def test_the_journal_line_stays_short_with_20_000_ranks(alike):
     ],
 )
 def test_a_damaged_event_is_told_as_far_as_it_goes(details):
-    rows = look_told([Event(at=datetime.now(UTC), event="evidence", attempt="1.0.0", details=details)])
+    rows = look_told([Event(at=datetime.now(UTC), event="last look", attempt="1.0.0", details=details)])
     assert rows[0] == ("attempt", "1.0.0")
     assert rows[1][0] == "culprit"
     assert all(isinstance(text, str) for _, text in rows)
