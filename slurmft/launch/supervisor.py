@@ -69,7 +69,7 @@ class Supervisor:
         self._injections = Injections(config, start, self._pool, self._background)
         self._slow = SlowNodes(config, start, self._seen, self.stops, accuser=accuser)
         self._complete_codes = codes_of(ExitAction.COMPLETE, config.exit_actions)
-        self._failed = False
+        self._failed = self._looked = False
         self._node_states: Mapping[str, str] = {}
         self._escaped: Verdict | None = None
 
@@ -212,6 +212,7 @@ class Supervisor:
             self._over.set()
 
     async def _kill_peers(self) -> None:
+        await self._last_look()
         await asyncio.sleep(PEER_GRACE_S)
         if not self._over.is_set():
             await self._kill_workers("a rank has failed; the others cannot go on without it")
@@ -270,11 +271,17 @@ class Supervisor:
             for kind, who in (await self._folder.requests(ready=ready)).items():
                 self.stops.on_request(kind, who)
 
+    async def _last_look(self) -> None:
+        """Look at all ranks once, as soon as one has failed: the others soon fail of it, and tell nothing any more."""
+        if not self._looked:
+            self._looked = True
+            await take_evidence(
+                self._pool, self._journal, self._folder.path, per_node=self._config.nproc_per_node,
+                ends=list(self._seen.ends.values()),
+            )  # fmt: skip
+
     async def _kill_workers(self, reason: str) -> None:
-        await take_evidence(
-            self._pool, self._journal, self._folder.path, per_node=self._config.nproc_per_node,
-            ends=list(self._seen.ends.values()),
-        )  # fmt: skip
+        await self._last_look()
         await kill_workers(self._pool, self._journal, reason)
 
     # The end
