@@ -162,6 +162,13 @@ class FaultToleranceConfig(_Section):
     num_job_retries_on_failure: Count = Field(default=2, ge=0)
     """Restarts of the job after failures of one cause, counted anew whenever the run has made progress in between."""
 
+    retry_delay_s: Seconds = Field(default=1.0, ge=0)
+    """Seconds before the second retry in a row without progress; they double with each further one, with jitter. The
+    first one is immediate. 0 switches the delay off."""
+
+    max_retry_delay_s: Seconds = Field(default=300.0, ge=0)
+    """What the delay grows to; a restart in the allocation waits no longer than 10 s."""
+
     retries: Annotated[dict[Cause, Annotated[Count, Field(ge=0)]], BeforeValidator(by_cause)] = Field(
         default_factory=dict
     )

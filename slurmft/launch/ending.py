@@ -14,13 +14,15 @@ from slurmft.launch.accusing import Accuser
 from slurmft.launch.budget import budget_of
 from slurmft.launch.cluster import Cluster, LocalCluster, SlurmCluster
 from slurmft.launch.continuing import FLUSH_S, Continuation, in_folder
+from slurmft.launch.delays import retry_delay_s, wait_before_restart
 from slurmft.launch.elsewhere import Placement, all_busy, choose, duty_of, next_placement
 from slurmft.launch.logs import BackgroundLog
 from slurmft.launch.start import Start
-from slurmft.policy.decide import decide
+from slurmft.policy.decide import Budget, decide
 from slurmft.policy.verdict import (
     EXIT_TEMPORARY,
     EXIT_VALIDATION_FAILED,
+    FREE,
     PLANNED,
     Action,
     Cause,
@@ -58,6 +60,7 @@ class Ending:
         self.run, self.journal = start.run, start.journal
         self._placement: Placement | None = None
         self._stays = False
+        self._budget = Budget(failures_so_far=0, max_failures=0)
         self._noted: list[Event] = []
 
     def act_on(self, verdict: Verdict) -> int | None:
@@ -75,6 +78,7 @@ class Ending:
         attempt = str(self.cluster.attempt)
         earlier = [event for event in self.start.history if event.attempt != attempt]
         budget = budget_of(earlier, verdict, self.config, attempt)
+        self._budget = budget
         decision = decide(verdict, budget, self.config.exit_actions)
         # what the list says has a part in where the run goes on
         self._accuser.finish(verdict, wait=decision.action is not Action.RESTART)
@@ -103,6 +107,7 @@ class Ending:
 
     def _carry_out(self, verdict: Verdict, decision: Decision) -> int | None:
         if decision.action is Action.RESTART or self._stays:
+            wait_before_restart(self.config, self._budget.restarts_so_far)
             return None
         self._dismiss()
         if decision.action is Action.CONTINUE:
@@ -194,8 +199,9 @@ class Ending:
         if not isinstance(self.cluster, SlurmCluster):
             raise TypeError(f"no way to continue on {self.cluster.name}")
         continuation = Continuation(
-            self.config, self.start, self.cluster, ends_at_s=self.ends_at_s, placement=self._placement
-        )
+            self.config, self.start, self.cluster, ends_at_s=self.ends_at_s, placement=self._placement,
+            retry_delay_s=0.0 if verdict.cause in FREE else retry_delay_s(self.config, self._budget.failures_so_far),
+        )  # fmt: skip
         with ignoring_signals():
             outcome = continuation.begin(verdict)
             in_folder(self.start, (lambda: claim.settle(outcome)) if outcome else claim.give_back)
