@@ -32,6 +32,7 @@ from slurmft.policy.exit_actions import ExitAction, lists_as_texts, unambiguous
 from slurmft.policy.sbatch_section import option_value, unknown_options
 from slurmft.policy.verdict import Cause, by_cause
 from slurmft.settings.exclusions import ExclusionsConfig
+from slurmft.settings.hangs import HangSettings
 from slurmft.settings.reruns import RerunConfig
 from slurmft.settings.stragglers import StragglerDetectionConfig
 from slurmft.settings.types import Count, Minutes, Seconds, Text
@@ -152,7 +153,7 @@ class CheckpointConfig(_Section):
     """Steps between two periodic checkpoints; 0 saves only at stops and at the end."""
 
 
-class FaultToleranceConfig(_Section):
+class FaultToleranceConfig(HangSettings):
     """What may go wrong, how often, and for how long."""
 
     num_in_job_restarts: Count = Field(default=3, ge=0)
