@@ -21,6 +21,7 @@ from slurmft.launch.crew import Crew
 from slurmft.launch.elsewhere import suspect_gpus_of
 from slurmft.launch.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.launch.grace import workload_of
+from slurmft.launch.last_look import take_evidence
 from slurmft.launch.observations import Observations
 from slurmft.launch.own_signals import hearing
 from slurmft.launch.sleeping import overslept_s
@@ -280,6 +281,10 @@ class Supervisor:
                 self.stops.on_request(kind, who)
 
     async def _kill_workers(self, reason: str) -> None:
+        await take_evidence(
+            self._pool, self._journal, self._folder.path, per_node=self._config.nproc_per_node,
+            ends=list(self._seen.ends.values()),
+        )  # fmt: skip
         await kill_workers(self._pool, self._journal, reason)
 
     # The end
