@@ -32,6 +32,7 @@ from slurmft.policy.exit_actions import ExitAction, lists_as_texts, unambiguous
 from slurmft.policy.sbatch_section import option_value, unknown_options
 from slurmft.policy.verdict import Cause, by_cause
 from slurmft.settings.exclusions import ExclusionsConfig
+from slurmft.settings.oom import OomConfig
 from slurmft.settings.reruns import RerunConfig
 from slurmft.settings.stragglers import StragglerDetectionConfig
 from slurmft.settings.types import Count, Minutes, Seconds, Text
@@ -242,6 +243,7 @@ class RunConfig(_Section):
     fault_tolerance: FaultToleranceConfig = Field(default_factory=FaultToleranceConfig)
     preemption: PreemptionConfig = Field(default_factory=PreemptionConfig)
     nccl: NcclConfig = Field(default_factory=NcclConfig)
+    oom: OomConfig = Field(default_factory=OomConfig)
     rerun: RerunConfig = Field(default_factory=RerunConfig)
     exclusions: ExclusionsConfig = Field(default_factory=ExclusionsConfig)
     straggler_detection: StragglerDetectionConfig = Field(default_factory=StragglerDetectionConfig)

@@ -10,6 +10,8 @@ from slurmft.policy.decide import Budget
 from slurmft.policy.verdict import Action, Verdict, has_progressed
 from slurmft.storage.journal import Event
 
+BATCH_REDUCED = "batch reduced"
+
 
 def budget_of(history: Sequence[Event], verdict: Verdict, config: RunConfig) -> Budget:
     """What the run had spent before ``verdict``; ``history`` is the journal without the verdict's own attempt."""
@@ -34,7 +36,7 @@ def past_ends(history: Sequence[Event]) -> list[PastEnd]:
                     cause=str(facts.get("cause", "")), progressed=progressed(facts), first_step=_first_step(facts)
                 )
             )  # fmt: skip
-        elif event.event == "decision" and facts.get("action") == Action.STOP:
+        elif (event.event == "decision" and facts.get("action") == Action.STOP) or event.event == BATCH_REDUCED:
             ends.append(PastEnd(cause="", given_up=True))
     return ends
 

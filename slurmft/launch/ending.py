@@ -15,6 +15,7 @@ from slurmft.launch.cluster import Cluster, LocalCluster, SlurmCluster
 from slurmft.launch.continuing import FLUSH_S, Continuation, in_folder
 from slurmft.launch.elsewhere import Placement, all_busy, choose, duty_of, next_placement
 from slurmft.launch.logs import BackgroundLog
+from slurmft.launch.remedies import Remedies
 from slurmft.launch.start import Start
 from slurmft.policy.decide import decide
 from slurmft.policy.verdict import (
@@ -72,6 +73,7 @@ class Ending:
         # a supervisor in whose place we act may have judged this attempt already: it is one end all the same
         earlier = [event for event in self.start.history if event.attempt != str(self.cluster.attempt)]
         decision = decide(verdict, budget_of(earlier, verdict, self.config), self.config.exit_actions)
+        decision = Remedies(self.config, self.start).applied(verdict, decision)
         return self.follow(verdict, decision)
 
     def follow(self, verdict: Verdict, decision: Decision, *, may_stay: bool = True) -> int | None:

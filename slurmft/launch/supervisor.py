@@ -21,6 +21,7 @@ from slurmft.launch.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.launch.grace import workload_of
 from slurmft.launch.observations import Observations
 from slurmft.launch.own_signals import hearing
+from slurmft.launch.remedies import batch_divisor_of
 from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.slow_nodes import SlowNodes
 from slurmft.launch.slurms_word import SlurmsWord
@@ -154,6 +155,7 @@ class Supervisor:
                     "start",
                     timeout_s=START_S,
                     suspect_gpus=sorted(suspects),
+                    batch_divisor=batch_divisor_of(self._start.history),
                     first_rank=node * self._config.nproc_per_node,
                     generation=self._start.generation,
                     master_addr=lead.host,
