@@ -33,6 +33,7 @@ from slurmft.policy.sbatch_section import option_value, unknown_options
 from slurmft.policy.verdict import Cause, by_cause
 from slurmft.settings.exclusions import ExclusionsConfig
 from slurmft.settings.oom import OomConfig
+from slurmft.settings.poison import PoisonSettings
 from slurmft.settings.reruns import RerunConfig
 from slurmft.settings.stragglers import StragglerDetectionConfig
 from slurmft.settings.types import Count, Minutes, Seconds, Text
@@ -153,7 +154,7 @@ class CheckpointConfig(_Section):
     """Steps between two periodic checkpoints; 0 saves only at stops and at the end."""
 
 
-class FaultToleranceConfig(_Section):
+class FaultToleranceConfig(PoisonSettings):
     """What may go wrong, how often, and for how long."""
 
     num_job_retries_on_failure: Count = Field(default=2, ge=0)

@@ -11,6 +11,9 @@ from slurmft.policy.verdict import Action, Verdict, has_progressed
 from slurmft.storage.journal import Event
 
 BATCH_REDUCED = "batch reduced"
+QUARANTINED = "checkpoint quarantined"
+CHANGES = frozenset({BATCH_REDUCED, QUARANTINED})
+"""After these the run is another one, and its count begins anew; how many there may be has limits of its own."""
 
 
 def budget_of(history: Sequence[Event], verdict: Verdict, config: RunConfig) -> Budget:
@@ -36,7 +39,7 @@ def past_ends(history: Sequence[Event]) -> list[PastEnd]:
                     cause=str(facts.get("cause", "")), progressed=progressed(facts), first_step=_first_step(facts)
                 )
             )  # fmt: skip
-        elif (event.event == "decision" and facts.get("action") == Action.STOP) or event.event == BATCH_REDUCED:
+        elif (event.event == "decision" and facts.get("action") == Action.STOP) or event.event in CHANGES:
             ends.append(PastEnd(cause="", given_up=True))
     return ends
 

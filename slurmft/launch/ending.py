@@ -73,7 +73,7 @@ class Ending:
         # a supervisor in whose place we act may have judged this attempt already: it is one end all the same
         earlier = [event for event in self.start.history if event.attempt != str(self.cluster.attempt)]
         decision = decide(verdict, budget_of(earlier, verdict, self.config), self.config.exit_actions)
-        decision = Remedies(self.config, self.start).applied(verdict, decision)
+        decision = Remedies(self.config, self.start, self._accuser).applied(verdict, decision)
         return self.follow(verdict, decision)
 
     def follow(self, verdict: Verdict, decision: Decision, *, may_stay: bool = True) -> int | None:

@@ -1,4 +1,5 @@
-"""What a run can change about itself before it is tried again: a smaller micro-batch after one that did not fit."""
+"""What a run can change about itself before it is tried again: a smaller micro-batch after one that did not fit, an
+older checkpoint after one from which it dies."""
 
 from __future__ import annotations
 
@@ -7,11 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slurmft.config import RunConfig
+from slurmft.launch.accusing import Accuser
 from slurmft.launch.budget import BATCH_REDUCED
 from slurmft.launch.continuing import in_folder
+from slurmft.launch.poisoning import Poisoning
 from slurmft.launch.start import Start
 from slurmft.policy.exit_actions import ExitAction, explicit_action
 from slurmft.policy.oom import OUT_OF_MEMORY, Irreducible, divisor_in, smaller
+from slurmft.policy.poison import Hopeless, NodeSuspected, Poisoned
 from slurmft.policy.verdict import EXIT_DO_NOT_REQUEUE, EXIT_TEMPORARY, Action, Decision, Verdict
 from slurmft.storage.attempt_facts import noted_batches
 from slurmft.storage.journal import Event
@@ -27,7 +31,8 @@ def batch_divisor_of(history: Sequence[Event]) -> int:
 class Remedies:
     """Looks at one verdict and what was decided about it."""
 
-    def __init__(self, config: RunConfig, start: Start) -> None:
+    def __init__(self, config: RunConfig, start: Start, accuser: Accuser) -> None:
+        self._poisoning = Poisoning(config, start, accuser)
         self._config, self._start, self._journal = config, start, start.journal
         self._folder = start.run.attempts / str(start.cluster.attempt)
 
@@ -39,6 +44,14 @@ class Remedies:
             return decision
         if verdict.cause in OUT_OF_MEMORY and self._config.oom.action == "reduce_batch":
             return self._with_smaller_batch(verdict, decision)
+        match self._poisoning.look_at(verdict):
+            case Poisoned(reason=reason):
+                return again(verdict, decision, reason)
+            case NodeSuspected(node=node, reason=reason) if decision.action is not Action.STOP:
+                avoid = tuple(dict.fromkeys([*decision.avoid, node]))
+                return replace(decision, action=Action.CONTINUE, reason=f"{verdict.reason}; {reason}", avoid=avoid)
+            case Hopeless(reason=reason):
+                return Decision(action=Action.STOP, reason=f"{verdict.reason}; {reason}", exit_code=EXIT_DO_NOT_REQUEUE)
         return decision
 
     def _with_smaller_batch(self, verdict: Verdict, decision: Decision) -> Decision:
