@@ -13,10 +13,11 @@ from slurmft.launch.budget import BATCH_REDUCED
 from slurmft.launch.continuing import in_folder
 from slurmft.launch.poisoning import Poisoning
 from slurmft.launch.start import Start
+from slurmft.policy.decide import RESTARTABLE
 from slurmft.policy.exit_actions import ExitAction, explicit_action
 from slurmft.policy.oom import OUT_OF_MEMORY, Irreducible, divisor_in, smaller
 from slurmft.policy.poison import Hopeless, NodeSuspected, Poisoned
-from slurmft.policy.verdict import EXIT_DO_NOT_REQUEUE, EXIT_TEMPORARY, Action, Decision, Verdict
+from slurmft.policy.verdict import EXIT_DO_NOT_REQUEUE, EXIT_TEMPORARY, GOES_ON, Action, Decision, Verdict
 from slurmft.storage.attempt_facts import noted_batches
 from slurmft.storage.journal import Event
 
@@ -46,7 +47,7 @@ class Remedies:
             return self._with_smaller_batch(verdict, decision)
         match self._poisoning.look_at(verdict):
             case Poisoned(reason=reason):
-                return again(verdict, decision, reason)
+                return self._again(verdict, decision, reason)
             case NodeSuspected(node=node, reason=reason) if decision.action is not Action.STOP:
                 avoid = tuple(dict.fromkeys([*decision.avoid, node]))
                 return replace(decision, action=Action.CONTINUE, reason=f"{verdict.reason}; {reason}", avoid=avoid)
@@ -65,12 +66,13 @@ class Remedies:
             return Decision(action=Action.STOP, reason=reason, exit_code=EXIT_DO_NOT_REQUEUE)
         self._journal.append(BATCH_REDUCED, divisor=found.divisor, micro_batches=list(found.micro_batches))
         sizes = " and ".join(map(str, found.micro_batches))
-        return again(verdict, decision, f"next with a micro-batch of {sizes} and the same global batch")
+        return self._again(verdict, decision, f"next with a micro-batch of {sizes} and the same global batch")
 
-
-def again(verdict: Verdict, decision: Decision, change: str) -> Decision:
-    """``decision`` as one to go on, since something has changed."""
-    reason = f"{verdict.reason}; {change}"
-    if decision.action is not Action.STOP:
-        return replace(decision, reason=reason)
-    return Decision(action=Action.CONTINUE, reason=reason, exit_code=verdict.exit_code or EXIT_TEMPORARY)
+    def _again(self, verdict: Verdict, decision: Decision, change: str) -> Decision:
+        """``decision`` as one to go on, since something has changed."""
+        reason = f"{verdict.reason}; {change}"
+        if decision.action in GOES_ON:
+            return replace(decision, reason=reason)
+        can_restart = verdict.cause in RESTARTABLE and self._config.fault_tolerance.num_in_job_restarts > 0
+        action = Action.RESTART if can_restart else Action.CONTINUE
+        return Decision(action=action, reason=reason, exit_code=verdict.exit_code or EXIT_TEMPORARY)
