@@ -17,6 +17,7 @@ from slurmft.launch.continuing import FLUSH_S, Continuation, in_folder
 from slurmft.launch.delays import retry_delay_s, wait_before_restart
 from slurmft.launch.elsewhere import Placement, all_busy, choose, duty_of, next_placement
 from slurmft.launch.logs import BackgroundLog
+from slurmft.launch.remedies import Remedies
 from slurmft.launch.start import Start
 from slurmft.policy.decide import Budget, decide
 from slurmft.policy.verdict import (
@@ -80,6 +81,7 @@ class Ending:
         budget = budget_of(earlier, verdict, self.config, attempt)
         self._budget = budget
         decision = decide(verdict, budget, self.config.exit_actions)
+        decision = Remedies(self.config, self.start, self._accuser).applied(verdict, decision)
         # what the list says has a part in where the run goes on
         self._accuser.finish(verdict, wait=decision.action is not Action.RESTART)
         return self.follow(verdict, decision)

@@ -24,6 +24,7 @@ from slurmft.launch.grace import workload_of
 from slurmft.launch.last_look import take_evidence
 from slurmft.launch.observations import Observations
 from slurmft.launch.own_signals import hearing
+from slurmft.launch.remedies import batch_divisor_of
 from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.slow_nodes import SlowNodes
 from slurmft.launch.slurms_word import SlurmsWord
@@ -162,6 +163,7 @@ class Supervisor:
                     "start",
                     timeout_s=START_S,
                     suspect_gpus=sorted(suspects),
+                    batch_divisor=batch_divisor_of(self._start.history),
                     attempt=str(self._cluster.attempt),
                     cycle=self._cluster.attempt.cycle,
                     first_rank=place * self._config.nproc_per_node,

@@ -49,5 +49,7 @@ def test_a_signal_ends_the_wait():
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
     print(wait_before_restart(validate(given, source="test"), 3))
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(body)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(body)], capture_output=True, text=True, timeout=60, check=False
+    )
     assert 0.1 < float(done.stdout) < LONGEST_RESTART_S / 2, done.stderr
