@@ -159,6 +159,10 @@ class CheckpointConfig(_Section):
 class FaultToleranceConfig(_Section):
     """What may go wrong, how often, and for how long."""
 
+    num_in_job_restarts: Count = Field(default=3, ge=0)
+    """Restarts within one start of the job, on the nodes that it has, before it goes back into the queue; counted anew
+    whenever the run has made progress in between."""
+
     num_job_retries_on_failure: Count = Field(default=2, ge=0)
     """Restarts of the job after failures of one cause, counted anew whenever the run has made progress in between."""
 

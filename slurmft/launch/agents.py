@@ -101,6 +101,8 @@ def _require(message: Any, fields: Mapping[str, Check], what: str) -> None:
 
 
 def _check_report(message: Message) -> None:
+    if "generation" in message:
+        _require(message, {"generation": _SLOT}, "a report")
     match message["kind"]:
         case "exited":
             _require(message, _EXIT, "a worker's end")
@@ -209,6 +211,9 @@ class AgentPool:
         self._strangers = self._refused = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self.links: dict[int, AgentLink] = {}
+        self.members: list[AgentLink] = []
+        """Those that take part in the present attempt, in the order of their ranks; empty before there is one."""
+
         self.events: asyncio.Queue[tuple[AgentLink, Message]] = asyncio.Queue()
         self.complete = asyncio.Event()
 
@@ -234,16 +239,16 @@ class AgentPool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def call_all(self, kind: str, *, timeout_s: float = CALL_TIMEOUT_S, **fields: Any) -> list[Message]:
-        """Ask every agent, in the order of the nodes.
+        """Ask every member, in the order of the ranks; before there are any, everybody, in the order of the nodes.
 
         Raises:
             AgentLost: one of them does not answer.
         """
-        links = [self.links[node] for node in sorted(self.links)]
+        links = self.members or [self.links[node] for node in sorted(self.links)]
         return await asyncio.gather(*(link.call(kind, timeout_s=timeout_s, **fields) for link in links))
 
     async def tell_all(self, kind: str, **fields: Any) -> None:
-        """Ask every agent that can still be reached; the others are somebody else's finding."""
+        """Ask every agent that can still be reached, member or not; the others are somebody else's finding."""
         links = list(self.links.values())
         results: Sequence[Any] = await asyncio.gather(
             *(link.call(kind, timeout_s=2.0, **fields) for link in links), return_exceptions=True
@@ -269,9 +274,10 @@ class AgentPool:
         return True
 
     def places(self, per_node: int) -> Mapping[int, str]:
-        """Host of each rank whose agent has ever reported."""
-        first = {node * per_node: link.host for node, link in self.links.items()}
-        return {rank + local: host for rank, host in first.items() for local in range(per_node)}
+        """Host of each rank of the present attempt."""
+        return {
+            place * per_node + local: link.host for place, link in enumerate(self.members) for local in range(per_node)
+        }
 
     def silent_since(self, now: float) -> Mapping[str, float]:
         """Seconds since each agent was last heard of, by host."""
@@ -304,8 +310,10 @@ class AgentPool:
             return None
         finally:
             self._strangers -= 1
-        if (old := self.links.get(link.node)) is not None and old.channel is not None:
-            old.channel.close()
+        if (old := self.links.get(link.node)) is not None:
+            if old.channel is not None:
+                old.channel.close()
+            self.members = [link if member is old else member for member in self.members]
         self.links[link.node] = link
         if len(self.links) == self._expected:
             self.complete.set()

@@ -40,6 +40,8 @@ class Cluster(Protocol):
     """What a supervisor needs from the place it runs in."""
 
     attempt: Attempt
+    nodes: tuple[str, ...]
+    """Nodes to run the next attempt on; empty for the first ones of the allocation, as many as are needed."""
 
     @property
     def name(self) -> str:
@@ -48,6 +50,9 @@ class Cluster(Protocol):
     @property
     def listen_host(self) -> str | None:
         """Interface of the control channel; None for all."""
+
+    def size(self, config: RunConfig) -> int:
+        """Nodes that agents run on, spares included."""
 
     def control_hosts(self) -> list[str]:
         """Names and addresses at which agents find the supervisor, best first."""
@@ -82,9 +87,11 @@ class SlurmCluster:
     def __init__(self, job: SlurmJob) -> None:
         self.job = job
         self.nodes: tuple[str, ...] = ()
-        """Nodes of the allocation to run on; empty for as many as the configuration asks for, of Slurm's choice."""
-
         self.attempt = Attempt(job=job.job_id, restart=job.restart)
+
+    def size(self, config: RunConfig) -> int:
+        """All nodes of the allocation."""
+        return max(self.job.node_count, config.nodes)
 
     def control_hosts(self) -> list[str]:
         """The node's own name, then every address that is not of this machine alone."""
@@ -102,7 +109,7 @@ class SlurmCluster:
         Raises:
             SlurmUnavailable: there is no srun.
         """
-        argv = [*srun_argv(config, os.environ, self.nodes), *agent_argv(config, self.attempt)]
+        argv = [*srun_argv(config, os.environ, self.size(config)), *agent_argv(config, self.attempt)]
         with (log_folder / "srun.err").open("ab") as errors:
             try:
                 # a session of its own: a Ctrl-C at the terminal must not reach srun, which would kill the step
@@ -143,13 +150,11 @@ class SlurmCluster:
             return None
 
 
-def srun_argv(config: RunConfig, environment: Mapping[str, str], on: Sequence[str] = ()) -> list[str]:
-    """The srun that starts the agents: one task on each node, and no task's end is another one's."""
-    nodes = str(config.nodes)
+def srun_argv(config: RunConfig, environment: Mapping[str, str], count: int) -> list[str]:
+    """The srun that starts the agents: one task on each of ``count`` nodes, and no task's end is another one's."""
+    nodes = str(count)
     argv = ["srun", "--overlap", "--kill-on-bad-exit=0", "--export=ALL", "--mpi=none", "--input=none"]
     argv += ["--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1"]
-    if on:
-        argv += ["--nodelist", ",".join(on)]
     # since 22.05 srun does not inherit it from sbatch
     if cpus := environment.get("SLURM_CPUS_PER_TASK"):
         argv += ["--cpus-per-task", cpus]
@@ -167,6 +172,11 @@ class LocalCluster:
     def __init__(self, environment: Mapping[str, str]) -> None:
         job = environment.get(LOCAL_JOB_VARIABLE) or f"{LOCAL_PREFIX}{os.getpid()}"
         self.attempt = Attempt(job=job, restart=int(environment.get(LOCAL_RESTART_VARIABLE, "0")))
+        self.nodes: tuple[str, ...] = ()
+
+    def size(self, config: RunConfig) -> int:
+        """As many as the configuration asks for, all on this machine."""
+        return config.nodes + config.spare_nodes
 
     def control_hosts(self) -> list[str]:
         """Loopback."""
@@ -184,7 +194,7 @@ class LocalCluster:
                     env={**os.environ, "SLURMFT_NODE_INDEX": str(index), "SLURMD_NODENAME": "127.0.0.1"},
                     start_new_session=True,
                 )
-                for index in range(config.nodes)
+                for index in range(self.size(config))
             ]
 
     def times(self) -> JobTimes:

@@ -15,7 +15,7 @@ from slurmft.launch.avoidance import Avoidance
 from slurmft.launch.budget import progressed
 from slurmft.policy.evidence import Kind
 from slurmft.policy.suspicion import State, standing, suspect_gpus
-from slurmft.policy.verdict import Action
+from slurmft.policy.verdict import GOES_ON, Action
 from slurmft.scheduler import nodes, slurm, successor
 from slurmft.scheduler.nodes import expand
 from slurmft.scheduler.parsing import NamedNodes
@@ -268,7 +268,7 @@ def duty_of(history: Sequence[Event]) -> Duty:
             gpus |= frozenset(map(str, facts.get("gpus", [])))
         elif event.event == "exclusion_escaped":
             escapes += 1
-        elif event.event == "decision" and facts.get("action") != Action.CONTINUE:
+        elif event.event == "decision" and facts.get("action") not in GOES_ON:
             nodes, undecided, gpus = none, inconclusive, none
         elif event.event == "decision":
             nodes = frozenset(map(str, facts.get("avoid", []))) if facts.get("elsewhere") else none

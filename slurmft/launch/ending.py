@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -43,12 +44,14 @@ class Ending:
 
     Args:
         ends_at_s: monotonic time at which Slurm will have ended the job; None when nobody knows of an end.
+        dismiss: ends the agents; called once it is decided that no attempt follows with them.
     """
 
     def __init__(
         self, config: RunConfig, start: Start, accuser: Accuser, log_file: BackgroundLog,
-        *, ends_at_s: float | None = None,
+        *, dismiss: Callable[[], None], ends_at_s: float | None = None,
     ) -> None:  # fmt: skip
+        self._dismiss = dismiss
         self.config, self.start, self.ends_at_s, self.log_file = config, start, ends_at_s, log_file
         self._accuser = accuser
         self.cluster: Cluster = start.cluster
@@ -68,10 +71,13 @@ class Ending:
             lost = verdict.unsaved_steps
             log.error("NOTHING WAS SAVED at this stop; up to %d steps will be done again", lost)
             self.journal.append("stop without a save", steps_at_risk=lost)
-        self._accuser.finish(verdict)  # first: what it says has a part in where the run goes on
         # a supervisor in whose place we act may have judged this attempt already: it is one end all the same
-        earlier = [event for event in self.start.history if event.attempt != str(self.cluster.attempt)]
-        decision = decide(verdict, budget_of(earlier, verdict, self.config), self.config.exit_actions)
+        attempt = str(self.cluster.attempt)
+        earlier = [event for event in self.start.history if event.attempt != attempt]
+        budget = budget_of(earlier, verdict, self.config, attempt)
+        decision = decide(verdict, budget, self.config.exit_actions)
+        # what the list says has a part in where the run goes on
+        self._accuser.finish(verdict, wait=decision.action is not Action.RESTART)
         return self.follow(verdict, decision)
 
     def follow(self, verdict: Verdict, decision: Decision, *, may_stay: bool = True) -> int | None:
@@ -96,6 +102,9 @@ class Ending:
         return code
 
     def _carry_out(self, verdict: Verdict, decision: Decision) -> int | None:
+        if decision.action is Action.RESTART or self._stays:
+            return None
+        self._dismiss()
         if decision.action is Action.CONTINUE:
             return self._continue(verdict, decision)
         outside = self.cluster.why_ending() if decision.action is Action.STOP else None
@@ -165,8 +174,6 @@ class Ending:
         self._noted.append(self.journal.append(event, **details))
 
     def _continue(self, verdict: Verdict, decision: Decision) -> int | None:
-        if self._stays:
-            return None
         claim = self.run.ending(self.cluster.attempt)
         # a run folder that cannot tell stops nobody: requeueing twice is as good as once
         if in_folder(self.start, lambda: claim.take(f"{SUPERVISOR}{os.uname().nodename}")) is False:

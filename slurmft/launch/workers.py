@@ -57,6 +57,12 @@ class Worker:
         """It has not been seen to end."""
         return self.exit_code is None
 
+    def close(self) -> None:
+        """Let go of its pages."""
+        self.page.close()
+        if self.timings is not None:
+            self.timings.close()
+
     def look(self) -> Look:
         """What the stop agreement needs to know."""
         return Look(
@@ -95,11 +101,13 @@ class Workers:
         self.folder, self._lock = _private_shared_folder()
         self._zygote: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._zygote_began_with: tuple[Mapping[str, str], bool] = {}, False
         self._signal_at_start: int | None = None
         self.ready = asyncio.Event()
 
-    def start_zygote(self, environment: Mapping[str, str], *, preload: bool) -> None:
+    def start_zygote(self, environment: Mapping[str, str], preload: bool) -> None:
         """Begin importing torch; returns at once."""
+        self._zygote_began_with = environment, preload
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             argv = [
@@ -122,8 +130,8 @@ class Workers:
         folder: Path, logs: Path, verdicts: Sequence[Path], generation: int, timed: bool = False,
     ) -> None:  # fmt: skip
         """Fork one worker for each rank; the zygote takes the requests as soon as it is ready."""
+        self._forget()
         arguments = zygote_arguments(command)
-        self.by_rank = {}
         for rank, environment, verdict in zip(ranks, environments, verdicts, strict=True):
             path = self.folder / f"rank-{rank}"
             worker = Worker(rank=rank, page=Page.create(path, rank=rank, generation=generation))
@@ -140,6 +148,17 @@ class Workers:
                     "verdict": str(verdict),
                 }
             )
+
+    def _forget(self) -> None:
+        """Leave the workers of an earlier attempt behind; their zygote goes on, or a new one begins."""
+        if self._living():
+            raise RuntimeError("workers of an earlier attempt are alive")
+        for worker in self.by_rank.values():
+            worker.close()
+        self.by_rank, self._signal_at_start = {}, None
+        if self._socket is None or self._zygote is None or self._zygote.poll() is not None:
+            self.ready.clear()
+            self.start_zygote(*self._zygote_began_with)
 
     def signal(self, number: int) -> None:
         """Send a signal to every living worker itself, not to its children; to those to come, when they come."""
@@ -180,9 +199,7 @@ class Workers:
             self._zygote.kill()  # it holds nothing, and the kernel ends its children with it
             self._zygote.wait()
         for worker in self.by_rank.values():
-            worker.page.close()
-            if worker.timings is not None:
-                worker.timings.close()
+            worker.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
 

@@ -153,6 +153,8 @@ def new_run(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Callable[..., 
             "nproc_per_node": 2,
             "checkpoint": {"interval_steps": 25},
             "slurm": {"partition": "low", "time": "10"},
+            # most tests are about what goes through the queue
+            "fault_tolerance": {"num_in_job_restarts": 0},
             # a list of its own: a node that one test kills must not be kept from another
             "exclusions": {"path": str(path.with_suffix(".exclusions"))},
         }
