@@ -24,7 +24,10 @@ from slurmft.launch.timing_page import TIMING_PAGE_VARIABLE, TimingPage
 from slurmft.launch.zygote import PACKET_BYTES
 from slurmft.policy.stop import Look
 
-PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim", "numpy")
+PRELOAD = (
+    "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim", "numpy",
+    "slurmft.training.session", "slurmft.checkpoint.manager",
+)  # fmt: skip
 """torch.optim pulls torch._dynamo in when the first optimizer is built: 1.1 s that every worker would pay."""
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a private folder is made in it
