@@ -190,6 +190,7 @@ class Agent:
             if visible is None:
                 return {"suspect_gpus": suspects}
             environment = {**environment, VISIBLE_VARIABLE: visible}
+        await self._workers.end_earlier()  # an attempt that went on without this node while it was cut off
         self._attempt, self._generation = message["attempt"], message["generation"]
         self._term_count, self._term_passed_on = 0, False
         ranks = range(message["first_rank"], message["first_rank"] + config.nproc_per_node)

@@ -48,13 +48,14 @@ class Ending:
     Args:
         ends_at_s: monotonic time at which Slurm will have ended the job; None when nobody knows of an end.
         dismiss: ends the agents; called once it is decided that no attempt follows with them.
+        has_nodes: whether enough of them are left for another attempt.
     """
 
     def __init__(
         self, config: RunConfig, start: Start, accuser: Accuser, log_file: BackgroundLog,
-        *, dismiss: Callable[[], None], ends_at_s: float | None = None,
+        *, dismiss: Callable[[], None], has_nodes: Callable[[], bool], ends_at_s: float | None = None,
     ) -> None:  # fmt: skip
-        self._dismiss = dismiss
+        self._dismiss, self._has_nodes = dismiss, has_nodes
         self.config, self.start, self.ends_at_s, self.log_file = config, start, ends_at_s, log_file
         self._accuser = accuser
         self.cluster: Cluster = start.cluster
@@ -78,7 +79,7 @@ class Ending:
         # a supervisor in whose place we act may have judged this attempt already: it is one end all the same
         attempt = str(self.cluster.attempt)
         earlier = [event for event in self.start.history if event.attempt != attempt]
-        budget = budget_of(earlier, verdict, self.config, attempt)
+        budget = replace(budget_of(earlier, verdict, self.config, attempt), has_nodes=self._has_nodes())
         self._budget = budget
         decision = decide(verdict, budget, self.config.exit_actions)
         decision = Remedies(self.config, self.start, self._accuser).applied(verdict, decision)
@@ -137,7 +138,7 @@ class Ending:
             may_stay
             and decision.elsewhere
             and decision.avoid
-            and choose(expand(self.cluster.job.nodes), frozenset(decision.avoid), self.config.nodes)
+            and choose(self.cluster.present(), frozenset(decision.avoid), self.config.size.minimum)
         ):
             self._stays = self.cluster.why_ending() is None
             if self._stays:

@@ -34,6 +34,8 @@ PRELOAD = (
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a private folder is made in it
 _PREFIX = f"slurmft-{os.getuid()}-"
 
+END_LOOK_S = 0.005
+
 log = logging.getLogger(__name__)
 
 
@@ -193,6 +195,13 @@ class Workers:
             self._zygote.kill()
         for worker in self._living():
             self._kill(worker)
+
+    async def end_earlier(self) -> None:
+        """Return when no worker lives."""
+        if self._living():
+            self.kill()
+        while self._living():
+            await asyncio.sleep(END_LOOK_S)
 
     def kill_lingering(self, grace_s: float) -> None:
         """Kill workers that have stopped at the agreed step, with everything saved, but do not end."""

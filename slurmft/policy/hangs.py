@@ -1,4 +1,4 @@
-"""Who hangs: what a worker's page tells, held against the limits; and which of the ranks that stand still is to blame."""
+"""Who hangs: what a worker's page tells, held against the limits; and which of the ranks that stand is to blame."""
 
 from __future__ import annotations
 

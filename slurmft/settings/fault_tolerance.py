@@ -44,5 +44,9 @@ class FaultToleranceConfig(HangSettings, PoisonSettings):
     supervisor_lease_s: Seconds = Field(default=60.0, gt=0)
     """Seconds an agent keeps its workers running without hearing from the supervisor (fencing)."""
 
+    agent_timeout_s: Seconds = Field(default=3.0, ge=1)
+    """Seconds without a word from a node's agent, which reports every 0.5 s, until the node counts as lost and another
+    one takes its place; four times as long where there is no other one, since a requeue costs more than patience."""
+
     preload: bool = True
     """Fork workers from a process that has torch imported already. Off: every worker starts its own interpreter."""

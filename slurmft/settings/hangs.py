@@ -68,7 +68,7 @@ class HangSettings(Section):
 
     rank_section_timeouts: Annotated[
         dict[Annotated[Text, AfterValidator(_section_name)], Limit], BeforeValidator(_as_mapping)
-    ] = Field(default_factory=lambda: {**DEFAULTS})
+    ] = Field(default_factory=lambda: dict[str, float | None](DEFAULTS))
     """Seconds a section may be open: setup (start of the session to the first step), step, checkpointing, evaluation
     (one batch), and your own. A mapping, or ``setup:600,step:180``. Each open section has its own limit. null: none."""
 
