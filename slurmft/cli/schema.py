@@ -15,14 +15,14 @@ from slurmft.config import RunConfig
 def schema() -> dict[str, Any]:
     """The JSON schema of a configuration, for editors."""
     value = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
-    families = {model.__name__: _family(model) for model in _models()}
     texts: dict[tuple[str, str], str] = {}
-    for source in {Path(inspect.getfile(model)) for family in families.values() for model in family}:
+    models = _models()
+    for source in {Path(inspect.getfile(each)) for model in models for each in _with_bases(model)}:
         texts |= _texts(source.read_text(encoding="utf-8"))
-    for name, part in {**value["$defs"], RunConfig.__name__: value}.items():
-        for key, facts in part.get("properties", {}).items():
-            told = (texts.get((model.__name__, key)) for model in families.get(name, ()))
-            if text := next(filter(None, told), None):
+    parts = {**value["$defs"], RunConfig.__name__: value}
+    for model in models:
+        for key, facts in parts[model.__name__].get("properties", {}).items():
+            if text := next(filter(None, (texts.get((each.__name__, key)) for each in _with_bases(model))), None):
                 facts["description"] = text
     return value
 
@@ -33,9 +33,9 @@ def _models() -> list[type[BaseModel]]:
     return [RunConfig, *(each for each in sections if isinstance(each, type) and issubclass(each, BaseModel))]
 
 
-def _family(model: type[BaseModel]) -> list[type[BaseModel]]:
-    """The model and those that it has its keys from."""
-    return [each for each in model.__mro__ if issubclass(each, BaseModel) and each is not BaseModel]
+def _with_bases(model: type[BaseModel]) -> list[type[BaseModel]]:
+    """A section, and those whose keys it has as well."""
+    return [each for each in model.__mro__ if issubclass(each, BaseModel) and each.__module__.startswith("slurmft.")]
 
 
 def _texts(source: str) -> dict[tuple[str, str], str]:

@@ -55,13 +55,16 @@ class Accuser:
         """Hand in what the supervisor itself has seen; returns at once."""
         self._thread.submit(lambda: self._hand_in(evidence, str(self._attempt)))
 
-    def finish(self, verdict: Verdict) -> None:
+    def finish(self, verdict: Verdict, *, wait: bool = True) -> None:
         """Hand in the rest, and what the verdict itself says of its suspects. What cannot be, later starts try."""
 
         def work() -> None:
             self._collect()
             self._convict(verdict)
 
+        if not wait:
+            self._thread.submit(work)
+            return
         try:
             self._thread.call(work, timeout_s=LIST_S)
         except StorageError as error:

@@ -60,6 +60,7 @@ class Agent:
         self._shutdown = False
         self._last_heard = time.monotonic()
         self._timings: TimingReports | None = None
+        self._generation = 0
         self._address: tuple[list[str], int, bytes] | None = None
         self._forensics = Forensics(self._host)
 
@@ -70,7 +71,7 @@ class Agent:
             loop.add_signal_handler(number, self._note_signal, signal.Signals(number).name)
         loop.add_signal_handler(signal.SIGINT, lambda: None)
         self._workers.start_zygote(
-            common_environment(self._config, self._environment), preload=self._config.fault_tolerance.preload
+            common_environment(self._config, self._environment), self._config.fault_tolerance.preload
         )
         reports = asyncio.create_task(self._report_regularly())
         serving = asyncio.create_task(self._serve())
@@ -156,6 +157,8 @@ class Agent:
             case "start":
                 return await self._start(message)
             case "port":
+                if self._port_holder is not None:
+                    self._port_holder.close()
                 self._port_holder, port = reserve_port()
                 return {"port": port}
             case "look":
@@ -190,6 +193,9 @@ class Agent:
             if visible is None:
                 return {"suspect_gpus": suspects}
             environment = {**environment, VISIBLE_VARIABLE: visible}
+        await self._workers.end_earlier()  # an attempt that went on without this node while it was cut off
+        self._attempt, self._generation = message["attempt"], message["generation"]
+        self._term_count, self._term_passed_on = 0, False
         ranks = range(message["first_rank"], message["first_rank"] + config.nproc_per_node)
         folder = self._run.attempts / self._attempt
         self._workers.start(
@@ -235,7 +241,8 @@ class Agent:
 
     def _report_exit(self, worker: Worker) -> None:
         self._forensics.keep_last_words(worker, self._run.attempts / self._attempt)
-        self._report({"kind": "exited", "code": worker.exit_code, "killed": worker.killed, **_facts(worker)})
+        facts = {"generation": self._generation, **_facts(worker)}
+        self._report({"kind": "exited", "code": worker.exit_code, "killed": worker.killed, **facts})
 
     def _report(self, message: Message) -> None:
         if self._channel is None:
@@ -249,10 +256,11 @@ class Agent:
             self._workers.kill_lingering(STOPPED_GRACE_S)
             if self._channel is not None:
                 ranks = [_facts(worker) for worker in self._workers.by_rank.values()]
-                self._channel.send({"kind": "progress", "ranks": ranks, "ready": self._workers.ready.is_set()})
+                own = {"generation": self._generation}
+                self._channel.send({"kind": "progress", "ranks": ranks, "ready": self._workers.ready.is_set(), **own})
                 if self._timings is not None and self._config.straggler_detection.enabled:
                     for report in self._timings.due(list(self._workers.by_rank.values()), time.monotonic()):
-                        self._channel.send(report)
+                        self._channel.send(report | own)
 
 
 def _facts(worker: Worker) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from slurmft.launch.timing_page import CUDA, MAX_NAME, MAX_SECTIONS
 from slurmft.policy.whereabouts import Where
 
 CALL_TIMEOUT_S = 10.0
+TELL_TIMEOUT_S = 2.0
 MAX_STRANGERS = 64
 """Connections that have not proved themselves yet; more are closed at once."""
 
@@ -79,6 +80,7 @@ _FACTS: Mapping[str, Check] = {
 _EXIT: Mapping[str, Check] = {**_FACTS, "code": _integer(-128, 255), "killed": _flag}
 _SIGNAL: Mapping[str, Check] = {"name": _name}
 _HELLO: Mapping[str, Check] = {"node": _integer(0, 2**31 - 1), "host": _name, "pid": _integer(0, 2**31 - 1)}
+_LENT: Mapping[str, Check] = {**_HELLO, "lender": _name}
 _TIMINGS: Mapping[str, Check] = {
     "rank": _integer(0, 2**31 - 1), "device": _integer(0, CUDA), "sections": _are_sections,
     "role": lambda value: value == "" or (_name(value) and len(value) <= MAX_NAME),
@@ -126,6 +128,8 @@ def _require(message: Any, fields: Mapping[str, Check], what: str) -> None:
 
 
 def _check_report(message: Message) -> None:
+    if "generation" in message:
+        _require(message, {"generation": _SLOT}, "a report")
     match message["kind"]:
         case "exited":
             _require(message, _EXIT, "a worker's end")
@@ -139,7 +143,7 @@ def _check_report(message: Message) -> None:
                 _require(facts, _TIMINGS, "a report of timings")
         case "signal":
             _require(message, _SIGNAL, "a signal's report")
-        case "hello" | "disconnected" as kind:
+        case "hello" | "connected" | "disconnected" as kind:
             raise BadMessage(f"{kind!r} is no report")
 
 
@@ -175,12 +179,18 @@ class AgentLink:
     def __init__(self, channel: Channel, hello: Message) -> None:
         if hello["kind"] != "hello":
             raise BadMessage(f"the first message is {hello['kind'][:40]!r}")
-        _require(hello, _HELLO, "a hello")
+        _require(hello, _LENT if "lender" in hello else _HELLO, "a hello")
         self.node: int = hello["node"]
         self.host: str = hello["host"]
         self.pid: int = hello["pid"]
         self.address = channel.peer
         self.channel: Channel | None = channel
+        self.lender: str = hello.get("lender", "")
+        """The job that lends this node; empty for one of the run's own job."""
+
+        self.leaving = self.dropped = False
+        """leaving: its job is ending. dropped: it counts as lost, whatever may come of it."""
+
         self.last_heard = time.monotonic()
         self._next_id = 0
         self._waiting: dict[int, tuple[str, asyncio.Future[Message]]] = {}
@@ -240,6 +250,10 @@ class AgentPool:
         self._strangers = self._refused = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self.links: dict[int, AgentLink] = {}
+        self._lent: dict[tuple[str, int], int] = {}
+        self.members: list[AgentLink] = []
+        """Those that take part in the present attempt, in the order of their ranks; empty before there is one."""
+
         self.events: asyncio.Queue[tuple[AgentLink, Message]] = asyncio.Queue()
         self.complete = asyncio.Event()
 
@@ -265,30 +279,31 @@ class AgentPool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def call_all(self, kind: str, *, timeout_s: float = CALL_TIMEOUT_S, **fields: Any) -> list[Message]:
-        """Ask every agent, in the order of the nodes.
+        """Ask every member, in the order of the ranks; before there are any, everybody, in the order of the nodes.
 
         Raises:
             AgentLost: one of them does not answer.
         """
-        links = [self.links[node] for node in sorted(self.links)]
+        links = self.members or [self.links[node] for node in sorted(self.links)]
         return await asyncio.gather(*(link.call(kind, timeout_s=timeout_s, **fields) for link in links))
 
-    async def tell_all(self, kind: str, **fields: Any) -> None:
-        """Ask every agent that can still be reached; the others are somebody else's finding."""
+    async def tell_all(self, kind: str, *, timeout_s: float = TELL_TIMEOUT_S, **fields: Any) -> None:
+        """Ask every agent that can still be reached, member or not; the others are somebody else's finding."""
         links = list(self.links.values())
         results: Sequence[Any] = await asyncio.gather(
-            *(link.call(kind, timeout_s=2.0, **fields) for link in links), return_exceptions=True
+            *(link.call(kind, timeout_s=timeout_s, **fields) for link in links), return_exceptions=True
         )
         for result in results:
             if isinstance(result, Exception):
                 log.debug("%s: %s", kind, result)
 
-    def drop(self, host: str) -> None:
-        """Hang up on an agent that cannot be heard; nobody waits for its answers any more."""
-        for link in self.links.values():
-            if link.host == host and link.channel is not None:
-                link.channel.close()
-                link.disconnected()
+    @staticmethod
+    def drop(link: AgentLink) -> None:
+        """Hang up on an agent that counts as lost; nobody waits for its answers any more."""
+        link.dropped = True
+        if link.channel is not None:
+            link.channel.close()
+            link.disconnected()
 
     async def wait_until_gone(self, timeout_s: float) -> bool:
         """Whether every agent has closed its connection, which it does when its workers are dead, in that time."""
@@ -300,13 +315,14 @@ class AgentPool:
         return True
 
     def places(self, per_node: int) -> Mapping[int, str]:
-        """Host of each rank whose agent has ever reported."""
-        first = {node * per_node: link.host for node, link in self.links.items()}
-        return {rank + local: host for rank, host in first.items() for local in range(per_node)}
+        """Host of each rank of the present attempt."""
+        return {
+            place * per_node + local: link.host for place, link in enumerate(self.members) for local in range(per_node)
+        }
 
-    def silent_since(self, now: float) -> Mapping[str, float]:
-        """Seconds since each agent was last heard of, by host."""
-        return {link.host: now - link.last_heard for link in self.links.values()}
+    def silent_for(self, seconds: float, now: float) -> list[AgentLink]:
+        """Agents that are connected, and were not heard of for so long."""
+        return [link for link in self.links.values() if link.channel and now - link.last_heard > seconds]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -326,7 +342,9 @@ class AgentPool:
         try:
             channel, hello = await accept(reader, writer, self._secret)
             link = AgentLink(channel, hello)
-            if link.node >= self._expected:
+            if link.lender:  # nodes of another job come behind our own
+                link.node = self._lent.setdefault((link.lender, link.node), self._expected + len(self._lent))
+            elif link.node >= self._expected:
                 raise BadMessage(
                     f"it says it is node {link.node} ({link.host}), but the run has {self._expected} nodes"
                 )
@@ -335,11 +353,15 @@ class AgentPool:
             return None
         finally:
             self._strangers -= 1
-        if (old := self.links.get(link.node)) is not None and old.channel is not None:
-            old.channel.close()
+        if (old := self.links.get(link.node)) is not None:
+            if old.channel is not None:
+                old.channel.close()
+            if not old.dropped:
+                self.members = [link if member is old else member for member in self.members]
         self.links[link.node] = link
-        if len(self.links) == self._expected:
+        if sum(node < self._expected for node in self.links) == self._expected:
             self.complete.set()
+        self.events.put_nowait((link, {"kind": "connected"}))
         return link
 
     def _tell_refusal(self, why: str) -> None:

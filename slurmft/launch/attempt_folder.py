@@ -71,14 +71,22 @@ class AttemptFolder:
             await self._do(slow.exchange)
 
     def leave(self, seen: Observations, slow: SlowNodes) -> None:
-        """Write the last progress and remove the secret, before anything that is journaled from now on."""
+        """Write the last progress before anything that is journaled from now on."""
 
         def work() -> None:
             with contextlib.suppress(OSError, SlurmftError):
-                (self.path / "secret").unlink(missing_ok=True)
                 seen.write_progress()
                 seen.write_timings()
                 slow.exchange()
+
+        self._thread.submit(work)
+
+    def remove_secret(self) -> None:
+        """Nobody is to be let in any more."""
+
+        def work() -> None:
+            with contextlib.suppress(OSError):
+                (self.path / "secret").unlink(missing_ok=True)
 
         self._thread.submit(work)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from slurmft.config import RunConfig
 from slurmft.policy.budget import PastEnd, budget_for
@@ -10,9 +11,14 @@ from slurmft.policy.decide import Budget
 from slurmft.policy.verdict import Action, Verdict, has_progressed
 from slurmft.storage.journal import Event
 
+BATCH_REDUCED = "batch reduced"
+QUARANTINED = "checkpoint quarantined"
+CHANGES = frozenset({BATCH_REDUCED, QUARANTINED})
+"""After these the run is another one, and its count begins anew; how many there may be has limits of its own."""
 
-def budget_of(history: Sequence[Event], verdict: Verdict, config: RunConfig) -> Budget:
-    """What the run had spent before ``verdict``; ``history`` is the journal without the verdict's own attempt."""
+
+def budget_of(history: Sequence[Event], verdict: Verdict, config: RunConfig, attempt: str = "") -> Budget:
+    """What the run had spent before ``verdict`` of ``attempt``; ``history`` is the journal without that attempt."""
     section = config.fault_tolerance
     return budget_for(
         verdict,
@@ -20,6 +26,8 @@ def budget_of(history: Sequence[Event], verdict: Verdict, config: RunConfig) -> 
         retries=section.num_job_retries_on_failure,
         retries_of=section.retries,
         max_no_progress_cycles=section.max_no_progress_cycles,
+        restarts=section.num_in_job_restarts,
+        job_start=_job_start(attempt),
     )
 
 
@@ -34,9 +42,16 @@ def past_ends(history: Sequence[Event]) -> list[PastEnd]:
                     cause=str(facts.get("cause", "")), progressed=progressed(facts), first_step=_first_step(facts)
                 )
             )  # fmt: skip
-        elif event.event == "decision" and facts.get("action") == Action.STOP:
+        elif (event.event == "decision" and facts.get("action") == Action.STOP) or event.event in CHANGES:
             ends.append(PastEnd(cause="", given_up=True))
+        elif event.event == "decision" and facts.get("action") == Action.RESTART and ends:
+            ends[-1] = replace(ends[-1], restarted_in=_job_start(event.attempt))
     return ends
+
+
+def _job_start(attempt: str) -> str:
+    """What all attempts of one start of a job have in common."""
+    return attempt.rpartition(".")[0]
 
 
 def _first_step(facts: Mapping[str, object]) -> int | None:

@@ -40,6 +40,8 @@ class Cluster(Protocol):
     """What a supervisor needs from the place it runs in."""
 
     attempt: Attempt
+    nodes: tuple[str, ...]
+    """Nodes to run the next attempt on; empty for the first ones of the allocation, as many as are needed."""
 
     @property
     def name(self) -> str:
@@ -49,11 +51,22 @@ class Cluster(Protocol):
     def listen_host(self) -> str | None:
         """Interface of the control channel; None for all."""
 
+    lost: set[str]
+    """Nodes whose agents are gone, over all attempts."""
+
+    def size(self, config: RunConfig) -> int:
+        """Nodes that agents run on, spares included."""
+
     def control_hosts(self) -> list[str]:
         """Names and addresses at which agents find the supervisor, best first."""
 
     async def start_agents(self, config: RunConfig, log_folder: Path) -> list[asyncio.subprocess.Process]:
         """Start one agent per node; the processes end when the agents have."""
+
+    async def start_agent(
+        self, config: RunConfig, log_folder: Path, attempt: Attempt, *, host: str, index: int
+    ) -> asyncio.subprocess.Process:
+        """Start the agent of one node alone; it finds the supervisor by the folder of ``attempt``."""
 
     def times(self) -> JobTimes:
         """When the job started and will end; blocking."""
@@ -82,9 +95,20 @@ class SlurmCluster:
     def __init__(self, job: SlurmJob) -> None:
         self.job = job
         self.nodes: tuple[str, ...] = ()
-        """Nodes of the allocation to run on; empty for as many as the configuration asks for, of Slurm's choice."""
-
+        self.lost: set[str] = set()
         self.attempt = Attempt(job=job.job_id, restart=job.restart)
+
+    def present(self) -> list[str]:
+        """The allocation's nodes, in its order, without those that are lost.
+
+        Raises:
+            ValueError: what Slurm calls its node list is none.
+        """
+        return [node for node in nodes.expand(self.job.nodes) if node not in self.lost]
+
+    def size(self, config: RunConfig) -> int:
+        """All nodes of the allocation."""
+        return max(self.job.node_count, config.size.minimum)
 
     def control_hosts(self) -> list[str]:
         """The node's own name, then every address that is not of this machine alone."""
@@ -102,16 +126,30 @@ class SlurmCluster:
         Raises:
             SlurmUnavailable: there is no srun.
         """
-        argv = [*srun_argv(config, os.environ, self.nodes), *agent_argv(config, self.attempt)]
-        with (log_folder / "srun.err").open("ab") as errors:
+        argv = [*srun_argv(config, os.environ, self.size(config)), *agent_argv(config, self.attempt)]
+        return [await self._srun(argv, log_folder, os.environ)]
+
+    async def start_agent(
+        self, config: RunConfig, log_folder: Path, attempt: Attempt, *, host: str, index: int
+    ) -> asyncio.subprocess.Process:
+        """A step of one node.
+
+        Raises:
+            SlurmUnavailable: there is no srun.
+        """
+        argv = [*srun_argv(config, os.environ, 1), "--nodelist", host, *agent_argv(config, attempt)]
+        return await self._srun(argv, log_folder, {**os.environ, "SLURMFT_NODE_INDEX": str(index)})
+
+    @staticmethod
+    async def _srun(argv: Sequence[str], folder: Path, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+        with (folder / "srun.err").open("ab") as errors:
             try:
                 # a session of its own: a Ctrl-C at the terminal must not reach srun, which would kill the step
-                process = await asyncio.create_subprocess_exec(
-                    *argv, stdin=asyncio.subprocess.DEVNULL, stderr=errors, start_new_session=True
+                return await asyncio.create_subprocess_exec(
+                    *argv, stdin=asyncio.subprocess.DEVNULL, stderr=errors, env=environment, start_new_session=True
                 )
             except FileNotFoundError as error:
                 raise SlurmUnavailable("there is no srun on this node") from error
-        return [process]
 
     def times(self) -> JobTimes:
         """From scontrol; all unknown when Slurm does not answer."""
@@ -143,17 +181,15 @@ class SlurmCluster:
             return None
 
 
-def srun_argv(config: RunConfig, environment: Mapping[str, str], on: Sequence[str] = ()) -> list[str]:
-    """The srun that starts the agents: one task on each node, and no task's end is another one's."""
-    nodes = str(config.nodes)
+def srun_argv(config: RunConfig, environment: Mapping[str, str], count: int) -> list[str]:
+    """The srun that starts the agents: one task on each of ``count`` nodes, and no task's end is another one's."""
+    nodes = str(count)
     argv = ["srun", "--overlap", "--kill-on-bad-exit=0", "--export=ALL", "--mpi=none", "--input=none"]
     argv += ["--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1"]
-    if on:
-        argv += ["--nodelist", ",".join(on)]
     # since 22.05 srun does not inherit it from sbatch
     if cpus := environment.get("SLURM_CPUS_PER_TASK"):
         argv += ["--cpus-per-task", cpus]
-    if config.slurm.no_kill:
+    if config.survives_nodes:
         argv.append("--no-kill")
     return [*argv, *config.slurm.srun_args]
 
@@ -167,6 +203,12 @@ class LocalCluster:
     def __init__(self, environment: Mapping[str, str]) -> None:
         job = environment.get(LOCAL_JOB_VARIABLE) or f"{LOCAL_PREFIX}{os.getpid()}"
         self.attempt = Attempt(job=job, restart=int(environment.get(LOCAL_RESTART_VARIABLE, "0")))
+        self.nodes: tuple[str, ...] = ()
+        self.lost: set[str] = set()
+
+    def size(self, config: RunConfig) -> int:
+        """As many as the configuration asks for, all on this machine."""
+        return config.nodes + config.spare_nodes
 
     def control_hosts(self) -> list[str]:
         """Loopback."""
@@ -174,18 +216,24 @@ class LocalCluster:
 
     async def start_agents(self, config: RunConfig, log_folder: Path) -> list[asyncio.subprocess.Process]:
         """One process per node of the configuration, all on this machine."""
+        return [
+            await self.start_agent(config, log_folder, self.attempt, host="127.0.0.1", index=index)
+            for index in range(self.size(config))
+        ]
+
+    async def start_agent(
+        self, config: RunConfig, log_folder: Path, attempt: Attempt, *, host: str, index: int
+    ) -> asyncio.subprocess.Process:
+        """A process."""
         with (log_folder / "agents.log").open("ab") as log:
-            return [
-                await asyncio.create_subprocess_exec(
-                    *agent_argv(config, self.attempt),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env={**os.environ, "SLURMFT_NODE_INDEX": str(index), "SLURMD_NODENAME": "127.0.0.1"},
-                    start_new_session=True,
-                )
-                for index in range(config.nodes)
-            ]
+            return await asyncio.create_subprocess_exec(
+                *agent_argv(config, attempt),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "SLURMFT_NODE_INDEX": str(index), "SLURMD_NODENAME": host},
+                start_new_session=True,
+            )
 
     def times(self) -> JobTimes:
         """A machine of one's own has no limits."""

@@ -15,7 +15,7 @@ from slurmft.launch.avoidance import Avoidance
 from slurmft.launch.budget import progressed
 from slurmft.policy.evidence import Kind
 from slurmft.policy.suspicion import State, standing, suspect_gpus
-from slurmft.policy.verdict import Action
+from slurmft.policy.verdict import GOES_ON, Action
 from slurmft.scheduler import nodes, slurm, successor
 from slurmft.scheduler.nodes import expand
 from slurmft.scheduler.parsing import NamedNodes
@@ -268,7 +268,7 @@ def duty_of(history: Sequence[Event]) -> Duty:
             gpus |= frozenset(map(str, facts.get("gpus", [])))
         elif event.event == "exclusion_escaped":
             escapes += 1
-        elif event.event == "decision" and facts.get("action") != Action.CONTINUE:
+        elif event.event == "decision" and facts.get("action") not in GOES_ON:
             nodes, undecided, gpus = none, inconclusive, none
         elif event.event == "decision":
             nodes = frozenset(map(str, facts.get("avoid", []))) if facts.get("elsewhere") else none
@@ -286,6 +286,6 @@ def suspect_gpus_of(config: RunConfig, history: Sequence[Event]) -> frozenset[st
 
 
 def choose(allocated: Sequence[str], avoid: frozenset[str], needed: int) -> tuple[str, ...] | None:
-    """``needed`` nodes of the allocation that need not be avoided, in its order; None when it has too few."""
-    others = [node for node in allocated if node not in avoid]
-    return tuple(others[:needed]) if len(others) >= needed else None
+    """The nodes of the allocation that need not be avoided, in its order; None when they are fewer than ``needed``."""
+    others = tuple(node for node in allocated if node not in avoid)
+    return others if len(others) >= needed else None

@@ -32,20 +32,21 @@ def worker_environment(
     """One rank's environment; ``start`` is the supervisor's message."""
     environment = common_environment(config, base)
     folder = config.run_folder / "attempts" / attempt
+    world_size = start["nodes"] * config.nproc_per_node
     local_rank, node = rank - start["first_rank"], start["first_rank"] // config.nproc_per_node
     environment |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(config.world_size),
+        "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(config.nproc_per_node),
         "GROUP_RANK": str(node),
-        "GROUP_WORLD_SIZE": str(config.nodes),
+        "GROUP_WORLD_SIZE": str(start["nodes"]),
         "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(config.world_size),
+        "ROLE_WORLD_SIZE": str(world_size),
         "ROLE_NAME": "default",
         "MASTER_ADDR": start["master_addr"],
         "MASTER_PORT": str(start["master_port"]),
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RESTART_COUNT": str(start["cycle"]),
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": config.name,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
@@ -62,6 +63,7 @@ def worker_environment(
         "SLURMFT_BACKEND": config.nccl.backend,
         "SLURMFT_INIT_TIMEOUT_MINUTES": str(config.nccl.init_timeout_minutes),
         "SLURMFT_STEP_TIMEOUT_MINUTES": str(config.nccl.step_timeout_minutes),
+        "SLURMFT_BATCH_DIVISOR": str(start.get("batch_divisor", 1)),
         "SLURMFT_RERUN": config.rerun.model_dump_json(),
         "SLURMFT_STRAGGLER_DETECTION": "1" if config.straggler_detection.enabled else "0",
         "SLURMFT_STRAGGLER_PROFILING_INTERVAL": str(config.straggler_detection.profiling_interval),

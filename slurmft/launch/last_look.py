@@ -55,13 +55,13 @@ async def take_evidence(
         overdue: ranks whose section is open for too long, with the words of that finding.
     """
     began = time.monotonic()
-    links = [pool.links[node] for node in sorted(pool.links)]
+    links = pool.members or [pool.links[node] for node in sorted(pool.links)]
     replies = await asyncio.gather(*(_ask(link, within_s) for link in links))
     found: dict[int, tuple[Summary, Mapping[str, Any]]] = {}
     lost: dict[int, str] = {}
-    for link, reply in zip(links, replies, strict=True):
+    for place, (link, reply) in enumerate(zip(links, replies, strict=True)):
         if reply is None:
-            lost |= dict.fromkeys(range(link.node * per_node, (link.node + 1) * per_node), link.host)
+            lost |= dict.fromkeys(range(place * per_node, (place + 1) * per_node), link.host)
         else:
             found |= {facts["rank"]: (_summary(facts, link.host), facts) for facts in reply}
     summaries = with_ends([summary for summary, _ in found.values()], ends)

@@ -12,7 +12,7 @@ from pathlib import Path
 from slurmft.errors import SlurmError, SlurmftError, StorageError
 from slurmft.launch.completing import bring_back, complete, placement_of
 from slurmft.launch.elsewhere import Placement
-from slurmft.policy.verdict import Action, has_progressed
+from slurmft.policy.verdict import GOES_ON, has_progressed
 from slurmft.scheduler import queueing, slurm, successor
 from slurmft.scheduler.nodes import compress
 from slurmft.scheduler.parsing import JobRecord, expand_hostlist
@@ -166,7 +166,7 @@ def is_unfinished(events: Sequence[Event], job: str) -> bool:
     if "cancelled" in names or "resubmitted" in names or "submitted" in names:
         return False
     decided = [event for event in later if event.event == "decision"]
-    return not decided or decided[-1].details.get("action") == Action.CONTINUE
+    return not decided or decided[-1].details.get("action") in GOES_ON
 
 
 def rescues_without_progress(events: Sequence[Event]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
@@ -13,6 +12,7 @@ from typing import Any
 from slurmft.config import RunConfig
 from slurmft.errors import RunBusy, StorageError, StorageUnavailable, UsageError
 from slurmft.launch.accusing import Accuser
+from slurmft.launch.attempts import Attempts
 from slurmft.launch.cluster import Cluster, SlurmCluster, detect
 from slurmft.launch.ending import Ending
 from slurmft.launch.evidence import collect
@@ -20,9 +20,8 @@ from slurmft.launch.guardian import lost_pids
 from slurmft.launch.living import owner_lives
 from slurmft.launch.logs import BackgroundLog
 from slurmft.launch.overview import Progress, progress_of
-from slurmft.launch.settling import next_cycle, settle
+from slurmft.launch.settling import next_cycle
 from slurmft.launch.start import Start
-from slurmft.launch.supervisor import Supervisor
 from slurmft.policy.findings import DECIDING
 from slurmft.policy.judge import Circumstances, judge
 from slurmft.policy.verdict import EXIT_TEMPORARY, Action, Cause, Decision, Verdict
@@ -56,30 +55,21 @@ def supervise(config: RunConfig, environment: Mapping[str, str]) -> int:
     cluster, run = detect(environment), RunFolder(config.run_folder)
     _refuse_too_few_nodes(config, environment)
     thread, log_file = FolderThread(), BackgroundLog()
-    while True:
-        try:
-            start = patiently(
-                lambda: thread.call(lambda: _begin(config, cluster, run, thread), timeout_s=STORAGE_PATIENCE_S),
-                patience_s=STORAGE_PATIENCE_S,
-            )
-        except StorageUnavailable as error:
-            return _try_again_later(config, cluster, run, error)
-        if start is None:
-            return 0
-        if (code := _attempt(config, start, log_file)) is not None:
-            return code
-
-
-def _attempt(config: RunConfig, start: Start, log_file: BackgroundLog) -> int | None:
-    """One attempt and what follows it: the exit code, or None when the next one begins at once in this allocation."""
-    accuser = Accuser(config, start)
-    if (escape := settle(config, start)) is not None:
-        return Ending(config, start, accuser, log_file).follow(*escape, may_stay=False)
-    attempt = start.cluster.attempt
-    log.info("run %s, attempt %s; workers write to %s", config.name, attempt, start.run.attempts / str(attempt))
-    supervisor = Supervisor(config, start, accuser)
-    verdict = asyncio.run(supervisor.run())
-    return Ending(config, start, accuser, log_file, ends_at_s=supervisor.stops.ends_at_s).act_on(verdict)
+    with Attempts(config, log_file) as attempts:
+        while True:
+            try:
+                start = patiently(
+                    lambda: thread.call(
+                        lambda: _begin(config, cluster, run, thread, attempts.secret), timeout_s=STORAGE_PATIENCE_S
+                    ),
+                    patience_s=STORAGE_PATIENCE_S,
+                )
+            except StorageUnavailable as error:
+                return _try_again_later(config, cluster, run, error)
+            if start is None:
+                return 0
+            if (code := attempts.run(start)) is not None:
+                return code
 
 
 def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> int:
@@ -99,7 +89,10 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     name = signal.Signals(number).name
     journal.append("supervisor lost", signal=name, host=owner.host)
     verdict = _verdict_in_its_place(run, cluster.attempt, name, owner.host, config.world_size)
-    ending = Ending(config, start, Accuser(config, start), BackgroundLog())
+    # the guardian has ended its agents
+    ending = Ending(
+        config, start, Accuser(config, start), BackgroundLog(), dismiss=lambda: None, has_nodes=lambda: False
+    )
     decided = [event for event in history if event.attempt == str(cluster.attempt) and event.event == "decision"]
     code = ending.follow(verdict, _decision_of(decided[-1])) if decided else ending.act_on(verdict)
     return supervise(config, environment) if code is None else code
@@ -135,8 +128,13 @@ def _verdict_in_its_place(run: RunFolder, attempt: Attempt, name: str, host: str
     return Verdict(cause=Cause.SUPERVISOR_LOST, reason=reason, **facts)
 
 
-def _begin(config: RunConfig, cluster: Cluster, run: RunFolder, thread: FolderThread) -> Start | None:
-    """Make the run ours; None when it is finished. May be repeated after StorageUnavailable."""
+def _begin(
+    config: RunConfig, cluster: Cluster, run: RunFolder, thread: FolderThread, secret: bytes | None
+) -> Start | None:
+    """Make the run ours; None when it is finished. May be repeated after StorageUnavailable.
+
+    ``secret`` is that of agents which are there already.
+    """
     run.create()
     if not run.config.exists():
         with writing(run.config):
@@ -149,7 +147,9 @@ def _begin(config: RunConfig, cluster: Cluster, run: RunFolder, thread: FolderTh
         log.info("run %s is finished (%s); nothing to do", config.name, done.get("reason"))
         return None
     generation = _take_over(run, cluster)
-    secret = run.new_secret(cluster.attempt).read_bytes()
+    run.attempt_folder(cluster.attempt)
+    if secret is None:
+        secret = run.new_secret(cluster.attempt).read_bytes()
     journal.append("attempt started", generation=generation, cluster=cluster.name, host=os.uname().nodename,
                    nodes=os.environ.get("SLURM_JOB_NODELIST", ""), folder=str(Path.cwd()))  # fmt: skip
     _drop_stale_requests(run, journal)
@@ -183,9 +183,9 @@ def _look(run: RunFolder) -> tuple[Owner | None, str | None]:
 
 def _refuse_too_few_nodes(config: RunConfig, environment: Mapping[str, str]) -> None:
     allocated = int(environment.get("SLURM_JOB_NUM_NODES", config.nodes))
-    if allocated < config.nodes:
+    if allocated < config.size.minimum:
         raise UsageError(
-            f"the configuration asks for nodes: {config.nodes}, but this job has {allocated}",
+            f"the configuration asks for nodes: {config.size.minimum}, but this job has {allocated}",
             hint="make --nodes of the batch script and nodes of the configuration agree",
         )
 

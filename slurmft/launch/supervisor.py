@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import time
@@ -11,11 +12,12 @@ from collections.abc import Mapping
 from slurmft.config import RunConfig
 from slurmft.errors import LaunchError, StorageError
 from slurmft.launch.accusing import Accuser
-from slurmft.launch.agents import AgentLink, AgentLost, AgentPool
+from slurmft.launch.agents import AgentLink, AgentLost
 from slurmft.launch.attempt_folder import AttemptFolder
 from slurmft.launch.background import Background
 from slurmft.launch.channel import Message
 from slurmft.launch.cluster import Cluster
+from slurmft.launch.crew import Crew
 from slurmft.launch.elsewhere import suspect_gpus_of
 from slurmft.launch.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.launch.grace import workload_of
@@ -23,12 +25,13 @@ from slurmft.launch.injecting import Injections
 from slurmft.launch.last_look import take_evidence
 from slurmft.launch.observations import Observations
 from slurmft.launch.own_signals import hearing
+from slurmft.launch.remedies import batch_divisor_of
 from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.slow_nodes import SlowNodes
 from slurmft.launch.slurms_word import SlurmsWord
 from slurmft.launch.start import Start
 from slurmft.launch.stops import POLL_S, Stops
-from slurmft.launch.winding_down import PEER_GRACE_S, end_agents, kill_workers
+from slurmft.launch.winding_down import LOST_S, grace_of_peers, kill_workers
 from slurmft.policy.evidence import Suspect
 from slurmft.policy.exit_actions import ExitAction, codes_of
 from slurmft.policy.judge import Circumstances, ends_attempt, judge
@@ -39,29 +42,38 @@ START_S = 40.0
 """How long an agent may take to start its workers; it may have to ask for its GPUs."""
 
 PING_S = 5.0
+LOOKS_PER_TIMEOUT = 12
+BROKEN_S = 1.0
+"""How long a connection that an agent's side has closed may take to come back: it tries again every 0.2 s."""
+
 ENDED_BY_TERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Runs one attempt."""
+    """Runs one attempt, with agents that may have seen others before it."""
 
-    def __init__(self, config: RunConfig, start: Start, accuser: Accuser) -> None:
-        self._config, self._start, self._accuser = config, start, accuser
+    def __init__(self, config: RunConfig, start: Start, accuser: Accuser, crew: Crew) -> None:
+        self._config, self._start, self._accuser, self._crew = config, start, accuser, crew
         self._cluster: Cluster = start.cluster
         self._run, self._journal = start.run, start.journal
         self._folder = AttemptFolder(start)
-        self._pool = AgentPool(start.secret, config.nodes)
-        self._processes: list[asyncio.subprocess.Process] = []
+        self._pool = crew.pool
         self._seen = Observations(
             self._run, self._journal, self._cluster.attempt, config.world_size,
             workload=workload_of(config), history=start.history,
         )  # fmt: skip
         self._slurm = SlurmsWord(self._cluster, start.journal)
         self._launch_error = ""
-        self._lost: list[str] = []
+        self.lost: list[str] = []
+        """Nodes of this attempt whose agents are gone."""
+
+        self._lost_early: list[str] = []
+        """Nodes whose agents were gone before there was anything to do for them."""
+
         self._over = asyncio.Event()
+        self._workers_started = False
         self._background = Background(self._on_error)
         self.stops = Stops(
             config, start, self._pool, self._seen, self._slurm, over=self._over, background=self._background
@@ -89,18 +101,17 @@ class Supervisor:
                 await self._launch()
                 await self._over.wait()
                 await self.stops.cause_is_known()
-                if self._failed or self._lost:
+                if self.lost:
                     self._node_states = await asyncio.to_thread(self._cluster.node_states)
             except (LaunchError, AgentLost, StorageError, OSError) as error:
                 self._launch_error = str(error)
+                self.lost += self._lost_early
             finally:
                 await self._wind_down()
         return self._escaped or self._verdict()
 
     async def _launch(self) -> None:
-        port = await self._pool.listen(self._cluster.listen_host)
-        await self._folder.tell_agents({"hosts": self._cluster.control_hosts(), "port": port})
-        self._processes = await self._cluster.start_agents(self._config, self._folder.path)
+        await self._crew.muster(self._cluster)
         self._background.start(self._slurm.read_terms())
         self._background.start(self._watch_processes())
         self._background.start(self._watch_requests())
@@ -118,21 +129,23 @@ class Supervisor:
         Raises:
             LaunchError: they did not in time, or one has ended instead.
         """
+        if self._crew.is_complete:
+            return
         timeout_s = self._config.fault_tolerance.launch_timeout_s
         deadline_s = time.monotonic() + timeout_s
         waits = [asyncio.create_task(self._pool.complete.wait()), asyncio.create_task(self._over.wait())]
         try:
             while not any(wait.done() for wait in waits):
                 if time.monotonic() > deadline_s:
-                    missing = self._config.nodes - len(self._pool.links)
+                    size = self._cluster.size(self._config)
                     raise LaunchError(
-                        f"{missing} of {self._config.nodes} agents did not report within {timeout_s:.0f} s "
+                        f"{size - len(self._pool.links)} of {size} agents did not report within {timeout_s:.0f} s "
                         "(fault_tolerance.launch_timeout_s)",
-                        hint=f"see srun.err in {self._folder.path}",
+                        hint=f"see srun.err in {self._crew.folder.path}",
                     )
                 await asyncio.wait(waits, timeout=LAUNCH_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 # srun waits for all others, and they for this one
-                if (end := await self._folder.ended_agent()) is not None:
+                if (end := await self._crew.folder.ended_agent()) is not None:
                     self._agent_ended_early(*end)
         finally:
             for wait in waits:
@@ -147,29 +160,36 @@ class Supervisor:
             raise LaunchError(f"the agent on {node} ended before it had reported: {how}")
 
     async def _start_workers(self) -> None:
-        lead = self._pool.links[0]
+        members = await self._crew.enlist(self._cluster.nodes)
+        self._seen.world_size = len(members) * self._config.nproc_per_node
+        lead = members[0]
         port = (await lead.call("port"))["port"]
-        self._journal.append("agents ready", hosts=[link.host for _, link in sorted(self._pool.links.items())])
+        hosts = [link.host for link in members]
+        self._journal.append("agents ready", hosts=hosts)
         suspects = await asyncio.to_thread(suspect_gpus_of, self._config, self._start.history)
+        self._workers_started = True
         replies = await asyncio.gather(
             *(
                 link.call(
                     "start",
                     timeout_s=START_S,
                     suspect_gpus=sorted(suspects),
-                    first_rank=node * self._config.nproc_per_node,
+                    batch_divisor=batch_divisor_of(self._start.history),
+                    attempt=str(self._cluster.attempt),
+                    cycle=self._cluster.attempt.cycle,
+                    first_rank=place * self._config.nproc_per_node,
+                    nodes=len(members),
                     generation=self._start.generation,
                     master_addr=lead.host,
                     master_port=port,
                 )
-                for node, link in self._pool.links.items()
+                for place, link in enumerate(members)
             )
         )
-        hosts = [link.host for link in self._pool.links.values()]
         if stuck := [host for host, reply in zip(hosts, replies, strict=True) if reply.get("suspect_gpus")]:
             self._escape(stuck, suspects)
             return
-        self._journal.append("workers started", world_size=self._config.world_size)
+        self._journal.append("workers started", world_size=self._seen.world_size)
         self._injections.simulate()
 
     def _escape(self, hosts: list[str], gpus: frozenset[str]) -> None:
@@ -188,6 +208,8 @@ class Supervisor:
     async def _handle_events(self) -> None:
         while True:
             link, message = await self._pool.events.get()
+            if message.get("generation", self._start.generation) != self._start.generation:
+                continue  # it was on its way when its attempt ended
             match message["kind"]:
                 case "exited":
                     self._on_exit(link, message)
@@ -197,6 +219,8 @@ class Supervisor:
                     self._slow.note(link.host, message)
                 case "signal":
                     self.stops.on_signal(message["name"], link.host)
+                case "connected" if self._workers_started or link.host in self._cluster.lost:
+                    self._background.start(self._on_connect(link))
                 case "disconnected":
                     self._background.start(self._on_disconnect(link))
 
@@ -206,30 +230,51 @@ class Supervisor:
         if ends_attempt(end, planned=planned, complete_codes=self._complete_codes, only_lead=only_lead):
             self._journal.append("worker failed", rank=end.rank, node=link.host, code=end.code, error=end.error)
             if not self._failed:
-                self._background.start(self._kill_peers())
+                self._background.start(self._kill_peers(grace_of_peers(end)))
             self._failed = True
         if self._seen.all_ended:
             self._over.set()
 
-    async def _kill_peers(self) -> None:
+    async def _kill_peers(self, grace_s: float) -> None:
         await self._last_look()
-        await asyncio.sleep(PEER_GRACE_S)
+        await asyncio.sleep(grace_s)
         if not self._over.is_set():
             await self._kill_workers("a rank has failed; the others cannot go on without it")
 
+    async def _on_connect(self, link: AgentLink) -> None:
+        """One that had been lost may still run what it was told before; one that takes part again kills that itself."""
+        if link not in self._pool.members:
+            with contextlib.suppress(AgentLost):
+                await link.call("kill")
+        if link.host in self._cluster.lost:
+            self._cluster.lost.discard(link.host)
+            self._journal.append("agent back", node=link.host)
+
     async def _on_disconnect(self, link: AgentLink) -> None:
         """Give a connection that broke the time to come back; an agent that is gone takes its workers with it."""
-        await asyncio.sleep(PEER_GRACE_S)
+        await asyncio.sleep(BROKEN_S)
         if self._over.is_set() or self._pool.links.get(link.node) is not link:
             return
-        self._lost.append(link.host)
-        self._journal.append("agent lost", node=link.host)
-        await self._kill_workers(f"the agent on {link.host} is gone")
-        await asyncio.sleep(PEER_GRACE_S)
-        self._over.set()
+        await self._lose(link, f"the agent on {link.host} is gone", hung_up=True)
+
+    async def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
+        """Go on without this agent: at once where it is a spare, else with the next attempt."""
+        if link.dropped:
+            return
+        is_member = link in self._pool.members and self._workers_started
+        self._pool.drop(link)
+        self._crew.reviver.lost(link, hung_up=hung_up)
+        self._cluster.lost.add(link.host)
+        self._journal.append("agent lost", node=link.host, spare=not is_member, reason=reason)
+        if is_member:
+            self.lost.append(link.host)
+            self._over.set()  # first: another node may be silent too, and would be waited for
+            await self._kill_workers(reason)
+        elif not self._workers_started:
+            self._lost_early.append(link.host)
 
     async def _watch_processes(self) -> None:
-        codes = await asyncio.gather(*(process.wait() for process in self._processes))
+        codes = await asyncio.gather(*(process.wait() for process in self._crew.processes))
         if not self._over.is_set():
             await asyncio.sleep(POLL_S)  # reports that are on their way
         if not self._over.is_set():
@@ -240,27 +285,28 @@ class Supervisor:
                     # agents that were still starting obey a TERM like any process; it was not their failure
                     self.stops.on_signal("SIGTERM", "agents that were still starting")
                     return
-                last_words = self._folder.last_words()
+                last_words = self._crew.folder.last_words()
                 self._launch_error = f"the agents ended with {codes} before they had started a worker{last_words}"
             self._over.set()
 
     async def _watch_agents(self) -> None:
         """Agents stop their workers when they hear nothing for the lease; so ping them, and expect the same of them."""
-        lease_s = self._config.fault_tolerance.supervisor_lease_s
-        pause_s = min(PING_S, lease_s / 4)
+        section = self._config.fault_tolerance
+        pause_s, ping_s = section.agent_timeout_s / LOOKS_PER_TIMEOUT, min(PING_S, section.supervisor_lease_s / 4)
+        pinged_s = 0.0
         while not self._over.is_set():
             if asleep_s := await overslept_s(pause_s):
                 self._journal.append("was suspended", seconds=round(asleep_s, 1))
                 for link in self._pool.links.values():
                     link.last_heard += asleep_s  # nobody can be heard by somebody who is stopped himself
-            await self._pool.tell_all("ping")
-            for host, silent_s in self._pool.silent_since(time.monotonic()).items():
-                if silent_s > lease_s and not self._over.is_set() and host not in self._lost:
-                    self._lost.append(host)
-                    self._journal.append("agent lost", node=host, silent_s=round(silent_s, 1))
-                    self._pool.drop(host)
-                    await self._kill_workers(f"nothing was heard from {host} for {silent_s:.0f} s")
-                    self._over.set()
+            now_s = time.monotonic()
+            if now_s - pinged_s > ping_s:
+                pinged_s = now_s
+                self._background.start(self._pool.tell_all("ping"))
+            for link in self._pool.silent_for(section.agent_timeout_s, now_s):
+                silent_s = now_s - link.last_heard
+                if silent_s > self._crew.roster.patience_s(link, section.agent_timeout_s) and not self._over.is_set():
+                    await self._lose(link, f"nothing was heard from {link.host} for {silent_s:.1f} s", hung_up=False)
 
     async def _watch_requests(self) -> None:
         while not self._over.is_set():
@@ -288,10 +334,24 @@ class Supervisor:
 
     async def _wind_down(self) -> None:
         self._over.set()
-        await end_agents(self._pool, self._processes, node_lost=bool(self._lost))
+        if self._workers_started and not self._seen.all_ended:
+            await self._pool.tell_all("kill")
+            await self._end_of_workers(LOST_S)
         await self._background.cancel_all()
-        await self._pool.close()
         self._folder.leave(self._seen, self._slow)
+
+    async def _end_of_workers(self, timeout_s: float) -> None:
+        """Return when every worker has ended whose agent can tell, or the time is up."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            told = (link.channel is None or self._has_ended(place) for place, link in enumerate(self._pool.members))
+            if all(told):
+                return
+            await asyncio.sleep(0.01)
+
+    def _has_ended(self, place: int) -> bool:
+        per_node = self._config.nproc_per_node
+        return all(rank in self._seen.ends for rank in range(place * per_node, (place + 1) * per_node))
 
     def _verdict(self) -> Verdict:
         # a save that still worked does not undo a cancellation
@@ -302,14 +362,14 @@ class Supervisor:
         within_s = READ_S if self.stops.planned is None and self._slurm.outside is None else HURRIED_READ_S
         return judge(
             ends,
-            world_size=self._config.world_size,
+            world_size=self._seen.world_size,
             seen=Circumstances(
                 reached=self._seen.reached(),
                 saved=self._seen.saved(),
                 planned=self.stops.planned,
                 planned_reason=self.stops.reason,
                 planned_suspects=self._slow.suspects,
-                lost_nodes=tuple(self._lost),
+                lost_nodes=tuple(self.lost),
                 node_states=self._node_states,
                 launch_error=self._launch_error,
                 outside=outside[0] if outside else None,

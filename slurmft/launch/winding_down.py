@@ -8,15 +8,30 @@ import logging
 from collections.abc import Sequence
 
 from slurmft.launch.agents import AgentPool
+from slurmft.policy.findings import WorkerEnd
+from slurmft.policy.symptoms import cause_of_text
+from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Cause
 from slurmft.storage.journal import Journal
 
 PEER_GRACE_S = 3.0
-"""After one rank failed: how long the others may take to fail of it by themselves, and say why, before the kill."""
+"""After one rank has complained of others, or has spoken for all: how long the rest may take to end by itself."""
+
+SAY_WHY_S = 0.25
+"""The same after one rank has failed of its own error."""
 
 WIND_DOWN_S = 10.0
 LOST_S = 2.0
 
 log = logging.getLogger(__name__)
+
+
+def grace_of_peers(end: WorkerEnd) -> float:
+    """Seconds that the others have after one worker ended, to say why they fail. Nobody waits for victims of a kill."""
+    if end.code in (EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED):
+        return PEER_GRACE_S
+    if end.code < 0:
+        return 0.0
+    return PEER_GRACE_S if cause_of_text(end.error) is Cause.COMMUNICATION_ERROR else SAY_WHY_S
 
 
 async def kill_workers(pool: AgentPool, journal: Journal, reason: str) -> None:

@@ -25,11 +25,16 @@ from slurmft.launch.timing_page import TIMING_PAGE_VARIABLE, TimingPage
 from slurmft.launch.zygote import PACKET_BYTES
 from slurmft.policy.stop import Look
 
-PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim", "numpy")
+PRELOAD = (
+    "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim", "numpy",
+    "slurmft.training.session", "slurmft.checkpoint.manager",
+)  # fmt: skip
 """torch.optim pulls torch._dynamo in when the first optimizer is built: 1.1 s that every worker would pay."""
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a private folder is made in it
 _PREFIX = f"slurmft-{os.getuid()}-"
+
+END_LOOK_S = 0.005
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +68,12 @@ class Worker:
     def alive(self) -> bool:
         """It has not been seen to end."""
         return self.exit_code is None
+
+    def close(self) -> None:
+        """Let go of its pages."""
+        self.page.close()
+        if self.timings is not None:
+            self.timings.close()
 
     def look(self) -> Look:
         """What the stop agreement needs to know."""
@@ -102,11 +113,13 @@ class Workers:
         self.folder, self._lock = _private_shared_folder()
         self._zygote: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._zygote_began_with: tuple[Mapping[str, str], bool] = {}, False
         self._signal_at_start: int | None = None
         self.ready = asyncio.Event()
 
-    def start_zygote(self, environment: Mapping[str, str], *, preload: bool) -> None:
+    def start_zygote(self, environment: Mapping[str, str], preload: bool) -> None:
         """Begin importing torch; returns at once."""
+        self._zygote_began_with = environment, preload
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             argv = [
@@ -129,8 +142,8 @@ class Workers:
         folder: Path, logs: Path, verdicts: Sequence[Path], generation: int, timed: bool = False,
     ) -> None:  # fmt: skip
         """Fork one worker for each rank; the zygote takes the requests as soon as it is ready."""
+        self._forget()
         arguments = zygote_arguments(command)
-        self.by_rank = {}
         for rank, environment, verdict in zip(ranks, environments, verdicts, strict=True):
             path = self.folder / f"rank-{rank}"
             page = Page.create(path, rank=rank, generation=generation)
@@ -152,6 +165,17 @@ class Workers:
                 }
             )
 
+    def _forget(self) -> None:
+        """Leave the workers of an earlier attempt behind; their zygote goes on, or a new one begins."""
+        if self._living():
+            raise RuntimeError("workers of an earlier attempt are alive")
+        for worker in self.by_rank.values():
+            worker.close()
+        self.by_rank, self._signal_at_start = {}, None
+        if self._socket is None or self._zygote is None or self._zygote.poll() is not None:
+            self.ready.clear()
+            self.start_zygote(*self._zygote_began_with)
+
     def signal(self, number: int) -> None:
         """Send a signal to every living worker itself, not to its children; to those to come, when they come."""
         self._signal_at_start = number
@@ -172,6 +196,13 @@ class Workers:
         for worker in self._living():
             self._kill(worker)
 
+    async def end_earlier(self) -> None:
+        """Return when no worker lives."""
+        if self._living():
+            self.kill()
+        while self._living():
+            await asyncio.sleep(END_LOOK_S)
+
     def kill_lingering(self, grace_s: float) -> None:
         """Kill workers that have stopped at the agreed step, with everything saved, but do not end."""
         now = time.monotonic()
@@ -191,9 +222,7 @@ class Workers:
             self._zygote.kill()  # it holds nothing, and the kernel ends its children with it
             self._zygote.wait()
         for worker in self.by_rank.values():
-            worker.page.close()
-            if worker.timings is not None:
-                worker.timings.close()
+            worker.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
 

@@ -25,6 +25,9 @@ class PastEnd:
     first_step: int | None = None
     """Step it had resumed from; None where it did not come that far."""
 
+    restarted_in: str | None = None
+    """The start of the job within which it was followed by a restart; None where none followed."""
+
     given_up: bool = False
     """The run was stopped by a decision: whoever submitted it again has looked at it, and the count begins anew."""
 
@@ -36,16 +39,26 @@ def budget_for(
     retries: int,
     retries_of: Mapping[Cause, int],
     max_no_progress_cycles: int,
+    restarts: int = 0,
+    job_start: str = "",
 ) -> Budget:
-    """What the run had spent before ``verdict``, and may spend in all."""
+    """What the run had spent before ``verdict``, and may spend in all.
+
+    Ends that a restart within the same start of the job followed count as restarts alone: only what came to the queue
+    has spent retries.
+    """
     spent: Counter[str] = Counter()
-    idle = lost = 0
+    idle = lost = restarted = lost_restarts = 0
     ends = list(past)
     for end, is_lost in zip(ends, _lost(ends, verdict), strict=True):
         if end.given_up or (end.progressed and not is_lost):
             spent.clear()
-            idle = lost = 0
+            idle = lost = restarted = lost_restarts = 0
         if end.given_up:
+            continue
+        if end.restarted_in is not None:
+            here = end.restarted_in == job_start
+            restarted, lost_restarts = restarted + here, lost_restarts + (here and is_lost)
             continue
         if end.cause in _COUNTED or end.cause not in _KNOWN:
             spent[end.cause] += 1
@@ -54,7 +67,7 @@ def budget_for(
             lost += is_lost
     if verdict.progressed:
         spent.clear()
-        idle = lost
+        idle, restarted = lost, lost_restarts
     own = retries_of.get(verdict.cause)
     return Budget(
         failures_so_far=spent[verdict.cause.value],
@@ -63,6 +76,8 @@ def budget_for(
         idle_cycles=idle,
         lost_cycles=lost,
         max_no_progress_cycles=max_no_progress_cycles,
+        restarts_so_far=restarted,
+        max_restarts=restarts,
     )
 
 

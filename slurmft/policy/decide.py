@@ -35,6 +35,15 @@ AVOIDING = PLANNED | {
 it goes on the exclusion list, and the next placement may well be the same."""
 
 
+RESTARTABLE = frozenset(
+    {
+        Cause.WORKER_ERROR, Cause.SIGNAL_CRASH, Cause.HOST_OUT_OF_MEMORY, Cause.DEVICE_OUT_OF_MEMORY, Cause.HANG,
+        Cause.COMMUNICATION_ERROR, Cause.VALIDATION_FAILED, Cause.NODE_LOST, Cause.UNKNOWN,
+    }
+)  # fmt: skip
+"""Failures that are tried again in the allocation, as far as it has nodes for that, before the queue is."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
     """What the run may still spend."""
@@ -55,6 +64,14 @@ class Budget:
     """Those among them that had saved something, and the run came back to the same step all the same."""
 
     max_no_progress_cycles: int = 3
+
+    restarts_so_far: int = 0
+    """Restarts within this start of the job since the run last made progress."""
+
+    max_restarts: int = 0
+
+    has_nodes: bool = True
+    """Enough nodes for another attempt are left in this allocation."""
 
 
 def decide(verdict: Verdict, budget: Budget, exit_actions: Mapping[ExitAction, str] | None = None) -> Decision:
@@ -133,6 +150,13 @@ def _after_validation(verdict: Verdict, budget: Budget) -> Decision:
 
 
 def _after_failure(verdict: Verdict, budget: Budget) -> Decision:
+    if verdict.cause in RESTARTABLE and budget.has_nodes and budget.restarts_so_far < budget.max_restarts:
+        number = f"{budget.restarts_so_far + 1} of {budget.max_restarts}"
+        return Decision(
+            action=Action.RESTART,
+            reason=f"{verdict.reason}; restart {number} in this allocation",
+            exit_code=verdict.exit_code or EXIT_TEMPORARY,
+        )
     if budget.failures_so_far >= budget.max_failures:
         return Decision(
             action=Action.STOP,

@@ -148,8 +148,17 @@ class Action(StrEnum):
     """What follows an attempt."""
 
     FINISH = "finish"
+    RESTART = "restart"
+    """At once, in this allocation, with the agents that are there."""
+
     CONTINUE = "continue"
+    """Through the queue."""
+
     STOP = "stop"
+
+
+GOES_ON = frozenset({Action.RESTART, Action.CONTINUE})
+"""Actions after which the run is to take up again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -96,6 +97,19 @@ class Run:
         jobs = self.lab.run(["squeue", "-a", "-o", "%i %T %r now %N begins %S"], check=False).stdout
         return f"{time.strftime('%T')}\n{story}{progress}{ranks}{logs}{jobs}"
 
+    def pids(self, node: str) -> dict[int, str]:
+        """Process ids of the run's living workers on a node, by rank: each one's output goes to its own log."""
+        script = 'for p in $(pgrep -f "[s]lurmft.launch.zygote"); do echo $p $(readlink /proc/$p/fd/1); done'
+        lines = self.lab.run_on_as_admin(node, ["bash", "-c", script], check=False).stdout.split("\n")
+        found = (re.fullmatch(rf"(\d+) {re.escape(str(self.path))}/.*/rank-(\d+)\.log", line) for line in lines)
+        return {int(match[2]): match[1] for match in found if match}
+
+    def kill(self, node: str, *ranks: int, signal: str = "KILL") -> None:
+        """Send a signal to living workers on a node: to these ranks, or to all that are there."""
+        pids = self.pids(node)
+        chosen = [pids[rank] for rank in ranks or pids]
+        self.lab.run_on_as_admin(node, ["kill", f"-{signal}", *chosen])
+
     def output(self, rank: int = 0) -> str:
         """All output of one rank, over all attempts."""
         paths = sorted(self.folder.attempts.glob(f"*/rank-{rank}.log"), key=lambda path: path.stat().st_mtime)
@@ -153,6 +167,8 @@ def new_run(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Callable[..., 
             "nproc_per_node": 2,
             "checkpoint": {"interval_steps": 25},
             "slurm": {"partition": "low", "time": "10"},
+            # most tests are about what goes through the queue
+            "fault_tolerance": {"num_in_job_restarts": 0},
             # a list of its own: a node that one test kills must not be kept from another
             "exclusions": {"path": str(path.with_suffix(".exclusions"))},
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -71,7 +72,8 @@ def test_the_decision(given, spent, action, exit_code):
 
 
 def test_every_cause_has_a_decision():
-    assert {decide(verdict(cause, last=0), budget()).action for cause in Cause} == set(Action)
+    spent = replace(budget(), max_restarts=1)
+    assert {decide(verdict(cause, last=0), spent).action for cause in Cause} == set(Action)
 
 
 @pytest.mark.parametrize("cause", sorted(PLANNED))
@@ -162,8 +164,44 @@ def test_a_run_whose_saves_are_of_no_use_comes_to_an_end(cause):
     """The newest checkpoint cannot be loaded, so each restart saves it again and fails behind it."""
     now = verdict(cause, code=1, first=10, last=21, saved=20)
     ends = [restarts(*[(10, 20)] * number) for number in range(4)]
-    actions = [decide(now, budget_of(past, now, CONFIG)).action for past in ends]
+    actions = [decide(now, replace(budget_of(past, now, CONFIG), max_restarts=0)).action for past in ends]
     assert actions == [Action.CONTINUE, Action.CONTINUE, Action.STOP, Action.STOP]
+
+
+def restart(attempt: str, *, first: int, saved: int) -> list[Event]:
+    """A failure that a restart in the same allocation followed."""
+    facts = {"cause": "worker error", "first_step": first, "saved_step": saved}
+    events = [event("verdict", **facts), event("decision", action="restart")]
+    return [replace(each, attempt=attempt) for each in events]
+
+
+@pytest.mark.parametrize(
+    ("past", "now", "restarts_so_far", "failures", "idle"),
+    [
+        pytest.param([], (10, 10), 0, 0, 0, id="the first failure"),
+        pytest.param([("7.0.0", 10, 10), ("7.0.1", 10, 10)], (10, 10), 2, 0, 0, id="restarts cost no retries"),
+        pytest.param([("7.0.0", 10, 10), ("7.0.1", 10, 20)], (20, 20), 1, 0, 0, id="progress before the last of them"),
+        pytest.param([("7.0.0", 10, 10)] * 3, (10, 20), 0, 0, 0, id="progress now"),
+        pytest.param([("7.0.0", 10, 10)] * 3 + [("7.1.0", 10, 10)], (10, 10), 1, 0, 0, id="of an earlier start"),
+        pytest.param([("6.1.0", 10, 10)] * 3, (10, 10), 0, 0, 0, id="of an earlier job"),
+        pytest.param([("7.1.0", 10, 20), ("7.1.1", 10, 20)], (10, 20), 2, 0, 0, id="saves that are of no use"),
+    ],
+)
+def test_restarts_in_the_allocation_have_a_budget_of_their_own(past, now, restarts_so_far, failures, idle):
+    start = past[-1][0].rpartition(".")[0] if past and past[-1][0] != "6.1.0" else "7.1"
+    events = [each for name, first, saved in past for each in restart(name, first=first, saved=saved)]
+    given = verdict(Cause.WORKER_ERROR, code=1, first=now[0], last=now[1], saved=now[1])
+    spent = budget_of(events, given, CONFIG, f"{start}.9")
+    assert (spent.restarts_so_far, spent.failures_so_far, spent.idle_cycles) == (restarts_so_far, failures, idle)
+
+
+def test_after_the_restarts_comes_the_queue():
+    spent = Budget(failures_so_far=0, max_failures=2, restarts_so_far=2, max_restarts=3)
+    assert decide(STUCK, spent).action is Action.RESTART
+    assert decide(STUCK, replace(spent, restarts_so_far=3)).action is Action.CONTINUE
+    assert decide(STUCK, replace(spent, restarts_so_far=3, failures_so_far=2)).action is Action.STOP
+    for cause in (Cause.NODE_LOST, Cause.LAUNCH_FAILURE, Cause.SUPERVISOR_LOST, Cause.DATA_CORRUPTION):
+        assert decide(verdict(cause), spent).action is Action.CONTINUE
 
 
 def test_a_run_that_begins_further_on_is_on_its_way():

@@ -1,0 +1,89 @@
+"""The agents of one start of a job. They and their warm zygotes outlive attempts, so that a restart is a fork."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from slurmft.config import RunConfig
+from slurmft.errors import LaunchError
+from slurmft.launch.agents import AgentLink, AgentPool
+from slurmft.launch.attempt_folder import AttemptFolder
+from slurmft.launch.cluster import Cluster
+from slurmft.launch.reviving import Reviver
+from slurmft.launch.roster import Roster
+from slurmft.launch.start import Start
+from slurmft.launch.winding_down import end_agents
+from slurmft.policy.membership import TooFew, Wait
+
+LOOK_S = 0.05
+
+
+class Crew:
+    """Agents on all nodes of the allocation, spares included, from the first attempt of the job's start to the last.
+
+    Args:
+        start: the first attempt's; its folder is where agents find the supervisor, and where srun leaves its errors.
+    """
+
+    def __init__(self, config: RunConfig, start: Start) -> None:
+        self._config = config
+        self.secret = start.secret
+        self.pool = AgentPool(start.secret, start.cluster.size(config))
+        self.roster = Roster(self.pool, config.size)
+        self.folder = AttemptFolder(start)
+        self.reviver = Reviver(config, start.cluster, self.pool, self.roster, self.folder)
+        self.processes: list[asyncio.subprocess.Process] = []
+        self._mustered = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Every agent has reported once."""
+        return self.pool.complete.is_set()
+
+    async def muster(self, cluster: Cluster) -> None:
+        """Have the agents started, unless they are; they report to the pool when they are ready.
+
+        Raises:
+            StorageError: the run folder does not take the address that they look for.
+            SlurmUnavailable: there is no srun.
+        """
+        if self._mustered:
+            return
+        self._mustered = True
+        port = await self.pool.listen(cluster.listen_host)
+        await self.folder.tell_agents({"hosts": cluster.control_hosts(), "port": port})
+        self.processes = await cluster.start_agents(self._config, self.folder.path)
+
+    async def enlist(self, allowed: Sequence[str]) -> list[AgentLink]:
+        """Who takes part in the next attempt, in the order of their ranks; waits for agents that are coming back.
+
+        Args:
+            allowed: the job's nodes that may; empty for all.
+
+        Raises:
+            LaunchError: too few of them are there.
+        """
+        since_s = time.monotonic()
+        # whoever died together with the one that ended the last attempt is found out before it is counted on
+        await self.pool.tell_all("ping", timeout_s=self._config.fault_tolerance.agent_timeout_s)
+        while isinstance(found := self.roster.next(allowed, waited_s=time.monotonic() - since_s), Wait):
+            await asyncio.sleep(LOOK_S)
+        if isinstance(found, TooFew):
+            raise LaunchError(found.reason)
+        self.pool.members = self.roster.take(found)
+        return self.pool.members
+
+    async def dismiss(self, *, node_lost: bool) -> None:
+        """End the agents, and the processes that started them; nothing of the job is left on any node then.
+
+        Nothing where none was mustered, or all have been dismissed.
+        """
+        if not self._mustered:
+            return
+        self._mustered = False
+        await self.reviver.close()
+        await end_agents(self.pool, [*self.processes, *self.reviver.processes], node_lost=node_lost)
+        await self.pool.close()
+        self.folder.remove_secret()
