@@ -152,7 +152,10 @@ def _look_at(worker: Worker) -> _Look:
 def _summary(look: _Look) -> dict[str, Any]:
     worker, page, now_ns = look.worker, look.worker.page, time.monotonic_ns()
     opened = [each for group in open_sections(page) for each in group]
-    calls = stacks.main_thread(look.dump)
+    if look.kernel is None:
+        calls = stacks.crashed_thread(stacks.read(worker.stacks).decode(errors="replace"))
+    else:
+        calls = stacks.main_thread(look.dump)
     if worker.exit_code is not None or (look.kernel is None and worker.pid):
         where, doing = Where.DEAD, "is dead"
     elif look.kernel is None:

@@ -64,9 +64,13 @@ class Injections:
         await self._carry_out(Order(fault=SIMULATED[kind], who=SIMULATION, rank=rank))
 
     async def _carry_out(self, order: Order) -> None:
-        await asyncio.sleep(order.after_s)
-        links, ranks = self._targets(order)
         named = {"fault": order.fault.value, "who": order.who}
+        try:
+            await asyncio.sleep(order.after_s)
+        except asyncio.CancelledError:
+            self._start.journal.append("fault not injected", **named, reason="the attempt has ended before its time")
+            raise
+        links, ranks = self._targets(order)
         if not links:
             reason = f"there is no node {order.node!r}" if order.node else "no agent has reported yet"
             self._start.journal.append("fault not injected", **named, reason=reason)

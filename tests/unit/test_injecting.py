@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click.testing
@@ -17,12 +19,15 @@ from torch import nn
 from slurmft import config as configuration
 from slurmft.cli import injecting as verb
 from slurmft.errors import ConfigError, StorageError, UsageError
+from slurmft.launch.background import Background
 from slurmft.launch.heartbeat import PAGE_VARIABLE, Page, Slot
+from slurmft.launch.injecting import Injections
 from slurmft.launch.striking import strike
 from slurmft.launch.workers import Worker
 from slurmft.policy.faults import BY_SIGNAL, IN_SESSION, LAB_COMMAND, Fault, Order, order_of
 from slurmft.storage.files import replace_atomically
 from slurmft.storage.order_file import MAX_AGE_S, ORDER_FILE, give_order, is_pending, take_order
+from slurmft.storage.patience import FolderThread
 from slurmft.storage.run_folder import RunFolder
 from slurmft.training import injected
 from slurmft.training.injected import InjectedFault, InjectedFaults
@@ -269,3 +274,111 @@ def test_only_the_owner_may(run, monkeypatch):
 def test_the_section_refuses_what_makes_no_sense(value):
     with pytest.raises(ConfigError, match=next(iter(value))):
         configuration.validate({"command": "x", "run_folder": "/r", "fault_tolerance": value}, source="test")
+
+
+# the supervisor's part
+
+
+class Link:
+    def __init__(self, node: int, ranks: list[int]) -> None:
+        self.node, self.host, self.ranks, self.channel = node, f"n{node}", ranks, object()
+        self.asked: list[dict[str, Any]] = []
+
+    async def call(self, kind: str, *, order: dict[str, Any], ranks: list[int] | None) -> dict[str, Any]:
+        assert kind == "inject"
+        assert order_of(order)
+        mine = [rank for rank in self.ranks if ranks is None or rank in ranks]
+        self.asked.append({"fault": order["fault"], "ranks": mine})
+        return {"injected": mine, "refused": []}
+
+
+def orders(run: RunFolder, work: Any, **section: Any) -> tuple[list[Any], list[Link]]:
+    """What is journaled while ``work(injections)`` is done, and the agents with what they were asked for."""
+    links = [Link(0, [0, 1]), Link(1, [2, 3])]
+    pool = SimpleNamespace(links={link.node: link for link in links})
+    start = SimpleNamespace(run=run, journal=run.journal(), thread=FolderThread())
+    settings = configuration.load(run.config).model_copy(update={"nproc_per_node": 2})
+    section = {**settings.fault_tolerance.model_dump(), **section}
+    fault_tolerance = type(settings.fault_tolerance)(**section)
+    errors: list[BaseException] = []
+
+    async def go() -> None:
+        background = Background(errors.append)
+        injections = Injections(
+            settings.model_copy(update={"fault_tolerance": fault_tolerance}), start, pool, background
+        )  # type: ignore[arg-type]
+        await work(injections)
+        while background._tasks:
+            await asyncio.sleep(0.001)
+
+    before = len(run.journal().read())
+    asyncio.run(asyncio.wait_for(go(), 20))
+    assert errors == []
+    return run.journal().read()[before:], links
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [({"rank": 3}, [3]), ({"node": "n0"}, [0, 1]), ({"node": "1"}, [2, 3])],
+    ids=["rank", "host name", "number"],
+)
+def test_an_order_reaches_those_that_are_meant(run, given, asked):
+    give_order(run.path, Order(fault=Fault.KILL, who="me", **given).as_json())
+    (event,), links = orders(run, lambda injections: injections.look())
+    assert (event.event, event.details["fault"], event.details["who"]) == ("fault injected", "kill", "me")
+    assert [rank for link in links for each in link.asked for rank in each["ranks"]] == asked
+
+
+@pytest.mark.parametrize(("given", "why"), [({"rank": 9}, "no rank 9"), ({"node": "n9"}, "no node 'n9'")])
+def test_whom_nobody_knows_cannot_be_hit(run, given, why):
+    give_order(run.path, Order(fault=Fault.KILL, who="me", **given).as_json())
+    events, _ = orders(run, lambda injections: injections.look())
+    assert events[-1].event == "fault not injected"
+    assert why in events[-1].details["reason"]
+
+
+@pytest.mark.parametrize("text", ["{", json.dumps({"format": 1, "fault": "partition"})])
+def test_a_bad_order_is_journaled_and_harms_nobody(run, text):
+    _written(run.path, text)
+    (event,), links = orders(run, lambda injections: injections.look())
+    assert event.event == "fault not injected"
+    assert not any(link.asked for link in links)
+
+
+def test_an_order_whose_time_does_not_come_is_told(run):
+    give_order(run.path, Order(fault=Fault.KILL, who="me", rank=0, after_s=1000.0).as_json())
+
+    async def work(injections: Any) -> None:
+        await injections.look()
+        await asyncio.sleep(0.01)
+        await injections._background.cancel_all()
+
+    (event,), _ = orders(run, work)
+    assert event.details["reason"] == "the attempt has ended before its time"
+
+
+@pytest.mark.parametrize(
+    ("kind", "faults"), [("rank_killed", {"kill"}), ("rank_hung", {"stop"}), ("random", {"kill", "stop"})]
+)
+def test_a_simulated_fault_comes_once_in_a_runs_life(run, caplog, kind, faults):
+    async def work(injections: Any) -> None:
+        injections.simulate()
+
+    section = {"simulate_fault": True, "simulated_fault_type": kind, "simulated_fault_rank": 2}
+    with caplog.at_level("WARNING"):
+        (event,), links = orders(run, work, **section)
+    assert event.details["ranks"] == [2]
+    assert {event.details["fault"]} <= faults
+    assert links[1].asked == [{"fault": event.details["fault"], "ranks": [2]}]
+    assert any(
+        text.startswith("FT: Simulating fault: rank_") and text.endswith("; rank to fail: 2")
+        for text in caplog.messages
+    )
+    assert orders(run, work, **section)[0] == []
+
+
+def test_nothing_is_simulated_unless_it_is_asked_for(run):
+    async def work(injections: Any) -> None:
+        injections.simulate()
+
+    assert orders(run, work)[0] == []
