@@ -10,11 +10,11 @@ import click
 
 from slurmft import config as configuration
 from slurmft.cli.names import run_argument, who
-from slurmft.errors import UsageError
+from slurmft.errors import LaunchError, UsageError
 from slurmft.launch import outside
 from slurmft.launch.injecting import EVENT
 from slurmft.policy.faults import LAB_COMMAND, MAX_AFTER_S, Fault, Order
-from slurmft.storage.order_file import give_order, is_pending
+from slurmft.storage.order_file import give_order, is_pending, withdraw_order
 from slurmft.storage.run_folder import RunFolder
 
 TAKEN_WITHIN_S = 10.0
@@ -50,13 +50,14 @@ def inject(*, run: RunFolder, fault: str, rank: int | None, node: str, after_s: 
         return 0
     give_order(run.path, order.as_json())
     whom = f"node {node}" if node else ("a rank by chance" if rank is None else f"rank {rank}")
-    click.echo(f"run {run.path.name}: {fault} of {whom}{f' in {after_s:g} s' if after_s else ''}")
     deadline = time.monotonic() + TAKEN_WITHIN_S
     while is_pending(run.path):
         if time.monotonic() > deadline:
-            click.echo(f"slurmft: its supervisor has not taken the order yet; see slurmft status {run.path}", err=True)
-            break
+            withdraw_order(run.path)  # or it would hit whatever attempt comes next
+            what = f"the supervisor of run {run.path.name} has not taken the order within {TAKEN_WITHIN_S:.0f} s"
+            raise LaunchError(f"{what}; it is withdrawn", hint=f"slurmft status {run.path}")
         time.sleep(LOOK_S)
+    click.echo(f"run {run.path.name}: {fault} of {whom}{f' in {after_s:g} s' if after_s else ''}")
     return 0
 
 

@@ -144,10 +144,14 @@ def _victims(ranks: Sequence[Summary]) -> list[str]:
     doing: dict[str, list[Summary]] = {}
     for rank in sorted(ranks, key=lambda rank: rank.rank):
         step = f" at step {rank.step}" if rank.attached else ""
-        what = rank.doing if rank.where is not Where.DEAD else f"ended with code {rank.exit_code}"
+        what = rank.doing if rank.where is not Where.DEAD else _end_of(rank)
         doing.setdefault(f"{what}{step}", []).append(rank)
     lines = [f"{_numbers([rank.rank for rank in group])}: {what}" for what, group in doing.items()]
     return lines[:MAX_LINES]
+
+
+def _end_of(rank: Summary) -> str:
+    return "has just ended" if rank.exit_code is None else f"ended with code {rank.exit_code}"
 
 
 def _numbers(ranks: Sequence[int]) -> str:
@@ -165,7 +169,7 @@ def _numbers(ranks: Sequence[int]) -> str:
 def _line(rank: Summary, facts: Mapping[str, Any]) -> str:
     parts = [f"rank {rank.rank} on {rank.node}: {rank.where.value}"]
     if rank.where is Where.DEAD:
-        parts.append(f"exit code {rank.exit_code}")
+        parts.append(_end_of(rank))
     elif rank.doing != rank.where.value:
         parts.append(rank.doing)
     if rank.attached:

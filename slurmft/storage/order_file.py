@@ -36,6 +36,11 @@ def give_order(run: Path, order: Mapping[str, Any]) -> None:
         write_json(run / ORDER_FILE, order, mode=0o600)
 
 
+def withdraw_order(run: Path) -> None:
+    """Remove the order that waits, if one still does."""
+    (run / ORDER_FILE).unlink(missing_ok=True)
+
+
 def take_order(run: Path) -> dict[str, Any] | None:
     """The order that waits, removing it; None when there is none.
 

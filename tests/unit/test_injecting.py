@@ -18,7 +18,7 @@ from torch import nn
 
 from slurmft import config as configuration
 from slurmft.cli import injecting as verb
-from slurmft.errors import ConfigError, StorageError, UsageError
+from slurmft.errors import ConfigError, LaunchError, StorageError, UsageError
 from slurmft.launch.background import Background
 from slurmft.launch.heartbeat import PAGE_VARIABLE, Page, Slot
 from slurmft.launch.injecting import Injections
@@ -252,14 +252,24 @@ def test_what_cannot_be_done_is_said(run, arguments, why):
 
 def test_an_order_is_left_for_a_living_run_and_only_for_ranks_that_it_has(run, monkeypatch):
     monkeypatch.setattr(verb.outside, "is_alive", lambda _run: True)
-    monkeypatch.setattr(verb, "TAKEN_WITHIN_S", 0.0)
     with pytest.raises(UsageError, match="has no rank 2"):
         inject(run, "stop", "--rank", "2")
+    orders: list[Order] = []
+    monkeypatch.setattr(verb.time, "sleep", lambda _s: orders.append(order_of(take_order(run.path))))
     assert inject(run, "stop", "--rank", "1", "--after", "0.5") == 0
+    (taken,) = orders
+    assert (taken.fault, taken.rank, taken.after_s) == (Fault.STOP, 1, 0.5)
+
+
+def test_an_order_that_nobody_takes_is_withdrawn(run, monkeypatch):
+    monkeypatch.setattr(verb.outside, "is_alive", lambda _run: True)
+    monkeypatch.setattr(verb, "TAKEN_WITHIN_S", 0.0)
+    with pytest.raises(LaunchError, match="withdrawn"):
+        inject(run, "stop", "--rank", "1")
+    assert not is_pending(run.path)
+    give_order(run.path, KILL)
     with pytest.raises(UsageError, match="waits to be taken"):
         inject(run, "kill")
-    taken = order_of(take_order(run.path))
-    assert (taken.fault, taken.rank, taken.after_s) == (Fault.STOP, 1, 0.5)
 
 
 def test_only_the_owner_may(run, monkeypatch):

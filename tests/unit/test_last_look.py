@@ -106,7 +106,7 @@ def test_a_rank_that_was_killed_is_the_culprit_and_its_echoes_are_victims(tmp_pa
     )
     assert [each.rank for each in found.culprits] == [1]
     assert ("victims", "rank 0: ended with code 1 at step 7") in look_told([event])
-    assert "rank 1 on n0: dead, exit code -9" in event.details["ranks"][0]
+    assert "rank 1 on n0: dead, ended with code -9" in event.details["ranks"][0]
 
 
 def test_ends_on_a_node_that_is_gone_are_not_lost(tmp_path):
