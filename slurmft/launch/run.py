@@ -28,7 +28,7 @@ from slurmft.policy.verdict import EXIT_TEMPORARY, Action, Cause, Decision, Verd
 from slurmft.scheduler import queueing
 from slurmft.scheduler.command import ignoring_signals
 from slurmft.storage.files import replace_atomically
-from slurmft.storage.journal import Event, Journal
+from slurmft.storage.journal import Event
 from slurmft.storage.patience import FolderThread, PatientJournal, patiently, writing
 from slurmft.storage.processes import birth_of, lives
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder
@@ -144,7 +144,7 @@ def _begin(
     journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
     if (done := run.done()) is not None:
         # at once: this process ends before a patient journal comes to it
-        Journal(run.path, attempt=str(cluster.attempt)).append("already finished", step=done.get("step"))
+        run.journal(cluster.attempt).append("already finished", step=done.get("step"))
         log.info("run %s is finished (%s); nothing to do", config.name, done.get("reason"))
         return None
     generation = _take_over(run, cluster)
