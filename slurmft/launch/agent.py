@@ -15,6 +15,7 @@ from typing import Any
 
 from slurmft.config import RunConfig
 from slurmft.errors import LaunchError, StorageError
+from slurmft.launch.agents import UNANSWERED
 from slurmft.launch.channel import BadMessage, Channel, Message, connect
 from slurmft.launch.environment import common_environment, worker_environment
 from slurmft.launch.forensics import Forensics
@@ -23,11 +24,11 @@ from slurmft.launch.heartbeat import NOTHING, Slot
 from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.timing_reports import TimingReports
 from slurmft.launch.workers import Worker, Workers, reserve_port
+from slurmft.policy.fleet import report_interval_s
 from slurmft.policy.stop import NEVER
 from slurmft.storage.files import read_json
 from slurmft.storage.run_folder import RunFolder
 
-REPORT_INTERVAL_S = 0.5
 RECONNECT_PAUSE_S = 0.2
 LEASE_CHECK_S = 1.0
 STOPPED_GRACE_S = 20.0
@@ -134,6 +135,8 @@ class Agent:
                 if message is None:
                     return
                 self._last_heard = time.monotonic()
+                if message["id"] == UNANSWERED:
+                    continue
                 answer = await self._handle(message)
                 channel.send({"kind": "reply", "id": message["id"], **answer})
             await channel.drain()
@@ -248,8 +251,9 @@ class Agent:
             self._channel.send(message)
 
     async def _report_regularly(self) -> None:
+        interval_s = report_interval_s(self._config.nodes + self._config.spare_nodes)
         while True:
-            await asyncio.sleep(REPORT_INTERVAL_S)
+            await asyncio.sleep(interval_s)
             self._workers.kill_lingering(STOPPED_GRACE_S)
             if self._channel is not None:
                 ranks = [_facts(worker) for worker in self._workers.by_rank.values()]

@@ -22,6 +22,9 @@ from slurmft.launch.timing_page import CUDA, MAX_NAME, MAX_SECTIONS
 from slurmft.policy.whereabouts import Where
 
 CALL_TIMEOUT_S = 10.0
+UNANSWERED = 0
+"""The id of a message that nobody answers."""
+
 TELL_TIMEOUT_S = 2.0
 MAX_STRANGERS = 64
 """Connections that have not proved themselves yet; more are closed at once."""
@@ -280,6 +283,12 @@ class AgentPool:
         """
         links = self.members or [self.links[node] for node in sorted(self.links)]
         return await asyncio.gather(*(link.call(kind, timeout_s=timeout_s, **fields) for link in links))
+
+    def ping(self) -> None:
+        """A sign of life to every agent that can be reached; none of them answers."""
+        for link in self.links.values():
+            if link.channel is not None:
+                link.channel.send({"kind": "ping", "id": UNANSWERED})
 
     async def tell_all(self, kind: str, *, timeout_s: float = TELL_TIMEOUT_S, **fields: Any) -> None:
         """Ask every agent that can still be reached, member or not; the others are somebody else's finding."""
