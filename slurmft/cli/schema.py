@@ -15,9 +15,13 @@ from slurmft.config import RunConfig
 def schema() -> dict[str, Any]:
     """The JSON schema of a configuration, for editors."""
     value = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
+    models = _models()
     texts: dict[tuple[str, str], str] = {}
-    for source in _sources():
+    for source in {Path(inspect.getfile(model)) for model in models}:
         texts |= _texts(source.read_text(encoding="utf-8"))
+    # a section may be in two parts: what its base says holds for it, too
+    texts |= {(model.__name__, key): text for model in models for each in model.__mro__[1:]
+              for (name, key), text in list(texts.items()) if name == each.__name__}  # fmt: skip
     for name, part in {**value["$defs"], RunConfig.__name__: value}.items():
         for key, facts in part.get("properties", {}).items():
             if text := texts.get((name, key)):
@@ -25,14 +29,14 @@ def schema() -> dict[str, Any]:
     return value
 
 
-def _sources() -> set[Path]:
-    """The files in which the configuration and its sections stand."""
+def _models() -> list[type[BaseModel]]:
+    """The configuration, its sections, and what these are made of."""
     sections = (field.annotation for field in RunConfig.model_fields.values())
     models: list[type[BaseModel]] = [
         RunConfig,
         *(each for each in sections if isinstance(each, type) and issubclass(each, BaseModel)),
     ]
-    return {Path(inspect.getfile(model)) for model in models}
+    return [base for model in models for base in model.__mro__ if issubclass(base, BaseModel) and base is not BaseModel]
 
 
 def _texts(source: str) -> dict[tuple[str, str], str]:

@@ -21,6 +21,7 @@ from slurmft.launch.crew import Crew
 from slurmft.launch.elsewhere import suspect_gpus_of
 from slurmft.launch.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.launch.grace import workload_of
+from slurmft.launch.hangs import Hangs
 from slurmft.launch.observations import Observations
 from slurmft.launch.own_signals import hearing
 from slurmft.launch.sleeping import overslept_s
@@ -68,6 +69,7 @@ class Supervisor:
         self.stops = Stops(
             config, start, self._pool, self._seen, self._slurm, over=self._over, background=self._background
         )
+        self._hangs = Hangs(config, start, self._pool)
         self._slow = SlowNodes(config, start, self._seen, self.stops, accuser=accuser)
         self._complete_codes = codes_of(ExitAction.COMPLETE, config.exit_actions)
         self._failed = False
@@ -154,6 +156,7 @@ class Supervisor:
         hosts = [link.host for link in members]
         self._journal.append("agents ready", hosts=hosts)
         suspects = await asyncio.to_thread(suspect_gpus_of, self._config, self._start.history)
+        await self._hangs.recall()
         self._workers_started = True
         replies = await asyncio.gather(
             *(
@@ -168,6 +171,7 @@ class Supervisor:
                     generation=self._start.generation,
                     master_addr=lead.host,
                     master_port=port,
+                    limits=self._hangs.limits(),
                 )
                 for place, link in enumerate(members)
             )
@@ -202,6 +206,10 @@ class Supervisor:
                     self._seen.note_progress(message["ranks"])
                 case "timings":
                     self._slow.note(link.host, message)
+                case "hung":
+                    self._background.start(self._on_hang(link, message))
+                case "durations":
+                    self._hangs.note(message)
                 case "signal":
                     self.stops.on_signal(message["name"], link.host)
                 case "disconnected":
@@ -218,6 +226,13 @@ class Supervisor:
         if self._seen.all_ended:
             self._workers_ended.set()
             self._over.set()
+
+    async def _on_hang(self, link: AgentLink, message: Message) -> None:
+        if self._failed or self._over.is_set() or (hang := await self._hangs.investigate(link, message)) is None:
+            return
+        if not self._failed and not self._over.is_set():
+            self._failed = True
+            await self._kill_workers(hang.reason)
 
     async def _kill_peers(self, grace_s: float) -> None:
         await asyncio.sleep(grace_s)
@@ -262,7 +277,7 @@ class Supervisor:
                 self._journal.append("was suspended", seconds=round(asleep_s, 1))
                 for link in self._pool.links.values():
                     link.last_heard += asleep_s  # nobody can be heard by somebody who is stopped himself
-            await self._pool.tell_all("ping")
+            await self._pool.tell_all("ping", limits=self._hangs.limits())
             for host, silent_s in self._pool.silent_since(time.monotonic()).items():
                 if silent_s > lease_s and not self._over.is_set() and host not in self.lost:
                     self.lost.append(host)
@@ -275,7 +290,7 @@ class Supervisor:
         while not self._over.is_set():
             await asyncio.sleep(POLL_S)
             ready = self.stops.planned is None and self._pool.complete.is_set()
-            await self._folder.tell_progress(self._seen, self._slow)
+            await self._folder.tell_progress(self._seen, self._slow, self._hangs)
             for kind, who in (await self._folder.requests(ready=ready)).items():
                 self.stops.on_request(kind, who)
 
@@ -291,7 +306,7 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._workers_ended.wait(), LOST_S)
         await self._background.cancel_all()
-        self._folder.leave(self._seen, self._slow)
+        self._folder.leave(self._seen, self._slow, self._hangs)
 
     def _verdict(self) -> Verdict:
         # a save that still worked does not undo a cancellation
@@ -310,6 +325,7 @@ class Supervisor:
                 planned_reason=self.stops.reason,
                 planned_suspects=self._slow.suspects,
                 lost_nodes=tuple(self.lost),
+                hang=self._hangs.found,
                 node_states=self._node_states,
                 launch_error=self._launch_error,
                 outside=outside[0] if outside else None,
