@@ -158,7 +158,7 @@ class Agent:
                 self._port_holder, port = reserve_port()
                 return {"port": port}
             case "sections":
-                return self._hangs.facts()
+                return self._hangs.facts(message.get("first", 0))
             case "ping":
                 self._hangs.learn(message.get("limits", {}))
             case "look":

@@ -147,7 +147,7 @@ def _check_reply(kind: str, message: Message) -> None:
     if kind == "port":
         _require(message, {"port": _integer(1, 65535)}, "the reply to 'port'")
     elif kind == "sections":
-        _require(message, {"workers": lambda workers: isinstance(workers, list)}, "the reply to 'sections'")
+        _require(message, {"workers": lambda value: isinstance(value, list), "more": _flag}, "the reply to 'sections'")
         for facts in message["workers"]:
             _require(facts, _DOING, "the reply to 'sections'")
     elif kind in ("look", "propose") and not _are_looks(message.get("looks")):

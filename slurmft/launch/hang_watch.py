@@ -8,6 +8,7 @@ await watch.run()                                       # for as long as the age
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ SUSPENDED_S = 1.0
 """Oversleeping by so much is no busy machine: everything was suspended, the workers as well."""
 
 MAX_SUSPENSIONS = 100
+WORKERS_PER_MESSAGE = 64
 
 NS = 1e-9
 
@@ -63,7 +65,7 @@ class HangWatch:
         self._workers: Sequence[Watched] = ()
         self._own, self._limits = settings.limits(), settings.limits()
         self._told: set[int] = set()
-        self._began_s = clock()
+        self._began_s = self._due_s = clock()
         self._suspensions: list[tuple[float, float]] = []
         self._calls_slurmft = False
         self._durations = SectionDurations()
@@ -74,7 +76,8 @@ class HangWatch:
 
         ``calls_slurmft``: whether this script is known to use the session; of another one, silence says nothing.
         """
-        self._workers, self._began_s, self._told = workers, self._clock(), set()
+        self._workers, self._told = workers, set()
+        self._began_s = self._due_s = self._clock()
         self._suspensions = []
         self._durations = SectionDurations()
         self._calls_slurmft = calls_slurmft
@@ -88,7 +91,15 @@ class HangWatch:
     async def run(self) -> None:
         """Look, report, and wait until the next limit may be exceeded."""
         while True:
-            await self._sleep(self.look())
+            late_s = self._clock() - self._due_s
+            if late_s >= SUSPENDED_S:
+                self.was_suspended(self._due_s, self._clock())
+            pause_s = self.look()
+            self._due_s = self._clock() + pause_s
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._news.wait()
 
     def look(self) -> float:
         """Report who has exceeded a limit; returns after how many seconds to look again."""
@@ -108,6 +119,10 @@ class HangWatch:
         pause_s = min(self._settings.workload_check_interval, max(MIN_PAUSE_S, due_s + DUE_MARGIN_S))
         return min(pause_s, LEARNING_PAUSE_S) if self._settings.calc_ft_timeouts and left else pause_s
 
+    def was_suspended(self, from_s: float, until_s: float) -> None:
+        """Nothing ran in this time, by the monotonic clock: no section counts it."""
+        self._suspensions = [*self._suspensions[-MAX_SUSPENSIONS + 1 :], (from_s, until_s)]
+
     def looks(self) -> Iterator[WorkerLook]:
         """What each living worker is doing."""
         now_s = self._clock()
@@ -118,9 +133,12 @@ class HangWatch:
                 self._durations.note(worker.rank, [*main, *elsewhere], now_s)
                 yield self._look(worker, now_s, main, elsewhere)
 
-    def facts(self) -> dict[str, Any]:
-        """What each living worker is doing, for the supervisor."""
-        return {"workers": [facts_of(replace(look, stopped=self._is_stopped(look.rank))) for look in self.looks()]}
+    def facts(self, first: int) -> dict[str, Any]:
+        """What each living worker is doing, for the supervisor; from the ``first`` on as many as a message takes."""
+        looks = list(self.looks())
+        page = looks[first : first + WORKERS_PER_MESSAGE]
+        workers = [facts_of(replace(look, stopped=self._is_stopped(look.rank))) for look in page]
+        return {"workers": workers, "more": first + len(page) < len(looks)}
 
     def durations(self) -> Message | None:
         """The longest that each section took since the last call, as a message; None when none has ended."""
@@ -169,31 +187,16 @@ class HangWatch:
     def _is_stopped(self, rank: int) -> bool:
         return any(worker.rank == rank and worker.pid and is_stopped(worker.pid) for worker in self._workers)
 
-    async def _sleep(self, pause_s: float) -> None:
-        """Until it is time to look again, or there is something new to look at."""
-        self._news.clear()
-        before_s = self._clock()
-        try:
-            async with asyncio.timeout(pause_s):
-                await self._news.wait()
-        except TimeoutError:
-            slept_s = self._clock() - before_s
-            if slept_s - pause_s >= SUSPENDED_S:
-                self.was_suspended(before_s + pause_s, self._clock())
-
-    def was_suspended(self, from_s: float, until_s: float) -> None:
-        """Nothing ran in this time, by the monotonic clock: no section counts it."""
-        self._suspensions = [*self._suspensions[-MAX_SUSPENSIONS + 1 :], (from_s, until_s)]
-
 
 def facts_of(look: WorkerLook) -> Message:
     """``look`` as the control channel takes it."""
     return {
-        "rank": look.rank, "attached": look.attached, "age_s": look.age_s, "quiet_s": look.quiet_s,
-        "sections": [list(each) for each in look.sections], "elsewhere": [list(each) for each in look.elsewhere],
+        "rank": look.rank, "attached": look.attached, "age_s": round(look.age_s, 3), "quiet_s": round(look.quiet_s, 3),
+        "sections": [[name, round(held_s, 3)] for name, held_s in look.sections],
+        "elsewhere": [[name, round(held_s, 3)] for name, held_s in look.elsewhere],
         "step": look.step, "own_work": look.own_work, "stopped": look.stopped, "holding": look.holding,
         "warming_up": look.warming_up,
-        **({} if look.heartbeat_s is None else {"heartbeat_s": look.heartbeat_s}),
+        **({} if look.heartbeat_s is None else {"heartbeat_s": round(look.heartbeat_s, 3)}),
     }  # fmt: skip
 
 

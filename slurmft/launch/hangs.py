@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 
 from slurmft.config import RunConfig
 from slurmft.errors import SlurmftError
-from slurmft.launch.agents import AgentLink, AgentPool
+from slurmft.launch.agents import AgentLink, AgentLost, AgentPool
 from slurmft.launch.channel import Message
 from slurmft.launch.grace import workload_of
 from slurmft.launch.hang_watch import look_of
@@ -118,15 +119,19 @@ class Hangs:
         return self.found
 
     async def _looks(self) -> list[WorkerLook]:
-        links = self._pool.members
-        answers = await asyncio.gather(
-            *(link.call("sections", timeout_s=LOOK_TIMEOUT_S) for link in links), return_exceptions=True
-        )
-        return [
-            look_of(facts, link.host)
-            for link, answer in zip(links, answers, strict=True) if not isinstance(answer, BaseException)
-            for facts in answer["workers"]
-        ]  # fmt: skip
+        return [look for looks in await asyncio.gather(*map(_looks_at, self._pool.members)) for look in looks]
+
+
+async def _looks_at(link: AgentLink) -> list[WorkerLook]:
+    """The workers of one agent; those it does not tell of in time are not seen."""
+    looks: list[WorkerLook] = []
+    with contextlib.suppress(AgentLost):
+        while True:
+            answer = await link.call("sections", timeout_s=LOOK_TIMEOUT_S, first=len(looks))
+            looks += [look_of(facts, link.host) for facts in answer["workers"]]
+            if not answer["more"] or not answer["workers"]:
+                break
+    return looks
 
 
 def _story(hang: Hang) -> dict[str, Any]:
