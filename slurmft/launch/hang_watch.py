@@ -1,6 +1,6 @@
 """The agent's side of hang detection: how long its workers have been doing what they do, from their pages.
 
-watch = HangWatch(settings, report)
+watch = HangWatch(config, report)
 watch.begin(workers, learned={}, calls_slurmft=False)   # at every start of workers
 await watch.run()                                       # for as long as the agent lives
 """
@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from slurmft.config import FaultToleranceConfig
+from slurmft.config import RunConfig
 from slurmft.launch.channel import Message
 from slurmft.launch.heartbeat import Page, Slot
 from slurmft.launch.section_durations import SectionDurations
@@ -57,15 +57,16 @@ class HangWatch:
 
     def __init__(
         self,
-        settings: FaultToleranceConfig,
+        config: RunConfig,
         report: Callable[[Message], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
+        settings = config.fault_tolerance
         self._settings, self._report, self._clock = settings, report, clock
         self._workers: Sequence[Watched] = ()
         self._own, self._limits = settings.limits(), settings.limits()
         self._told: set[int] = set()
-        self._began_s = self._due_s = clock()
+        self._began_s = self._looked_s = self._due_s = clock()
         self._suspensions: list[tuple[float, float]] = []
         self._calls_slurmft = False
         self._durations = SectionDurations()
@@ -77,7 +78,7 @@ class HangWatch:
         ``calls_slurmft``: whether this script is known to use the session; of another one, silence says nothing.
         """
         self._workers, self._told = workers, set()
-        self._began_s = self._due_s = self._clock()
+        self._began_s = self._looked_s = self._due_s = self._clock()
         self._suspensions = []
         self._durations = SectionDurations()
         self._calls_slurmft = calls_slurmft
@@ -91,11 +92,12 @@ class HangWatch:
     async def run(self) -> None:
         """Look, report, and wait until the next limit may be exceeded."""
         while True:
-            late_s = self._clock() - self._due_s
-            if late_s >= SUSPENDED_S:
-                self.was_suspended(self._due_s, self._clock())
+            now_s = self._clock()
+            if now_s - self._due_s >= SUSPENDED_S:
+                self.was_suspended(self._looked_s, now_s)  # nobody knows when it began
             pause_s = self.look()
-            self._due_s = self._clock() + pause_s
+            self._looked_s = self._clock()
+            self._due_s = self._looked_s + pause_s
             self._news.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):

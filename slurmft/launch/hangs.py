@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,8 @@ from slurmft.launch.grace import workload_of
 from slurmft.launch.hang_watch import look_of
 from slurmft.launch.start import Start
 from slurmft.policy import learned_timeouts
-from slurmft.policy.hangs import Exceeded, Hang, WorkerLook, find_culprit
+from slurmft.policy.culprit import Blame
+from slurmft.policy.hangs import Exceeded, Hang, WorkerLook, find_culprit, narrowed
 from slurmft.storage import ft_state
 from slurmft.storage.timings import fingerprint
 
@@ -117,6 +119,17 @@ class Hangs:
         self.found = find_culprit(looks, first, limits)
         self._start.journal.append("worker hung", **_story(self.found))
         return self.found
+
+    @property
+    def overdue(self) -> Mapping[int, str]:
+        """In words, each limit that was exceeded, by rank; empty as long as nobody hangs."""
+        return self.found.overdue if self.found is not None else {}
+
+    def narrow(self, blame: Blame) -> None:
+        """Where the pages did not tell whose fault it is, the stacks may have."""
+        if self.found is not None and len(blame.culprits) == 1:
+            one = blame.culprits[0]
+            self.found = narrowed(self.found, one.rank, one.node, one.reason)
 
     async def _looks(self) -> list[WorkerLook]:
         return [look for looks in await asyncio.gather(*map(_looks_at, self._pool.members)) for look in looks]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slurmft.policy.evidence import Suspect
 
@@ -112,6 +112,9 @@ class Hang:
     victims: tuple[int, ...] = ()
     """Ranks that stand still because they wait for those."""
 
+    overdue: Mapping[int, str] = field(default_factory=dict)
+    """In words, each limit that was exceeded, by rank."""
+
     @property
     def suspects(self) -> tuple[Suspect, ...]:
         """Hardware that may be the reason; nobody where several ranks are equally suspicious."""
@@ -174,7 +177,17 @@ def _hang(found: Sequence[WorkerLook], why: str, over: Mapping[int, Exceeded], l
     return Hang(
         section=one.section, held_s=one.held_s, limit_s=one.limit_s, reason=reason, ranks=ranks,
         nodes=tuple(look.node for look in found), victims=victims,
+        overdue={each.rank: each.why for each in over.values()},
     )  # fmt: skip
+
+
+def narrowed(hang: Hang, rank: int, node: str, why: str) -> Hang:
+    """``hang`` with one culprit, where the stacks of the ranks have told who it is, and the pages could not."""
+    if len(hang.ranks) == 1:
+        return hang
+    victims = tuple(each for each in hang.overdue if each != rank)
+    reason = f"{hang.reason}; rank {rank} on {node}: {why}"
+    return replace(hang, ranks=(rank,), nodes=(node,), victims=victims, reason=reason)
 
 
 def _nearest(look: WorkerLook, limits: Limits) -> Exceeded:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -95,6 +96,19 @@ class Run:
         story = "".join(f"{e.at:%H:%M:%S} {e.attempt} {e.event} {e.details}\n" for e in self.events())
         jobs = self.lab.run(["squeue", "-a", "-o", "%i %T %r now %N begins %S"], check=False).stdout
         return f"{time.strftime('%T')}\n{story}{progress}{ranks}{logs}{jobs}"
+
+    def pids(self, node: str) -> dict[int, str]:
+        """Process ids of the run's living workers on a node, by rank: each one's output goes to its own log."""
+        script = 'for p in $(pgrep -f "[s]lurmft.launch.zygote"); do echo $p $(readlink /proc/$p/fd/1); done'
+        lines = self.lab.run_on_as_admin(node, ["bash", "-c", script], check=False).stdout.split("\n")
+        found = (re.fullmatch(rf"(\d+) {re.escape(str(self.path))}/.*/rank-(\d+)\.log", line) for line in lines)
+        return {int(match[2]): match[1] for match in found if match}
+
+    def kill(self, node: str, *ranks: int, signal: str = "KILL") -> None:
+        """Send a signal to living workers on a node: to these ranks, or to all that are there."""
+        pids = self.pids(node)
+        chosen = [pids[rank] for rank in ranks or pids]
+        self.lab.run_on_as_admin(node, ["kill", f"-{signal}", *chosen])
 
     def output(self, rank: int = 0) -> str:
         """All output of one rank, over all attempts."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from slurmft.config import FaultToleranceConfig
+from slurmft.config import RunConfig
 from slurmft.launch.agents import _check_reply, _check_report
 from slurmft.launch.channel import BadMessage
 from slurmft.launch.hang_watch import WORKERS_PER_MESSAGE, HangWatch, facts_of, look_of, mentions_session
@@ -23,6 +23,10 @@ from slurmft.launch.section_stack import Phase, SectionStack
 from slurmft.storage.processes import is_stopped
 
 LIMITS = {"setup": 100, "step": 10, "load": 1000}
+
+
+def configured(**settings: Any) -> RunConfig:
+    return RunConfig.model_validate({"command": "x", "run_folder": "r", "fault_tolerance": settings})
 
 
 @dataclass
@@ -63,7 +67,7 @@ class Bench:
 def made(tmp_path, request) -> Iterator[Bench]:
     settings = {"rank_section_timeouts": LIMITS, "num_warmup_iterations": 0} | getattr(request, "param", {})
     clock, reports = Clock(), []
-    watch = HangWatch(FaultToleranceConfig(**settings), reports.append, clock)
+    watch = HangWatch(configured(**settings), reports.append, clock)
     workers, stacks = [], []
     for rank in range(3):
         path = tmp_path / f"rank-{rank}"
@@ -158,7 +162,7 @@ def test_a_suspended_agent_notices_it():
     code = """
 import asyncio, sys, tempfile
 from pathlib import Path
-from slurmft.config import FaultToleranceConfig
+from slurmft.config import RunConfig
 from slurmft.launch.hang_watch import HangWatch
 from slurmft.launch.heartbeat import Page
 from slurmft.launch.section_stack import Phase, SectionStack
@@ -168,9 +172,10 @@ async def main():
     path = Path(tempfile.mkdtemp()) / "page"
     worker = Worker(); worker.page = Page.create(path, rank=0, generation=1)
     SectionStack(Page.attach(path)).phase(Phase.STEP)
-    settings = FaultToleranceConfig(rank_section_timeouts="step:1.5", num_warmup_iterations=0)
+    settings = {"rank_section_timeouts": "step:1.5", "num_warmup_iterations": 0}
+    config = RunConfig.model_validate({"command": "x", "run_folder": "r", "fault_tolerance": settings})
     told = asyncio.Event()
-    watch = HangWatch(settings, lambda report: (print(report["held_s"], flush=True), told.set()))
+    watch = HangWatch(config, lambda report: (print(report["held_s"], flush=True), told.set()))
     watch.begin([worker], learned={}, calls_slurmft=True)
     task = asyncio.create_task(watch.run())
     print("ready", flush=True)
@@ -213,9 +218,9 @@ def test_a_hang_is_reported_within_a_tenth_of_a_second_of_its_limit(tmp_path):
         page = Page.create(tmp_path / "page", rank=0, generation=1)
         stack = SectionStack(Page.attach(tmp_path / "page"))
         told = asyncio.Event()
-        settings = FaultToleranceConfig(rank_section_timeouts="load:0.6", workload_check_interval=3600)
+        config = configured(rank_section_timeouts="load:0.6", workload_check_interval=3600)
         reports: list[dict[str, Any]] = []
-        watch = HangWatch(settings, lambda report: (reports.append(report), told.set()))
+        watch = HangWatch(config, lambda report: (reports.append(report), told.set()))
         watch.begin([Worker(0, page)], learned={"load": 0.6}, calls_slurmft=True)
         page[Slot.RESUMED], page[Slot.STEP] = 0, 5
         task = asyncio.create_task(watch.run())

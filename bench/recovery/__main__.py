@@ -1,0 +1,195 @@
+"""How long a training stands still after ``kill -9`` of one rank: ours and others', in one run. A table in Markdown.
+
+    python bench/recovery --output bench/results/recovery.md     # 8 minutes; nothing else should run meanwhile
+
+ft_launcher takes part where ``--packages`` names a folder that holds it:
+``pip install --no-deps --target FOLDER nvidia-resiliency-ext==0.4.1 defusedxml nvidia-ml-py pynvml``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import contenders
+import torch
+
+import slurmft
+from slurmft.storage.run_folder import RunFolder
+
+ASKED_S = {2: 0.4, 4: 0.6}
+ASKED_RATIO = 8.0
+STEPS_BEFORE_KILL = 25
+PATIENCE_S = 60.0
+PHASES = ("detect", "stop", "decide", "start", "fork", "rendezvous", "build, load", "first step")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One line of a rank's diary."""
+
+    at: float
+    pid: int
+    what: str
+
+
+def marks(folder: Path, rank: int) -> list[Mark]:
+    try:
+        lines = (folder / f"marks-{rank}").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    words = [line.split(" ", 2) for line in lines if line.count(" ") >= 2]
+    return [Mark(float(at), int(pid), what) for at, pid, what in words]
+
+
+def first_step_after(folder: Path, at: float) -> Mark | None:
+    """Of rank 0's new process."""
+    diary = marks(folder, 0)
+    old = {mark.pid for mark in diary if mark.at < at}
+    return next((mark for mark in diary if mark.pid not in old and mark.what.startswith("step ")), None)
+
+
+def wait(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no {what} within {PATIENCE_S:.0f} s")
+        time.sleep(0.005)
+
+
+def steps_of_newest(folder: Path) -> int:
+    diary = marks(folder, 0)
+    return sum(mark.pid == diary[-1].pid and mark.what.startswith("step ") for mark in diary) if diary else 0
+
+
+def recover_once(folder: Path, ranks: int) -> tuple[float, float]:
+    """Kill the last rank; Unix times of the kill and of the next step of rank 0."""
+    wait(lambda: steps_of_newest(folder) >= STEPS_BEFORE_KILL, "training")
+    victim = marks(folder, ranks - 1)[-1].pid
+    at = time.time()
+    os.kill(victim, signal.SIGKILL)
+    wait(lambda: first_step_after(folder, at), "step after the kill")
+    step = first_step_after(folder, at)
+    assert step is not None
+    return at, step.at
+
+
+def measure(make: Callable[[Path], contenders.Contender], ranks: int, rounds: int) -> tuple[str, list[float], list]:
+    """Name, seconds of each round, and for ours the phases of each round."""
+    with tempfile.TemporaryDirectory(prefix="recovery-") as name:
+        folder = Path(name)
+        contender = make(folder)
+        process = contender.start(folder)
+        seconds, phases = [], []
+        try:
+            for _ in range(rounds):
+                killed, stepped = recover_once(folder, ranks)
+                seconds.append(stepped - killed)
+                if contender.name == "slurmft":
+                    phases.append(phases_of(folder, killed, stepped))
+                say(f"{contender.name}, {ranks} ranks: {seconds[-1]:.2f} s")
+        except TimeoutError as error:
+            say(f"{contender.name}, {ranks} ranks: {error}")
+        finally:
+            end(contender, process, folder, ranks)
+        return contender.name, seconds, phases
+
+
+def end(contender: contenders.Contender, process: subprocess.Popen[bytes], folder: Path, ranks: int) -> None:
+    if contender.name == "slurmft":
+        RunFolder(folder / "run").request("KILL", "bench/recovery")
+    else:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(60)
+    for rank in range(ranks):  # torchrun's workers are sessions of their own
+        for mark in marks(folder, rank)[-1:]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(mark.pid, signal.SIGKILL)
+
+
+def phases_of(folder: Path, killed: float, stepped: float) -> list[float]:
+    """Where the time went, in the order of PHASES."""
+    events = [event for event in RunFolder(folder / "run").journal().read() if event.seconds() >= killed - 0.01]
+    at = {event.event: event.seconds() for event in reversed(events)}
+    diary = [mark for mark in marks(folder, 0) if mark.at > killed]
+    own = [next(mark.at for mark in diary if mark.what == what) for what in ("began", "joined", "loaded")]
+    times = [killed, *(at[each] for each in ("worker failed", "verdict", "attempt started", "workers started")), *own,
+             stepped]  # fmt: skip
+    return [after - before for before, after in itertools.pairwise(times)]
+
+
+def spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f})" if values else "-"
+
+
+def table(ranks: int, results: list[tuple[str, list[float], list]]) -> list[str]:
+    ours = statistics.median(results[0][1])
+    lines = [f"## {ranks} ranks", "", "| | seconds to the next step | times ours | rounds |", "|---|---|---|---|"]
+    for name, seconds, _ in results:
+        ratio = f"{statistics.median(seconds) / ours:.1f}" if seconds else "-"
+        lines.append(f"| {name} | {spread(seconds)} | {ratio} | {len(seconds)} |")
+    others = [statistics.median(seconds) for _, seconds, _ in results[1:] if seconds]
+    lines += ["", f"Asked: {ASKED_S[ranks]} s: {verdict(ours <= ASKED_S[ranks])}."]
+    if others:
+        ratio = min(others) / ours
+        hit = verdict(ratio >= ASKED_RATIO)
+        lines[-1] += f" At least {ASKED_RATIO:.0f} times faster than the others: {ratio:.1f}, {hit}."
+    lines += ["", "Where ours goes (ms, medians): " + ", ".join(
+        f"{phase} {1000 * statistics.median(values):.0f}"
+        for phase, values in zip(PHASES, zip(*results[0][2], strict=True), strict=True)) + "."]  # fmt: skip
+    return [*lines, ""]
+
+
+def verdict(hit: bool) -> str:
+    return "hit" if hit else "**miss**"
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench/recovery", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--only-ours", action="store_true")
+    parser.add_argument("--packages", type=Path, help="where nvidia-resiliency-ext is installed")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, slurmft {slurmft.__version__}"
+    lines = [
+        "# Recovery in the allocation", "", "`kill -9` of one rank until rank 0 has done its next step: a small model"
+        " with DDP, Adam and gloo, a step of 20 ms, a checkpoint every 20 steps. One after the other on one machine.",
+        "", f"`python bench/recovery` on {os.cpu_count()} cores, {platform.system()}, {versions}. Medians (min - max).",
+        "",
+    ]  # fmt: skip
+    for ranks in map(int, args.ranks.split(",")):
+        makers = [lambda folder, n=ranks: contenders.slurmft(folder, n)]
+        if not args.only_ours:
+            makers += [lambda folder, n=ranks: contenders.torchrun(folder, n, own_store=False),
+                       lambda folder, n=ranks: contenders.torchrun(folder, n, own_store=True)]  # fmt: skip
+            if args.packages:
+                makers.append(lambda folder, n=ranks: contenders.ft_launcher(folder, n, args.packages.resolve()))
+        results = [measure(make, ranks, args.rounds) for make in makers]
+        lines += table(ranks, results)
+    text = "\n".join(lines)
+    if args.output:
+        args.output.write_text(text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

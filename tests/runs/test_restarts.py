@@ -1,0 +1,96 @@
+"""Restarts in the allocation: the workers are gone and come back, the job, its agents and its weights do not notice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runs.conftest import Run, eventually
+from slurmft.checkpoint.catalog import Catalog
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+
+NewRun = Callable[..., Run]
+NODES = ("n1", "n2")
+AT_ONCE_S = 5.0
+"""On an idle machine it takes a third of a second; this one runs several clusters at once."""
+
+FAILING = Path(__file__).parent / "trainers" / "fails.py"
+
+
+def actions(run: Run) -> list[str]:
+    return [event.details["action"] for event in run.events("decision")]
+
+
+def assert_restarted(run: Run, job: str, times: int, digest: str) -> None:
+    """In one start of one job, with one set of agents, and the weights are those of a run that was left alone."""
+    story = run.story()
+    assert actions(run) == [*["restart"] * times, "finish"], story
+    assert [event.attempt for event in run.events("attempt started")] == [f"{job}.0.{n}" for n in range(times + 1)]
+    assert run.digest() == digest
+    assert not list(run.folder.attempts.glob("*/secret")), "nobody is let in after the end"
+
+
+def seconds_to_first_step(run: Run, number: int) -> float:
+    """From the moment at which the supervisor learned of the failure to the next new step."""
+    failed, first = run.events("worker failed")[number - 1], run.events("first step")[number]
+    return first.seconds() - failed.seconds()
+
+
+@pytest.mark.parametrize("ranks", [(1,), (2, 3)], ids=["one rank", "all ranks of a node"])
+def test_killed_workers_come_back_at_once(new_run: NewRun, undisturbed: str, ranks: tuple[int, ...]) -> None:
+    run = new_run(fault_tolerance={"num_in_job_restarts": 3})
+    job = run.submit()
+    run.wait_for_step(28)
+    run.kill("n1" if 1 in ranks else "n2", *ranks)
+    run.wait_until_done()
+    assert_restarted(run, job, 1, undisturbed)
+    verdict = run.events("verdict")[0].details
+    assert (verdict["cause"], verdict["rank"] in ranks) == ("signal crash", True)
+    assert run.events("first step")[1].details["resumed_from"] == 25
+    assert seconds_to_first_step(run, 1) < AT_ONCE_S, run.story()
+
+
+def test_many_faults_in_a_row(new_run: NewRun, undisturbed: str) -> None:
+    """A seeded sequence; each comes as soon as there is a new step, so that most of them lose work."""
+    run = new_run(fault_tolerance={"num_in_job_restarts": 3}, checkpoint={"interval_steps": 5})
+    job = run.submit()
+    chance, faults = random.Random(7), 20
+    for number in range(1, faults + 1):
+        run.wait_for("first step", number)
+        saved = (number - 1) * 5 // 2  # some progress in between, or the budget would be spent
+        eventually(lambda at_least=saved: newest(run) >= min(at_least, 55), 60, run.story)
+        rank = chance.randrange(4)
+        run.kill(NODES[rank // 2], rank, signal=chance.choice(["KILL", "SEGV", "ABRT"]))
+        run.wait_for("worker failed", number)
+    run.wait_until_done()
+    assert_restarted(run, job, faults, undisturbed)
+
+
+def newest(run: Run) -> int:
+    """Step of the newest checkpoint."""
+    return max((entry.step for entry in Catalog(run.path / "checkpoints").committed()), default=0)
+
+
+def test_an_exception_in_one_rank(new_run: NewRun) -> None:
+    run = new_run(command=["python", str(FAILING), "--rank", "3", "--times", "1"],
+                  fault_tolerance={"num_in_job_restarts": 3})  # fmt: skip
+    run.submit()
+    run.wait_until_done()
+    assert actions(run) == ["restart", "finish"], run.story()
+    verdict = run.events("verdict")[0].details
+    assert (verdict["cause"], verdict["rank"], verdict["node"]) == ("worker error", 3, "n2"), run.story()
+
+
+def test_what_fails_again_and_again_goes_through_the_queue_and_then_ends(new_run: NewRun) -> None:
+    run = new_run(command=["python", str(FAILING), "--rank", "0", "--times", "99"],
+                  fault_tolerance={"num_in_job_restarts": 2, "num_job_retries_on_failure": 1})  # fmt: skip
+    job = run.submit()
+    run.wait_until_out_of_queue(job)
+    assert actions(run) == ["restart", "restart", "continue", "restart", "restart", "stop"], run.story()
+    assert [event.attempt for event in run.events("attempt started")] == [
+        f"{job}.{start}.{cycle}" for start in range(2) for cycle in range(3)
+    ]
