@@ -252,7 +252,7 @@ def _own_work_to_do(looks: Sequence[WorkerLook]) -> tuple[Sequence[WorkerLook], 
     done = max((look.own_work for look in looks), default=0)
     if not done:
         return [], ""
-    return [look for look in looks if look.own_work < done], "others wait in a collective that it has not reached"
+    return [look for look in looks if 0 < look.own_work < done], "others wait in a collective that it has not reached"
 
 
 def _odd_one_out(looks: Sequence[WorkerLook]) -> tuple[Sequence[WorkerLook], str]:

@@ -14,7 +14,7 @@ from slurmft.storage.journal import Event
 pytestmark = pytest.mark.slurm
 
 TRAINER = ["python", str(Path(__file__).parent / "trainers" / "hangs.py")]
-STEPS = 150
+STEPS = 100
 LIMITS = {"num_warmup_iterations": 3, "num_in_job_restarts": 3}
 
 

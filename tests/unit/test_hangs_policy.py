@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slurmft.policy.findings import WorkerEnd
 from slurmft.policy.hangs import (
     HEARTBEAT,
     OUT_OF_SECTION,
@@ -18,8 +19,11 @@ from slurmft.policy.hangs import (
     WorkerLook,
     exceeded,
     find_culprit,
+    narrowed,
     next_due_s,
 )
+from slurmft.policy.judge import Circumstances, judge
+from slurmft.policy.verdict import Cause
 
 LIMITS = Limits(
     sections={"setup": 600, "step": 10, "checkpointing": 60, "load": 1000}, out_of_section_s=30, start_up_s=120,
@@ -175,6 +179,19 @@ def test_where_nothing_tells_them_apart_all_are_named_and_nobody_is_suspected():
     )
 
 
+def test_ranks_whose_collectives_nobody_can_see_are_not_behind():
+    seen = [look(0, ("step", 11.0), own_work=0), look(1, ("step", 11.0), own_work=9)]
+    assert find_culprit(seen, FIRST, LIMITS).ranks == (0, 1)
+
+
+def test_the_stacks_may_tell_what_the_pages_could_not():
+    seen = [look(rank, ("step", 11.0)) for rank in range(3)]
+    hang = narrowed(find_culprit(seen, FIRST, LIMITS), 1, "n1", "sleeps")
+    assert (hang.ranks, hang.nodes, hang.victims) == ((1,), ("n1",), (0, 2))
+    assert hang.reason.endswith("; rank 1 on n1: sleeps")
+    assert narrowed(hang, 2, "n2", "other") is hang
+
+
 def test_half_in_one_section_and_half_in_another_blames_neither_for_that():
     seen = [look(0, ("step", 11.0), ("a", 1.0)), look(1, ("step", 11.0), ("b", 1.0))]
     assert find_culprit(seen, FIRST, LIMITS).ranks == (0, 1)
@@ -206,3 +223,38 @@ def test_whoever_is_blamed_was_seen_or_reported(seen: list[WorkerLook]):
     assert set(hang.ranks) <= {each.rank for each in seen} | {0}
     assert hang.ranks
     assert len(hang.nodes) == len(hang.ranks)
+
+
+# The verdict
+
+
+KILLED = [WorkerEnd(rank=rank, node=f"n{rank}", code=-9, attached=True, killed=True, step=5) for rank in range(4)]
+HANG = find_culprit([look(rank, ("step", 11.0), stopped=rank == 2) for rank in range(4)], FIRST, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("ends", "circumstances", "cause", "rank"),
+    [
+        pytest.param(KILLED, {}, Cause.HANG, 2, id="all were killed for it"),
+        pytest.param(KILLED[:2], {}, Cause.HANG, 2, id="some have not been seen to end"),
+        pytest.param([replace(KILLED[0], code=-11, killed=False), *KILLED[1:]], {}, Cause.HANG, 2,
+                     id="a peer fails of it"),
+        pytest.param(KILLED, {"lost_nodes": ("n2",)}, Cause.NODE_LOST, None, id="its node is gone"),
+        pytest.param(KILLED, {"planned": Cause.PREEMPTED, "planned_reason": "x"}, Cause.PREEMPTED, None,
+                     id="it was to stop anyway"),
+        pytest.param([replace(end, code=0, killed=False, finished=True) for end in KILLED], {}, Cause.FINISHED, None,
+                     id="all have finished meanwhile"),
+    ],
+)  # fmt: skip
+def test_the_verdict_on_a_hang(ends: list[WorkerEnd], circumstances: dict[str, object], cause: Cause, rank: int | None):
+    verdict = judge(ends, world_size=4, seen=Circumstances(hang=HANG, **circumstances))  # type: ignore[arg-type]
+    assert (verdict.cause, verdict.rank) == (cause, rank)
+    if cause is Cause.HANG:
+        assert (verdict.node, verdict.suspect_nodes) == ("n2", ("n2",))
+        assert verdict.reason.startswith("rank 2 on n2 has been in section 'step' for 11.0 s, limit 10 s; its process")
+
+
+def test_a_hang_between_equals_accuses_no_node():
+    hang = find_culprit([look(rank, ("step", 11.0)) for rank in range(4)], FIRST, LIMITS)
+    verdict = judge(KILLED, world_size=4, seen=Circumstances(hang=hang))
+    assert (verdict.cause, verdict.rank, verdict.node, verdict.suspects) == (Cause.HANG, None, "", ())
