@@ -80,7 +80,7 @@ class AttemptFolder:
                 seen.write_progress()
                 seen.write_timings()
                 slow.exchange()
-                hangs.write()
+                hangs.leave()
 
         self._thread.submit(work)
 

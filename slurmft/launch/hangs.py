@@ -79,15 +79,14 @@ class Hangs:
         """Take in how long sections took on one node (a checked message of kind ``durations``)."""
         for name, seconds in message["sections"]:
             self._window[name] = max(self._window.get(name, 0.0), seconds)
-        if time.monotonic() - self._window_at < SAMPLE_S:
-            return
-        self._window_at = time.monotonic()
-        for name, seconds in self._window.items():
-            if name in self._samples or len(self._samples) < ft_state.MAX_SECTIONS:
-                kept = self._samples.setdefault(name, [])
-                kept.append(seconds)
-                del kept[: -ft_state.MAX_SAMPLES]
-        self._window, self._is_new = {}, True
+        if time.monotonic() - self._window_at >= SAMPLE_S:
+            self._take_sample()
+
+    def leave(self) -> None:
+        """Write all that has been learned: the attempt is over. In the run folder's thread."""
+        if self._window:
+            self._take_sample()
+        self.write()
 
     def exchange(self) -> None:
         """Write what has been learned, now and then. In the run folder's thread."""
@@ -130,6 +129,15 @@ class Hangs:
         if self.found is not None and len(blame.culprits) == 1:
             one = blame.culprits[0]
             self.found = narrowed(self.found, one.rank, one.node, one.reason)
+
+    def _take_sample(self) -> None:
+        self._window_at = time.monotonic()
+        for name, seconds in self._window.items():
+            if name in self._samples or len(self._samples) < ft_state.MAX_SECTIONS:
+                kept = self._samples.setdefault(name, [])
+                kept.append(seconds)
+                del kept[: -ft_state.MAX_SAMPLES]
+        self._window, self._is_new = {}, True
 
     async def _looks(self) -> list[WorkerLook]:
         return [look for looks in await asyncio.gather(*map(_looks_at, self._pool.members)) for look in looks]
