@@ -17,6 +17,7 @@ from typing import Any
 
 from slurmft.launch.channel import MAX_LINE_BYTES, BadMessage, Channel, Message, accept
 from slurmft.launch.heartbeat import State
+from slurmft.launch.section_stack import DEPTH, ELSEWHERE, MAX_NAMES
 from slurmft.launch.stacks import MAX_FRAME, MAX_FRAMES
 from slurmft.launch.timing_page import CUDA, MAX_NAME, MAX_SECTIONS
 from slurmft.policy.whereabouts import Where
@@ -73,6 +74,15 @@ def _are_sections(sections: Any) -> bool:
     )
 
 
+def _are_held(sections: Any, most: int) -> bool:
+    """Names of sections, each with seconds."""
+    return (
+        isinstance(sections, list)
+        and len(sections) <= most
+        and all(isinstance(each, list) and len(each) == 2 and _name(each[0]) and _time(each[1]) for each in sections)
+    )
+
+
 _SLOT = _integer(-(2**63), 2**63 - 1)
 _FACTS: Mapping[str, Check] = {
     "rank": _integer(0, 2**31 - 1), "state": _integer(min(State), max(State)), "attached": _flag, "step": _SLOT,
@@ -87,6 +97,15 @@ _LENT: Mapping[str, Check] = {**_HELLO, "lender": _name}
 _TIMINGS: Mapping[str, Check] = {
     "rank": _integer(0, 2**31 - 1), "device": _integer(0, CUDA), "sections": _are_sections,
     "role": lambda value: value == "" or (_name(value) and len(value) <= MAX_NAME),
+}  # fmt: skip
+_HUNG: Mapping[str, Check] = {
+    "rank": _integer(0, 2**31 - 1), "section": _name, "held_s": _time, "limit_s": _time,
+    "why": lambda value: _name(value[:255]) if isinstance(value, str) else False,
+}  # fmt: skip
+_DOING: Mapping[str, Check] = {
+    "rank": _integer(0, 2**31 - 1), "attached": _flag, "age_s": _time, "quiet_s": _time, "step": _SLOT,
+    "own_work": _SLOT, "stopped": _flag, "holding": _flag, "warming_up": _flag,
+    "sections": lambda value: _are_held(value, DEPTH + 1), "elsewhere": lambda value: _are_held(value, ELSEWHERE),
 }  # fmt: skip
 _LOOK = (_flag, _SLOT, _flag, _SLOT)
 _CODE = _integer(-128, 255)
@@ -140,6 +159,10 @@ def _check_report(message: Message) -> None:
             _require(message, {"window": _SLOT, "ranks": lambda ranks: isinstance(ranks, list)}, "a report of timings")
             for facts in message["ranks"]:
                 _require(facts, _TIMINGS, "a report of timings")
+        case "hung":
+            _require(message, _HUNG, "a report of a hang")
+        case "durations":
+            _require(message, {"sections": lambda value: _are_held(value, MAX_NAMES)}, "a report of durations")
         case "signal":
             _require(message, _SIGNAL, "a signal's report")
         case "hello" | "connected" | "disconnected" as kind:
@@ -149,6 +172,10 @@ def _check_report(message: Message) -> None:
 def _check_reply(kind: str, message: Message) -> None:
     if kind == "port":
         _require(message, {"port": _integer(1, 65535)}, "the reply to 'port'")
+    elif kind == "sections":
+        _require(message, {"workers": lambda value: isinstance(value, list), "more": _flag}, "the reply to 'sections'")
+        for facts in message["workers"]:
+            _require(facts, _DOING, "the reply to 'sections'")
     elif kind == "evidence":
         _require(message, {"ranks": lambda ranks: isinstance(ranks, list)}, "the reply to 'evidence'")
         for facts in message["ranks"]:
