@@ -23,6 +23,7 @@ from slurmft.launch.gpus import VISIBLE_VARIABLE, visible_without
 from slurmft.launch.hang_watch import HangWatch, mentions_session
 from slurmft.launch.heartbeat import NOTHING, Slot
 from slurmft.launch.sleeping import overslept_s
+from slurmft.launch.striking import strike
 from slurmft.launch.timing_reports import TimingReports
 from slurmft.launch.workers import Worker, Workers, reserve_port
 from slurmft.policy.fleet import report_interval_s
@@ -180,6 +181,8 @@ class Agent:
                 folder, within_s = self._run.attempts / self._attempt, float(message["within_s"])
                 workers = list(self._workers.by_rank.values())
                 return {"ranks": await self._forensics.take_evidence(workers, folder, within_s)}
+            case "inject":
+                return strike(list(self._workers.by_rank.values()), message["order"], message["ranks"])
             case "kill":
                 self._workers.kill()
             case "shutdown":

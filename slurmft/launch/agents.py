@@ -120,6 +120,10 @@ def _texts(most: int, longest: int) -> Check:
     return lambda value: isinstance(value, list) and len(value) <= most and all(map(fits, value))
 
 
+_INJECTED: Mapping[str, Check] = {
+    "injected": lambda ranks: isinstance(ranks, list) and all(map(_integer(0, 2**31 - 1), ranks)),
+    "refused": _texts(4096, 300),
+}
 _EVIDENCE: Mapping[str, Check] = {
     "rank": _integer(0, 2**31 - 1), "pid": _integer(0, 2**31 - 1), "kind": lambda value: value in tuple(Where),
     "doing": _text(200), "process": _text(1), "wchan": _text(64), "attached": _flag,
@@ -180,6 +184,8 @@ def _check_reply(kind: str, message: Message) -> None:
         _require(message, {"ranks": lambda ranks: isinstance(ranks, list)}, "the reply to 'evidence'")
         for facts in message["ranks"]:
             _require(facts, _EVIDENCE, "the reply to 'evidence'")
+    elif kind == "inject":
+        _require(message, _INJECTED, "the reply to 'inject'")
     elif kind in ("look", "propose") and not _are_looks(message.get("looks")):
         raise BadMessage(f"the reply to {kind!r} holds no looks")
 

@@ -22,6 +22,7 @@ from slurmft.launch.elsewhere import suspect_gpus_of
 from slurmft.launch.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.launch.grace import workload_of
 from slurmft.launch.hangs import Hangs
+from slurmft.launch.injecting import Injections
 from slurmft.launch.last_look import EVIDENCE_S, HANG_EVIDENCE_S, take_evidence
 from slurmft.launch.observations import Observations
 from slurmft.launch.own_signals import hearing
@@ -80,9 +81,11 @@ class Supervisor:
             config, start, self._pool, self._seen, self._slurm, over=self._over, background=self._background
         )
         self._hangs = Hangs(config, start, self._pool)
+        self._injections = Injections(config, start, self._pool, self._background)
         self._slow = SlowNodes(config, start, self._seen, self.stops, accuser=accuser)
         self._complete_codes = codes_of(ExitAction.COMPLETE, config.exit_actions)
         self._failed = False
+        self._look: asyncio.Future[Blame] | None = None
         self._node_states: Mapping[str, str] = {}
         self._escaped: Verdict | None = None
 
@@ -193,6 +196,7 @@ class Supervisor:
             self._escape(stuck, suspects)
             return
         self._journal.append("workers started", world_size=self._seen.world_size)
+        self._injections.simulate()
 
     def _escape(self, hosts: list[str], gpus: frozenset[str]) -> None:
         """Nodes without as many other GPUs, as far as they can prove it, are as good as suspects themselves."""
@@ -249,6 +253,7 @@ class Supervisor:
             self._hangs.narrow(await self._kill_workers(hang.reason, overdue=self._hangs.overdue))
 
     async def _kill_peers(self, grace_s: float) -> None:
+        await self._last_look()
         await asyncio.sleep(grace_s)
         if not self._over.is_set():
             await self._kill_workers("a rank has failed; the others cannot go on without it")
@@ -325,14 +330,24 @@ class Supervisor:
             await asyncio.sleep(POLL_S)
             ready = self.stops.planned is None and self._pool.complete.is_set()
             await self._folder.tell_progress(self._seen, self._slow, self._hangs)
+            await self._injections.look()
             for kind, who in (await self._folder.requests(ready=ready)).items():
                 self.stops.on_request(kind, who)
 
+    async def _last_look(self, overdue: Mapping[int, str] | None = None) -> Blame:
+        """Look at all ranks once, as soon as one has failed: the others soon fail of it, and tell nothing any more."""
+        if self._look is None:
+            self._look = asyncio.ensure_future(
+                take_evidence(
+                    self._pool, self._journal, self._folder.path, per_node=self._config.nproc_per_node,
+                    ends=list(self._seen.ends.values()), overdue=overdue,
+                    within_s=HANG_EVIDENCE_S if overdue else EVIDENCE_S,
+                )
+            )  # fmt: skip
+        return await asyncio.shield(self._look)
+
     async def _kill_workers(self, reason: str, overdue: Mapping[int, str] | None = None) -> Blame:
-        found = await take_evidence(
-            self._pool, self._journal, self._folder.path, per_node=self._config.nproc_per_node,
-            ends=list(self._seen.ends.values()), overdue=overdue, within_s=HANG_EVIDENCE_S if overdue else EVIDENCE_S,
-        )  # fmt: skip
+        found = await self._last_look(overdue)
         await kill_workers(self._pool, self._journal, reason)
         return found
 
