@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import (
@@ -29,14 +29,17 @@ from pydantic import (
 from slurmft.errors import ConfigError
 from slurmft.policy import plain_values as plain
 from slurmft.policy.exit_actions import ExitAction, lists_as_texts, unambiguous
+from slurmft.policy.membership import Size
 from slurmft.policy.sbatch_section import option_value, unknown_options
-from slurmft.policy.verdict import Cause, by_cause
+from slurmft.settings.elastic import ElasticConfig
 from slurmft.settings.exclusions import ExclusionsConfig
+from slurmft.settings.fault_tolerance import FaultToleranceConfig
+from slurmft.settings.nccl import NcclConfig
 from slurmft.settings.oom import OomConfig
-from slurmft.settings.poison import PoisonSettings
+from slurmft.settings.preemption import PreemptionConfig
 from slurmft.settings.reruns import RerunConfig
 from slurmft.settings.stragglers import StragglerDetectionConfig
-from slurmft.settings.types import Count, Minutes, Seconds, Text
+from slurmft.settings.types import Count, Text
 from slurmft.settings.types import Positive as _Positive
 from slurmft.settings.types import Section as _Section
 
@@ -154,71 +157,6 @@ class CheckpointConfig(_Section):
     """Steps between two periodic checkpoints; 0 saves only at stops and at the end."""
 
 
-class FaultToleranceConfig(PoisonSettings):
-    """What may go wrong, how often, and for how long."""
-
-    num_in_job_restarts: Count = Field(default=3, ge=0)
-    """Restarts within one start of the job, on the nodes that it has, before it goes back into the queue; counted anew
-    whenever the run has made progress in between."""
-
-    num_job_retries_on_failure: Count = Field(default=2, ge=0)
-    """Restarts of the job after failures of one cause, counted anew whenever the run has made progress in between."""
-
-    retries: Annotated[dict[Cause, Annotated[Count, Field(ge=0)]], BeforeValidator(by_cause)] = Field(
-        default_factory=dict
-    )
-    """Other numbers of restarts for single causes: ``{node lost: 5, worker error: 1}``."""
-
-    max_no_progress_cycles: Count = Field(default=3, ge=1)
-    """Ends in a row without one new saved step, whatever their causes, before the run is given up with exit code 93.
-    Preemptions, requeues and stops by signal are not counted."""
-
-    launch_timeout_s: Seconds = Field(default=300.0, gt=0)
-    """Seconds until every agent must have reported."""
-
-    supervisor_lease_s: Seconds = Field(default=60.0, gt=0)
-    """Seconds an agent keeps its workers running without hearing from the supervisor (fencing)."""
-
-    preload: bool = True
-    """Fork workers from a process that has torch imported already. Off: every worker starts its own interpreter."""
-
-
-class PreemptionConfig(_Section):
-    """What happens when Slurm asks for a stop."""
-
-    signal: Literal["SIGTERM", "SIGUSR1", "SIGUSR2"] = "SIGTERM"
-    """Signal of ``sbatch --signal``. A preemption sends SIGTERM in any case, so SIGTERM is always obeyed too."""
-
-    signal_lead_s: Count = Field(default=120, ge=1, le=65535)
-    """Seconds before the time limit at which Slurm sends the signal; up to 30 s earlier."""
-
-    continue_by: Literal["auto", "requeue", "resubmit", "nothing"] = "auto"
-    """How the run continues: requeue this job, submit a successor, or only say how. auto: requeue, else resubmit."""
-
-    requeue_delay_s: Count = Field(default=2, ge=1, le=600)
-    """Begin time of a requeued job, seconds from now. It must lie after the end of the job's processes and epilog:
-    a shorter one falls back to Slurm's own 121 s."""
-
-    stop_timeout_s: Seconds = Field(default=600.0, gt=0)
-    """Longest wait for the save of a stop that has no deadline of its own (``slurmft stop``, a signal by hand)."""
-
-
-class NcclConfig(_Section):
-    """Process groups, their timeouts, and the flight recorder. Holds for gloo as well."""
-
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """auto: nccl where the worker has a GPU, else gloo."""
-
-    init_timeout_minutes: Minutes = Field(default=30.0, gt=0)
-    """Collective timeout until the first step of the process is done (start-up, compilation, first load)."""
-
-    step_timeout_minutes: Minutes = Field(default=10.0, gt=0)
-    """Collective timeout afterwards."""
-
-    flight_recorder_buffer_size: Count = Field(default=2000, ge=0)
-    """Collectives that torch's flight recorder remembers; 0 switches it off."""
-
-
 class RunConfig(_Section):
     """One run: what to train, where, and how it survives."""
 
@@ -232,7 +170,7 @@ class RunConfig(_Section):
     """Nodes to train on."""
 
     spare_nodes: Annotated[Count, AfterValidator(plain.at_most(MAX_NODES))] = Field(default=0, ge=0)
-    """Nodes allocated beyond those: one that is suspected is replaced by a spare, without a requeue."""
+    """Nodes allocated beyond those, agent and torch warm: one takes over where a node is lost or suspected."""
 
     nproc_per_node: Annotated[Count, AfterValidator(plain.at_most(MAX_NPROC_PER_NODE))] = Field(default=1, ge=1)
     """Workers on each node: one per GPU."""
@@ -250,6 +188,7 @@ class RunConfig(_Section):
     nccl: NcclConfig = Field(default_factory=NcclConfig)
     oom: OomConfig = Field(default_factory=OomConfig)
     rerun: RerunConfig = Field(default_factory=RerunConfig)
+    elastic: ElasticConfig = Field(default_factory=ElasticConfig)
     exclusions: ExclusionsConfig = Field(default_factory=ExclusionsConfig)
     straggler_detection: StragglerDetectionConfig = Field(default_factory=StragglerDetectionConfig)
 
@@ -276,6 +215,30 @@ class RunConfig(_Section):
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise ValueError(f"{name!r} is not the name of an environment variable")
         return value
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> Self:
+        self.elastic.size(self.nodes)
+        return self
+
+    @property
+    def size(self) -> Size:
+        """How many nodes it may train on."""
+        return self.elastic.size(self.nodes)
+
+    @property
+    def nodes_range(self) -> str:
+        """What ``--nodes`` asks for where the job may start with fewer; empty where it may not.
+
+        Seen on 22.05: such a job starts on what is free, keeps its range through a requeue, and never grows in between.
+        """
+        most = self.nodes + self.spare_nodes
+        return f"{self.size.minimum}-{most}" if self.elastic.start_with_fewer else ""
+
+    @property
+    def survives_nodes(self) -> bool:
+        """Whether the allocation outlives one of its nodes (``--no-kill``): somebody can take its place."""
+        return self.slurm.no_kill or self.spare_nodes > 0 or self.size.is_elastic
 
     @property
     def name(self) -> str:

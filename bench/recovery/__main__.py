@@ -33,7 +33,7 @@ ASKED_S = {2: 0.4, 4: 0.6}
 ASKED_RATIO = 8.0
 STEPS_BEFORE_KILL = 25
 PATIENCE_S = 60.0
-PHASES = ("detect", "stop", "decide", "start", "fork, rendezvous", "build, load", "first step")
+PHASES = ("detect", "stop", "decide", "start", "fork", "rendezvous", "build, load", "first step")
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,8 @@ def phases_of(folder: Path, killed: float, stepped: float) -> list[float]:
     events = [event for event in RunFolder(folder / "run").journal().read() if event.seconds() >= killed - 0.01]
     at = {event.event: event.seconds() for event in reversed(events)}
     diary = [mark for mark in marks(folder, 0) if mark.at > killed]
-    joined = next(mark.at for mark in diary if mark.what == "joined")
-    loaded = next(mark.at for mark in diary if mark.what == "loaded")
-    times = [killed, at["worker failed"], at["verdict"], at["attempt started"], at["workers started"], joined, loaded,
+    own = [next(mark.at for mark in diary if mark.what == what) for what in ("began", "joined", "loaded")]
+    times = [killed, *(at[each] for each in ("worker failed", "verdict", "attempt started", "workers started")), *own,
              stepped]  # fmt: skip
     return [after - before for before, after in itertools.pairwise(times)]
 
@@ -166,14 +165,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--only-ours", action="store_true")
-    parser.add_argument("--packages", type=Path, help="where nvidia-resiliency-ext 0.4.1 is installed")
+    parser.add_argument("--packages", type=Path, help="where nvidia-resiliency-ext is installed")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, slurmft {slurmft.__version__}"
     lines = [
         "# Recovery in the allocation", "", "`kill -9` of one rank until rank 0 has done its next step: a small model"
         " with DDP, Adam and gloo, a step of 20 ms, a checkpoint every 20 steps. One after the other on one machine.",
-        "", f"`python bench/recovery` on {os.cpu_count()} cores, {platform.system()}, Python "
-        f"{platform.python_version()}, torch {torch.__version__}, slurmft {slurmft.__version__}. Medians (min - max).", "",
+        "", f"`python bench/recovery` on {os.cpu_count()} cores, {platform.system()}, {versions}. Medians (min - max).",
+        "",
     ]  # fmt: skip
     for ranks in map(int, args.ranks.split(",")):
         makers = [lambda folder, n=ranks: contenders.slurmft(folder, n)]

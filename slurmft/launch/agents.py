@@ -17,9 +17,12 @@ from typing import Any
 
 from slurmft.launch.channel import MAX_LINE_BYTES, BadMessage, Channel, Message, accept
 from slurmft.launch.heartbeat import State
+from slurmft.launch.stacks import MAX_FRAME, MAX_FRAMES
 from slurmft.launch.timing_page import CUDA, MAX_NAME, MAX_SECTIONS
+from slurmft.policy.whereabouts import Where
 
 CALL_TIMEOUT_S = 10.0
+TELL_TIMEOUT_S = 2.0
 MAX_STRANGERS = 64
 """Connections that have not proved themselves yet; more are closed at once."""
 
@@ -77,11 +80,31 @@ _FACTS: Mapping[str, Check] = {
 _EXIT: Mapping[str, Check] = {**_FACTS, "code": _integer(-128, 255), "killed": _flag}
 _SIGNAL: Mapping[str, Check] = {"name": _name}
 _HELLO: Mapping[str, Check] = {"node": _integer(0, 2**31 - 1), "host": _name, "pid": _integer(0, 2**31 - 1)}
+_LENT: Mapping[str, Check] = {**_HELLO, "lender": _name}
 _TIMINGS: Mapping[str, Check] = {
     "rank": _integer(0, 2**31 - 1), "device": _integer(0, CUDA), "sections": _are_sections,
     "role": lambda value: value == "" or (_name(value) and len(value) <= MAX_NAME),
 }  # fmt: skip
 _LOOK = (_flag, _SLOT, _flag, _SLOT)
+_CODE = _integer(-128, 255)
+
+
+def _text(longest: int) -> Check:
+    return lambda value: isinstance(value, str) and len(value) <= longest
+
+
+def _texts(most: int, longest: int) -> Check:
+    fits = _text(longest)
+    return lambda value: isinstance(value, list) and len(value) <= most and all(map(fits, value))
+
+
+_EVIDENCE: Mapping[str, Check] = {
+    "rank": _integer(0, 2**31 - 1), "pid": _integer(0, 2**31 - 1), "kind": lambda value: value in tuple(Where),
+    "doing": _text(200), "process": _text(1), "wchan": _text(64), "attached": _flag,
+    "state": _integer(min(State), max(State)), "step": _SLOT, "tick": _SLOT, "sections": _texts(64, 200),
+    "python_top": _texts(MAX_FRAMES, 2 * MAX_FRAME + 32), "killed": _flag,
+    "exit_code": lambda value: value is None or _CODE(value),
+}  # fmt: skip
 
 
 def _require(message: Any, fields: Mapping[str, Check], what: str) -> None:
@@ -116,13 +139,17 @@ def _check_report(message: Message) -> None:
                 _require(facts, _TIMINGS, "a report of timings")
         case "signal":
             _require(message, _SIGNAL, "a signal's report")
-        case "hello" | "disconnected" as kind:
+        case "hello" | "connected" | "disconnected" as kind:
             raise BadMessage(f"{kind!r} is no report")
 
 
 def _check_reply(kind: str, message: Message) -> None:
     if kind == "port":
         _require(message, {"port": _integer(1, 65535)}, "the reply to 'port'")
+    elif kind == "evidence":
+        _require(message, {"ranks": lambda ranks: isinstance(ranks, list)}, "the reply to 'evidence'")
+        for facts in message["ranks"]:
+            _require(facts, _EVIDENCE, "the reply to 'evidence'")
     elif kind in ("look", "propose") and not _are_looks(message.get("looks")):
         raise BadMessage(f"the reply to {kind!r} holds no looks")
 
@@ -146,12 +173,18 @@ class AgentLink:
     def __init__(self, channel: Channel, hello: Message) -> None:
         if hello["kind"] != "hello":
             raise BadMessage(f"the first message is {hello['kind'][:40]!r}")
-        _require(hello, _HELLO, "a hello")
+        _require(hello, _LENT if "lender" in hello else _HELLO, "a hello")
         self.node: int = hello["node"]
         self.host: str = hello["host"]
         self.pid: int = hello["pid"]
         self.address = channel.peer
         self.channel: Channel | None = channel
+        self.lender: str = hello.get("lender", "")
+        """The job that lends this node; empty for one of the run's own job."""
+
+        self.leaving = self.dropped = False
+        """leaving: its job is ending. dropped: it counts as lost, whatever may come of it."""
+
         self.last_heard = time.monotonic()
         self._next_id = 0
         self._waiting: dict[int, tuple[str, asyncio.Future[Message]]] = {}
@@ -211,6 +244,7 @@ class AgentPool:
         self._strangers = self._refused = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self.links: dict[int, AgentLink] = {}
+        self._lent: dict[tuple[str, int], int] = {}
         self.members: list[AgentLink] = []
         """Those that take part in the present attempt, in the order of their ranks; empty before there is one."""
 
@@ -247,22 +281,23 @@ class AgentPool:
         links = self.members or [self.links[node] for node in sorted(self.links)]
         return await asyncio.gather(*(link.call(kind, timeout_s=timeout_s, **fields) for link in links))
 
-    async def tell_all(self, kind: str, **fields: Any) -> None:
+    async def tell_all(self, kind: str, *, timeout_s: float = TELL_TIMEOUT_S, **fields: Any) -> None:
         """Ask every agent that can still be reached, member or not; the others are somebody else's finding."""
         links = list(self.links.values())
         results: Sequence[Any] = await asyncio.gather(
-            *(link.call(kind, timeout_s=2.0, **fields) for link in links), return_exceptions=True
+            *(link.call(kind, timeout_s=timeout_s, **fields) for link in links), return_exceptions=True
         )
         for result in results:
             if isinstance(result, Exception):
                 log.debug("%s: %s", kind, result)
 
-    def drop(self, host: str) -> None:
-        """Hang up on an agent that cannot be heard; nobody waits for its answers any more."""
-        for link in self.links.values():
-            if link.host == host and link.channel is not None:
-                link.channel.close()
-                link.disconnected()
+    @staticmethod
+    def drop(link: AgentLink) -> None:
+        """Hang up on an agent that counts as lost; nobody waits for its answers any more."""
+        link.dropped = True
+        if link.channel is not None:
+            link.channel.close()
+            link.disconnected()
 
     async def wait_until_gone(self, timeout_s: float) -> bool:
         """Whether every agent has closed its connection, which it does when its workers are dead, in that time."""
@@ -279,9 +314,9 @@ class AgentPool:
             place * per_node + local: link.host for place, link in enumerate(self.members) for local in range(per_node)
         }
 
-    def silent_since(self, now: float) -> Mapping[str, float]:
-        """Seconds since each agent was last heard of, by host."""
-        return {link.host: now - link.last_heard for link in self.links.values()}
+    def silent_for(self, seconds: float, now: float) -> list[AgentLink]:
+        """Agents that are connected, and were not heard of for so long."""
+        return [link for link in self.links.values() if link.channel and now - link.last_heard > seconds]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -301,7 +336,9 @@ class AgentPool:
         try:
             channel, hello = await accept(reader, writer, self._secret)
             link = AgentLink(channel, hello)
-            if link.node >= self._expected:
+            if link.lender:  # nodes of another job come behind our own
+                link.node = self._lent.setdefault((link.lender, link.node), self._expected + len(self._lent))
+            elif link.node >= self._expected:
                 raise BadMessage(
                     f"it says it is node {link.node} ({link.host}), but the run has {self._expected} nodes"
                 )
@@ -313,10 +350,12 @@ class AgentPool:
         if (old := self.links.get(link.node)) is not None:
             if old.channel is not None:
                 old.channel.close()
-            self.members = [link if member is old else member for member in self.members]
+            if not old.dropped:
+                self.members = [link if member is old else member for member in self.members]
         self.links[link.node] = link
-        if len(self.links) == self._expected:
+        if sum(node < self._expected for node in self.links) == self._expected:
             self.complete.set()
+        self.events.put_nowait((link, {"kind": "connected"}))
         return link
 
     def _tell_refusal(self, why: str) -> None:

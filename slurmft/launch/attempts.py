@@ -41,7 +41,8 @@ class Attempts:
         """
         accuser = Accuser(self._config, start)
         if (escape := settle(self._config, start)) is not None:
-            ending = Ending(self._config, start, accuser, self._log_file, dismiss=self.dismiss)
+            ending = Ending(self._config, start, accuser, self._log_file, dismiss=self.dismiss,
+                            has_nodes=self._has_nodes)  # fmt: skip
             return ending.follow(*escape, may_stay=False)
         attempt = start.cluster.attempt
         where = start.run.attempts / str(attempt)
@@ -50,10 +51,13 @@ class Attempts:
             self._crew = Crew(self._config, start)
         supervisor = Supervisor(self._config, start, accuser, self._crew)
         verdict = self._runner.run(supervisor.run())
-        self._lost = self._lost or bool(supervisor.lost)
+        self._lost = bool(start.cluster.lost)
         ending = Ending(self._config, start, accuser, self._log_file, dismiss=self.dismiss,
-                        ends_at_s=supervisor.stops.ends_at_s)  # fmt: skip
+                        has_nodes=self._has_nodes, ends_at_s=supervisor.stops.ends_at_s)  # fmt: skip
         return ending.act_on(verdict)
+
+    def _has_nodes(self) -> bool:
+        return self._crew is not None and self._crew.roster.can_go_on()
 
     def dismiss(self) -> None:
         """End the agents: what follows happens without them. The next attempt, if there is one, starts new ones."""

@@ -51,6 +51,9 @@ class Cluster(Protocol):
     def listen_host(self) -> str | None:
         """Interface of the control channel; None for all."""
 
+    lost: set[str]
+    """Nodes whose agents are gone, over all attempts."""
+
     def size(self, config: RunConfig) -> int:
         """Nodes that agents run on, spares included."""
 
@@ -59,6 +62,11 @@ class Cluster(Protocol):
 
     async def start_agents(self, config: RunConfig, log_folder: Path) -> list[asyncio.subprocess.Process]:
         """Start one agent per node; the processes end when the agents have."""
+
+    async def start_agent(
+        self, config: RunConfig, log_folder: Path, attempt: Attempt, *, host: str, index: int
+    ) -> asyncio.subprocess.Process:
+        """Start the agent of one node alone; it finds the supervisor by the folder of ``attempt``."""
 
     def times(self) -> JobTimes:
         """When the job started and will end; blocking."""
@@ -87,11 +95,20 @@ class SlurmCluster:
     def __init__(self, job: SlurmJob) -> None:
         self.job = job
         self.nodes: tuple[str, ...] = ()
+        self.lost: set[str] = set()
         self.attempt = Attempt(job=job.job_id, restart=job.restart)
+
+    def present(self) -> list[str]:
+        """The allocation's nodes, in its order, without those that are lost.
+
+        Raises:
+            ValueError: what Slurm calls its node list is none.
+        """
+        return [node for node in nodes.expand(self.job.nodes) if node not in self.lost]
 
     def size(self, config: RunConfig) -> int:
         """All nodes of the allocation."""
-        return max(self.job.node_count, config.nodes)
+        return max(self.job.node_count, config.size.minimum)
 
     def control_hosts(self) -> list[str]:
         """The node's own name, then every address that is not of this machine alone."""
@@ -110,15 +127,29 @@ class SlurmCluster:
             SlurmUnavailable: there is no srun.
         """
         argv = [*srun_argv(config, os.environ, self.size(config)), *agent_argv(config, self.attempt)]
-        with (log_folder / "srun.err").open("ab") as errors:
+        return [await self._srun(argv, log_folder, os.environ)]
+
+    async def start_agent(
+        self, config: RunConfig, log_folder: Path, attempt: Attempt, *, host: str, index: int
+    ) -> asyncio.subprocess.Process:
+        """A step of one node.
+
+        Raises:
+            SlurmUnavailable: there is no srun.
+        """
+        argv = [*srun_argv(config, os.environ, 1), "--nodelist", host, *agent_argv(config, attempt)]
+        return await self._srun(argv, log_folder, {**os.environ, "SLURMFT_NODE_INDEX": str(index)})
+
+    @staticmethod
+    async def _srun(argv: Sequence[str], folder: Path, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+        with (folder / "srun.err").open("ab") as errors:
             try:
                 # a session of its own: a Ctrl-C at the terminal must not reach srun, which would kill the step
-                process = await asyncio.create_subprocess_exec(
-                    *argv, stdin=asyncio.subprocess.DEVNULL, stderr=errors, start_new_session=True
+                return await asyncio.create_subprocess_exec(
+                    *argv, stdin=asyncio.subprocess.DEVNULL, stderr=errors, env=environment, start_new_session=True
                 )
             except FileNotFoundError as error:
                 raise SlurmUnavailable("there is no srun on this node") from error
-        return [process]
 
     def times(self) -> JobTimes:
         """From scontrol; all unknown when Slurm does not answer."""
@@ -158,7 +189,7 @@ def srun_argv(config: RunConfig, environment: Mapping[str, str], count: int) -> 
     # since 22.05 srun does not inherit it from sbatch
     if cpus := environment.get("SLURM_CPUS_PER_TASK"):
         argv += ["--cpus-per-task", cpus]
-    if config.slurm.no_kill:
+    if config.survives_nodes:
         argv.append("--no-kill")
     return [*argv, *config.slurm.srun_args]
 
@@ -173,6 +204,7 @@ class LocalCluster:
         job = environment.get(LOCAL_JOB_VARIABLE) or f"{LOCAL_PREFIX}{os.getpid()}"
         self.attempt = Attempt(job=job, restart=int(environment.get(LOCAL_RESTART_VARIABLE, "0")))
         self.nodes: tuple[str, ...] = ()
+        self.lost: set[str] = set()
 
     def size(self, config: RunConfig) -> int:
         """As many as the configuration asks for, all on this machine."""
@@ -184,18 +216,24 @@ class LocalCluster:
 
     async def start_agents(self, config: RunConfig, log_folder: Path) -> list[asyncio.subprocess.Process]:
         """One process per node of the configuration, all on this machine."""
+        return [
+            await self.start_agent(config, log_folder, self.attempt, host="127.0.0.1", index=index)
+            for index in range(self.size(config))
+        ]
+
+    async def start_agent(
+        self, config: RunConfig, log_folder: Path, attempt: Attempt, *, host: str, index: int
+    ) -> asyncio.subprocess.Process:
+        """A process."""
         with (log_folder / "agents.log").open("ab") as log:
-            return [
-                await asyncio.create_subprocess_exec(
-                    *agent_argv(config, self.attempt),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env={**os.environ, "SLURMFT_NODE_INDEX": str(index), "SLURMD_NODENAME": "127.0.0.1"},
-                    start_new_session=True,
-                )
-                for index in range(self.size(config))
-            ]
+            return await asyncio.create_subprocess_exec(
+                *agent_argv(config, attempt),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "SLURMFT_NODE_INDEX": str(index), "SLURMD_NODENAME": host},
+                start_new_session=True,
+            )
 
     def times(self) -> JobTimes:
         """A machine of one's own has no limits."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from slurmft.config import RunConfig
@@ -10,8 +11,13 @@ from slurmft.errors import LaunchError
 from slurmft.launch.agents import AgentLink, AgentPool
 from slurmft.launch.attempt_folder import AttemptFolder
 from slurmft.launch.cluster import Cluster
+from slurmft.launch.reviving import Reviver
+from slurmft.launch.roster import Roster
 from slurmft.launch.start import Start
 from slurmft.launch.winding_down import end_agents
+from slurmft.policy.membership import TooFew, Wait
+
+LOOK_S = 0.05
 
 
 class Crew:
@@ -25,7 +31,9 @@ class Crew:
         self._config = config
         self.secret = start.secret
         self.pool = AgentPool(start.secret, start.cluster.size(config))
+        self.roster = Roster(self.pool, config.size)
         self.folder = AttemptFolder(start)
+        self.reviver = Reviver(config, start.cluster, self.pool, self.roster, self.folder)
         self.processes: list[asyncio.subprocess.Process] = []
         self._mustered = False
 
@@ -48,18 +56,23 @@ class Crew:
         await self.folder.tell_agents({"hosts": cluster.control_hosts(), "port": port})
         self.processes = await cluster.start_agents(self._config, self.folder.path)
 
-    def enlist(self, chosen: Sequence[str]) -> list[AgentLink]:
-        """Who takes part in the next attempt, in the order of their ranks: the ``chosen`` nodes, or the first ones.
+    async def enlist(self, allowed: Sequence[str]) -> list[AgentLink]:
+        """Who takes part in the next attempt, in the order of their ranks; waits for agents that are coming back.
+
+        Args:
+            allowed: the job's nodes that may; empty for all.
 
         Raises:
             LaunchError: too few of them are there.
         """
-        there = [link for _, link in sorted(self.pool.links.items()) if link.channel is not None]
-        if chosen:
-            there = [link for node in chosen for link in there if link.host == node]
-        if len(there) < self._config.nodes:
-            raise LaunchError(f"{len(there)} agents are left, and the run needs {self._config.nodes}")
-        self.pool.members = there[: self._config.nodes]
+        since_s = time.monotonic()
+        # whoever died together with the one that ended the last attempt is found out before it is counted on
+        await self.pool.tell_all("ping", timeout_s=self._config.fault_tolerance.agent_timeout_s)
+        while isinstance(found := self.roster.next(allowed, waited_s=time.monotonic() - since_s), Wait):
+            await asyncio.sleep(LOOK_S)
+        if isinstance(found, TooFew):
+            raise LaunchError(found.reason)
+        self.pool.members = self.roster.take(found)
         return self.pool.members
 
     async def dismiss(self, *, node_lost: bool) -> None:
@@ -70,6 +83,7 @@ class Crew:
         if not self._mustered:
             return
         self._mustered = False
-        await end_agents(self.pool, self.processes, node_lost=node_lost)
+        await self.reviver.close()
+        await end_agents(self.pool, [*self.processes, *self.reviver.processes], node_lost=node_lost)
         await self.pool.close()
         self.folder.remove_secret()

@@ -286,6 +286,6 @@ def suspect_gpus_of(config: RunConfig, history: Sequence[Event]) -> frozenset[st
 
 
 def choose(allocated: Sequence[str], avoid: frozenset[str], needed: int) -> tuple[str, ...] | None:
-    """``needed`` nodes of the allocation that need not be avoided, in its order; None when it has too few."""
-    others = [node for node in allocated if node not in avoid]
-    return tuple(others[:needed]) if len(others) >= needed else None
+    """The nodes of the allocation that need not be avoided, in its order; None when they are fewer than ``needed``."""
+    others = tuple(node for node in allocated if node not in avoid)
+    return others if len(others) >= needed else None

@@ -14,14 +14,16 @@ from slurmft.launch.accusing import Accuser
 from slurmft.launch.budget import budget_of
 from slurmft.launch.cluster import Cluster, LocalCluster, SlurmCluster
 from slurmft.launch.continuing import FLUSH_S, Continuation, in_folder
+from slurmft.launch.delays import retry_delay_s, wait_before_restart
 from slurmft.launch.elsewhere import Placement, all_busy, choose, duty_of, next_placement
 from slurmft.launch.logs import BackgroundLog
 from slurmft.launch.remedies import Remedies
 from slurmft.launch.start import Start
-from slurmft.policy.decide import decide
+from slurmft.policy.decide import Budget, decide
 from slurmft.policy.verdict import (
     EXIT_TEMPORARY,
     EXIT_VALIDATION_FAILED,
+    FREE,
     PLANNED,
     Action,
     Cause,
@@ -46,19 +48,21 @@ class Ending:
     Args:
         ends_at_s: monotonic time at which Slurm will have ended the job; None when nobody knows of an end.
         dismiss: ends the agents; called once it is decided that no attempt follows with them.
+        has_nodes: whether enough of them are left for another attempt.
     """
 
     def __init__(
         self, config: RunConfig, start: Start, accuser: Accuser, log_file: BackgroundLog,
-        *, dismiss: Callable[[], None], ends_at_s: float | None = None,
+        *, dismiss: Callable[[], None], has_nodes: Callable[[], bool], ends_at_s: float | None = None,
     ) -> None:  # fmt: skip
-        self._dismiss = dismiss
+        self._dismiss, self._has_nodes = dismiss, has_nodes
         self.config, self.start, self.ends_at_s, self.log_file = config, start, ends_at_s, log_file
         self._accuser = accuser
         self.cluster: Cluster = start.cluster
         self.run, self.journal = start.run, start.journal
         self._placement: Placement | None = None
         self._stays = False
+        self._budget = Budget(failures_so_far=0, max_failures=0)
         self._noted: list[Event] = []
 
     def act_on(self, verdict: Verdict) -> int | None:
@@ -75,7 +79,8 @@ class Ending:
         # a supervisor in whose place we act may have judged this attempt already: it is one end all the same
         attempt = str(self.cluster.attempt)
         earlier = [event for event in self.start.history if event.attempt != attempt]
-        budget = budget_of(earlier, verdict, self.config, attempt)
+        budget = replace(budget_of(earlier, verdict, self.config, attempt), has_nodes=self._has_nodes())
+        self._budget = budget
         decision = decide(verdict, budget, self.config.exit_actions)
         decision = Remedies(self.config, self.start, self._accuser).applied(verdict, decision)
         # what the list says has a part in where the run goes on
@@ -105,6 +110,7 @@ class Ending:
 
     def _carry_out(self, verdict: Verdict, decision: Decision) -> int | None:
         if decision.action is Action.RESTART or self._stays:
+            wait_before_restart(self.config, self._budget.restarts_so_far)
             return None
         self._dismiss()
         if decision.action is Action.CONTINUE:
@@ -132,7 +138,7 @@ class Ending:
             may_stay
             and decision.elsewhere
             and decision.avoid
-            and choose(expand(self.cluster.job.nodes), frozenset(decision.avoid), self.config.nodes)
+            and choose(self.cluster.present(), frozenset(decision.avoid), self.config.size.minimum)
         ):
             self._stays = self.cluster.why_ending() is None
             if self._stays:
@@ -196,8 +202,9 @@ class Ending:
         if not isinstance(self.cluster, SlurmCluster):
             raise TypeError(f"no way to continue on {self.cluster.name}")
         continuation = Continuation(
-            self.config, self.start, self.cluster, ends_at_s=self.ends_at_s, placement=self._placement
-        )
+            self.config, self.start, self.cluster, ends_at_s=self.ends_at_s, placement=self._placement,
+            retry_delay_s=0.0 if verdict.cause in FREE else retry_delay_s(self.config, self._budget.failures_so_far),
+        )  # fmt: skip
         with ignoring_signals():
             outcome = continuation.begin(verdict)
             in_folder(self.start, (lambda: claim.settle(outcome)) if outcome else claim.give_back)

@@ -37,7 +37,7 @@ class Observations:
         self, run: RunFolder, journal: Journal, attempt: Attempt, world_size: int,
         *, workload: str, history: Sequence[Event],
     ) -> None:  # fmt: skip
-        self._run, self._journal, self._attempt, self._world_size = run, journal, attempt, world_size
+        self._run, self._journal, self._attempt, self.world_size = run, journal, attempt, world_size
         self._workload, self._history = workload, history
         self._ranks: dict[int, Message] = {}
         self._first_step_seen = False
@@ -49,7 +49,7 @@ class Observations:
     @property
     def all_ended(self) -> bool:
         """Every rank's end has been seen."""
-        return len(self.ends) == self._world_size
+        return len(self.ends) == self.world_size
 
     @property
     def any_started(self) -> bool:
@@ -70,7 +70,7 @@ class Observations:
     def saved(self) -> int | None:
         """Newest step that every rank has saved; None when there is none."""
         steps = [facts["saved"] for facts in self._ranks.values() if facts["attached"]]
-        return min(steps) if len(steps) == self._world_size and min(steps) >= 0 else None
+        return min(steps) if len(steps) == self.world_size and min(steps) >= 0 else None
 
     def all_answered(self, tick: int) -> bool:
         """Every rank has done what was agreed for ``tick``."""
@@ -174,7 +174,7 @@ class Observations:
 
     def _note_first_step(self) -> None:
         times = [facts["first_step_at"] for facts in self._ranks.values()]
-        if self._first_step_seen or len(times) < self._world_size or min(times) <= 0:
+        if self._first_step_seen or len(times) < self.world_size or min(times) <= 0:
             return
         self._first_step_seen = True
         resumed, step = self.reached()

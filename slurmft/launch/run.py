@@ -90,7 +90,9 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     journal.append("supervisor lost", signal=name, host=owner.host)
     verdict = _verdict_in_its_place(run, cluster.attempt, name, owner.host, config.world_size)
     # the guardian has ended its agents
-    ending = Ending(config, start, Accuser(config, start), BackgroundLog(), dismiss=lambda: None)
+    ending = Ending(
+        config, start, Accuser(config, start), BackgroundLog(), dismiss=lambda: None, has_nodes=lambda: False
+    )
     decided = [event for event in history if event.attempt == str(cluster.attempt) and event.event == "decision"]
     code = ending.follow(verdict, _decision_of(decided[-1])) if decided else ending.act_on(verdict)
     return supervise(config, environment) if code is None else code
@@ -181,9 +183,9 @@ def _look(run: RunFolder) -> tuple[Owner | None, str | None]:
 
 def _refuse_too_few_nodes(config: RunConfig, environment: Mapping[str, str]) -> None:
     allocated = int(environment.get("SLURM_JOB_NUM_NODES", config.nodes))
-    if allocated < config.nodes:
+    if allocated < config.size.minimum:
         raise UsageError(
-            f"the configuration asks for nodes: {config.nodes}, but this job has {allocated}",
+            f"the configuration asks for nodes: {config.size.minimum}, but this job has {allocated}",
             hint="make --nodes of the batch script and nodes of the configuration agree",
         )
 

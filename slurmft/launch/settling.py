@@ -10,7 +10,6 @@ from slurmft.launch.cluster import SlurmCluster
 from slurmft.launch.elsewhere import MAX_ESCAPES, Duty, choose, duty_of, left, to_keep_off
 from slurmft.launch.start import Start
 from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Action, Cause, Decision, Verdict
-from slurmft.scheduler.nodes import expand
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import Attempt
 
@@ -35,7 +34,7 @@ def settle(config: RunConfig, start: Start) -> tuple[Verdict, Decision] | None:
     if not isinstance(cluster, SlurmCluster):
         return None
     duty = duty_of(start.history)
-    allocated = expand(cluster.job.nodes)
+    allocated = cluster.present()
     excluded = to_keep_off(
         config, partition=cluster.job.partition, job=cluster.job.job_id, history=start.history, allocated=allocated
     )
@@ -44,7 +43,7 @@ def settle(config: RunConfig, start: Start) -> tuple[Verdict, Decision] | None:
     if not (duty.undecided | former) & set(allocated) and not excluded:
         return None
     for avoid in (duty.undecided | former | excluded, duty.undecided | excluded, duty.nodes | excluded, duty.nodes):
-        chosen = choose(allocated, avoid, config.nodes)
+        chosen = choose(allocated, avoid, config.size.minimum)
         if chosen is not None and (not excluded & set(chosen) or duty.escapes >= MAX_ESCAPES):
             cluster.nodes = chosen
             if avoid & set(allocated):

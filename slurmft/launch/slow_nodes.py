@@ -19,7 +19,6 @@ from slurmft.launch.start import Start
 from slurmft.launch.stops import Stops
 from slurmft.policy.evidence import Suspect
 from slurmft.policy.verdict import Cause
-from slurmft.scheduler.nodes import expand
 
 if TYPE_CHECKING:
     from slurmft.launch.straggler_watch import StragglerWatch
@@ -80,7 +79,7 @@ class SlowNodes:
         cluster = self._start.cluster
         why = "there are no other nodes"
         if isinstance(cluster, SlurmCluster):
-            if choose(expand(cluster.job.nodes), frozenset(nodes), self._config.nodes) is not None:
+            if choose(cluster.present(), frozenset(nodes), self._config.size.minimum) is not None:
                 return True
             wanted: dict[str, Any] = {
                 "partition": cluster.job.partition, "job": cluster.job.job_id, "history": self._start.history,

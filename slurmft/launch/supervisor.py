@@ -21,6 +21,7 @@ from slurmft.launch.crew import Crew
 from slurmft.launch.elsewhere import suspect_gpus_of
 from slurmft.launch.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.launch.grace import workload_of
+from slurmft.launch.last_look import take_evidence
 from slurmft.launch.observations import Observations
 from slurmft.launch.own_signals import hearing
 from slurmft.launch.remedies import batch_divisor_of
@@ -29,7 +30,7 @@ from slurmft.launch.slow_nodes import SlowNodes
 from slurmft.launch.slurms_word import SlurmsWord
 from slurmft.launch.start import Start
 from slurmft.launch.stops import POLL_S, Stops
-from slurmft.launch.winding_down import LOST_S, PEER_GRACE_S, grace_of_peers, kill_workers
+from slurmft.launch.winding_down import LOST_S, grace_of_peers, kill_workers
 from slurmft.policy.evidence import Suspect
 from slurmft.policy.exit_actions import ExitAction, codes_of
 from slurmft.policy.judge import Circumstances, ends_attempt, judge
@@ -40,6 +41,10 @@ START_S = 40.0
 """How long an agent may take to start its workers; it may have to ask for its GPUs."""
 
 PING_S = 5.0
+LOOKS_PER_TIMEOUT = 12
+BROKEN_S = 1.0
+"""How long a connection that an agent's side has closed may take to come back: it tries again every 0.2 s."""
+
 ENDED_BY_TERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 log = logging.getLogger(__name__)
@@ -61,9 +66,12 @@ class Supervisor:
         self._slurm = SlurmsWord(self._cluster, start.journal)
         self._launch_error = ""
         self.lost: list[str] = []
-        """Nodes whose agents are gone."""
+        """Nodes of this attempt whose agents are gone."""
 
-        self._over, self._workers_ended = asyncio.Event(), asyncio.Event()
+        self._lost_early: list[str] = []
+        """Nodes whose agents were gone before there was anything to do for them."""
+
+        self._over = asyncio.Event()
         self._workers_started = False
         self._background = Background(self._on_error)
         self.stops = Stops(
@@ -95,6 +103,7 @@ class Supervisor:
                     self._node_states = await asyncio.to_thread(self._cluster.node_states)
             except (LaunchError, AgentLost, StorageError, OSError) as error:
                 self._launch_error = str(error)
+                self.lost += self._lost_early
             finally:
                 await self._wind_down()
         return self._escaped or self._verdict()
@@ -149,7 +158,8 @@ class Supervisor:
             raise LaunchError(f"the agent on {node} ended before it had reported: {how}")
 
     async def _start_workers(self) -> None:
-        members = self._crew.enlist(self._cluster.nodes)
+        members = await self._crew.enlist(self._cluster.nodes)
+        self._seen.world_size = len(members) * self._config.nproc_per_node
         lead = members[0]
         port = (await lead.call("port"))["port"]
         hosts = [link.host for link in members]
@@ -177,7 +187,7 @@ class Supervisor:
         if stuck := [host for host, reply in zip(hosts, replies, strict=True) if reply.get("suspect_gpus")]:
             self._escape(stuck, suspects)
             return
-        self._journal.append("workers started", world_size=self._config.world_size)
+        self._journal.append("workers started", world_size=self._seen.world_size)
 
     def _escape(self, hosts: list[str], gpus: frozenset[str]) -> None:
         """Nodes without as many other GPUs, as far as they can prove it, are as good as suspects themselves."""
@@ -206,6 +216,8 @@ class Supervisor:
                     self._slow.note(link.host, message)
                 case "signal":
                     self.stops.on_signal(message["name"], link.host)
+                case "connected" if self._workers_started or link.host in self._cluster.lost:
+                    self._background.start(self._on_connect(link))
                 case "disconnected":
                     self._background.start(self._on_disconnect(link))
 
@@ -218,7 +230,6 @@ class Supervisor:
                 self._background.start(self._kill_peers(grace_of_peers(end)))
             self._failed = True
         if self._seen.all_ended:
-            self._workers_ended.set()
             self._over.set()
 
     async def _kill_peers(self, grace_s: float) -> None:
@@ -226,18 +237,37 @@ class Supervisor:
         if not self._over.is_set():
             await self._kill_workers("a rank has failed; the others cannot go on without it")
 
+    async def _on_connect(self, link: AgentLink) -> None:
+        """One that had been lost may still run what it was told before; one that takes part again kills that itself."""
+        if link not in self._pool.members:
+            with contextlib.suppress(AgentLost):
+                await link.call("kill")
+        if link.host in self._cluster.lost:
+            self._cluster.lost.discard(link.host)
+            self._journal.append("agent back", node=link.host)
+
     async def _on_disconnect(self, link: AgentLink) -> None:
         """Give a connection that broke the time to come back; an agent that is gone takes its workers with it."""
-        await asyncio.sleep(PEER_GRACE_S)
+        await asyncio.sleep(BROKEN_S)
         if self._over.is_set() or self._pool.links.get(link.node) is not link:
             return
-        self.lost.append(link.host)
-        self._journal.append("agent lost", node=link.host, spare=link not in self._pool.members)
-        if link not in self._pool.members and self._workers_started:
+        await self._lose(link, f"the agent on {link.host} is gone", hung_up=True)
+
+    async def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
+        """Go on without this agent: at once where it is a spare, else with the next attempt."""
+        if link.dropped:
             return
-        await self._kill_workers(f"the agent on {link.host} is gone")
-        await asyncio.sleep(PEER_GRACE_S)
-        self._over.set()
+        is_member = link in self._pool.members and self._workers_started
+        self._pool.drop(link)
+        self._crew.reviver.lost(link, hung_up=hung_up)
+        self._cluster.lost.add(link.host)
+        self._journal.append("agent lost", node=link.host, spare=not is_member, reason=reason)
+        if is_member:
+            self.lost.append(link.host)
+            self._over.set()  # first: another node may be silent too, and would be waited for
+            await self._kill_workers(reason)
+        elif not self._workers_started:
+            self._lost_early.append(link.host)
 
     async def _watch_processes(self) -> None:
         codes = await asyncio.gather(*(process.wait() for process in self._crew.processes))
@@ -257,21 +287,22 @@ class Supervisor:
 
     async def _watch_agents(self) -> None:
         """Agents stop their workers when they hear nothing for the lease; so ping them, and expect the same of them."""
-        lease_s = self._config.fault_tolerance.supervisor_lease_s
-        pause_s = min(PING_S, lease_s / 4)
+        section = self._config.fault_tolerance
+        pause_s, ping_s = section.agent_timeout_s / LOOKS_PER_TIMEOUT, min(PING_S, section.supervisor_lease_s / 4)
+        pinged_s = 0.0
         while not self._over.is_set():
             if asleep_s := await overslept_s(pause_s):
                 self._journal.append("was suspended", seconds=round(asleep_s, 1))
                 for link in self._pool.links.values():
                     link.last_heard += asleep_s  # nobody can be heard by somebody who is stopped himself
-            await self._pool.tell_all("ping")
-            for host, silent_s in self._pool.silent_since(time.monotonic()).items():
-                if silent_s > lease_s and not self._over.is_set() and host not in self.lost:
-                    self.lost.append(host)
-                    self._journal.append("agent lost", node=host, silent_s=round(silent_s, 1))
-                    self._pool.drop(host)
-                    await self._kill_workers(f"nothing was heard from {host} for {silent_s:.0f} s")
-                    self._over.set()
+            now_s = time.monotonic()
+            if now_s - pinged_s > ping_s:
+                pinged_s = now_s
+                self._background.start(self._pool.tell_all("ping"))
+            for link in self._pool.silent_for(section.agent_timeout_s, now_s):
+                silent_s = now_s - link.last_heard
+                if silent_s > self._crew.roster.patience_s(link, section.agent_timeout_s) and not self._over.is_set():
+                    await self._lose(link, f"nothing was heard from {link.host} for {silent_s:.1f} s", hung_up=False)
 
     async def _watch_requests(self) -> None:
         while not self._over.is_set():
@@ -282,6 +313,10 @@ class Supervisor:
                 self.stops.on_request(kind, who)
 
     async def _kill_workers(self, reason: str) -> None:
+        await take_evidence(
+            self._pool, self._journal, self._folder.path, per_node=self._config.nproc_per_node,
+            ends=list(self._seen.ends.values()),
+        )  # fmt: skip
         await kill_workers(self._pool, self._journal, reason)
 
     # The end
@@ -290,10 +325,22 @@ class Supervisor:
         self._over.set()
         if self._workers_started and not self._seen.all_ended:
             await self._pool.tell_all("kill")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._workers_ended.wait(), LOST_S)
+            await self._end_of_workers(LOST_S)
         await self._background.cancel_all()
         self._folder.leave(self._seen, self._slow)
+
+    async def _end_of_workers(self, timeout_s: float) -> None:
+        """Return when every worker has ended whose agent can tell, or the time is up."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            told = (link.channel is None or self._has_ended(place) for place, link in enumerate(self._pool.members))
+            if all(told):
+                return
+            await asyncio.sleep(0.01)
+
+    def _has_ended(self, place: int) -> bool:
+        per_node = self._config.nproc_per_node
+        return all(rank in self._seen.ends for rank in range(place * per_node, (place + 1) * per_node))
 
     def _verdict(self) -> Verdict:
         # a save that still worked does not undo a cancellation
@@ -304,7 +351,7 @@ class Supervisor:
         within_s = READ_S if self.stops.planned is None and self._slurm.outside is None else HURRIED_READ_S
         return judge(
             ends,
-            world_size=self._config.world_size,
+            world_size=self._seen.world_size,
             seen=Circumstances(
                 reached=self._seen.reached(),
                 saved=self._seen.saved(),

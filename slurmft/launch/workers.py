@@ -19,16 +19,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurmft.launch.flight_recorder import PIPE_VARIABLE, pipe_prefix
 from slurmft.launch.heartbeat import PAGE_VARIABLE, Page, Slot, State
 from slurmft.launch.timing_page import TIMING_PAGE_VARIABLE, TimingPage
 from slurmft.launch.zygote import PACKET_BYTES
 from slurmft.policy.stop import Look
 
-PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim", "numpy")
+PRELOAD = (
+    "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim", "numpy",
+    "slurmft.training.session", "slurmft.checkpoint.manager",
+)  # fmt: skip
 """torch.optim pulls torch._dynamo in when the first optimizer is built: 1.1 s that every worker would pay."""
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a private folder is made in it
 _PREFIX = f"slurmft-{os.getuid()}-"
+
+END_LOOK_S = 0.005
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +45,9 @@ class Worker:
 
     rank: int
     page: Page
+    stacks: Path
+    """Where it writes its Python stacks when it is asked for them; no file where it cannot (``launch.stacks``)."""
+
     timings: TimingPage | None = None
     """Where it leaves how long its work takes; None where nobody asks for it."""
 
@@ -48,6 +57,9 @@ class Worker:
 
     killed: bool = False
     """We killed it."""
+
+    stacks_kept: int = 0
+    """Bytes of its stacks that are in the attempt's folder."""
 
     stopped_since: float | None = None
     """When it was first seen in state STOPPED, by the monotonic clock."""
@@ -134,9 +146,12 @@ class Workers:
         arguments = zygote_arguments(command)
         for rank, environment, verdict in zip(ranks, environments, verdicts, strict=True):
             path = self.folder / f"rank-{rank}"
-            worker = Worker(rank=rank, page=Page.create(path, rank=rank, generation=generation))
+            page = Page.create(path, rank=rank, generation=generation)
+            worker = Worker(rank=rank, page=page, stacks=self.folder / f"rank-{rank}.stacks")
+            worker.stacks.unlink(missing_ok=True)
             self.by_rank[rank] = worker
             pages = {PAGE_VARIABLE: str(path)} | (self._timing_page(worker, generation) if timed else {})
+            pages[PIPE_VARIABLE] = environment.get(PIPE_VARIABLE) or pipe_prefix(self.folder)
             self._send(
                 {
                     "rank": rank,
@@ -146,6 +161,7 @@ class Workers:
                     "folder": str(folder),
                     "log": str(logs / f"rank-{rank}.log"),
                     "verdict": str(verdict),
+                    "stacks": str(worker.stacks),
                 }
             )
 
@@ -179,6 +195,13 @@ class Workers:
             self._zygote.kill()
         for worker in self._living():
             self._kill(worker)
+
+    async def end_earlier(self) -> None:
+        """Return when no worker lives."""
+        if self._living():
+            self.kill()
+        while self._living():
+            await asyncio.sleep(END_LOOK_S)
 
     def kill_lingering(self, grace_s: float) -> None:
         """Kill workers that have stopped at the agreed step, with everything saved, but do not end."""

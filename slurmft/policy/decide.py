@@ -38,10 +38,10 @@ it goes on the exclusion list, and the next placement may well be the same."""
 RESTARTABLE = frozenset(
     {
         Cause.WORKER_ERROR, Cause.SIGNAL_CRASH, Cause.HOST_OUT_OF_MEMORY, Cause.DEVICE_OUT_OF_MEMORY, Cause.HANG,
-        Cause.COMMUNICATION_ERROR, Cause.VALIDATION_FAILED, Cause.UNKNOWN,
+        Cause.COMMUNICATION_ERROR, Cause.VALIDATION_FAILED, Cause.NODE_LOST, Cause.UNKNOWN,
     }
 )  # fmt: skip
-"""Failures of workers on nodes that live: they are tried again where they are, before the queue is."""
+"""Failures that are tried again in the allocation, as far as it has nodes for that, before the queue is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +69,9 @@ class Budget:
     """Restarts within this start of the job since the run last made progress."""
 
     max_restarts: int = 0
+
+    has_nodes: bool = True
+    """Enough nodes for another attempt are left in this allocation."""
 
 
 def decide(verdict: Verdict, budget: Budget, exit_actions: Mapping[ExitAction, str] | None = None) -> Decision:
@@ -147,7 +150,7 @@ def _after_validation(verdict: Verdict, budget: Budget) -> Decision:
 
 
 def _after_failure(verdict: Verdict, budget: Budget) -> Decision:
-    if verdict.cause in RESTARTABLE and budget.restarts_so_far < budget.max_restarts:
+    if verdict.cause in RESTARTABLE and budget.has_nodes and budget.restarts_so_far < budget.max_restarts:
         number = f"{budget.restarts_so_far + 1} of {budget.max_restarts}"
         return Decision(
             action=Action.RESTART,

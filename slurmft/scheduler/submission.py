@@ -196,8 +196,10 @@ def _sbatch_parameters(
     parameters["signal"] = f"{config.preemption.signal}@{config.preemption.signal_lead_s}"
     parameters["open-mode"] = "append"
     parameters["requeue" if section.requeue else "no-requeue"] = True
-    if section.no_kill:
+    if config.survives_nodes:
         parameters["no-kill"] = True
+    if config.nodes_range:
+        parameters["nodes"] = config.nodes_range  # beats the executor's
     parameters |= options
     for name, value in parameters.items():
         _refuse_control_characters(name, str(value))

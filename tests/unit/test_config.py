@@ -433,3 +433,30 @@ def test_the_shipped_configurations_load(path):
 
 def test_yaml_has_one_home():
     assert configuration.yaml is yaml
+
+
+@pytest.mark.parametrize(
+    ("elastic", "minimum", "maximum"),
+    [({}, 4, 4), ({"min_nodes": 1}, 1, 4), ({"max_nodes": 6}, 4, 6), ({"min_nodes": 4, "max_nodes": 4}, 4, 4)],
+)
+def test_how_many_nodes_a_run_may_have(elastic: dict[str, int], minimum: int, maximum: int):
+    size = validate({"command": ["a"], "run_folder": "/runs/a", "nodes": 4, "elastic": elastic}, source="here").size
+    assert (size.minimum, size.nodes, size.maximum) == (minimum, 4, maximum)
+    assert size.is_elastic == (minimum < maximum)
+
+
+@pytest.mark.parametrize(
+    ("elastic", "words"),
+    [
+        ({"min_nodes": 5}, "elastic.min_nodes=5 is more than nodes=4"),
+        ({"max_nodes": 3}, "elastic.max_nodes=3 is less than nodes=4"),
+        ({"min_nodes": 0}, "elastic.min_nodes"),
+        ({"max_nodes": 10**9}, "elastic.max_nodes"),
+        ({"min_nodes": True}, "elastic.min_nodes"),
+        ({"start_with_fewer": True}, "elastic.start_with_fewer needs elastic.min_nodes below nodes=4"),
+        ({"min_node": 1}, "did you mean min_nodes"),
+    ],
+)
+def test_bounds_that_make_no_sense_are_refused(elastic: dict[str, int], words: str):
+    with pytest.raises(ConfigError, match=words):
+        validate({"command": ["a"], "run_folder": "/runs/a", "nodes": 4, "elastic": elastic}, source="here")
