@@ -91,10 +91,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _words(error: BaseException) -> str:
-    try:
-        return "".join(traceback.format_exception_only(error))
-    except Exception:  # noqa: BLE001 - its own __str__ may fail
-        return type(error).__name__
+    return "".join(traceback.format_exception_only(error))  # copes with a __str__ that fails
 
 
 def _of_type(error: BaseException) -> FailureCategory | None:

@@ -32,8 +32,8 @@ class WatchdogTimer:
 
     Before the callback, the stacks of all threads go to ``file`` (standard error when not given). The thread does not
     keep the process alive. Time in which the whole process was stopped (SIGSTOP, a suspended job) does not count. A
-    ``reset()`` after it has run out arms it again. Does not see a hang in C code that never gives the GIL back: no
-    Python thread runs then. Not inherited by a fork.
+    ``reset()`` after it has run out arms it again; a callback that raises ends it, as it ends any thread. Does not see
+    a hang in C code that never gives the GIL back: no Python thread runs then. Not inherited by a fork.
 
     Raises:
         UsageError: the timeout is no positive number.
@@ -119,10 +119,7 @@ class WatchdogTimer:
         log.error("nothing has reset the watchdog for %g s; the stacks of all threads follow", self.timeout)
         dump_stacks(self._file or sys.stderr)
         if self._callback is not None:
-            try:
-                self._callback()
-            except Exception:
-                log.exception("the watchdog's callback has failed")
+            self._callback()
 
 
 def dump_stacks(file: IO[str]) -> None:
