@@ -30,9 +30,14 @@ def batch_divisor_of(history: Sequence[Event]) -> int:
 
 
 class Remedies:
-    """Looks at one verdict and what was decided about it."""
+    """Looks at one verdict and what was decided about it.
 
-    def __init__(self, config: RunConfig, start: Start, accuser: Accuser) -> None:
+    Args:
+        has_nodes: enough nodes are left in this allocation to go on at once.
+    """
+
+    def __init__(self, config: RunConfig, start: Start, accuser: Accuser, *, has_nodes: bool) -> None:
+        self._has_nodes = has_nodes
         self._poisoning = Poisoning(config, start, accuser)
         self._config, self._start, self._journal = config, start, start.journal
         self._folder = start.run.attempts / str(start.cluster.attempt)
@@ -80,6 +85,6 @@ class Remedies:
         reason = f"{verdict.reason}; {change}"
         if decision.action in GOES_ON:
             return replace(decision, reason=reason)
-        can_restart = verdict.cause in RESTARTABLE and self._config.fault_tolerance.num_in_job_restarts > 0
-        action = Action.RESTART if can_restart else Action.CONTINUE
+        may_restart = verdict.cause in RESTARTABLE and self._config.fault_tolerance.num_in_job_restarts > 0
+        action = Action.RESTART if may_restart and self._has_nodes else Action.CONTINUE
         return Decision(action=action, reason=reason, exit_code=verdict.exit_code or EXIT_TEMPORARY)
