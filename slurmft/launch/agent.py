@@ -16,13 +16,14 @@ from typing import Any
 from slurmft.config import RunConfig
 from slurmft.errors import LaunchError, StorageError
 from slurmft.launch.channel import BadMessage, Channel, Message, connect
-from slurmft.launch.environment import common_environment, worker_environment
+from slurmft.launch.environment import LENDER_VARIABLE, common_environment, worker_environment
 from slurmft.launch.gpus import VISIBLE_VARIABLE, visible_without
 from slurmft.launch.heartbeat import NOTHING, Slot
 from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.timing_reports import TimingReports
 from slurmft.launch.workers import Worker, Workers, reserve_port
 from slurmft.policy.stop import NEVER
+from slurmft.policy.verdict import EXIT_TEMPORARY
 from slurmft.storage.files import read_json
 from slurmft.storage.run_folder import RunFolder
 
@@ -46,6 +47,8 @@ class Agent:
         self._environment = environment
         self._index = int(environment.get("SLURMFT_NODE_INDEX", environment.get("SLURM_NODEID", "0")))
         self._host = environment.get("SLURMD_NODENAME") or socket.gethostname()
+        self._lender = environment.get(LENDER_VARIABLE, "")
+        self._taken_back = False
         self._workers = Workers(self._report_exit)
         self._channel: Channel | None = None
         self._port_holder: socket.socket | None = None
@@ -72,7 +75,9 @@ class Agent:
         lease = asyncio.create_task(self._watch_lease())
         try:
             await asyncio.wait([serving, lease], return_when=asyncio.FIRST_COMPLETED)
-            return serving.result() if serving.done() else LaunchError.exit_code
+            if serving.done():
+                return EXIT_TEMPORARY if self._taken_back else serving.result()
+            return LaunchError.exit_code
         finally:
             for task in (reports, serving, lease):
                 task.cancel()
@@ -117,7 +122,8 @@ class Agent:
 
     async def _serve_one_connection(self) -> None:
         channel = await self._connect_any(*self._where())
-        channel.send({"kind": "hello", "node": self._index, "host": self._host, "pid": os.getpid()})
+        lent = {"lender": self._lender} if self._lender else {}
+        channel.send({"kind": "hello", "node": self._index, "host": self._host, "pid": os.getpid(), **lent})
         self._channel = channel
         for report in self._unreported:
             channel.send(report)
@@ -214,7 +220,10 @@ class Agent:
 
     def _note_signal(self, name: str) -> None:
         self._term_count += 1
-        self._pass_on_term()
+        if self._lender:  # its job ends, not the run: the workers stop with all others, at an agreed step
+            self._taken_back = True
+        else:
+            self._pass_on_term()
         self._report({"kind": "signal", "name": name, "count": self._term_count, "at": time.time()})
 
     def _pass_on_term(self) -> None:

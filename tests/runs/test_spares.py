@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from runs.conftest import Run
+from runs.conftest import Run, eventually
 from slurmft.lab.cluster import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
