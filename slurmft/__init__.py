@@ -18,6 +18,8 @@ _HOMES = {
     "ignore_strangers_term": "slurmft.training.signals",
     "record": "slurmft.training.record",
     "CheckpointManager": "slurmft.checkpoint",
+    "ElasticSampler": "slurmft.training.sampler",
+    "ElasticLoader": "slurmft.training.sampler",
     "SlurmftError": "slurmft.errors",
 }
 

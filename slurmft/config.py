@@ -31,14 +31,15 @@ from slurmft.policy import plain_values as plain
 from slurmft.policy.exit_actions import ExitAction, lists_as_texts, unambiguous
 from slurmft.policy.membership import Size
 from slurmft.policy.sbatch_section import option_value, unknown_options
-from slurmft.policy.verdict import Cause, by_cause
 from slurmft.settings.elastic import ElasticConfig
 from slurmft.settings.exclusions import ExclusionsConfig
+from slurmft.settings.fault_tolerance import FaultToleranceConfig
 from slurmft.settings.nccl import NcclConfig
+from slurmft.settings.oom import OomConfig
 from slurmft.settings.preemption import PreemptionConfig
 from slurmft.settings.reruns import RerunConfig
 from slurmft.settings.stragglers import StragglerDetectionConfig
-from slurmft.settings.types import Count, Seconds, Text
+from slurmft.settings.types import Count, Text
 from slurmft.settings.types import Positive as _Positive
 from slurmft.settings.types import Section as _Section
 
@@ -156,39 +157,6 @@ class CheckpointConfig(_Section):
     """Steps between two periodic checkpoints; 0 saves only at stops and at the end."""
 
 
-class FaultToleranceConfig(_Section):
-    """What may go wrong, how often, and for how long."""
-
-    num_in_job_restarts: Count = Field(default=3, ge=0)
-    """Restarts within one start of the job, on the nodes that it has, before it goes back into the queue; counted anew
-    whenever the run has made progress in between."""
-
-    num_job_retries_on_failure: Count = Field(default=2, ge=0)
-    """Restarts of the job after failures of one cause, counted anew whenever the run has made progress in between."""
-
-    retries: Annotated[dict[Cause, Annotated[Count, Field(ge=0)]], BeforeValidator(by_cause)] = Field(
-        default_factory=dict
-    )
-    """Other numbers of restarts for single causes: ``{node lost: 5, worker error: 1}``."""
-
-    max_no_progress_cycles: Count = Field(default=3, ge=1)
-    """Ends in a row without one new saved step, whatever their causes, before the run is given up with exit code 93.
-    Preemptions, requeues and stops by signal are not counted."""
-
-    launch_timeout_s: Seconds = Field(default=300.0, gt=0)
-    """Seconds until every agent must have reported."""
-
-    supervisor_lease_s: Seconds = Field(default=60.0, gt=0)
-    """Seconds an agent keeps its workers running without hearing from the supervisor (fencing)."""
-
-    agent_timeout_s: Seconds = Field(default=3.0, ge=1)
-    """Seconds without a word from a node's agent, which reports every 0.5 s, until the node counts as lost and another
-    one takes its place; four times as long where there is no other one, since a requeue costs more than patience."""
-
-    preload: bool = True
-    """Fork workers from a process that has torch imported already. Off: every worker starts its own interpreter."""
-
-
 class RunConfig(_Section):
     """One run: what to train, where, and how it survives."""
 
@@ -218,6 +186,7 @@ class RunConfig(_Section):
     fault_tolerance: FaultToleranceConfig = Field(default_factory=FaultToleranceConfig)
     preemption: PreemptionConfig = Field(default_factory=PreemptionConfig)
     nccl: NcclConfig = Field(default_factory=NcclConfig)
+    oom: OomConfig = Field(default_factory=OomConfig)
     rerun: RerunConfig = Field(default_factory=RerunConfig)
     elastic: ElasticConfig = Field(default_factory=ElasticConfig)
     exclusions: ExclusionsConfig = Field(default_factory=ExclusionsConfig)

@@ -7,10 +7,11 @@ import os
 from collections.abc import Sequence
 from types import TracebackType
 
-from slurmft.checkpoint.catalog import MANIFEST, SHARED, FileRecord, rank_file
+from slurmft.checkpoint.catalog import SHARED, FileRecord, rank_file
 from slurmft.checkpoint.payload import Damage, Damaged
 from slurmft.checkpoint.team import Team
 from slurmft.errors import CheckpointError, Fenced, SlurmftError
+from slurmft.storage.checkpoint_names import MANIFEST
 
 log = logging.getLogger(__name__)
 

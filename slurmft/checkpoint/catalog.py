@@ -4,6 +4,7 @@
         shared.pt          model, optimizer, scheduler, scaler, extra: once for all ranks
         rank-00000.pt      random number generators and loader position of one rank
         manifest.json      the commit marker: names every file with its size and sha256; written last
+        quarantined.json   written by a supervisor: runs die from this one (storage.checkpoint_names)
 
 The commit number grows by one with every save, whatever the step. It decides what is newest, so that a run which went
 back to an older step (and commits lower steps again) is followed, not the branch that it left.
@@ -12,7 +13,6 @@ back to an older step (and commits lower steps again) is followed, not the branc
 from __future__ import annotations
 
 import math
-import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,43 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.errors import NewerFormat, StorageError
+from slurmft.storage.checkpoint_names import MANIFEST, Identity, read_quarantine
 from slurmft.storage.files import read_json, write_json
 
-MANIFEST = "manifest.json"
 SHARED = "shared.pt"
-MAX_STEP = 10**15 - 1
-"""The largest step that a folder's name can hold."""
-
 MAX_MARKER_BYTES = 64 * 1024 * 1024
 """A marker has some 120 bytes for each rank."""
-
-_NAME = re.compile(r"step-(\d{8,15})\.g(\d{1,15})\.c(\d{1,15})", re.ASCII)
 
 
 def rank_file(rank: int) -> str:
     """The name of the file that ``rank`` writes."""
     return f"rank-{rank:05d}.pt"
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """What a checkpoint's folder name says; three integers, so that ranks can exchange it as a tensor."""
-
-    step: int
-    generation: int
-    commit: int
-
-    @property
-    def folder_name(self) -> str:
-        return f"step-{self.step:08d}.g{self.generation}.c{self.commit}"
-
-    @classmethod
-    def parse(cls, folder_name: str) -> Identity | None:
-        """The identity in a folder's name, or None when it is not a checkpoint's name exactly as we write it."""
-        if not (match := _NAME.fullmatch(folder_name)):
-            return None
-        identity = cls(*(int(part) for part in match.groups()))
-        return identity if identity.folder_name == folder_name else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +55,8 @@ class Entry:
     attempt: str
     world_size: int
     files: Mapping[str, FileRecord]
+    quarantine: str = ""
+    """Why no run begins with it any more; empty for a good one."""
 
     @property
     def size_bytes(self) -> int:
@@ -229,6 +205,7 @@ def _entry(path: Path, value: Mapping[str, Any]) -> Entry:
         attempt=str(value.get("attempt", "")),
         world_size=_integer(value, "world_size"),
         files=files,
+        quarantine=(mark.reason or "quarantined") if (mark := read_quarantine(path)) is not None else "",
     )
 
 

@@ -8,9 +8,10 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from slurmft.checkpoint.catalog import MANIFEST, Catalog, Entry, Identity, is_newer_format
+from slurmft.checkpoint.catalog import Catalog, Entry, is_newer_format
 from slurmft.checkpoint.retention import decide
 from slurmft.errors import StorageError
+from slurmft.storage.checkpoint_names import MANIFEST, Identity
 from slurmft.storage.fence import GENERATION_VARIABLE, check_fence
 from slurmft.storage.files import fsync_folder
 

@@ -7,18 +7,24 @@ changes an object of the trainer.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slurmft.checkpoint.agreement import Guard, damage_report, failure
-from slurmft.checkpoint.catalog import MANIFEST, SHARED, Entry, Identity, rank_file, read_entry
+from slurmft.checkpoint.catalog import SHARED, Entry, rank_file, read_entry
 from slurmft.checkpoint.folders import remove_left_overs
 from slurmft.checkpoint.payload import Damage, Damaged, read_payload, verify_file
 from slurmft.checkpoint.state import Trainee
 from slurmft.checkpoint.team import Team
 from slurmft.errors import CheckpointError, NewerFormat, StorageError
+from slurmft.storage.attempt_facts import note_resuming
+from slurmft.storage.checkpoint_names import MANIFEST, Identity, read_quarantine
+from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
+
+_QUARANTINE = frozenset({Damage.NONE, Damage.QUARANTINED, Damage.GIVEN_UP})
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +64,10 @@ def load_first_usable(directory: Path, trainee: Trainee, candidates: Callable[[]
     """
     team = Team()
     skipped: list[tuple[Path, str]] = []
+    found: set[int] = set()
     for identity in _agreed_candidates(team, directory, candidates):
         path, guard, read = directory / identity.folder_name, Guard(), None
+        _note(team, path)
         with guard:
             read = _read(team, trainee, path)
         rows = team.exchange(guard.damage_row)
@@ -68,10 +76,12 @@ def load_first_usable(directory: Path, trainee: Trainee, candidates: Callable[[]
         if any(damage in (Damage.MISFIT, -1) for damage, _ in rows):
             raise _cannot_load(path, [damage for damage, _ in rows], team, guard)
         skipped.append((path, damage_report(rows, team, guard)))
+        found |= {damage for damage, _ in rows}
         if team.is_lead:
             log.warning("skipping checkpoint %s: %s", *skipped[-1])
-    if not skipped:
-        return LoadedCheckpoint()
+    _note(team, None)
+    if found <= _QUARANTINE and (not found or Damage.GIVEN_UP in found):
+        return LoadedCheckpoint(skipped=tuple(skipped))
     listing = "".join(f"\n  {path}: {reason}" for path, reason in skipped)
     raise CheckpointError(
         f"no checkpoint in {directory} can be used:{listing}",
@@ -119,7 +129,16 @@ def _verified_entry(path: Path) -> Entry:
         raise Damaged(Damage.UNREADABLE, MANIFEST, error.what) from error
     if entry is None:
         raise Damaged(Damage.MISSING, MANIFEST)
+    if (mark := read_quarantine(path)) is not None:
+        raise Damaged(Damage.GIVEN_UP if mark.from_scratch else Damage.QUARANTINED, MANIFEST, mark.reason)
     return entry
+
+
+def _note(team: Team, path: Path | None) -> None:
+    """Leave word of the run's checkpoint that is about to be read: whoever dies of it cannot say so any more."""
+    folder, directory = os.environ.get(ERROR_DIR_VARIABLE), os.environ.get("SLURMFT_CHECKPOINT_DIR")
+    if team.is_lead and folder and directory and (path is None or path.parent.absolute() == Path(directory).absolute()):
+        note_resuming(Path(folder), path.name if path is not None else "")
 
 
 def _apply(team: Team, trainee: Trainee, read: _Read, skipped: list[tuple[Path, str]]) -> LoadedCheckpoint:

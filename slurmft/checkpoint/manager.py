@@ -21,13 +21,10 @@ import torch
 
 from slurmft.checkpoint.agreement import Guard, failure, record_from_row, record_to_row
 from slurmft.checkpoint.catalog import (
-    MANIFEST,
-    MAX_STEP,
     SHARED,
     Catalog,
     Entry,
     FileRecord,
-    Identity,
     rank_file,
     write_marker,
 )
@@ -38,6 +35,7 @@ from slurmft.checkpoint.retention import BestMode, by_merit
 from slurmft.checkpoint.state import Stateful, Trainee, refuse_sharded
 from slurmft.checkpoint.team import Team
 from slurmft.errors import CheckpointError, UsageError
+from slurmft.storage.checkpoint_names import MANIFEST, MAX_STEP, Identity
 from slurmft.storage.fence import check_fence
 from slurmft.storage.files import fsync_folder
 
@@ -225,7 +223,7 @@ class CheckpointManager:
         with Guard() as guard:
             committed = Catalog(self.directory).committed()
             best = by_merit(committed, self.best_metric, self.best_mode) if self.save_best else []
-            best = [entry for entry in best if entry.path not in self._distrusted]
+            best = [entry for entry in best if entry.path not in self._distrusted and not entry.quarantine]
             prune(
                 self.directory,
                 keep_last_n=self.keep_last_n,

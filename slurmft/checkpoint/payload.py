@@ -30,6 +30,9 @@ class Damage(IntEnum):
     UNREADABLE = 4
     NEWER = 5
     MISFIT = 6
+    QUARANTINED = 7
+    GIVEN_UP = 8
+    """Quarantined, and where nothing else is left the run begins anew."""
 
     @property
     def text(self) -> str:
@@ -44,6 +47,8 @@ _DAMAGE_TEXT = {
     Damage.CHANGED: "has the wrong sha256",
     Damage.UNREADABLE: "cannot be read",
     Damage.NEWER: "was written by a newer slurmft",
+    Damage.QUARANTINED: "belongs to a quarantined checkpoint",
+    Damage.GIVEN_UP: "belongs to a quarantined checkpoint",
     Damage.MISFIT: "does not fit this model or optimizer",
 }
 

@@ -10,6 +10,9 @@ from typing import Literal
 
 from slurmft.checkpoint.catalog import Entry
 
+KEPT_QUARANTINED = 2
+"""Enough to look into why runs die from them."""
+
 BestMode = Literal["min", "max"]
 
 
@@ -39,15 +42,19 @@ def decide(
 ) -> Retention:
     """Keep the newest commits of ``keep_last_n`` different steps, and ``best``; the others may go.
 
-    A distrusted checkpoint (a load found it damaged) does not count as one of the kept, so that the last good one is
-    never removed in its favour. It stays as evidence until it is older than every kept one.
+    A distrusted checkpoint (a load found it damaged, or it is quarantined) does not count as one of the kept, so that
+    the last good one is never removed in its favour. It stays as evidence until it is older than every kept one; of the
+    quarantined ones, whatever their age, the newest ``KEPT_QUARANTINED`` stay.
     """
+    quarantined = [entry.path for entry in newest_first if entry.quarantine]
+    bad = {*distrusted, *quarantined}
     kept: list[Entry] = []
     for entry in newest_first:
         is_new_step = all(entry.step != other.step for other in kept)
-        if len(kept) < keep_last_n and is_new_step and entry.path not in distrusted:
+        if len(kept) < keep_last_n and is_new_step and entry.path not in bad:
             kept.append(entry)
     oldest_kept = min((entry.commit for entry in kept), default=0)
     stays = {entry.path for entry in kept} | ({best.path} if best else set())
-    stays |= {entry.path for entry in newest_first if entry.path in distrusted and entry.commit > oldest_kept}
+    stays |= {entry.path for entry in newest_first if entry.path in bad and entry.commit > oldest_kept}
+    stays = (stays - set(quarantined)) | set(quarantined[:KEPT_QUARANTINED])
     return Retention([entry for entry in reversed(newest_first) if entry.path not in stays], oldest_kept)

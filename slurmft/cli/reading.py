@@ -16,12 +16,18 @@ from rich.text import Text
 
 from slurmft.cli.names import every_run, optional_run_argument, run_argument, runs_root
 from slurmft.errors import StorageError, UsageError
+from slurmft.launch.evidence_told import look_told
 from slurmft.launch.overview import Overview, account_of, overviews, story
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import RunFolder
 
 WATCH_INTERVAL_S = 2.0
-_IN_FULL = frozenset({"rank", "node", "suspects", "rerun", "traceback", "evidence"})
+_IN_FULL = {
+    "verdict": frozenset({"rank", "node", "suspects", "rerun", "traceback", "evidence"}),
+    "evidence": frozenset({"culprits", "victims", "ranks", "folder"}),
+}
+"""What the newest one of these events tells below the story, and not in its line."""
+
 _COLOURS = {"finished": "green", "running": "cyan", "waiting": "yellow", "stopped": "red", "unknown": "magenta"}
 
 
@@ -121,7 +127,9 @@ def _follow(path: Path) -> int:
 def explain(*, run: RunFolder, as_json: bool) -> int:
     """Tell the run's story: each event, each decision and its reason, from the journal.
 
-    Below it: whom the newest verdict blames, with suspects, evidence and the end of the traceback.
+    Below it: what the newest look at all ranks before a kill has found (the culprit with its section and stack, its
+    victims, and where the files lie), and whom the newest verdict blames, with suspects, evidence and the end of the
+    traceback.
     """
     told = story(run)
     if as_json:
@@ -130,7 +138,8 @@ def explain(*, run: RunFolder, as_json: bool) -> int:
             click.echo(json.dumps({"format": 1, **line}))
     else:
         _tell(told.events)
-        _tell_verdict(account_of(told.events))
+        _tell_rows("the newest look at the ranks", look_told(told.events))
+        _tell_rows("the newest verdict", account_of(told.events))
     return _tell_damage(run, told.unreadable, len(told.events))
 
 
@@ -144,9 +153,9 @@ def _tell(events: Sequence[Event]) -> None:
         click.echo(_line(event))
 
 
-def _tell_verdict(rows: Sequence[tuple[str, str]]) -> None:
+def _tell_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
     if rows:
-        click.secho(f"\nthe newest verdict, on attempt {printable(rows[0][1])}", bold=True)
+        click.secho(f"\n{title}, on attempt {printable(rows[0][1])}", bold=True)
     before = ""
     for name, text in rows[1:]:
         click.echo(f"  {'' if name == before else name:<10} {printable(text)}".rstrip())
@@ -172,8 +181,8 @@ def _line(event: Event) -> str:
     at = event.at.astimezone().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
     details = dict(event.details)
     reason = str(details.pop("reason", ""))
-    if event.event == "verdict":  # told in full below the story
-        details = {key: value for key, value in details.items() if key not in _IN_FULL}
+    if hidden := _IN_FULL.get(event.event):
+        details = {key: value for key, value in details.items() if key not in hidden}
     facts = "  ".join(f"{key}={_shown(value)}" for key, value in details.items() if value not in ("", None, []))
     return printable(f"  {at}  {event.event:<20} {reason}{'  ' * bool(reason and facts)}{facts}".rstrip())
 

@@ -16,23 +16,26 @@ def schema() -> dict[str, Any]:
     """The JSON schema of a configuration, for editors."""
     value = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
     texts: dict[tuple[str, str], str] = {}
-    for source in _sources():
+    models = _models()
+    for source in {Path(inspect.getfile(each)) for model in models for each in _with_bases(model)}:
         texts |= _texts(source.read_text(encoding="utf-8"))
-    for name, part in {**value["$defs"], RunConfig.__name__: value}.items():
-        for key, facts in part.get("properties", {}).items():
-            if text := texts.get((name, key)):
+    parts = {**value["$defs"], RunConfig.__name__: value}
+    for model in models:
+        for key, facts in parts[model.__name__].get("properties", {}).items():
+            if text := next(filter(None, (texts.get((each.__name__, key)) for each in _with_bases(model))), None):
                 facts["description"] = text
     return value
 
 
-def _sources() -> set[Path]:
-    """The files in which the configuration and its sections stand."""
+def _models() -> list[type[BaseModel]]:
+    """The configuration and its sections."""
     sections = (field.annotation for field in RunConfig.model_fields.values())
-    models: list[type[BaseModel]] = [
-        RunConfig,
-        *(each for each in sections if isinstance(each, type) and issubclass(each, BaseModel)),
-    ]
-    return {Path(inspect.getfile(model)) for model in models}
+    return [RunConfig, *(each for each in sections if isinstance(each, type) and issubclass(each, BaseModel))]
+
+
+def _with_bases(model: type[BaseModel]) -> list[type[BaseModel]]:
+    """A section, and those whose keys it has as well."""
+    return [each for each in model.__mro__ if issubclass(each, BaseModel) and each.__module__.startswith("slurmft.")]
 
 
 def _texts(source: str) -> dict[tuple[str, str], str]:

@@ -17,6 +17,7 @@ from slurmft.config import RunConfig
 from slurmft.errors import LaunchError, StorageError
 from slurmft.launch.channel import BadMessage, Channel, Message, connect
 from slurmft.launch.environment import LENDER_VARIABLE, common_environment, worker_environment
+from slurmft.launch.forensics import Forensics
 from slurmft.launch.gpus import VISIBLE_VARIABLE, visible_without
 from slurmft.launch.heartbeat import NOTHING, Slot
 from slurmft.launch.sleeping import overslept_s
@@ -32,6 +33,9 @@ RECONNECT_PAUSE_S = 0.2
 LEASE_CHECK_S = 1.0
 STOPPED_GRACE_S = 20.0
 """What a worker may still do after it has stopped at the agreed step: its finalizers."""
+
+LAST_FILES_S = 1.0
+"""How long the end waits for files of evidence that are still being written."""
 
 STORE_BUFFER_S = 0.001
 """Wait between writing a proposal and reading the ticks, so that a tick stored before it is surely visible."""
@@ -60,6 +64,7 @@ class Agent:
         self._timings: TimingReports | None = None
         self._generation = 0
         self._address: tuple[list[str], int, bytes] | None = None
+        self._forensics = Forensics(self._host)
 
     async def run(self) -> int:
         """Serve until told to shut down, or until the supervisor is gone for longer than the lease."""
@@ -82,6 +87,7 @@ class Agent:
             for task in (reports, serving, lease):
                 task.cancel()
             self._workers.close()
+            self._forensics.finish(LAST_FILES_S)
             if self._channel is not None:
                 self._channel.close()  # only now: it tells the supervisor that nothing of this node is left
 
@@ -172,6 +178,10 @@ class Agent:
                 self._write(Slot.PROPOSED, NEVER)
             case "signal":
                 self._pass_on_term()
+            case "evidence":
+                folder, within_s = self._run.attempts / self._attempt, float(message["within_s"])
+                workers = list(self._workers.by_rank.values())
+                return {"ranks": await self._forensics.take_evidence(workers, folder, within_s)}
             case "kill":
                 self._workers.kill()
             case "shutdown":
@@ -236,6 +246,7 @@ class Agent:
             self._workers.signal(signal.SIGTERM)
 
     def _report_exit(self, worker: Worker) -> None:
+        self._forensics.keep_last_words(worker, self._run.attempts / self._attempt)
         facts = {"generation": self._generation, **_facts(worker)}
         self._report({"kind": "exited", "code": worker.exit_code, "killed": worker.killed, **facts})
 

@@ -17,7 +17,9 @@ from typing import Any
 
 from slurmft.launch.channel import MAX_LINE_BYTES, BadMessage, Channel, Message, accept
 from slurmft.launch.heartbeat import State
+from slurmft.launch.stacks import MAX_FRAME, MAX_FRAMES
 from slurmft.launch.timing_page import CUDA, MAX_NAME, MAX_SECTIONS
+from slurmft.policy.whereabouts import Where
 
 CALL_TIMEOUT_S = 10.0
 TELL_TIMEOUT_S = 2.0
@@ -84,6 +86,25 @@ _TIMINGS: Mapping[str, Check] = {
     "role": lambda value: value == "" or (_name(value) and len(value) <= MAX_NAME),
 }  # fmt: skip
 _LOOK = (_flag, _SLOT, _flag, _SLOT)
+_CODE = _integer(-128, 255)
+
+
+def _text(longest: int) -> Check:
+    return lambda value: isinstance(value, str) and len(value) <= longest
+
+
+def _texts(most: int, longest: int) -> Check:
+    fits = _text(longest)
+    return lambda value: isinstance(value, list) and len(value) <= most and all(map(fits, value))
+
+
+_EVIDENCE: Mapping[str, Check] = {
+    "rank": _integer(0, 2**31 - 1), "pid": _integer(0, 2**31 - 1), "kind": lambda value: value in tuple(Where),
+    "doing": _text(200), "process": _text(1), "wchan": _text(64), "attached": _flag,
+    "state": _integer(min(State), max(State)), "step": _SLOT, "tick": _SLOT, "sections": _texts(64, 200),
+    "python_top": _texts(MAX_FRAMES, 2 * MAX_FRAME + 32), "killed": _flag,
+    "exit_code": lambda value: value is None or _CODE(value),
+}  # fmt: skip
 
 
 def _require(message: Any, fields: Mapping[str, Check], what: str) -> None:
@@ -125,6 +146,10 @@ def _check_report(message: Message) -> None:
 def _check_reply(kind: str, message: Message) -> None:
     if kind == "port":
         _require(message, {"port": _integer(1, 65535)}, "the reply to 'port'")
+    elif kind == "evidence":
+        _require(message, {"ranks": lambda ranks: isinstance(ranks, list)}, "the reply to 'evidence'")
+        for facts in message["ranks"]:
+            _require(facts, _EVIDENCE, "the reply to 'evidence'")
     elif kind in ("look", "propose") and not _are_looks(message.get("looks")):
         raise BadMessage(f"the reply to {kind!r} holds no looks")
 

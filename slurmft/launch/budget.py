@@ -11,6 +11,11 @@ from slurmft.policy.decide import Budget
 from slurmft.policy.verdict import Action, Verdict, has_progressed
 from slurmft.storage.journal import Event
 
+BATCH_REDUCED = "batch reduced"
+QUARANTINED = "checkpoint quarantined"
+CHANGES = frozenset({BATCH_REDUCED, QUARANTINED})
+"""After these the run is another one, and its count begins anew; how many there may be has limits of its own."""
+
 
 def budget_of(history: Sequence[Event], verdict: Verdict, config: RunConfig, attempt: str = "") -> Budget:
     """What the run had spent before ``verdict`` of ``attempt``; ``history`` is the journal without that attempt."""
@@ -37,7 +42,7 @@ def past_ends(history: Sequence[Event]) -> list[PastEnd]:
                     cause=str(facts.get("cause", "")), progressed=progressed(facts), first_step=_first_step(facts)
                 )
             )  # fmt: skip
-        elif event.event == "decision" and facts.get("action") == Action.STOP:
+        elif (event.event == "decision" and facts.get("action") == Action.STOP) or event.event in CHANGES:
             ends.append(PastEnd(cause="", given_up=True))
         elif event.event == "decision" and facts.get("action") == Action.RESTART and ends:
             ends[-1] = replace(ends[-1], restarted_in=_job_start(event.attempt))

@@ -41,15 +41,16 @@ class Continuation:
     Args:
         ends_at_s: monotonic time at which Slurm will have ended the job; None when nobody knows of an end.
         placement: where it must not go on; None leaves the job's excluded nodes alone.
+        retry_delay_s: what a requeue waits in addition.
     """
 
     def __init__(
         self, config: RunConfig, start: Start, cluster: SlurmCluster, *, ends_at_s: float | None,
-        placement: Placement | None,
+        placement: Placement | None, retry_delay_s: float = 0.0,
     ) -> None:  # fmt: skip
         self._config, self._start, self._cluster, self._ends_at_s = config, start, cluster, ends_at_s
         self._run, self._journal = start.run, start.journal
-        self._placement = placement
+        self._placement, self._retry_delay_s = placement, retry_delay_s
         self._avoid = None if placement is None else placement.excluded
 
     def begin(self, verdict: Verdict) -> str:
@@ -82,7 +83,7 @@ class Continuation:
     def _requeue(self, verdict: Verdict) -> str:
         job_id, delay_s = self._cluster.job.job_id, self._config.preemption.requeue_delay_s
         if verdict.cause not in PLANNED:
-            delay_s += OTHERS_END_S
+            delay_s += OTHERS_END_S + round(self._retry_delay_s)
         lost = frozenset(self._cluster.lost).union(verdict.suspect_nodes if verdict.cause is Cause.NODE_LOST else ())
         if self._give_back(lost - self._cluster.given_back):
             delay_s += SHRUNK_S

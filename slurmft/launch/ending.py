@@ -14,13 +14,16 @@ from slurmft.launch.accusing import Accuser
 from slurmft.launch.budget import budget_of
 from slurmft.launch.cluster import Cluster, LocalCluster, SlurmCluster
 from slurmft.launch.continuing import FLUSH_S, Continuation, in_folder
+from slurmft.launch.delays import retry_delay_s, wait_before_restart
 from slurmft.launch.elsewhere import Placement, all_busy, choose, duty_of, next_placement
 from slurmft.launch.logs import BackgroundLog
+from slurmft.launch.remedies import Remedies
 from slurmft.launch.start import Start
-from slurmft.policy.decide import decide
+from slurmft.policy.decide import Budget, decide
 from slurmft.policy.verdict import (
     EXIT_TEMPORARY,
     EXIT_VALIDATION_FAILED,
+    FREE,
     PLANNED,
     Action,
     Cause,
@@ -59,6 +62,7 @@ class Ending:
         self.run, self.journal = start.run, start.journal
         self._placement: Placement | None = None
         self._stays = False
+        self._budget = Budget(failures_so_far=0, max_failures=0)
         self._noted: list[Event] = []
 
     def act_on(self, verdict: Verdict) -> int | None:
@@ -76,7 +80,9 @@ class Ending:
         attempt = str(self.cluster.attempt)
         earlier = [event for event in self.start.history if event.attempt != attempt]
         budget = replace(budget_of(earlier, verdict, self.config, attempt), has_nodes=self._has_nodes())
+        self._budget = budget
         decision = decide(verdict, budget, self.config.exit_actions)
+        decision = Remedies(self.config, self.start, self._accuser).applied(verdict, decision)
         # what the list says has a part in where the run goes on
         self._accuser.finish(verdict, wait=decision.action is not Action.RESTART)
         return self.follow(verdict, decision)
@@ -104,6 +110,7 @@ class Ending:
 
     def _carry_out(self, verdict: Verdict, decision: Decision) -> int | None:
         if decision.action is Action.RESTART or self._stays:
+            wait_before_restart(self.config, self._budget.restarts_so_far)
             return None
         self._dismiss()
         if decision.action is Action.CONTINUE:
@@ -195,8 +202,9 @@ class Ending:
         if not isinstance(self.cluster, SlurmCluster):
             raise TypeError(f"no way to continue on {self.cluster.name}")
         continuation = Continuation(
-            self.config, self.start, self.cluster, ends_at_s=self.ends_at_s, placement=self._placement
-        )
+            self.config, self.start, self.cluster, ends_at_s=self.ends_at_s, placement=self._placement,
+            retry_delay_s=0.0 if verdict.cause in FREE else retry_delay_s(self.config, self._budget.failures_so_far),
+        )  # fmt: skip
         with ignoring_signals():
             outcome = continuation.begin(verdict)
             in_folder(self.start, (lambda: claim.settle(outcome)) if outcome else claim.give_back)

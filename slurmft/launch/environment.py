@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from slurmft.config import RunConfig
+from slurmft.launch import flight_recorder
+from slurmft.launch.workers import zygote_arguments
 from slurmft.storage.fence import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE, EVIDENCE_VARIABLE, VERDICT_VARIABLE
 
@@ -65,20 +66,11 @@ def worker_environment(
         "SLURMFT_BACKEND": config.nccl.backend,
         "SLURMFT_INIT_TIMEOUT_MINUTES": str(config.nccl.init_timeout_minutes),
         "SLURMFT_STEP_TIMEOUT_MINUTES": str(config.nccl.step_timeout_minutes),
+        "SLURMFT_BATCH_DIVISOR": str(start.get("batch_divisor", 1)),
         "SLURMFT_RERUN": config.rerun.model_dump_json(),
         "SLURMFT_STRAGGLER_DETECTION": "1" if config.straggler_detection.enabled else "0",
         "SLURMFT_STRAGGLER_PROFILING_INTERVAL": str(config.straggler_detection.profiling_interval),
     }
-    return _flight_recorder(config.nccl.flight_recorder_buffer_size, folder) | environment
-
-
-def _flight_recorder(entries: int, folder: Path) -> dict[str, str]:
-    # torch renamed these; both names are set so that either generation of torch finds its own
-    prefix = str(folder / "flight-recorder-rank-")
-    return {
-        "TORCH_FR_BUFFER_SIZE": str(entries),
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(entries),
-        "TORCH_FR_DUMP_TEMP_FILE": prefix,
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1" if entries else "0",
-    }
+    same_torch = zygote_arguments(config.command) is not None
+    entries = config.nccl.flight_recorder_buffer_size
+    return flight_recorder.variables(entries, folder, same_torch=same_torch) | environment

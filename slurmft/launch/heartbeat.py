@@ -1,7 +1,14 @@
 """The heartbeat page: one worker's state in shared memory, written and read without a system call.
 
-Layout, version 1: 64 signed 64-bit integers in the machine's byte order. Every field has one writer (W the worker,
+Layout, version 2: 1024 signed 64-bit integers in the machine's byte order. Every field has one writer (W the worker,
 A the agent) and is one aligned 8-byte store, so no reader sees half a value; fields are not consistent with each other.
+The first 64 are the fields below. The worker's open sections follow, and the names of its sections: how these are
+written, and read consistently, is told in ``section_stack``.
+
+    0   .. 63    fields, see Slot
+    64  .. 79    open sections of the training thread, outermost first; 0 above the innermost
+    80  .. 87    open sections of other threads, in any order; 0 where there is none
+    96  .. 863   names of sections 1 to 128: 47 bytes of UTF-8 each, filled up with zeros
 """
 
 from __future__ import annotations
@@ -16,8 +23,8 @@ from pathlib import Path
 from slurmft.policy.stop import NEVER, NOT_STARTED
 
 PAGE_VARIABLE = "SLURMFT_PAGE"
-MAGIC_V1 = 0x534C_5552_4D46_5401
-SLOTS = 64
+MAGIC_V2 = 0x534C_5552_4D46_5402
+SLOTS = 1024
 SIZE_BYTES = SLOTS * 8
 NOTHING = -1
 
@@ -51,6 +58,12 @@ class Slot(IntEnum):
     SAVE_FAILURES = 23  # W  saves that failed and will be tried again
     SAVE_ERRNO = 24  # W  the operating system's reason for the newest of them
     SAVED_AT_NS = 25  # W  monotonic time at which the newest save was done
+    PHASE = 26  # W  the session's own section, as a word of section_stack; 0 when there is none
+    CLOSED_AT_NS = 27  # W  monotonic time at which a section was closed last; 0 before
+    BEAT_AT_NS = 28  # W  monotonic time of the newest session.heartbeat(); 0 before
+    SECTION_NAMES = 29  # W  names of sections that are on the page
+    SECTIONS_LOST = 30  # W  sections that were opened where no room was left for them
+    OWN_WORK_DONE = 31  # W  steps whose first collective this rank has reached; 0 where nobody can tell
 
 
 class State(IntEnum):
@@ -80,13 +93,14 @@ class Page:
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         self._slots = memoryview(memory).cast("q")
+        self._views: list[memoryview[int]] = []
 
     @classmethod
     def create(cls, path: Path, *, rank: int, generation: int) -> Page:
         """Make the page of a worker that is about to start; readable by this user alone."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            os.ftruncate(descriptor, SIZE_BYTES)
+            os.posix_fallocate(descriptor, 0, SIZE_BYTES)  # a store into a page without memory would kill the worker
             page = cls(mmap.mmap(descriptor, SIZE_BYTES))
         finally:
             os.close(descriptor)
@@ -96,7 +110,7 @@ class Page:
             page[slot] = NOTHING
         page[Slot.PROPOSED] = NEVER
         page.set_metric(float("nan"))
-        page[Slot.MAGIC] = MAGIC_V1
+        page[Slot.MAGIC] = MAGIC_V2
         return page
 
     @classmethod
@@ -113,8 +127,8 @@ class Page:
         finally:
             os.close(descriptor)
         page = cls(memory)
-        if page[Slot.MAGIC] != MAGIC_V1:
-            raise ValueError(f"{path} is not a heartbeat page of version 1")
+        if page[Slot.MAGIC] != MAGIC_V2:
+            raise ValueError(f"{path} is not a heartbeat page of version 2")
         page[Slot.PID] = os.getpid()
         return page
 
@@ -141,11 +155,23 @@ class Page:
         """The number shown beside the step; NaN before the first report."""
         return float(struct.unpack("=d", struct.pack("=q", self._slots[Slot.METRIC]))[0])
 
+    def words(self, first: int, number: int) -> list[int]:
+        """A copy of part of the page."""
+        return self._slots[first : first + number].tolist()
+
+    def view(self, first: int, number: int) -> memoryview[int]:
+        """Part of the page; valid until it is closed."""
+        part = self._slots[first : first + number]
+        self._views.append(part)
+        return part
+
     def touch(self, slot: Slot) -> None:
         """Store the time now, in ns."""
         self._slots[slot] = time.time_ns()
 
     def close(self) -> None:
         """Unmap; the file stays."""
+        for part in self._views:
+            part.release()
         self._slots.release()
         self._memory.close()

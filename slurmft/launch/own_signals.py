@@ -34,6 +34,11 @@ def keep_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
 
+def any_kept() -> bool:
+    """Whether a signal waits to be heard."""
+    return bool(_kept)
+
+
 @contextmanager
 def hearing(listener: Callable[[int], None]) -> Iterator[None]:
     """Within the block ``listener`` is called with each signal, first with those that were kept.

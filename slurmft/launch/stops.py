@@ -11,6 +11,7 @@ from slurmft.config import RunConfig
 from slurmft.launch.agents import AgentLost, AgentPool
 from slurmft.launch.background import Background
 from slurmft.launch.heartbeat import StopAction
+from slurmft.launch.last_look import take_evidence
 from slurmft.launch.observations import Observations
 from slurmft.launch.slurms_word import SlurmsWord
 from slurmft.launch.start import Start
@@ -40,6 +41,7 @@ class Stops:
         self._section, self._journal, self._cluster = config.preemption, start.journal, start.cluster
         self._pool, self._seen, self._slurm = pool, seen, slurm
         self._over, self.background = over, background
+        self._folder = start.run.attempts / str(start.cluster.attempt)
         self._timer: asyncio.Timeout | None = None
         self._agreement = asyncio.Lock()
         self._told = asyncio.Event()
@@ -153,6 +155,7 @@ class Stops:
             took_s = time.monotonic() - at_s
             self._journal.append("stop overdue", seconds=round(took_s, 3), **self._seen.unsaved_at_stop())
             log.error("THE SAVE OF THIS STOP DID NOT FINISH within %.0f s; the newest checkpoint continues", took_s)
+            await take_evidence(self._pool, self._journal, self._folder, ends=list(self._seen.ends.values()))
             await kill_workers(self._pool, self._journal, "the time of the stop is up")
             await asyncio.sleep(PEER_GRACE_S)
             self._over.set()  # a node that is cut off cannot tell that its workers are gone

@@ -21,8 +21,10 @@ from slurmft.launch.crew import Crew
 from slurmft.launch.elsewhere import suspect_gpus_of
 from slurmft.launch.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.launch.grace import workload_of
+from slurmft.launch.last_look import take_evidence
 from slurmft.launch.observations import Observations
 from slurmft.launch.own_signals import hearing
+from slurmft.launch.remedies import batch_divisor_of
 from slurmft.launch.resizing import Resizing
 from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.slow_nodes import SlowNodes
@@ -176,6 +178,7 @@ class Supervisor:
                     "start",
                     timeout_s=START_S,
                     suspect_gpus=sorted(suspects),
+                    batch_divisor=batch_divisor_of(self._start.history),
                     attempt=str(self._cluster.attempt),
                     cycle=self._cluster.attempt.cycle,
                     first_rank=place * self._config.nproc_per_node,
@@ -273,7 +276,7 @@ class Supervisor:
         if is_member:
             self.lost.append(link.host)
             self._over.set()  # first: another node may be silent too, and would be waited for
-            await self._kill_workers(reason)
+            await kill_workers(self._pool, self._journal, reason)  # victims, all of them: they have nothing to tell
         elif not self._workers_started:
             self._lost_early.append(link.host)
 
@@ -321,6 +324,10 @@ class Supervisor:
                 self.stops.on_request(kind, who)
 
     async def _kill_workers(self, reason: str) -> None:
+        await take_evidence(
+            self._pool, self._journal, self._folder.path, per_node=self._config.nproc_per_node,
+            ends=list(self._seen.ends.values()),
+        )  # fmt: skip
         await kill_workers(self._pool, self._journal, reason)
 
     # The end

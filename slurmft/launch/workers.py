@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurmft.launch.flight_recorder import PIPE_VARIABLE, pipe_prefix
 from slurmft.launch.heartbeat import PAGE_VARIABLE, Page, Slot, State
 from slurmft.launch.timing_page import TIMING_PAGE_VARIABLE, TimingPage
 from slurmft.launch.zygote import PACKET_BYTES
@@ -44,6 +45,9 @@ class Worker:
 
     rank: int
     page: Page
+    stacks: Path
+    """Where it writes its Python stacks when it is asked for them; no file where it cannot (``launch.stacks``)."""
+
     timings: TimingPage | None = None
     """Where it leaves how long its work takes; None where nobody asks for it."""
 
@@ -53,6 +57,9 @@ class Worker:
 
     killed: bool = False
     """We killed it."""
+
+    stacks_kept: int = 0
+    """Bytes of its stacks that are in the attempt's folder."""
 
     stopped_since: float | None = None
     """When it was first seen in state STOPPED, by the monotonic clock."""
@@ -139,9 +146,12 @@ class Workers:
         arguments = zygote_arguments(command)
         for rank, environment, verdict in zip(ranks, environments, verdicts, strict=True):
             path = self.folder / f"rank-{rank}"
-            worker = Worker(rank=rank, page=Page.create(path, rank=rank, generation=generation))
+            page = Page.create(path, rank=rank, generation=generation)
+            worker = Worker(rank=rank, page=page, stacks=self.folder / f"rank-{rank}.stacks")
+            worker.stacks.unlink(missing_ok=True)
             self.by_rank[rank] = worker
             pages = {PAGE_VARIABLE: str(path)} | (self._timing_page(worker, generation) if timed else {})
+            pages[PIPE_VARIABLE] = environment.get(PIPE_VARIABLE) or pipe_prefix(self.folder)
             self._send(
                 {
                     "rank": rank,
@@ -151,6 +161,7 @@ class Workers:
                     "folder": str(folder),
                     "log": str(logs / f"rank-{rank}.log"),
                     "verdict": str(verdict),
+                    "stacks": str(worker.stacks),
                 }
             )
 

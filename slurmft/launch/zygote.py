@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurmft.errors import SlurmftError, StorageError
+from slurmft.launch import stacks
 from slurmft.policy.symptoms import cause_of_text, last_words
 from slurmft.policy.testimony import claimed
 from slurmft.policy.verdict import EXIT_USAGE, Cause
@@ -148,6 +149,7 @@ def _become(request: dict[str, Any]) -> int:
     try:
         os.chdir(request["folder"])
         if request["python"]:
+            stacks.arm(Path(request["stacks"]))
             return _run_python(request["argv"], Path(request["verdict"]))
         _execute(request["argv"])
     except OSError as error:

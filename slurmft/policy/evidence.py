@@ -26,6 +26,9 @@ class Kind(StrEnum):
     NODE_LOST = "node lost"
     CRASH = "crash"
     OUT_OF_MEMORY = "out of memory"
+    REPEATED_DEATH = "repeated death"
+    """Attempts died from the same checkpoint, all on this node."""
+
     COMMUNICATION = "communication"
     HEALTH = "health check"
     PASSED = "health check passed"

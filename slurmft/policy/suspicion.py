@@ -25,6 +25,7 @@ WEIGHTS: Mapping[str, float] = MappingProxyType({
     Kind.HEALTH: 0.8,
     Kind.NODE_LOST: 0.6,
     Kind.STRAGGLER: 0.5,
+    Kind.REPEATED_DEATH: 0.5,
     Kind.HANG: 0.3,
     Kind.CRASH: 0.25,
     Kind.COMMUNICATION: 0.2,
@@ -42,6 +43,7 @@ HALF_LIFE_HOURS: Mapping[str, float] = MappingProxyType({
     Kind.HEALTH: 2 * DAY_H,
     Kind.NODE_LOST: 3 * DAY_H,
     Kind.STRAGGLER: 3 * DAY_H,
+    Kind.REPEATED_DEATH: 3 * DAY_H,
     Kind.HANG: 2 * DAY_H,
     Kind.CRASH: 1 * DAY_H,
     Kind.COMMUNICATION: 1 * DAY_H,
@@ -52,11 +54,12 @@ HALF_LIFE_HOURS: Mapping[str, float] = MappingProxyType({
 OTHER_HALF_LIFE_HOURS = 1 * DAY_H
 """Of a kind that only a newer slurmft knows."""
 
-ONCE_PER_RUN = frozenset({Kind.CRASH, Kind.HANG, Kind.STRAGGLER, Kind.COMMUNICATION, Kind.OUT_OF_MEMORY})
+_OF_WORKERS = frozenset({Kind.CRASH, Kind.REPEATED_DEATH, Kind.HANG, Kind.COMMUNICATION, Kind.OUT_OF_MEMORY})
+ONCE_PER_RUN = _OF_WORKERS | {Kind.STRAGGLER}
 """Kinds that a run's own fault shows as well: of one run only the strongest counts, so that a script which crashes
 wherever it runs excludes no node by itself."""
 
-SEEN_BY_CHECKS = frozenset({Kind.HEALTH, Kind.NODE_LOST, Kind.CRASH, Kind.HANG, Kind.COMMUNICATION, Kind.OUT_OF_MEMORY})
+SEEN_BY_CHECKS = _OF_WORKERS | {Kind.HEALTH, Kind.NODE_LOST}
 """What a passed health check speaks against. It proves nothing about wrong results, nor about speed."""
 
 PRECISION_S = 1e-3

@@ -28,11 +28,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slurmft.errors import CheckpointError
 from slurmft.launch.heartbeat import NOTHING, PAGE_VARIABLE, Page, Slot, State, StopAction
+from slurmft.policy.batches import BatchSplit
 from slurmft.policy.stop import END, end_of_evaluation, tick_of
 from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_TEMPORARY, EXIT_VALIDATION_FAILED
 from slurmft.storage.patience import PASSING
 from slurmft.training import rng
 from slurmft.training.agreement import AgreementByAgent, AgreementByCollective
+from slurmft.training.batches import Batches
 from slurmft.training.ddp import Rehearsal, settled_ddp
 from slurmft.training.groups import ProcessGroups
 from slurmft.training.rerun import RerunStateMachine
@@ -105,6 +107,7 @@ class Session:
         self.checkpoint_dir = Path(environment.get("SLURMFT_CHECKPOINT_DIR", "checkpoints"))
         self._interval_steps = int(environment.get("SLURMFT_CHECKPOINT_INTERVAL_STEPS", "100"))
         self._groups = groups
+        self._batches = Batches()
         self._signal = StopSignal.install()
         self.stragglers = StragglerDetector.from_environment(groups.device)
         self._page = page or Page.private()
@@ -214,6 +217,27 @@ class Session:
 
         devices = [self.device] if self.device.type == "cuda" else None
         return settled_ddp(model, attached, device_ids=devices)
+
+    def micro_batch(self, samples: int) -> int:
+        """Samples to compute at once: ``samples``, or a half, a quarter... of it after an attempt without enough memory
+        (``oom.action: reduce_batch``). Without this call, the supervisor does not know that there is one to reduce.
+
+        Raises:
+            UsageError: ``samples`` is no positive number.
+        """
+        return self._batches.micro_batch(samples)
+
+    def accumulation(self, steps: int = 1) -> int:
+        """Micro-batches behind one optimizer step where there would be ``steps``; the global batch stays the same."""
+        return self._batches.accumulation(steps)
+
+    def split_batch(self, global_batch: int, max_micro_batch: int) -> BatchSplit:
+        """How ``global_batch`` is spread over the ranks that there are now, whatever their number: elastic runs.
+
+        Raises:
+            UsageError: there are more ranks than samples, or a number is not positive.
+        """
+        return self._batches.split(global_batch, self.world_size, max_micro_batch)
 
     def rerun_machine(self, model: nn.Module, loader: Iterable[Any]) -> RerunStateMachine:
         """Reruns of steps whose results look wrong, as the section ``rerun:`` says (``training.rerun``).

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from slurmft.launch.heartbeat import MAGIC_V1, NOTHING, SIZE_BYTES, Page, Slot, State
+from slurmft.launch.heartbeat import MAGIC_V2, NOTHING, SIZE_BYTES, Page, Slot, State
 from slurmft.policy.stop import END, NEVER, NOT_STARTED
 
 
@@ -23,7 +23,7 @@ def page(tmp_path):
 
 
 def test_a_new_page_says_that_nothing_happened_yet(page):
-    assert (page[Slot.RANK], page[Slot.GENERATION], page[Slot.MAGIC]) == (3, 7, MAGIC_V1)
+    assert (page[Slot.RANK], page[Slot.GENERATION], page[Slot.MAGIC]) == (3, 7, MAGIC_V2)
     assert (page[Slot.PID], page[Slot.STATE], page[Slot.STEP]) == (0, State.ABSENT, 0)
     assert (page[Slot.TICK], page[Slot.PROPOSED]) == (NOT_STARTED, NEVER)
     for slot in (Slot.SAVED, Slot.RESUMED, Slot.COMMITTED, Slot.ANSWERED, Slot.HOLDING):

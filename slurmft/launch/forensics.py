@@ -1,0 +1,201 @@
+"""What an agent finds out about its workers before they are killed: by asking them, and by looking from outside.
+
+Each living worker is asked for its Python stacks (``launch.stacks``), and looked at by way of /proc while it answers.
+One that is stopped, or is no Python process of ours, is only looked at. All of it takes some milliseconds, and never
+longer than it may. Files go to the attempt's folder, which nobody waits for either:
+
+    stacks-rank-N.txt      all Python threads, as often as they were asked for or the worker crashed
+    evidence-NODE.json     for each rank: where it is, its page, the kernel's view of its threads
+    flight-recorder-...    torch's own record of its collectives, where it keeps one that can be asked for (NCCL)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from slurmft.launch import flight_recorder, stacks
+from slurmft.launch.heartbeat import Slot, State
+from slurmft.launch.kernel_view import View, view
+from slurmft.launch.workers import Worker
+from slurmft.policy.whereabouts import Where, whereabouts
+from slurmft.storage.files import write_json
+from slurmft.storage.patience import FolderThread
+
+LOOK_S = 0.001
+"""Pause between two looks for answers."""
+
+QUIET_S = 0.02
+"""An answer without a recognisable end is over when nothing has come for so long."""
+
+MAX_REPLY_BYTES = 200_000
+"""What fits into a message, with room for its frame."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Look:
+    """One worker while it is being looked at."""
+
+    worker: Worker
+    kernel: View | None
+    asked_from: int | None = None
+    """Size of its file of stacks when it was asked; None when it was not."""
+
+    length: int = 0
+    changed_at: float = 0.0
+    dump: str = ""
+
+    def has_answered(self, now: float) -> bool:
+        """Take in what has come; whether that is all, or nothing can come."""
+        if self.asked_from is None:
+            return True
+        length = stacks.size(self.worker.stacks) - self.asked_from
+        if length != self.length:
+            self.length, self.changed_at = length, now
+            self.dump = stacks.read(self.worker.stacks, self.asked_from).decode(errors="replace")
+        return length > 0 and (stacks.is_complete(self.dump) or now - self.changed_at > QUIET_S)
+
+
+class Forensics:
+    """Takes the evidence of one node.
+
+    Args:
+        node: the node's name, for file names.
+    """
+
+    def __init__(self, node: str) -> None:
+        self._node = re.sub(r"[^\w.-]", "_", node)[:100]
+        self._thread = FolderThread()
+
+    async def take_evidence(self, workers: Sequence[Worker], folder: Path, within_s: float) -> list[dict[str, Any]]:
+        """One summary for each worker, dead ones too; what does not answer within the time is told from outside only.
+
+        Never raises for what it finds or cannot write.
+        """
+        started = time.monotonic()
+        looks = [_look_at(worker) for worker in workers]
+        alive = [each.worker for each in looks if each.kernel is not None]
+        recorders = [worker for worker in alive if flight_recorder.ask(worker.stacks.parent, worker.rank)]
+        pending = looks
+        while pending := [each for each in pending if not each.has_answered(time.monotonic())]:
+            if time.monotonic() - started > within_s:
+                break
+            await asyncio.sleep(LOOK_S)
+        summaries = [_summary(each) for each in looks]
+        dumps = [(each.worker.rank, dump) for each in looks if (dump := _not_kept_yet(each.worker))]
+        kernel = [each.kernel for each in looks]
+        writing = asyncio.wrap_future(self._thread.submit(lambda: self._write(dumps, summaries, kernel, folder)))
+        left_s = max(0.0, within_s - (time.monotonic() - started))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(writing), left_s)
+        if recorders:  # torch looks at its pipes once a second
+            await asyncio.sleep(max(0.0, within_s - (time.monotonic() - started)))
+        return as_reply(summaries)
+
+    def keep_last_words(self, worker: Worker, folder: Path) -> None:
+        """Have the stacks that a worker wrote when it crashed copied; returns at once."""
+        if dump := _not_kept_yet(worker):
+            self._thread.submit(lambda: _append(folder, worker.rank, dump, f"exit code {worker.exit_code}"))
+
+    def finish(self, timeout_s: float) -> None:
+        """Return when everything is written, or does not get written."""
+        with contextlib.suppress(TimeoutError):
+            self._thread.submit(lambda: None).result(timeout_s)
+
+    def _write(
+        self, dumps: Sequence[tuple[int, str]], summaries: Sequence[Mapping[str, Any]], kernel: Sequence[View | None],
+        folder: Path,
+    ) -> None:  # fmt: skip
+        for rank, dump in dumps:
+            _append(folder, rank, dump, "asked for")
+        views = [each.as_json() if each is not None else None for each in kernel]
+        ranks = [{**summary, "kernel": seen} for summary, seen in zip(summaries, views, strict=True)]
+        at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        try:
+            write_json(folder / f"evidence-{self._node}.json", {"at": at, "ranks": ranks}, durable=False)
+        except OSError as error:
+            log.warning("the evidence of %s could not be written: %s", self._node, error)
+
+
+def _not_kept_yet(worker: Worker) -> str:
+    """What a worker has told of its stacks since the last time."""
+    dump = stacks.read(worker.stacks, worker.stacks_kept)
+    worker.stacks_kept += len(dump)
+    return dump.decode(errors="replace")
+
+
+def _look_at(worker: Worker) -> _Look:
+    """Ask a living worker, unless it could not answer or would die of the question, and look at it."""
+    kernel = view(worker.pid) if worker.alive and worker.pid else None
+    look = _Look(worker, kernel)
+    if kernel is not None and kernel.state not in "Tt" and kernel.catches(stacks.STACKS_SIGNAL):
+        before = stacks.size(worker.stacks)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(worker.pid, stacks.STACKS_SIGNAL)
+            look.asked_from = before
+    return look
+
+
+def _summary(look: _Look) -> dict[str, Any]:
+    worker, page = look.worker, look.worker.page
+    calls = stacks.main_thread(look.dump)
+    if worker.exit_code is not None or (look.kernel is None and worker.pid):
+        where, doing = Where.DEAD, "is dead"
+    elif look.kernel is None:
+        where, doing = Where.NO_ANSWER, "has not been forked yet"
+    else:
+        named = [(call.file, call.line, call.function) for call in calls]
+        main = look.kernel.threads[0].state if look.kernel.threads else look.kernel.state
+        where, doing = whereabouts(named, main)
+    return {
+        "rank": worker.rank,
+        "pid": worker.pid,
+        "kind": where.value,
+        "doing": doing[:200],
+        "process": look.kernel.state if look.kernel is not None else "",
+        "wchan": look.kernel.wchan[:64] if look.kernel is not None else "",
+        "attached": page[Slot.PID] != 0,
+        "state": page[Slot.STATE] if page[Slot.STATE] in tuple(State) else State.ABSENT.value,
+        "step": page[Slot.STEP],
+        "tick": page[Slot.TICK],
+        "sections": [],
+        "python_top": stacks.innermost(calls),
+        "exit_code": worker.exit_code,
+        "killed": worker.killed,
+    }
+
+
+def as_reply(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The summaries as far as a message holds them: with fewer calls, and then fewer ranks, where they are many."""
+    kept = list(summaries)
+    for calls in (stacks.MAX_FRAMES, 2, 1, 0):
+        kept = [{**each, "python_top": each["python_top"][:calls]} for each in summaries]
+        if len(json.dumps(kept)) <= MAX_REPLY_BYTES:
+            return kept
+    while len(json.dumps(kept)) > MAX_REPLY_BYTES:
+        kept = kept[: len(kept) // 2]
+    return kept
+
+
+def _append(folder: Path, rank: int, dump: str, why: str) -> None:
+    at = datetime.now(UTC).isoformat(timespec="milliseconds")
+    path = folder / f"stacks-rank-{rank}.txt"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        log.warning("the stacks of rank %d could not be written: %s", rank, error)
+        return
+    with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as stream, contextlib.suppress(OSError):  # noqa: PTH123 - a descriptor
+        stream.write(f"==== rank {rank}, {at}, {why}\n{dump.rstrip()}\n\n")

@@ -1,0 +1,113 @@
+"""A process as the kernel sees it: state, threads, what they wait for. It needs nothing of the process itself.
+
+What may not be read (another user's process, a kernel that hides it) is empty; a process that is gone is None.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+MAX_THREADS = 64
+"""Threads that are looked at; a process on a GPU has hundreds, and the first ones are the program's own."""
+
+MAX_TEXT_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Thread:
+    """One thread."""
+
+    tid: int
+    name: str
+    state: str
+    """Letter of proc(5): R runs, S sleeps, D sleeps uninterruptibly, T is stopped, Z is dead."""
+
+    wchan: str
+    """Function of the kernel in which it sleeps; empty or 0 where it does not, or where the kernel hides it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """One process."""
+
+    pid: int
+    state: str
+    threads: tuple[Thread, ...]
+    """The main thread first."""
+
+    thread_count: int
+    caught: int
+    """Mask of the signals that it has handlers for; bit 0 is signal 1."""
+
+    status: str
+    syscall: str
+    """System call in which the main thread is, with its arguments."""
+
+    stack: str
+    """The main thread's calls in the kernel; only root may see them."""
+
+    @property
+    def wchan(self) -> str:
+        """Where the main thread sleeps in the kernel."""
+        return self.threads[0].wchan if self.threads else ""
+
+    def catches(self, number: int) -> bool:
+        """Whether it has a handler for the signal; without one, most signals would end it."""
+        return bool(self.caught >> (number - 1) & 1)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the file that people read."""
+        value = asdict(self)
+        del value["caught"]
+        return {**value, "status": self.status.splitlines()}
+
+
+def view(pid: int) -> View | None:
+    """One look at a living process; None when there is none, or it is a zombie."""
+    status = _text(f"/proc/{pid}/status")
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    state = fields.get("State", "Z")[:1]
+    if not status or state in "ZX":
+        return None
+    threads = _threads(pid)
+    return View(
+        pid=pid,
+        state=state,
+        threads=threads,
+        thread_count=int(fields.get("Threads", len(threads))),
+        caught=int(fields.get("SigCgt", "0"), 16),
+        status=status,
+        syscall=_text(f"/proc/{pid}/syscall").strip(),
+        stack=_text(f"/proc/{pid}/stack").strip(),
+    )
+
+
+def _threads(pid: int) -> tuple[Thread, ...]:
+    try:
+        tids = sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208 - names are all it takes
+    except OSError:
+        return ()
+    return tuple(thread for tid in tids[:MAX_THREADS] if (thread := _thread(pid, tid)) is not None)
+
+
+def _thread(pid: int, tid: int) -> Thread | None:
+    before, _, after = _text(f"/proc/{pid}/task/{tid}/stat").rpartition(")")
+    if not before:
+        return None
+    wchan = _text(f"/proc/{pid}/task/{tid}/wchan").strip()
+    return Thread(tid=tid, name=before.partition("(")[2], state=after.strip()[:1], wchan=wchan if wchan != "0" else "")
+
+
+def _text(path: str) -> str:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        return os.read(descriptor, MAX_TEXT_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(descriptor)

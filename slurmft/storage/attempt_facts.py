@@ -1,0 +1,57 @@
+"""What a worker leaves in its attempt's folder for the supervisor, beside logs and errors. Facts, never commands."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmft.errors import StorageError
+from slurmft.storage.files import read_json, write_json
+
+BATCH_FILE = "micro-batch.json"
+RESUMING_FILE = "resuming.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskedBatches:
+    """The micro-batches that a trainer asked for, and in how many pieces it was told to compute them."""
+
+    asked: tuple[int, ...]
+    divisor: int
+
+
+def note_batches(folder: Path, asked: Collection[int], divisor: int) -> None:
+    """Leave it; a folder that cannot take it is not worth an attempt."""
+    with contextlib.suppress(OSError):
+        write_json(folder / BATCH_FILE, {"asked": sorted(asked), "divisor": divisor}, durable=False)
+
+
+def noted_batches(folder: Path) -> AskedBatches | None:
+    """What was left; None where nothing was that can be believed."""
+    with contextlib.suppress(StorageError):
+        value = read_json(folder / BATCH_FILE) or {}
+        asked, divisor = value.get("asked"), value.get("divisor")
+        if isinstance(asked, list) and asked and _positive(*asked, divisor):
+            return AskedBatches(asked=tuple(asked), divisor=int(divisor or 1))
+    return None
+
+
+def note_resuming(folder: Path, checkpoint: str) -> None:
+    """Leave the name of the checkpoint folder that is about to be read; a later one replaces it."""
+    with contextlib.suppress(OSError):
+        write_json(folder / RESUMING_FILE, {"checkpoint": checkpoint}, durable=False)
+
+
+def noted_resuming(folder: Path) -> str | None:
+    """The checkpoint that the attempt began with, as far as is known."""
+    with contextlib.suppress(StorageError):
+        name = (read_json(folder / RESUMING_FILE) or {}).get("checkpoint")
+        if isinstance(name, str) and name and Path(name).name == name:
+            return name
+    return None
+
+
+def _positive(*values: object) -> bool:
+    return all(type(value) is int and value > 0 for value in values)
