@@ -48,7 +48,7 @@ class Resizing:
         if new != self._awaited:
             self._awaited, self._saved = new, self._seen.saved()
             if new:
-                self._journal.append("will grow", nodes=list(new), at="the next checkpoint")
+                self._journal.append("will grow", nodes=list(new))
         if not new:
             return False
         return self._seen.saved() != self._saved or self._config.checkpoint.interval_steps == 0

@@ -25,7 +25,7 @@ def sizes(run: Run) -> list[int]:
 
 def wait_for_size(run: Run, size: int, count: int) -> None:
     """The ``count``-th attempt trains, on ``size`` ranks, from where the one before had saved."""
-    run.wait_for("first step", count, within_s=90)
+    run.wait_for("first step", count, within_s=120)
     assert sizes(run)[count - 1] == size, run.story()
     if count > 1:
         saved = run.events("verdict")[count - 2].details["saved_step"]
@@ -36,8 +36,8 @@ def test_four_then_three_then_five(lab: Lab, new_run: NewRun) -> None:
     """A node dies: three go on at once. Two are lent: five from the next checkpoint on. They are taken back: three."""
     run = new_run(steps=2000, nodes=4, elastic={"min_nodes": 1, "max_nodes": 5}, **SMALL)
     job = run.submit()
-    run.wait_for_step(12)
     wait_for_size(run, 4, 1)
+    run.wait_for_step(12)
     lost = run.events("agents ready")[0].details["hosts"][3]
     lab.kill_node(lost)
     try:
