@@ -24,17 +24,17 @@ from slurmft.storage.run_folder import RunFolder
 def join(*, run: RunFolder, sbatch_options: tuple[str, ...], nodes: int, here: bool, dry_run: bool) -> int:
     """Lend nodes to a run: submit a job on whose nodes it trains too, from its next checkpoint on.
 
-    It goes on without them when that job ends. The run must be elastic: elastic.max_nodes above nodes. Options behind
-    -- go to sbatch.
+    It goes on without them when that job ends. The run must be elastic: elastic.max_nodes above nodes, or
+    elastic.min_nodes below. Options behind -- go to sbatch.
     """
     if here:
         from slurmft.launch.lending import lend
 
         return lend(run, os.environ)
     settings = configuration.load(run.config)
-    if settings.size.maximum <= settings.nodes and settings.size.minimum >= settings.nodes:
+    if not settings.size.is_elastic:
         raise UsageError(
-            f"run {run.path.name} trains on {settings.nodes} nodes, never on more",
+            f"run {run.path.name} trains on {settings.nodes} nodes, always",
             hint="set elastic.max_nodes and submit it again",
         )
     if (done := run.done()) is not None:
