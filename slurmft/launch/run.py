@@ -143,7 +143,8 @@ def _begin(
     cluster.attempt = next_cycle(cluster.attempt, history)
     journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
     if (done := run.done()) is not None:
-        journal.append("already finished", step=done.get("step"))
+        # at once: this process ends before a patient journal comes to it
+        run.journal(cluster.attempt).append("already finished", step=done.get("step"))
         log.info("run %s is finished (%s); nothing to do", config.name, done.get("reason"))
         return None
     generation = _take_over(run, cluster)

@@ -116,7 +116,7 @@ def test_ctrl_c_saves_and_ends(tmp_path: Path) -> None:
 
 
 def test_a_second_submission_is_refused_while_it_runs(tmp_path: Path) -> None:
-    run = LocalRun(tmp_path / "twice")
+    run = LocalRun(tmp_path / "twice", command=[*TRAINER, "--steps", "4000", "--step-delay", "0.05"])
     run.submit()
     run.wait_for_step(1)
     refused = run.submit(check=False)
@@ -131,7 +131,7 @@ def test_a_worker_that_raises_is_told_by_its_own_words_and_code(tmp_path: Path) 
     run = LocalRun(
         tmp_path / "raises",
         command=["python", str(script), "--die"],
-        fault_tolerance={"num_job_retries_on_failure": 1, "preload": False},
+        fault_tolerance={"num_in_job_restarts": 0, "num_job_retries_on_failure": 1, "preload": False},
         nodes=1,
     )
     result = run.submit("--wait", check=False)
