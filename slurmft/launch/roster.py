@@ -74,6 +74,7 @@ class Roster:
             name=self._name(link),
             agent=agent,
             standing=Standing.BARRED if is_barred else Standing.CLEAN,
+            warm=link.ready or not self._last,  # at first all are cold, and the allocation's order counts
             joined=bool(link.lender),
             leaving=link.leaving,
         )
