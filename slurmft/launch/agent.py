@@ -17,7 +17,7 @@ from slurmft.config import RunConfig
 from slurmft.errors import LaunchError, StorageError
 from slurmft.launch.agents import UNANSWERED
 from slurmft.launch.channel import BadMessage, Channel, Message, connect
-from slurmft.launch.environment import common_environment, worker_environment
+from slurmft.launch.environment import LENDER_VARIABLE, common_environment, worker_environment
 from slurmft.launch.forensics import Forensics
 from slurmft.launch.gpus import VISIBLE_VARIABLE, visible_without
 from slurmft.launch.hang_watch import HangWatch, mentions_session
@@ -28,6 +28,7 @@ from slurmft.launch.timing_reports import TimingReports
 from slurmft.launch.workers import Worker, Workers, reserve_port
 from slurmft.policy.fleet import report_interval_s
 from slurmft.policy.stop import NEVER
+from slurmft.policy.verdict import EXIT_TEMPORARY
 from slurmft.storage.files import read_json
 from slurmft.storage.run_folder import RunFolder
 
@@ -53,6 +54,8 @@ class Agent:
         self._environment = environment
         self._index = int(environment.get("SLURMFT_NODE_INDEX", environment.get("SLURM_NODEID", "0")))
         self._host = environment.get("SLURMD_NODENAME") or socket.gethostname()
+        self._lender = environment.get(LENDER_VARIABLE, "")
+        self._taken_back = False
         self._workers = Workers(self._report_exit)
         self._channel: Channel | None = None
         self._port_holder: socket.socket | None = None
@@ -82,7 +85,9 @@ class Agent:
         hangs = asyncio.create_task(self._hangs.run())
         try:
             await asyncio.wait([serving, lease], return_when=asyncio.FIRST_COMPLETED)
-            return serving.result() if serving.done() else LaunchError.exit_code
+            if serving.done():
+                return EXIT_TEMPORARY if self._taken_back else serving.result()
+            return LaunchError.exit_code
         finally:
             for task in (reports, serving, lease, hangs):
                 task.cancel()
@@ -128,7 +133,8 @@ class Agent:
 
     async def _serve_one_connection(self) -> None:
         channel = await self._connect_any(*self._where())
-        channel.send({"kind": "hello", "node": self._index, "host": self._host, "pid": os.getpid()})
+        lent = {"lender": self._lender} if self._lender else {}
+        channel.send({"kind": "hello", "node": self._index, "host": self._host, "pid": os.getpid(), **lent})
         self._channel = channel
         for report in self._unreported:
             channel.send(report)
@@ -248,7 +254,10 @@ class Agent:
 
     def _note_signal(self, name: str) -> None:
         self._term_count += 1
-        self._pass_on_term()
+        if self._lender:  # its job ends, not the run: the workers stop with all others, at an agreed step
+            self._taken_back = True
+        else:
+            self._pass_on_term()
         self._report({"kind": "signal", "name": name, "count": self._term_count, "at": time.time()})
 
     def _pass_on_term(self) -> None:

@@ -218,8 +218,8 @@ class AgentLink:
         self.lender: str = hello.get("lender", "")
         """The job that lends this node; empty for one of the run's own job."""
 
-        self.leaving = self.dropped = False
-        """leaving: its job is ending. dropped: it counts as lost, whatever may come of it."""
+        self.leaving = self.dropped = self.ready = False
+        """leaving: its job is ending. dropped: it counts as lost, whatever may come of it. ready: torch is imported."""
 
         self.last_heard = time.monotonic()
         self._next_id = 0
@@ -394,10 +394,11 @@ class AgentPool:
                 old.channel.close()
             if not old.dropped:
                 self.members = [link if member is old else member for member in self.members]
+        if link.lender or (old is not None and old.dropped):
+            self.events.put_nowait((link, {"kind": "connected"}))
         self.links[link.node] = link
         if sum(node < self._expected for node in self.links) == self._expected:
             self.complete.set()
-        self.events.put_nowait((link, {"kind": "connected"}))
         return link
 
     def _tell_refusal(self, why: str) -> None:
@@ -413,6 +414,7 @@ class AgentPool:
                     link.answered(message)
                 else:
                     _check_report(message)
+                    link.ready = link.ready or message.get("ready") is True
                     self.events.put_nowait((link, message))
         except BadMessage as error:
             log.warning("closed the connection of %s: %s", link.host, error)

@@ -27,6 +27,7 @@ from slurmft.launch.last_look import EVIDENCE_S, HANG_EVIDENCE_S, take_evidence
 from slurmft.launch.observations import Observations
 from slurmft.launch.own_signals import hearing
 from slurmft.launch.remedies import batch_divisor_of
+from slurmft.launch.resizing import Resizing
 from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.slow_nodes import SlowNodes
 from slurmft.launch.slurms_word import SlurmsWord
@@ -82,6 +83,7 @@ class Supervisor:
         )
         self._hangs = Hangs(config, start, self._pool)
         self._injections = Injections(config, start, self._pool, self._background)
+        self._resizing = Resizing(config, start, crew, self._seen, self.stops)
         self._slow = SlowNodes(config, start, self._seen, self.stops, accuser=accuser)
         self._complete_codes = codes_of(ExitAction.COMPLETE, config.exit_actions)
         self._failed = False
@@ -121,7 +123,11 @@ class Supervisor:
         self._background.start(self._watch_requests())
         self._background.start(self._handle_events())
         self._background.start(self._watch_agents())
+        for link in self._pool.links.values():
+            if link.channel is None:  # it hung up while nobody was looking
+                self._background.start(self._on_disconnect(link))
         self._background.start(self._accuser.watch())
+        self._background.start(self._resizing.watch())
         await self._wait_for_agents()
         if self._over.is_set():
             return
@@ -227,9 +233,11 @@ class Supervisor:
                     self._background.start(self._on_hang(link, message))
                 case "durations":
                     self._hangs.note(message)
+                case "signal" if link.lender:
+                    self._resizing.leave(link)
                 case "signal":
                     self.stops.on_signal(message["name"], link.host)
-                case "connected" if self._workers_started or link.host in self._cluster.lost:
+                case "connected":
                     self._background.start(self._on_connect(link))
                 case "disconnected":
                     self._background.start(self._on_disconnect(link))
@@ -281,17 +289,20 @@ class Supervisor:
         is_member = link in self._pool.members and self._workers_started
         self._pool.drop(link)
         self._crew.reviver.lost(link, hung_up=hung_up)
-        self._cluster.lost.add(link.host)
-        self._journal.append("agent lost", node=link.host, spare=not is_member, reason=reason)
+        if not link.lender:
+            self._cluster.lost.add(link.host)
+        self._journal.append(
+            "agent left" if link.leaving else "agent lost", node=link.host, spare=not is_member, reason=reason
+        )
         if is_member:
             self.lost.append(link.host)
             self._over.set()  # first: another node may be silent too, and would be waited for
-            await self._kill_workers(reason)
+            await kill_workers(self._pool, self._journal, reason)  # victims, all of them: they have nothing to tell
         elif not self._workers_started:
             self._lost_early.append(link.host)
 
     async def _watch_processes(self) -> None:
-        codes = await asyncio.gather(*(process.wait() for process in self._crew.processes))
+        codes = await self._crew.all_ended()
         if not self._over.is_set():
             await asyncio.sleep(POLL_S)  # reports that are on their way
         if not self._over.is_set():
