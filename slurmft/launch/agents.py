@@ -17,11 +17,15 @@ from typing import Any
 
 from slurmft.launch.channel import MAX_LINE_BYTES, BadMessage, Channel, Message, accept
 from slurmft.launch.heartbeat import State
+from slurmft.launch.section_stack import DEPTH, ELSEWHERE, MAX_NAMES
 from slurmft.launch.stacks import MAX_FRAME, MAX_FRAMES
 from slurmft.launch.timing_page import CUDA, MAX_NAME, MAX_SECTIONS
 from slurmft.policy.whereabouts import Where
 
 CALL_TIMEOUT_S = 10.0
+UNANSWERED = 0
+"""The id of a message that nobody answers."""
+
 TELL_TIMEOUT_S = 2.0
 MAX_STRANGERS = 64
 """Connections that have not proved themselves yet; more are closed at once."""
@@ -70,6 +74,15 @@ def _are_sections(sections: Any) -> bool:
     )
 
 
+def _are_held(sections: Any, most: int) -> bool:
+    """Names of sections, each with seconds."""
+    return (
+        isinstance(sections, list)
+        and len(sections) <= most
+        and all(isinstance(each, list) and len(each) == 2 and _name(each[0]) and _time(each[1]) for each in sections)
+    )
+
+
 _SLOT = _integer(-(2**63), 2**63 - 1)
 _FACTS: Mapping[str, Check] = {
     "rank": _integer(0, 2**31 - 1), "state": _integer(min(State), max(State)), "attached": _flag, "step": _SLOT,
@@ -84,6 +97,15 @@ _LENT: Mapping[str, Check] = {**_HELLO, "lender": _name}
 _TIMINGS: Mapping[str, Check] = {
     "rank": _integer(0, 2**31 - 1), "device": _integer(0, CUDA), "sections": _are_sections,
     "role": lambda value: value == "" or (_name(value) and len(value) <= MAX_NAME),
+}  # fmt: skip
+_HUNG: Mapping[str, Check] = {
+    "rank": _integer(0, 2**31 - 1), "section": _name, "held_s": _time, "limit_s": _time,
+    "why": lambda value: _name(value[:255]) if isinstance(value, str) else False,
+}  # fmt: skip
+_DOING: Mapping[str, Check] = {
+    "rank": _integer(0, 2**31 - 1), "attached": _flag, "age_s": _time, "quiet_s": _time, "step": _SLOT,
+    "own_work": _SLOT, "stopped": _flag, "holding": _flag, "warming_up": _flag,
+    "sections": lambda value: _are_held(value, DEPTH + 1), "elsewhere": lambda value: _are_held(value, ELSEWHERE),
 }  # fmt: skip
 _LOOK = (_flag, _SLOT, _flag, _SLOT)
 _CODE = _integer(-128, 255)
@@ -141,6 +163,10 @@ def _check_report(message: Message) -> None:
             _require(message, {"window": _SLOT, "ranks": lambda ranks: isinstance(ranks, list)}, "a report of timings")
             for facts in message["ranks"]:
                 _require(facts, _TIMINGS, "a report of timings")
+        case "hung":
+            _require(message, _HUNG, "a report of a hang")
+        case "durations":
+            _require(message, {"sections": lambda value: _are_held(value, MAX_NAMES)}, "a report of durations")
         case "signal":
             _require(message, _SIGNAL, "a signal's report")
         case "hello" | "connected" | "disconnected" as kind:
@@ -150,6 +176,10 @@ def _check_report(message: Message) -> None:
 def _check_reply(kind: str, message: Message) -> None:
     if kind == "port":
         _require(message, {"port": _integer(1, 65535)}, "the reply to 'port'")
+    elif kind == "sections":
+        _require(message, {"workers": lambda value: isinstance(value, list), "more": _flag}, "the reply to 'sections'")
+        for facts in message["workers"]:
+            _require(facts, _DOING, "the reply to 'sections'")
     elif kind == "evidence":
         _require(message, {"ranks": lambda ranks: isinstance(ranks, list)}, "the reply to 'evidence'")
         for facts in message["ranks"]:
@@ -188,8 +218,8 @@ class AgentLink:
         self.lender: str = hello.get("lender", "")
         """The job that lends this node; empty for one of the run's own job."""
 
-        self.leaving = self.dropped = False
-        """leaving: its job is ending. dropped: it counts as lost, whatever may come of it."""
+        self.leaving = self.dropped = self.ready = False
+        """leaving: its job is ending. dropped: it counts as lost, whatever may come of it. ready: torch is imported."""
 
         self.last_heard = time.monotonic()
         self._next_id = 0
@@ -287,6 +317,12 @@ class AgentPool:
         links = self.members or [self.links[node] for node in sorted(self.links)]
         return await asyncio.gather(*(link.call(kind, timeout_s=timeout_s, **fields) for link in links))
 
+    def ping(self) -> None:
+        """A sign of life to every agent that can be reached; none of them answers."""
+        for link in self.links.values():
+            if link.channel is not None:
+                link.channel.send({"kind": "ping", "id": UNANSWERED})
+
     async def tell_all(self, kind: str, *, timeout_s: float = TELL_TIMEOUT_S, **fields: Any) -> None:
         """Ask every agent that can still be reached, member or not; the others are somebody else's finding."""
         links = list(self.links.values())
@@ -358,10 +394,11 @@ class AgentPool:
                 old.channel.close()
             if not old.dropped:
                 self.members = [link if member is old else member for member in self.members]
+        if link.lender or (old is not None and old.dropped):
+            self.events.put_nowait((link, {"kind": "connected"}))
         self.links[link.node] = link
         if sum(node < self._expected for node in self.links) == self._expected:
             self.complete.set()
-        self.events.put_nowait((link, {"kind": "connected"}))
         return link
 
     def _tell_refusal(self, why: str) -> None:
@@ -377,6 +414,7 @@ class AgentPool:
                     link.answered(message)
                 else:
                     _check_report(message)
+                    link.ready = link.ready or message.get("ready") is True
                     self.events.put_nowait((link, message))
         except BadMessage as error:
             log.warning("closed the connection of %s: %s", link.host, error)
