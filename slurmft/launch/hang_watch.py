@@ -21,7 +21,7 @@ from slurmft.launch.channel import Message
 from slurmft.launch.heartbeat import Page, Slot
 from slurmft.launch.section_durations import SectionDurations
 from slurmft.launch.section_stack import OpenSection, open_sections
-from slurmft.policy.hangs import Limits, WorkerLook, exceeded, next_due_s
+from slurmft.policy.hangs import CHECKPOINTING, SETUP, Limits, WorkerLook, exceeded, next_due_s
 from slurmft.storage.processes import is_stopped
 
 MIN_PAUSE_S = 0.02
@@ -132,8 +132,12 @@ class HangWatch:
             if worker.alive:
                 page = worker.page
                 main, elsewhere = open_sections(page)
-                self._durations.note(worker.rank, [*main, *elsewhere], now_s)
-                yield self._look(worker, now_s, main, elsewhere)
+                look = self._look(worker, now_s, main, elsewhere)
+                # what first steps take is no sample of what steps take
+                usual = (SETUP, CHECKPOINTING) if look.warming_up else None
+                sections = [each for each in (*main, *elsewhere) if usual is None or each.name in usual]
+                self._durations.note(worker.rank, sections, now_s)
+                yield look
 
     def facts(self, first: int) -> dict[str, Any]:
         """What each living worker is doing, for the supervisor; from the ``first`` on as many as a message takes."""

@@ -262,6 +262,23 @@ def test_durations_are_seen_from_outside(made: Bench):
     assert made.watch.durations() is None
 
 
+@pytest.mark.parametrize("made", [{"calc_ft_timeouts": True, "num_warmup_iterations": 5}], indirect=True)
+def test_first_steps_teach_nothing_about_steps(made: Bench):
+    stack = made.stacks[0]
+    stack.phase(Phase.SETUP)
+    made.watch.look()
+    stack.phase(Phase.STEP)
+    made.clock.ahead_s = 50.0
+    made.watch.look()
+    stack.phase(Phase.CHECKPOINTING)
+    made.watch.look()
+    stack.phase(Phase.STEP)
+    made.watch.look()
+    message = made.watch.durations()
+    assert message is not None
+    assert {name for name, _ in message["sections"]} == {"setup", "checkpointing"}
+
+
 @pytest.mark.parametrize("made", [{"num_warmup_iterations": 2}], indirect=True)
 def test_the_first_steps_may_take_as_long_as_the_setup(made: Bench):
     stack, page = made.stacks[0], made.workers[0].page
