@@ -23,6 +23,9 @@ from slurmft.launch.timing_page import CUDA, MAX_NAME, MAX_SECTIONS
 from slurmft.policy.whereabouts import Where
 
 CALL_TIMEOUT_S = 10.0
+UNANSWERED = 0
+"""The id of a message that nobody answers."""
+
 TELL_TIMEOUT_S = 2.0
 MAX_STRANGERS = 64
 """Connections that have not proved themselves yet; more are closed at once."""
@@ -117,6 +120,10 @@ def _texts(most: int, longest: int) -> Check:
     return lambda value: isinstance(value, list) and len(value) <= most and all(map(fits, value))
 
 
+_INJECTED: Mapping[str, Check] = {
+    "injected": lambda ranks: isinstance(ranks, list) and all(map(_integer(0, 2**31 - 1), ranks)),
+    "refused": _texts(4096, 300),
+}
 _EVIDENCE: Mapping[str, Check] = {
     "rank": _integer(0, 2**31 - 1), "pid": _integer(0, 2**31 - 1), "kind": lambda value: value in tuple(Where),
     "doing": _text(200), "process": _text(1), "wchan": _text(64), "attached": _flag,
@@ -177,6 +184,8 @@ def _check_reply(kind: str, message: Message) -> None:
         _require(message, {"ranks": lambda ranks: isinstance(ranks, list)}, "the reply to 'evidence'")
         for facts in message["ranks"]:
             _require(facts, _EVIDENCE, "the reply to 'evidence'")
+    elif kind == "inject":
+        _require(message, _INJECTED, "the reply to 'inject'")
     elif kind in ("look", "propose") and not _are_looks(message.get("looks")):
         raise BadMessage(f"the reply to {kind!r} holds no looks")
 
@@ -209,8 +218,8 @@ class AgentLink:
         self.lender: str = hello.get("lender", "")
         """The job that lends this node; empty for one of the run's own job."""
 
-        self.leaving = self.dropped = False
-        """leaving: its job is ending. dropped: it counts as lost, whatever may come of it."""
+        self.leaving = self.dropped = self.ready = False
+        """leaving: its job is ending. dropped: it counts as lost, whatever may come of it. ready: torch is imported."""
 
         self.last_heard = time.monotonic()
         self._next_id = 0
@@ -308,6 +317,12 @@ class AgentPool:
         links = self.members or [self.links[node] for node in sorted(self.links)]
         return await asyncio.gather(*(link.call(kind, timeout_s=timeout_s, **fields) for link in links))
 
+    def ping(self) -> None:
+        """A sign of life to every agent that can be reached; none of them answers."""
+        for link in self.links.values():
+            if link.channel is not None:
+                link.channel.send({"kind": "ping", "id": UNANSWERED})
+
     async def tell_all(self, kind: str, *, timeout_s: float = TELL_TIMEOUT_S, **fields: Any) -> None:
         """Ask every agent that can still be reached, member or not; the others are somebody else's finding."""
         links = list(self.links.values())
@@ -379,10 +394,11 @@ class AgentPool:
                 old.channel.close()
             if not old.dropped:
                 self.members = [link if member is old else member for member in self.members]
+        if link.lender or (old is not None and old.dropped):
+            self.events.put_nowait((link, {"kind": "connected"}))
         self.links[link.node] = link
         if sum(node < self._expected for node in self.links) == self._expected:
             self.complete.set()
-        self.events.put_nowait((link, {"kind": "connected"}))
         return link
 
     def _tell_refusal(self, why: str) -> None:
@@ -398,6 +414,7 @@ class AgentPool:
                     link.answered(message)
                 else:
                     _check_report(message)
+                    link.ready = link.ready or message.get("ready") is True
                     self.events.put_nowait((link, message))
         except BadMessage as error:
             log.warning("closed the connection of %s: %s", link.host, error)

@@ -66,6 +66,7 @@ class Slot(IntEnum):
     OWN_WORK_DONE = 31  # W  steps whose first collective this rank has reached; 0 where nobody can tell
     OWN_STEPS = 32  # W  sections "step" that the worker itself has closed
     ATTACHED_AT_NS = 33  # W  monotonic time at which the worker attached
+    FAULT = 63  # A  number of the newest fault that was injected into this worker; a file beside the page says which
 
 
 class State(IntEnum):

@@ -38,6 +38,7 @@ from slurmft.training.agreement import AgreementByAgent, AgreementByCollective
 from slurmft.training.batches import Batches
 from slurmft.training.ddp import Rehearsal, settled_ddp
 from slurmft.training.groups import ProcessGroups
+from slurmft.training.injected import InjectedFaults
 from slurmft.training.rank_log import log_with_rank
 from slurmft.training.rerun import RerunStateMachine
 from slurmft.training.rerun_data import RerunDataIterator
@@ -121,6 +122,7 @@ class Session(Sections):
             if page is not None
             else AgreementByCollective(self._signal, groups.device, self.world_size)
         )
+        self._faults = InjectedFaults(self._page)
         self._save: SaveFunction | None = None
         self._reruns: RerunStateMachine | None = None
         self._step = self._start = self._evaluations = self._safe_at_ns = 0
@@ -161,6 +163,8 @@ class Session(Sections):
             self._at_tick(tick_of(step), saved)
             self._sections.phase(Phase.STEP)
             self.stragglers.begin_step()
+            if page[Slot.FAULT] != self._faults.seen:
+                self._faults.strike(step)
             yield step
             self.stragglers.end_step()
             if self._reruns is not None:
