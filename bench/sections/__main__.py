@@ -230,8 +230,8 @@ def tables() -> str:
         "# Sections and hang detection: what they cost, and how soon they tell", "",
         f"`python bench/sections --output bench/results/sections.md`, slurmft {slurmft.__version__}", "",
         f"{platform.system()}, Python {platform.python_version()}. Values are medians (min - max); costs are CPU time. "
-        "The neighbour is nvidia-resiliency-ext 0.4.1, measured on the same kind of machine: 46 us for a section, 8.0 s "
-        "for a hang with a limit of 5 s and a check interval of 1 s.", "",
+        "The neighbour is nvidia-resiliency-ext 0.4.1, measured on the same kind of machine: 46 us for a section, 8.0 "
+        "s for a hang with a limit of 5 s and a check interval of 1 s.", "",
         "## A section, opened and closed", "", "| | nanoseconds | asked | | neighbour |", "|---|---|---|---|---|",
     ]  # fmt: skip
     for name, values in costs().items():
