@@ -118,7 +118,7 @@ def looks() -> dict[str, list[float]]:
         folder = Path(name)
         workers, _ = workers_in(folder, WORKERS)
         watch = HangWatch(configured(folder), lambda report: None)
-        watch.begin(workers, learned={}, calls_slurmft=True)
+        watch.begin(workers, learned={})
         limits = Limits(sections={"step": 1.0})
         many = [WorkerLook(rank=rank, node=f"n{rank // 8}", sections=(("step", 2.0),)) for rank in range(16_384)]
         first = Exceeded(rank=5, section="step", held_s=2.0, limit_s=1.0, why="")
@@ -141,7 +141,7 @@ async def _late_s(folder: Path) -> float:
     told: asyncio.Queue[float] = asyncio.Queue()
     config = configured(folder, rank_section_timeouts={"load": 0.5}, num_warmup_iterations=0)
     watch = HangWatch(config, lambda report: told.put_nowait(time.monotonic()))
-    watch.begin(workers, learned={}, calls_slurmft=True)
+    watch.begin(workers, learned={})
     running = asyncio.create_task(watch.run())
     await asyncio.sleep(0.05)
     began_s = time.monotonic()
