@@ -18,9 +18,9 @@ import pytest
 
 from slurmft.launch import flight_recorder, stacks
 from slurmft.launch import workers as workers_module
-from slurmft.launch.agents import _check_reply
 from slurmft.launch.forensics import MAX_REPLY_BYTES, Forensics, as_reply
 from slurmft.launch.kernel_view import view
+from slurmft.launch.shapes import check_reply
 from slurmft.launch.workers import Workers
 from slurmft.policy.stop import NOT_STARTED
 
@@ -63,7 +63,7 @@ class Node:
     async def look(self, within_s: float = PATIENT_S) -> list[dict[str, Any]]:
         workers = list(self.workers.by_rank.values())
         found = await self.forensics.take_evidence(workers, self.attempt, within_s)
-        _check_reply("evidence", {"kind": "reply", "ranks": json.loads(json.dumps(found))})
+        check_reply("evidence", {"kind": "reply", "ranks": json.loads(json.dumps(found))})
         self.forensics.finish(WAIT_S)
         return found
 

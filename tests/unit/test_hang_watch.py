@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from slurmft.config import RunConfig
-from slurmft.launch.agents import _check_reply, _check_report
 from slurmft.launch.channel import BadMessage
 from slurmft.launch.hang_watch import WORKERS_PER_MESSAGE, HangWatch, facts_of, look_of, mentions_session
 from slurmft.launch.heartbeat import Page, Slot
 from slurmft.launch.section_stack import Phase, SectionStack
+from slurmft.launch.shapes import check_reply, check_report
 from slurmft.storage.processes import is_stopped
 
 LIMITS = {"setup": 100, "step": 10, "load": 1000}
@@ -59,7 +59,7 @@ class Bench:
     def told(self) -> list[tuple[int, str]]:
         self.watch.look()
         for report in self.reports:
-            _check_report(report)
+            check_report(report)
         return [(report["rank"], report["section"]) for report in self.reports]
 
 
@@ -262,7 +262,7 @@ def test_durations_are_seen_from_outside(made: Bench):
     made.clock.ahead_s = 8.1
     message = made.watch.durations()
     assert message is not None
-    _check_report(message)
+    check_report(message)
     assert {name: round(seconds) for name, seconds in message["sections"]} == {"step": 3, "load": 3}
     assert made.watch.durations() is None
 
@@ -311,7 +311,7 @@ def test_what_is_told_the_supervisor_arrives_as_it_was(made: Bench):
         assert [name for name, _ in again.sections] == [name for name, _ in look.sections]
         assert again.quiet_s == pytest.approx(look.quiet_s, abs=0.001)
         assert (again.heartbeat_s is None) == (look.heartbeat_s is None)
-    _check_reply("sections", made.watch.facts(0))
+    check_reply("sections", made.watch.facts(0))
 
 
 def test_many_workers_are_told_of_in_several_messages(made: Bench):
@@ -333,7 +333,7 @@ def test_any_page_gives_a_message_that_is_taken(made: Bench):
     page.view(64, 24)[:] = memoryview(bytes(range(192))).cast("q")
     made.clock.ahead_s = 1e6
     made.told()
-    _check_reply("sections", made.watch.facts(0))
+    check_reply("sections", made.watch.facts(0))
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ def test_any_page_gives_a_message_that_is_taken(made: Bench):
 )
 def test_a_report_of_another_shape_is_refused(message: dict[str, Any]):
     with pytest.raises(BadMessage):
-        _check_report(message)
+        check_report(message)
 
 
 @pytest.mark.parametrize(
