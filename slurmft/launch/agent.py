@@ -186,7 +186,8 @@ class Agent:
             case "evidence":
                 folder, within_s = self._run.attempts / self._attempt, float(message["within_s"])
                 workers = list(self._workers.by_rank.values())
-                return {"ranks": await self._forensics.take_evidence(workers, folder, within_s)}
+                dumps_within_s = float(message.get("dumps_within_s", 0.0))
+                return {"ranks": await self._forensics.take_evidence(workers, folder, within_s, dumps_within_s)}
             case "inject":
                 return strike(list(self._workers.by_rank.values()), message["order"], message["ranks"])
             case "kill":

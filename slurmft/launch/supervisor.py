@@ -23,7 +23,7 @@ from slurmft.launch.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.launch.grace import workload_of
 from slurmft.launch.hangs import Hangs
 from slurmft.launch.injecting import Injections
-from slurmft.launch.last_look import EVIDENCE_S, HANG_EVIDENCE_S, take_evidence
+from slurmft.launch.last_look import HANG_DUMPS_S, take_evidence
 from slurmft.launch.observations import Observations
 from slurmft.launch.own_signals import hearing
 from slurmft.launch.remedies import batch_divisor_of
@@ -352,7 +352,7 @@ class Supervisor:
                 take_evidence(
                     self._pool, self._journal, self._folder.path, per_node=self._config.nproc_per_node,
                     ends=list(self._seen.ends.values()), overdue=overdue,
-                    within_s=HANG_EVIDENCE_S if overdue else EVIDENCE_S,
+                    dumps_within_s=HANG_DUMPS_S if overdue else 0.0,
                 )
             )  # fmt: skip
         return await asyncio.shield(self._look)
