@@ -20,6 +20,10 @@ _HOMES = {
     "CheckpointManager": "slurmft.checkpoint",
     "ElasticSampler": "slurmft.training.sampler",
     "ElasticLoader": "slurmft.training.sampler",
+    "HealthMonitor": "slurmft.training.health_monitor",
+    "WatchdogTimer": "slurmft.training.watchdog",
+    "DistributedSignalHandler": "slurmft.training.signal_handler",
+    "categorize_failure": "slurmft.training.failures",
     "SlurmftError": "slurmft.errors",
 }
 

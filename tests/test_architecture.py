@@ -29,7 +29,15 @@ ALLOWED = {
     "storage": {"errors", "policy", "storage"},
     "scheduler": {"errors", "policy", "config", "storage", "scheduler"},
     "launch": {"errors", "policy", "config", "storage", "scheduler", "launch"},
-    "training": {"errors", "policy", "storage", "launch.heartbeat", "launch.timing_page", "training"},
+    "training": {
+        "errors",
+        "policy",
+        "storage",
+        "launch.heartbeat",
+        "launch.section_stack",
+        "launch.timing_page",
+        "training",
+    },
     "checkpoint": {"errors", "policy", "storage", "launch.heartbeat", "training.rng", "checkpoint"},
     "health": {"errors", "policy", "config", "storage", "scheduler", "launch", "health"},
     "lab": {"", "errors", "storage.files", "lab"},
@@ -225,7 +233,8 @@ def test_there_are_no_junk_drawers():
 def test_the_public_names_are_exactly_these():
     assert slurmft.__all__ == [
         "__version__", "start_session", "Session", "PlannedStop", "ignore_strangers_term", "record",
-        "CheckpointManager", "ElasticSampler", "ElasticLoader", "SlurmftError",
+        "CheckpointManager", "ElasticSampler", "ElasticLoader", "HealthMonitor", "WatchdogTimer",
+        "DistributedSignalHandler", "categorize_failure", "SlurmftError",
     ]  # fmt: skip
     assert dir(slurmft) == sorted(slurmft.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):

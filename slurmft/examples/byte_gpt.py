@@ -11,6 +11,7 @@ Shapes: B samples per batch, T bytes per window, C channels, H heads.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from slurmft.checkpoint import CheckpointManager
 from slurmft.training.data import ByteCorpus, WindowLoader
@@ -102,9 +104,8 @@ def train(args: argparse.Namespace) -> None:
                 model.train()
                 log_at.evaluation(step, float(torch.stack(losses).mean()))
 
-            loss = loss_of(model, next(loader), session.device)
             optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss = backward_in_parts(model, next(loader), session.micro_batch(args.batch_size), session.device)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
@@ -124,6 +125,21 @@ def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], device: 
     input_bt, target_bt = batch
     loss: torch.Tensor = model(input_bt.to(device), target_bt.to(device))
     return loss
+
+
+def backward_in_parts(
+    model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], micro_batch: int, device: torch.device
+) -> torch.Tensor:
+    """Add up the gradients of equal parts of ``batch`` (one, unless memory was short before); returns the mean loss."""
+    parts = list(zip(*(torch.split(tensor, micro_batch) for tensor in batch), strict=True))
+    total = torch.zeros((), device=device)
+    for number, part in enumerate(parts, start=1):
+        is_last = number == len(parts)
+        with contextlib.nullcontext() if is_last or not isinstance(model, DistributedDataParallel) else model.no_sync():
+            loss = loss_of(model, part, device) / len(parts)
+            loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    return total
 
 
 class Progress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import time
 from collections.abc import Sequence
 
@@ -19,6 +20,18 @@ from slurmft.launch.winding_down import end_agents
 from slurmft.policy.membership import TooFew, Wait
 
 LOOK_S = 0.05
+
+
+SPARE_DESCRIPTORS = 200
+
+
+def allow_connections(count: int) -> None:
+    """Raise this process's soft limit of open files, where ``count`` connections would not fit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + SPARE_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 class Crew:

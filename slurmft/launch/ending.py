@@ -82,7 +82,9 @@ class Ending:
         budget = replace(budget_of(earlier, verdict, self.config, attempt), has_nodes=self._has_nodes())
         self._budget = budget
         decision = decide(verdict, budget, self.config.exit_actions)
-        decision = Remedies(self.config, self.start, self._accuser).applied(verdict, decision)
+        decision = Remedies(self.config, self.start, self._accuser, has_nodes=budget.has_nodes).applied(
+            verdict, decision
+        )
         # what the list says has a part in where the run goes on
         self._accuser.finish(verdict, wait=decision.action is not Action.RESTART)
         return self.follow(verdict, decision)

@@ -30,9 +30,14 @@ def batch_divisor_of(history: Sequence[Event]) -> int:
 
 
 class Remedies:
-    """Looks at one verdict and what was decided about it."""
+    """Looks at one verdict and what was decided about it.
 
-    def __init__(self, config: RunConfig, start: Start, accuser: Accuser) -> None:
+    Args:
+        has_nodes: enough nodes are left in this allocation to go on at once.
+    """
+
+    def __init__(self, config: RunConfig, start: Start, accuser: Accuser, *, has_nodes: bool) -> None:
+        self._has_nodes = has_nodes
         self._poisoning = Poisoning(config, start, accuser)
         self._config, self._start, self._journal = config, start, start.journal
         self._folder = start.run.attempts / str(start.cluster.attempt)
@@ -46,14 +51,21 @@ class Remedies:
         if verdict.cause in OUT_OF_MEMORY and self._config.oom.action == "reduce_batch":
             return self._with_smaller_batch(verdict, decision)
         match self._poisoning.look_at(verdict):
-            case Poisoned(reason=reason):
+            case Poisoned(reason=reason) if self._may_retry(verdict, decision):
                 return self._again(verdict, decision, reason)
-            case NodeSuspected(node=node, reason=reason) if decision.action is not Action.STOP:
+            case NodeSuspected(node=node, reason=reason) if self._may_retry(verdict, decision):
                 avoid = tuple(dict.fromkeys([*decision.avoid, node]))
-                return replace(decision, action=Action.CONTINUE, reason=f"{verdict.reason}; {reason}", avoid=avoid)
+                going_on = self._again(verdict, decision, f"{reason}; next on another node")
+                return replace(going_on, action=Action.CONTINUE, avoid=avoid)
             case Hopeless(reason=reason):
                 return Decision(action=Action.STOP, reason=f"{verdict.reason}; {reason}", exit_code=EXIT_DO_NOT_REQUEUE)
         return decision
+
+    def _may_retry(self, verdict: Verdict, decision: Decision) -> bool:
+        """Whether failures of this kind are retried at all."""
+        section = self._config.fault_tolerance
+        retries = section.retries.get(verdict.cause, section.num_job_retries_on_failure)
+        return decision.action in GOES_ON or retries + section.num_in_job_restarts > 0
 
     def _with_smaller_batch(self, verdict: Verdict, decision: Decision) -> Decision:
         noted = in_folder(self._start, lambda: noted_batches(self._folder))
@@ -73,6 +85,6 @@ class Remedies:
         reason = f"{verdict.reason}; {change}"
         if decision.action in GOES_ON:
             return replace(decision, reason=reason)
-        can_restart = verdict.cause in RESTARTABLE and self._config.fault_tolerance.num_in_job_restarts > 0
-        action = Action.RESTART if can_restart else Action.CONTINUE
+        may_restart = verdict.cause in RESTARTABLE and self._config.fault_tolerance.num_in_job_restarts > 0
+        action = Action.RESTART if may_restart and self._has_nodes else Action.CONTINUE
         return Decision(action=action, reason=reason, exit_code=verdict.exit_code or EXIT_TEMPORARY)

@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import slurmft.examples
+from slurmft.examples import byte_gpt
 
 EXAMPLES = Path(slurmft.examples.__path__[0])
 
@@ -37,6 +39,9 @@ class Session:
 
     def evaluating(self, batches):
         return batches
+
+    def micro_batch(self, samples):
+        return samples
 
     def distributed(self, model, rehearsal):
         from slurmft.training.ddp import settled_ddp
@@ -165,3 +170,18 @@ def test_the_plain_script_knows_nothing_of_slurmft():
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not any(name.startswith("slurmft") for name in imported)
+
+
+def test_a_batch_in_parts_has_the_gradient_of_the_whole():
+    """Up to the order of the sums; dropout is off, which would draw otherwise for each part."""
+    torch.manual_seed(0)
+    model = byte_gpt.ByteGPT(16, 8, 1, 2, 0.0)
+    batch = (torch.randint(256, (6, 16)), torch.randint(256, (6, 16)))
+    gradients, losses = [], []
+    for micro_batch in (6, 3, 1):
+        model.zero_grad()
+        losses.append(byte_gpt.backward_in_parts(model, batch, micro_batch, torch.device("cpu")))
+        gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
+    for loss, gradient in zip(losses, gradients, strict=True):
+        assert torch.allclose(loss, losses[0], rtol=1e-5) and torch.allclose(gradient, gradients[0], atol=1e-6)
+    assert len({str(gradient.tolist()) for gradient in gradients}) > 1, "bit for bit they differ"

@@ -25,8 +25,7 @@ from slurmft.policy.membership import (
 CONDITIONS = {
     "": {}, "-": {"agent": Agent.LOST}, "~": {"agent": Agent.RETURNING}, "?": {"standing": Standing.SUSPECT},
     "x": {"standing": Standing.EXCLUDED}, "!": {"standing": Standing.BARRED}, "+": {"joined": True},
-    "*": {"warm": False},
-    ">": {"joined": True, "leaving": True},
+    "*": {"warm": False}, ">": {"joined": True, "leaving": True},
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """A small training over a data set whose batch may not fit, and which may die wherever it begins.
 
-python frail.py --steps N --global-batch B --micro-batch M [--fits F] [--dies-from STEP] [--step-delay S]
+python frail.py --steps N --global-batch B --micro-batch M [--fits F] [--dies-from STEP] [--fails-at STEP]
 
 It prints the samples of each step, so that a test can see that each was taken once.
 """
@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--fits", type=int, default=1000, help="samples at once for which there is memory")
     parser.add_argument("--dies-from", type=int, default=-1, help="a start from a checkpoint of this step fails")
+    parser.add_argument("--fails-at", type=int, default=-1, help="the first start fails at this step")
     parser.add_argument("--step-delay", type=float, default=0.0)
     args = parser.parse_args()
 
@@ -49,6 +50,8 @@ def main() -> None:
             checkpoints.save(model, optimizer, step=step, loader=loader)
 
         for step in session.steps(start=loaded.step, until=args.steps, save=save):
+            if step == args.fails_at and not loaded.found:
+                raise RuntimeError(f"step {step} of the first start")
             batch = next(loader)
             print(f"step {step} takes {batch.tolist()}", flush=True)
             parts = batch.split(list(split.micro_batches(session.rank)))

@@ -1,0 +1,137 @@
+"""A timer that has to be reset: when it runs out, all stacks are written down, and somebody is told."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import math
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import IO, Self
+
+from slurmft.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+SLICE_S = 0.5
+OVERSLEPT_S = 1.0
+"""A wait this much longer than asked for was no hang of the loop: the whole process was stopped, or starved."""
+
+
+class WatchdogTimer:
+    """Calls ``callback()`` once, in a thread of its own, when ``reset()`` was not called for ``timeout`` seconds.
+
+        with WatchdogTimer(60, lambda: os._exit(1)) as watchdog:
+            for batch in loader:
+                train(batch)
+                watchdog.reset()
+
+    Before the callback, the stacks of all threads go to ``file`` (standard error when not given). The thread does not
+    keep the process alive. Time in which the whole process was stopped (SIGSTOP, a suspended job) does not count. A
+    ``reset()`` after it has run out arms it again; a callback that raises ends it, as it ends any thread. Does not see
+    a hang in C code that never gives the GIL back: no Python thread runs then. Not inherited by a fork.
+
+    Raises:
+        UsageError: the timeout is no positive number.
+    """
+
+    def __init__(
+        self, timeout: float, callback: Callable[[], object] | None = None, *, file: IO[str] | None = None
+    ) -> None:
+        if not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+            raise UsageError(f"the timeout is {timeout!r}; it is a positive number of seconds")
+        self.timeout = timeout
+        self._callback, self._file = callback, file
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._deadline_s: float | None = None
+        self._stopped = True
+        self._fired = 0
+
+    @property
+    def expired(self) -> bool:
+        """Whether it has ever run out since it was started."""
+        return self._fired > 0
+
+    def start(self) -> None:
+        """Begin to count; one that runs already is reset."""
+        with self._changed:
+            self._deadline_s = time.monotonic() + self.timeout
+            if self._thread is None or not self._thread.is_alive():
+                self._stopped, self._fired = False, 0
+                self._thread = threading.Thread(target=self._watch, daemon=True, name="slurmft-watchdog")
+                self._thread.start()
+            self._changed.notify_all()
+
+    def reset(self) -> None:
+        """Count from the beginning; arms it again when it has run out. Costs a lock and a clock."""
+        with self._changed:
+            was_idle, self._deadline_s = self._deadline_s is None, time.monotonic() + self.timeout
+            if was_idle:
+                self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Never run out any more; returns when a callback that is running has ended, unless it is that which calls."""
+        with self._changed:
+            self._stopped, self._deadline_s = True, None
+            self._changed.notify_all()
+            thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _watch(self) -> None:
+        while self._wait():
+            self._run_out()
+
+    def _wait(self) -> bool:
+        """Return True when the time is up, False when it will never be."""
+        with self._changed:
+            while not self._stopped:
+                now_s = time.monotonic()
+                if self._deadline_s is None:
+                    self._changed.wait()
+                    continue
+                left_s = self._deadline_s - now_s
+                if left_s <= 0:
+                    self._deadline_s, self._fired = None, self._fired + 1
+                    return True
+                slice_s = min(left_s, SLICE_S)
+                self._changed.wait(slice_s)
+                overslept_s = time.monotonic() - now_s - slice_s
+                if overslept_s > OVERSLEPT_S and self._deadline_s is not None:
+                    self._deadline_s += overslept_s
+        return False
+
+    def _run_out(self) -> None:
+        log.error("nothing has reset the watchdog for %g s; the stacks of all threads follow", self.timeout)
+        dump_stacks(self._file or sys.stderr)
+        if self._callback is not None:
+            self._callback()
+
+
+def dump_stacks(file: IO[str]) -> None:
+    """Write the stacks of all threads; never raises. A stream without a file behind it gets them too."""
+    try:
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
+    except (AttributeError, ValueError, OSError, RuntimeError):
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        for ident, frame in sys._current_frames().items():
+            text = f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+            try:
+                file.write(text)
+            except (OSError, ValueError):
+                return

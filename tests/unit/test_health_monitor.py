@@ -1,0 +1,166 @@
+"""Progress, results, memory: what a loop may ask about itself."""
+
+from __future__ import annotations
+
+import errno
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import slurmft
+from slurmft.errors import UsageError
+from slurmft.policy.verdict import Cause
+from slurmft.training import health_monitor, memory
+from slurmft.training.failures import FailureCategory, categorize_failure
+from slurmft.training.health_monitor import HealthMonitor
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_progress_is_a_new_step_and_looking_is_none(clock):
+    monitor = HealthMonitor(timeout_seconds=10, clock=clock)
+    clock.now_s += 10
+    assert monitor.check_progress()
+    clock.now_s += 0.1
+    assert not monitor.check_progress(), "looking is no progress"
+    assert not monitor.check_progress(1), "it came too late"
+    assert monitor.check_progress(1)
+    clock.now_s += 6
+    assert monitor.check_progress(1)
+    clock.now_s += 6
+    assert not monitor.check_progress(1), "the same step again is no progress"
+    monitor.update_progress()
+    assert monitor.check_progress(1) and monitor.seconds_since_progress == 0
+
+
+def test_the_defaults_are_those_that_users_know():
+    assert slurmft.HealthMonitor().timeout_seconds == 300
+    assert slurmft.HealthMonitor(timeout_seconds=5).check_progress()
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.inf, math.nan, "5", None])
+def test_a_timeout_that_is_none_is_refused(timeout):
+    with pytest.raises(UsageError):
+        HealthMonitor(timeout)
+    with pytest.raises(UsageError):
+        slurmft.WatchdogTimer(timeout)
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_bad"),
+    [
+        (0.5, False), (math.nan, True), (-math.inf, True), (7, False), (10**400, False), (True, False),
+        (torch.tensor(0.5), False), (torch.tensor(math.nan), True), (torch.tensor([0.5, math.inf]), True),
+        (torch.tensor([1, 2]), False), (torch.zeros(0), False), (torch.tensor(math.nan, dtype=torch.bfloat16), True),
+        (torch.tensor(65504.0, dtype=torch.half) * 2, True), (torch.tensor(complex(0, math.nan)), True),
+        (complex(math.inf, 0), True), (np.float32("nan"), True), (np.array([1.0, np.inf]), True), (np.int64(3), False),
+        ({"a": torch.tensor(1.0), "b": [0.1, (math.nan,)]}, True), ([], False), ({"a": 1.0}, False),
+        (torch.tensor(math.nan, requires_grad=True), True),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_nan_and_inf_are_found_in_anything_that_holds_numbers(loss, is_bad):
+    assert HealthMonitor().detect_nan_inf(loss) is is_bad
+
+
+@pytest.mark.parametrize("loss", [None, "0.5", b"1", object(), [None]], ids=lambda loss: type(loss).__name__)
+def test_what_is_no_number_is_refused(loss):
+    with pytest.raises(UsageError, match="no number"):
+        HealthMonitor().detect_nan_inf(loss)
+
+
+def test_memory_that_has_run_out(monkeypatch):
+    monitor = HealthMonitor()
+    assert monitor.detect_oom(MemoryError())
+    assert monitor.detect_oom(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert not monitor.detect_oom(ValueError("full"))
+    monkeypatch.setattr(health_monitor, "host_fraction_used", lambda: 0.96)
+    assert monitor.detect_oom() and not monitor.detect_oom(threshold=0.97)
+    monkeypatch.setattr(health_monitor, "host_fraction_used", lambda: 0.1)
+    assert not monitor.detect_oom()
+    monkeypatch.setattr(health_monitor, "device_allocation_failures", lambda: 1)
+    assert monitor.detect_oom(), "one has failed since it was made"
+    assert not HealthMonitor().detect_oom(), "and before this one was"
+
+
+def test_the_limit_of_the_job_counts_and_page_cache_does_not(tmp_path):
+    job = tmp_path / "slurm" / "job_1"
+    job.mkdir(parents=True)
+    for folder, limit, used in ((tmp_path / "slurm", "max", 10**9), (job, "1000", 900)):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text("anon 5\nfile 700\nactive_file 300\ninactive_file 100\n")
+    assert memory._cgroup_fractions(job, root=tmp_path) == [0.5]
+    (job / "memory.stat").unlink()
+    assert memory._cgroup_fractions(job, root=tmp_path) == []
+    assert memory._cgroup_fractions(None) == [] and 0 < memory.host_fraction_used() <= 1
+
+
+def raised_from(cause: Exception) -> Exception:
+    try:
+        try:
+            raise cause
+        except Exception as error:
+            raise RuntimeError("the step failed") from error
+    except RuntimeError as error:
+        return error
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "category", "cause"),
+    [
+        (MemoryError(), "host out of memory", Cause.HOST_OUT_OF_MEMORY),
+        (torch.OutOfMemoryError("CUDA out of memory"), "device out of memory", Cause.DEVICE_OUT_OF_MEMORY),
+        (RuntimeError("NCCL error: unhandled system error"), "communication", Cause.COMMUNICATION_ERROR),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset"), "communication", Cause.COMMUNICATION_ERROR),
+        (RuntimeError("uncorrectable ECC error encountered"), "hardware", Cause.DATA_CORRUPTION),
+        (RuntimeError("CUDA error: unspecified launch failure"), "hardware", Cause.DATA_CORRUPTION),
+        (ValueError("loss is NaN at step 3"), "numerical", Cause.WORKER_ERROR),
+        (FloatingPointError("invalid value"), "numerical", Cause.WORKER_ERROR),
+        (TimeoutError("took too long"), "timeout", Cause.HANG),
+        (OSError(errno.ENOSPC, "No space left on device"), "storage", Cause.WORKER_ERROR),
+        (FileNotFoundError(errno.ENOENT, "No such file"), "storage", Cause.WORKER_ERROR),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "host out of memory", Cause.HOST_OUT_OF_MEMORY),
+        (KeyboardInterrupt(), "preemption", Cause.PREEMPTED),
+        (SystemExit(75), "preemption", Cause.PREEMPTED),
+        (SystemExit(1), "code", Cause.WORKER_ERROR),
+        (KeyError("weights"), "code", Cause.WORKER_ERROR),
+        (ImportError("no module named information"), "code", Cause.WORKER_ERROR),
+        (Mute(), "code", Cause.WORKER_ERROR),
+        (raised_from(MemoryError()), "host out of memory", Cause.HOST_OUT_OF_MEMORY),
+        (ExceptionGroup("two", [KeyError("a"), ConnectionError("gone")]), "communication", Cause.COMMUNICATION_ERROR),
+        ("Traceback (most recent call last):\n  File\ntorch.OutOfMemoryError: CUDA", "device out of memory",
+         Cause.DEVICE_OUT_OF_MEMORY),
+        ("something", "unknown", Cause.UNKNOWN),
+        ("", "unknown", Cause.UNKNOWN),
+        ("x" * 10**6, "unknown", Cause.UNKNOWN),
+    ],
+    ids=lambda value: repr(value)[:50],
+)  # fmt: skip
+def test_what_kind_of_failure_it_was(error, category, cause):
+    found = categorize_failure(error)
+    assert (found, found.cause) == (category, cause)
+    assert isinstance(found, FailureCategory) and slurmft.categorize_failure is categorize_failure
+
+
+def test_a_chain_that_bites_its_tail_ends():
+    first, second = KeyError("a"), KeyError("b")
+    first.__context__, second.__context__ = second, first
+    assert categorize_failure(first) is FailureCategory.CODE
