@@ -20,7 +20,7 @@ from slurmft.launch.channel import BadMessage, Channel, Message, connect
 from slurmft.launch.environment import LENDER_VARIABLE, common_environment, worker_environment
 from slurmft.launch.forensics import Forensics
 from slurmft.launch.gpus import VISIBLE_VARIABLE, visible_without
-from slurmft.launch.hang_watch import HangWatch, mentions_session
+from slurmft.launch.hang_watch import HangWatch
 from slurmft.launch.heartbeat import NOTHING, Slot
 from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.striking import strike
@@ -145,9 +145,9 @@ class Agent:
                 if message is None:
                     return
                 self._last_heard = time.monotonic()
+                answer = await self._handle(message)
                 if message["id"] == UNANSWERED:
                     continue
-                answer = await self._handle(message)
                 channel.send({"kind": "reply", "id": message["id"], **answer})
             await channel.drain()
         finally:
@@ -220,10 +220,7 @@ class Agent:
             timed=config.straggler_detection.enabled,
         )
         self._timings = TimingReports(config.straggler_detection.report_time_interval, time.monotonic())
-        self._hangs.begin(
-            list(self._workers.by_rank.values()), learned=message.get("limits", {}),
-            calls_slurmft=mentions_session(config.command, config.working_directory or Path.cwd()),
-        )  # fmt: skip
+        self._hangs.begin(list(self._workers.by_rank.values()), learned=message.get("limits", {}))
         return {}
 
     async def _agree(self, message: Message) -> dict[str, Any]:
