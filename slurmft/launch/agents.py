@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slurmft.launch.channel import MAX_LINE_BYTES, BadMessage, Channel, Message, accept
+from slurmft.launch.channel import MAX_LINE_BYTES, BadMessage, Channel, Message, accept, keep_alive
 from slurmft.launch.shapes import check_hello, check_reply, check_report
 
 CALL_TIMEOUT_S = 10.0
@@ -208,6 +208,7 @@ class AgentPool:
         self._strangers += 1
         try:
             channel, hello = await accept(reader, writer, self._secret)
+            keep_alive(writer)
             link = AgentLink(channel, hello)
             if link.lender:  # nodes of another job come behind our own
                 link.node = self._lent.setdefault((link.lender, link.node), self._expected + len(self._lent))

@@ -20,8 +20,6 @@ from slurmft.launch.winding_down import end_agents
 from slurmft.policy.membership import TooFew, Wait
 
 LOOK_S = 0.05
-
-
 SPARE_DESCRIPTORS = 200
 
 
@@ -67,6 +65,7 @@ class Crew:
             self._muster_again()
             return
         self._mustered = True
+        allow_connections(cluster.size(self._config))
         port = await self.pool.listen(cluster.listen_host)
         await self.folder.tell_agents({"hosts": cluster.control_hosts(), "port": port})
         self.processes = await cluster.start_agents(self._config, self.folder.path)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 REPORT_S = 0.5
-REPORTS_PER_S = 200
-"""A report of 8 ranks costs about 0.2 ms; above that rate agents report less often."""
+REPORTS_PER_S = 100
+"""A report of 8 ranks costs about 0.3 ms; above that rate agents report less often."""
 
 LONGEST_PING_S = 5.0
 

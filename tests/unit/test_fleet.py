@@ -8,7 +8,7 @@ from slurmft.policy.fleet import longest_silence_s, ping_interval_s, report_inte
 
 
 @pytest.mark.parametrize(
-    ("agents", "report_s", "ping_s"), [(1, 0.5, 5), (100, 0.5, 5), (2000, 10, 10), (10_000, 50, 15)]
+    ("agents", "report_s", "ping_s"), [(1, 0.5, 5), (50, 0.5, 5), (1000, 10, 10), (10_000, 100, 15)]
 )
 def test_the_rate_is_bounded_and_the_lease_outlasts_pings(agents, report_s, ping_s):
     assert report_interval_s(agents) == report_s
