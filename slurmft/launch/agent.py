@@ -145,9 +145,9 @@ class Agent:
                 if message is None:
                     return
                 self._last_heard = time.monotonic()
+                answer = await self._handle(message)
                 if message["id"] == UNANSWERED:
                     continue
-                answer = await self._handle(message)
                 channel.send({"kind": "reply", "id": message["id"], **answer})
             await channel.drain()
         finally:
