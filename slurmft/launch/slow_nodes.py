@@ -40,8 +40,12 @@ class SlowNodes:
         if self._watch is None:
             from slurmft.launch.straggler_watch import StragglerWatch  # brings numpy, 0.1 s at every start
 
+            nodes = self._seen.world_size // self._config.nproc_per_node  # as many as this attempt has
             self._watch = StragglerWatch(
-                self._config, self._start.run.path, self._start.journal, workload=workload_of(self._config)
+                self._config.model_copy(update={"nodes": nodes}),
+                self._start.run.path,
+                self._start.journal,
+                workload=workload_of(self._config),
             )
         self._watch.note(host, message)
         if (slow := self._watch.verdict()) is not None:
