@@ -22,6 +22,7 @@ from slurmft.launch.gpus import VISIBLE_VARIABLE, visible_without
 from slurmft.launch.heartbeat import NOTHING, Slot
 from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.timing_reports import TimingReports
+from slurmft.launch.torchrun import worker_command
 from slurmft.launch.workers import Worker, Workers, reserve_port
 from slurmft.policy.stop import NEVER
 from slurmft.storage.files import read_json
@@ -198,7 +199,7 @@ class Agent:
         self._workers.start(
             ranks,
             [worker_environment(config, environment, message, rank, self._attempt) for rank in ranks],
-            command=config.command,
+            command=worker_command(config),
             folder=config.working_directory or Path.cwd(),
             logs=folder,
             verdicts=[self._run.verdicts / f"{self._attempt}.rank-{rank}.json" for rank in ranks],

@@ -1,0 +1,44 @@
+"""``launcher: torchrun``: torch's elastic agent in between, and the same endings."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runs.test_local import LocalRun
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """By the agent itself: who starts the workers makes no difference to the weights."""
+    run = LocalRun(tmp_path_factory.mktemp("torchrun") / "undisturbed")
+    run.submit("--wait")
+    return run.digest()
+
+
+def trainers(run: LocalRun) -> list[int]:
+    """Process ids of the trainers that torchrun has started."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        environment, words = process.info["environ"] or {}, process.info["cmdline"] or []
+        ours = environment.get("SLURMFT_RUN_FOLDER") == str(run.folder.path) and "LOCAL_RANK" in environment
+        if ours and "slurmft.examples.byte_gpt" in words and "slurmft.launch.torchrun" not in words:
+            found.append(process.pid)
+    return found
+
+
+def test_a_rank_that_dies_a_stop_and_the_end(tmp_path: Path, undisturbed: str) -> None:
+    run = LocalRun(tmp_path / "through torchrun", launcher="torchrun")
+    run.submit()
+    run.wait_for_step(8)
+    os.kill(max(trainers(run)), signal.SIGKILL)
+    run.wait_until_done()
+    verdict = next(event for event in run.folder.journal().read() if event.event == "verdict")
+    assert verdict.details["cause"] == "signal crash", run.story()
+    assert run.digest() == undisturbed
