@@ -10,6 +10,7 @@ sections, stops, verdicts and restarts are what they are without torchrun. The c
 
     python -m slurmft.launch.torchrun --shutdown-timeout S COMMAND...   a holder; starts torchrun where LOCAL_RANK is 0
     python -m slurmft.launch.torchrun                                   a stand-in, started by torchrun
+    python -m slurmft.launch.torchrun --trainer STACKS VERDICT ...      a Python trainer that tells its stacks
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from slurmft.launch import stacks
 from slurmft.launch.heartbeat import PAGE_VARIABLE
+from slurmft.launch.stacks import STACKS_SIGNAL
+from slurmft.storage.verdicts import VERDICT_VARIABLE
 
 if TYPE_CHECKING:
     from slurmft.config import RunConfig  # a stand-in, of which each rank has one, must start at once
 
 CONNECT_S = 60.0
-PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, STACKS_SIGNAL)
 ENDED_WELL = (0, 75)
 TORCHRUNS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_", "GROUP_",
              "ROLE_", "TORCHELASTIC_")  # fmt: skip
@@ -101,6 +105,8 @@ def hold(command: Sequence[str], shutdown_timeout_s: str, environment: Mapping[s
 
 def stand_in(environment: Mapping[str, str]) -> int:
     """Start the trainer for the holder of this rank, and tell how it ends."""
+    with contextlib.suppress(PermissionError):  # leads its session already
+        os.setpgid(0, 0)
     with _connected(environment) as holder, _Events(holder) as events:
         start = _receive_start(holder)
         told = trainers_environment(start["environment"], environment)
@@ -114,9 +120,8 @@ def stand_in(environment: Mapping[str, str]) -> int:
             for event in events.wait():
                 if event is holder:
                     numbers = holder.recv(64)
-                    if not numbers:  # the agent has killed it
-                        trainer.kill()
-                        events.forget(holder)
+                    if not numbers:  # the agent has killed it, and means all that belongs to the rank
+                        os.killpg(0, signal.SIGKILL)
                     for number in numbers:
                         trainer.send_signal(number)
                 elif isinstance(event, int) and event != signal.SIGCHLD:
@@ -140,9 +145,6 @@ class _Events:
 
     def watch(self, one: socket.socket) -> None:
         self._selector.register(one, selectors.EVENT_READ)
-
-    def forget(self, one: socket.socket) -> None:
-        self._selector.unregister(one)
 
     def wait(self) -> Iterator[socket.socket | int]:
         for key, _ in self._selector.select():
@@ -170,6 +172,7 @@ def _start(
     parent, libc = os.getpid(), ctypes.CDLL(None)
 
     def in_child() -> None:
+        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # until it takes it: it would end a program that does not know it
         libc.prctl(_PR_SET_PDEATHSIG, at_death, 0, 0, 0)
         if os.getppid() != parent:  # it died before
             os.kill(os.getpid(), at_death)
@@ -219,7 +222,7 @@ def _connected(environment: Mapping[str, str]) -> Iterator[socket.socket]:
 
 
 def _send_start(stand_in: socket.socket, command: Sequence[str], environment: Mapping[str, str]) -> None:
-    start = {"command": _runnable(command), "environment": dict(environment), "folder": str(Path.cwd())}
+    start = {"command": _runnable(command, environment), "environment": dict(environment), "folder": str(Path.cwd())}
     content = json.dumps(start).encode()
     socket.send_fds(stand_in, [len(content).to_bytes(8, "big")], [1, 2])
     stand_in.sendall(content)
@@ -247,11 +250,22 @@ def _exit_code(stand_in: socket.socket) -> int:
     return int(text) if text.strip() else -signal.SIGKILL  # killed before it could say
 
 
-def _runnable(command: Sequence[str]) -> list[str]:
-    """As the agent would start it: a script, or ``python``, by this very interpreter."""
-    if command[0].endswith(".py"):
-        return [sys.executable, *command]
-    return [sys.executable, *command[1:]] if command[0] in ("python", "python3") else list(command)
+def _runnable(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """As the agent would start it: Python's own trainers tell their stacks, and why they fail."""
+    from slurmft.launch.workers import zygote_arguments  # more than a stand-in needs
+
+    if (arguments := zygote_arguments(command)) is None:
+        return list(command)
+    told = str(Path(environment[PAGE_VARIABLE]).with_suffix(".stacks"))
+    return [sys.executable, "-P", "-m", "slurmft.launch.torchrun", "--trainer", told,
+            environment.get(VERDICT_VARIABLE, os.devnull), *arguments]  # fmt: skip
+
+
+def _train(told: str, verdict: str, arguments: Sequence[str]) -> int:
+    from slurmft.launch.zygote import run_python
+
+    stacks.arm(Path(told))
+    return run_python(arguments, Path(verdict))
 
 
 def _leave(code: int) -> NoReturn:
@@ -267,6 +281,8 @@ def _leave(code: int) -> NoReturn:
 def main(argv: Sequence[str]) -> NoReturn:
     if argv[:1] == ["--shutdown-timeout"]:
         _leave(hold(argv[2:], argv[1], os.environ))
+    if argv[:1] == ["--trainer"]:
+        sys.exit(_train(argv[1], argv[2], argv[3:]))
     _leave(stand_in(os.environ))
 
 
