@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from runs.conftest import eventually
 from runs.test_local import LocalRun
 
 pytestmark = pytest.mark.timeout(180)
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.timeout(180)
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """By the agent itself: who starts the workers makes no difference to the weights."""
-    run = LocalRun(tmp_path_factory.mktemp("torchrun") / "undisturbed")
+    run = LocalRun(tmp_path_factory.mktemp("torchrun") / "undisturbed", nodes=1)
     run.submit("--wait")
     return run.digest()
 
@@ -33,12 +34,15 @@ def trainers(run: LocalRun) -> list[int]:
     return found
 
 
-def test_a_rank_that_dies_a_stop_and_the_end(tmp_path: Path, undisturbed: str) -> None:
-    run = LocalRun(tmp_path / "through torchrun", launcher="torchrun")
+def test_a_rank_that_dies_and_the_end(tmp_path: Path, undisturbed: str) -> None:
+    run = LocalRun(tmp_path / "through torchrun", launcher="torchrun", nodes=1)
     run.submit()
+    eventually(lambda: len(trainers(run)) == 2, 100, run.story)  # two imports of torch, one after the other
     run.wait_for_step(8)
     os.kill(max(trainers(run)), signal.SIGKILL)
     run.wait_until_done()
     verdict = next(event for event in run.folder.journal().read() if event.event == "verdict")
     assert verdict.details["cause"] == "signal crash", run.story()
+    told = "".join(path.read_text() for path in run.folder.attempts.glob("*.0.0/stacks-rank-*.txt"))
+    assert "byte_gpt.py" in told, "the stacks are the trainers' own"
     assert run.digest() == undisturbed
