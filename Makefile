@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test check lint lab bench bench-exclusions bench-stragglers bench-rerun bench-recovery clean
+.PHONY: help install quickstart test check lint lab bench bench-exclusions bench-stragglers bench-rerun bench-recovery bench-fleet clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -78,6 +78,9 @@ bench-stragglers: install ## measure what straggler detection costs (20 s, nothi
 bench-recovery: install ## measure recovery from kill -9 beside torchrun and ft_launcher (8 minutes, nothing else running)
 	@$(BIN)/pip install --quiet --no-deps --target build/nvrx nvidia-resiliency-ext==0.4.1 defusedxml nvidia-ml-py pynvml
 	@$(BIN)/python bench/recovery --packages build/nvrx --output bench/results/recovery.md
+
+bench-fleet: install ## measure the control channel with 2,000 simulated agents (a minute, nothing else running)
+	@$(BIN)/python bench/fleet --output bench/results/fleet.md
 
 bench-rerun: install ## measure what the re-run state machine costs (10 s, nothing else running)
 	@$(BIN)/python bench/rerun --output bench/results/rerun.md

@@ -20,6 +20,8 @@ from slurmft.errors import SlurmftError
 VERBS = {
     "exclude": ("excluding", "The nodes to keep away from: list them, say why, add, remove, forget what has faded"),
     "explain": ("reading", "Tell the run's story: each event, each decision and its reason, from the journal"),
+    "inject": ("injecting", "Inject a fault into a running RUN, to see what follows"),
+    "join": ("joining", "Lend nodes to a run: submit a job on whose nodes it trains too, from its next checkpoint on"),
     "lab": ("lab", "A real Slurm cluster on this machine, for tests and for trying things out (needs root)"),
     "logs": ("reading", "Print a worker's output, and the supervisor's when there is none"),
     "requeue": ("verbs", "Save and go through the queue again; start a waiting job now; rescue one that lost its batch "

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from slurmft.cli.names import every_run, optional_run_argument, run_argument, runs_root
 from slurmft.errors import StorageError, UsageError
-from slurmft.launch.evidence_told import look_told
+from slurmft.launch.evidence_told import EVENT, look_told
 from slurmft.launch.overview import Overview, account_of, overviews, story
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import RunFolder
@@ -24,7 +24,7 @@ from slurmft.storage.run_folder import RunFolder
 WATCH_INTERVAL_S = 2.0
 _IN_FULL = {
     "verdict": frozenset({"rank", "node", "suspects", "rerun", "traceback", "evidence"}),
-    "evidence": frozenset({"culprits", "victims", "ranks", "folder"}),
+    EVENT: frozenset({"culprits", "victims", "ranks", "folder"}),
 }
 """What the newest one of these events tells below the story, and not in its line."""
 

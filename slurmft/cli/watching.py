@@ -23,7 +23,8 @@ GIVE_UP_S = 30.0
 """A run that has left no decision and no job for this long has ended badly."""
 
 _TOLD = frozenset({"stop requested", "requeued", "resubmitted", "starting anew", "first step", "worker failed",
-                   "agent lost", "stop overdue", "stop without a save", "not continued", "save requested"})  # fmt: skip
+                   "worker hung", "agent lost", "stop overdue", "stop without a save", "not continued",
+                   "save requested"})  # fmt: skip
 
 
 def watch(run: RunFolder, *, told: int, stop_on_interrupt: bool) -> int:

@@ -15,20 +15,24 @@ from typing import Any
 
 from slurmft.config import RunConfig
 from slurmft.errors import LaunchError, StorageError
+from slurmft.launch.agents import UNANSWERED
 from slurmft.launch.channel import BadMessage, Channel, Message, connect
-from slurmft.launch.environment import common_environment, worker_environment
+from slurmft.launch.environment import LENDER_VARIABLE, common_environment, worker_environment
 from slurmft.launch.forensics import Forensics
 from slurmft.launch.gpus import VISIBLE_VARIABLE, visible_without
+from slurmft.launch.hang_watch import HangWatch, mentions_session
 from slurmft.launch.heartbeat import NOTHING, Slot
 from slurmft.launch.sleeping import overslept_s
+from slurmft.launch.striking import strike
 from slurmft.launch.timing_reports import TimingReports
 from slurmft.launch.torchrun import worker_command
 from slurmft.launch.workers import Worker, Workers, reserve_port
+from slurmft.policy.fleet import report_interval_s
 from slurmft.policy.stop import NEVER
+from slurmft.policy.verdict import EXIT_TEMPORARY
 from slurmft.storage.files import read_json
 from slurmft.storage.run_folder import RunFolder
 
-REPORT_INTERVAL_S = 0.5
 RECONNECT_PAUSE_S = 0.2
 LEASE_CHECK_S = 1.0
 STOPPED_GRACE_S = 20.0
@@ -51,6 +55,8 @@ class Agent:
         self._environment = environment
         self._index = int(environment.get("SLURMFT_NODE_INDEX", environment.get("SLURM_NODEID", "0")))
         self._host = environment.get("SLURMD_NODENAME") or socket.gethostname()
+        self._lender = environment.get(LENDER_VARIABLE, "")
+        self._taken_back = False
         self._workers = Workers(self._report_exit)
         self._channel: Channel | None = None
         self._port_holder: socket.socket | None = None
@@ -60,6 +66,7 @@ class Agent:
         self._shutdown = False
         self._last_heard = time.monotonic()
         self._timings: TimingReports | None = None
+        self._hangs = HangWatch(config, self._report_own)
         self._generation = 0
         self._address: tuple[list[str], int, bytes] | None = None
         self._forensics = Forensics(self._host)
@@ -76,11 +83,14 @@ class Agent:
         reports = asyncio.create_task(self._report_regularly())
         serving = asyncio.create_task(self._serve())
         lease = asyncio.create_task(self._watch_lease())
+        hangs = asyncio.create_task(self._hangs.run())
         try:
             await asyncio.wait([serving, lease], return_when=asyncio.FIRST_COMPLETED)
-            return serving.result() if serving.done() else LaunchError.exit_code
+            if serving.done():
+                return EXIT_TEMPORARY if self._taken_back else serving.result()
+            return LaunchError.exit_code
         finally:
-            for task in (reports, serving, lease):
+            for task in (reports, serving, lease, hangs):
                 task.cancel()
             self._workers.close()
             self._forensics.finish(LAST_FILES_S)
@@ -124,7 +134,8 @@ class Agent:
 
     async def _serve_one_connection(self) -> None:
         channel = await self._connect_any(*self._where())
-        channel.send({"kind": "hello", "node": self._index, "host": self._host, "pid": os.getpid()})
+        lent = {"lender": self._lender} if self._lender else {}
+        channel.send({"kind": "hello", "node": self._index, "host": self._host, "pid": os.getpid(), **lent})
         self._channel = channel
         for report in self._unreported:
             channel.send(report)
@@ -135,6 +146,8 @@ class Agent:
                 if message is None:
                     return
                 self._last_heard = time.monotonic()
+                if message["id"] == UNANSWERED:
+                    continue
                 answer = await self._handle(message)
                 channel.send({"kind": "reply", "id": message["id"], **answer})
             await channel.drain()
@@ -161,22 +174,22 @@ class Agent:
                     self._port_holder.close()
                 self._port_holder, port = reserve_port()
                 return {"port": port}
+            case "sections":
+                return self._hangs.facts(message.get("first", 0))
+            case "ping":
+                self._hangs.learn(message.get("limits", {}))
             case "look":
                 return self._looks()
-            case "propose":
-                self._propose(message["tick"], message["action"])
-                await asyncio.sleep(STORE_BUFFER_S)
-                return self._looks()
-            case "commit":
-                self._write(Slot.COMMITTED, message["tick"])
-            case "withdraw":
-                self._write(Slot.PROPOSED, NEVER)
+            case "propose" | "commit" | "withdraw":
+                return await self._agree(message)
             case "signal":
                 self._pass_on_term()
             case "evidence":
                 folder, within_s = self._run.attempts / self._attempt, float(message["within_s"])
                 workers = list(self._workers.by_rank.values())
                 return {"ranks": await self._forensics.take_evidence(workers, folder, within_s)}
+            case "inject":
+                return strike(list(self._workers.by_rank.values()), message["order"], message["ranks"])
             case "kill":
                 self._workers.kill()
             case "shutdown":
@@ -207,6 +220,23 @@ class Agent:
             timed=config.straggler_detection.enabled,
         )
         self._timings = TimingReports(config.straggler_detection.report_time_interval, time.monotonic())
+        self._hangs.begin(
+            list(self._workers.by_rank.values()), learned=message.get("limits", {}),
+            calls_slurmft=mentions_session(config.command, config.working_directory or Path.cwd()),
+        )  # fmt: skip
+        return {}
+
+    async def _agree(self, message: Message) -> dict[str, Any]:
+        """One step of the agreement on a stop (``policy.stop``)."""
+        match message["kind"]:
+            case "propose":
+                self._propose(message["tick"], message["action"])
+                await asyncio.sleep(STORE_BUFFER_S)
+                return self._looks()
+            case "commit":
+                self._write(Slot.COMMITTED, message["tick"])
+            case _:
+                self._write(Slot.PROPOSED, NEVER)
         return {}
 
     def _propose(self, tick: int, action: int) -> None:
@@ -225,7 +255,10 @@ class Agent:
 
     def _note_signal(self, name: str) -> None:
         self._term_count += 1
-        self._pass_on_term()
+        if self._lender:  # its job ends, not the run: the workers stop with all others, at an agreed step
+            self._taken_back = True
+        else:
+            self._pass_on_term()
         self._report({"kind": "signal", "name": name, "count": self._term_count, "at": time.time()})
 
     def _pass_on_term(self) -> None:
@@ -242,6 +275,9 @@ class Agent:
         facts = {"generation": self._generation, **_facts(worker)}
         self._report({"kind": "exited", "code": worker.exit_code, "killed": worker.killed, **facts})
 
+    def _report_own(self, message: Message) -> None:
+        self._report({"generation": self._generation, **message})
+
     def _report(self, message: Message) -> None:
         if self._channel is None:
             self._unreported.append(message)
@@ -249,8 +285,9 @@ class Agent:
             self._channel.send(message)
 
     async def _report_regularly(self) -> None:
+        interval_s = report_interval_s(self._config.nodes + self._config.spare_nodes)
         while True:
-            await asyncio.sleep(REPORT_INTERVAL_S)
+            await asyncio.sleep(interval_s)
             self._workers.kill_lingering(STOPPED_GRACE_S)
             if self._channel is not None:
                 ranks = [_facts(worker) for worker in self._workers.by_rank.values()]
@@ -259,6 +296,8 @@ class Agent:
                 if self._timings is not None and self._config.straggler_detection.enabled:
                     for report in self._timings.due(list(self._workers.by_rank.values()), time.monotonic()):
                         self._channel.send(report | own)
+                if (durations := self._hangs.durations()) is not None:
+                    self._channel.send(durations | own)
 
 
 def _facts(worker: Worker) -> dict[str, Any]:

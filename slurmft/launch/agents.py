@@ -1,7 +1,6 @@
 """The supervisor's side of the control channel: who has connected, calls to them, and what they report.
 
-What leaves this module has the shape that its readers rely on. A message of another shape closes the connection that it
-came by, whoever sent it: a supervisor that stumbles over one would take the whole job with it.
+A message without the shape that its readers rely on (``shapes``) closes the connection it came by, whoever sent it.
 """
 
 from __future__ import annotations
@@ -9,19 +8,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slurmft.launch.channel import MAX_LINE_BYTES, BadMessage, Channel, Message, accept
-from slurmft.launch.heartbeat import State
-from slurmft.launch.stacks import MAX_FRAME, MAX_FRAMES
-from slurmft.launch.timing_page import CUDA, MAX_NAME, MAX_SECTIONS
-from slurmft.policy.whereabouts import Where
+from slurmft.launch.shapes import check_hello, check_reply, check_report
 
 CALL_TIMEOUT_S = 10.0
+UNANSWERED = 0
+"""The id of a message that nobody answers."""
+
 TELL_TIMEOUT_S = 2.0
 MAX_STRANGERS = 64
 """Connections that have not proved themselves yet; more are closed at once."""
@@ -30,137 +28,6 @@ TOLD_REFUSALS = 10
 """Refused connections that the log tells of; a stranger must not fill the disk either. The others are counted."""
 
 log = logging.getLogger(__name__)
-
-Check = Callable[[Any], bool]
-
-
-def _integer(low: int, high: int) -> Check:
-    return lambda value: type(value) is int and low <= value <= high
-
-
-def _number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _time(value: Any) -> bool:
-    return _number(value) and math.isfinite(value)
-
-
-def _flag(value: Any) -> bool:
-    return type(value) is bool
-
-
-def _name(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= 255 and value.isprintable()
-
-
-_SECTION: tuple[Check, ...] = (lambda value: _name(value) and len(value) <= MAX_NAME, _time, _integer(1, 2**31 - 1))
-
-
-def _are_sections(sections: Any) -> bool:
-    return (
-        isinstance(sections, list)
-        and len(sections) <= MAX_SECTIONS
-        and all(
-            isinstance(section, list)
-            and len(section) == len(_SECTION)
-            and all(fits(each) for fits, each in zip(_SECTION, section, strict=True))
-            for section in sections
-        )
-    )
-
-
-_SLOT = _integer(-(2**63), 2**63 - 1)
-_FACTS: Mapping[str, Check] = {
-    "rank": _integer(0, 2**31 - 1), "state": _integer(min(State), max(State)), "attached": _flag, "step": _SLOT,
-    "until": _SLOT, "saved": _SLOT, "resumed": _SLOT, "first_step_at": _time, "answered": _SLOT, "metric": _number,
-    "first_step_s": _time, "longest_step_s": _time, "saves": _SLOT, "save_s": _time, "saving_s": _time,
-    "since_saved_s": _time, "save_failures": _SLOT, "save_errno": _integer(-(2**31), 2**31 - 1),
-}  # fmt: skip
-_EXIT: Mapping[str, Check] = {**_FACTS, "code": _integer(-128, 255), "killed": _flag}
-_SIGNAL: Mapping[str, Check] = {"name": _name}
-_HELLO: Mapping[str, Check] = {"node": _integer(0, 2**31 - 1), "host": _name, "pid": _integer(0, 2**31 - 1)}
-_LENT: Mapping[str, Check] = {**_HELLO, "lender": _name}
-_TIMINGS: Mapping[str, Check] = {
-    "rank": _integer(0, 2**31 - 1), "device": _integer(0, CUDA), "sections": _are_sections,
-    "role": lambda value: value == "" or (_name(value) and len(value) <= MAX_NAME),
-}  # fmt: skip
-_LOOK = (_flag, _SLOT, _flag, _SLOT)
-_CODE = _integer(-128, 255)
-
-
-def _text(longest: int) -> Check:
-    return lambda value: isinstance(value, str) and len(value) <= longest
-
-
-def _texts(most: int, longest: int) -> Check:
-    fits = _text(longest)
-    return lambda value: isinstance(value, list) and len(value) <= most and all(map(fits, value))
-
-
-_EVIDENCE: Mapping[str, Check] = {
-    "rank": _integer(0, 2**31 - 1), "pid": _integer(0, 2**31 - 1), "kind": lambda value: value in tuple(Where),
-    "doing": _text(200), "process": _text(1), "wchan": _text(64), "attached": _flag,
-    "state": _integer(min(State), max(State)), "step": _SLOT, "tick": _SLOT, "sections": _texts(64, 200),
-    "python_top": _texts(MAX_FRAMES, 2 * MAX_FRAME + 32), "killed": _flag,
-    "exit_code": lambda value: value is None or _CODE(value),
-}  # fmt: skip
-
-
-def _require(message: Any, fields: Mapping[str, Check], what: str) -> None:
-    """Every field is there and has its shape; keys that nobody knows are tolerated, if they are plain or end in _s.
-
-    Raises:
-        BadMessage: names the first one that has not.
-    """
-    if not isinstance(message, dict):
-        raise BadMessage(f"{what} is not an object")
-    for name, fits in fields.items():
-        if name not in message or not fits(message[name]):
-            raise BadMessage(f"{what} has {name}={str(message.get(name, 'nothing'))[:40]!r}")
-    for name, value in message.items():
-        if name.endswith("_s") and not _time(value):
-            raise BadMessage(f"{what} has {name}={str(value)[:40]!r}")
-
-
-def _check_report(message: Message) -> None:
-    if "generation" in message:
-        _require(message, {"generation": _SLOT}, "a report")
-    match message["kind"]:
-        case "exited":
-            _require(message, _EXIT, "a worker's end")
-        case "progress":
-            _require(message, {"ranks": lambda ranks: isinstance(ranks, list)}, "a progress report")
-            for facts in message["ranks"]:
-                _require(facts, _FACTS, "a progress report")
-        case "timings":
-            _require(message, {"window": _SLOT, "ranks": lambda ranks: isinstance(ranks, list)}, "a report of timings")
-            for facts in message["ranks"]:
-                _require(facts, _TIMINGS, "a report of timings")
-        case "signal":
-            _require(message, _SIGNAL, "a signal's report")
-        case "hello" | "connected" | "disconnected" as kind:
-            raise BadMessage(f"{kind!r} is no report")
-
-
-def _check_reply(kind: str, message: Message) -> None:
-    if kind == "port":
-        _require(message, {"port": _integer(1, 65535)}, "the reply to 'port'")
-    elif kind == "evidence":
-        _require(message, {"ranks": lambda ranks: isinstance(ranks, list)}, "the reply to 'evidence'")
-        for facts in message["ranks"]:
-            _require(facts, _EVIDENCE, "the reply to 'evidence'")
-    elif kind in ("look", "propose") and not _are_looks(message.get("looks")):
-        raise BadMessage(f"the reply to {kind!r} holds no looks")
-
-
-def _are_looks(looks: Any) -> bool:
-    return isinstance(looks, list) and all(
-        isinstance(look, list)
-        and len(look) == len(_LOOK)
-        and all(fits(each) for fits, each in zip(_LOOK, look, strict=True))
-        for look in looks
-    )
 
 
 class AgentLost(Exception):
@@ -173,7 +40,7 @@ class AgentLink:
     def __init__(self, channel: Channel, hello: Message) -> None:
         if hello["kind"] != "hello":
             raise BadMessage(f"the first message is {hello['kind'][:40]!r}")
-        _require(hello, _LENT if "lender" in hello else _HELLO, "a hello")
+        check_hello(hello)
         self.node: int = hello["node"]
         self.host: str = hello["host"]
         self.pid: int = hello["pid"]
@@ -182,8 +49,8 @@ class AgentLink:
         self.lender: str = hello.get("lender", "")
         """The job that lends this node; empty for one of the run's own job."""
 
-        self.leaving = self.dropped = False
-        """leaving: its job is ending. dropped: it counts as lost, whatever may come of it."""
+        self.leaving = self.dropped = self.ready = False
+        """leaving: its job is ending. dropped: it counts as lost, whatever may come of it. ready: torch is imported."""
 
         self.last_heard = time.monotonic()
         self._next_id = 0
@@ -221,7 +88,7 @@ class AgentLink:
         if call_id not in self._waiting:  # its caller has given up
             return
         kind, future = self._waiting[call_id]
-        _check_reply(kind, message)  # before it is taken off: the end of the connection fails the call
+        check_reply(kind, message)  # before it is taken off: the end of the connection fails the call
         del self._waiting[call_id]
         if not future.done():
             future.set_result(message)
@@ -280,6 +147,12 @@ class AgentPool:
         """
         links = self.members or [self.links[node] for node in sorted(self.links)]
         return await asyncio.gather(*(link.call(kind, timeout_s=timeout_s, **fields) for link in links))
+
+    def ping(self) -> None:
+        """A sign of life to every agent that can be reached; none of them answers."""
+        for link in self.links.values():
+            if link.channel is not None:
+                link.channel.send({"kind": "ping", "id": UNANSWERED})
 
     async def tell_all(self, kind: str, *, timeout_s: float = TELL_TIMEOUT_S, **fields: Any) -> None:
         """Ask every agent that can still be reached, member or not; the others are somebody else's finding."""
@@ -352,10 +225,11 @@ class AgentPool:
                 old.channel.close()
             if not old.dropped:
                 self.members = [link if member is old else member for member in self.members]
+        if link.lender or (old is not None and old.dropped):
+            self.events.put_nowait((link, {"kind": "connected"}))
         self.links[link.node] = link
         if sum(node < self._expected for node in self.links) == self._expected:
             self.complete.set()
-        self.events.put_nowait((link, {"kind": "connected"}))
         return link
 
     def _tell_refusal(self, why: str) -> None:
@@ -370,7 +244,8 @@ class AgentPool:
                 if message["kind"] == "reply":
                     link.answered(message)
                 else:
-                    _check_report(message)
+                    check_report(message)
+                    link.ready = link.ready or message.get("ready") is True
                     self.events.put_nowait((link, message))
         except BadMessage as error:
             log.warning("closed the connection of %s: %s", link.host, error)

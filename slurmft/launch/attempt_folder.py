@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from slurmft.errors import SlurmftError, StorageError, StorageUnavailable
+from slurmft.launch.hangs import Hangs
 from slurmft.launch.observations import Observations
 from slurmft.launch.slow_nodes import SlowNodes
 from slurmft.launch.start import Start
@@ -60,7 +61,7 @@ class AttemptFolder:
             return found
         return {}
 
-    async def tell_progress(self, seen: Observations, slow: SlowNodes) -> None:
+    async def tell_progress(self, seen: Observations, slow: SlowNodes, hangs: Hangs) -> None:
         """Write progress, and what the journal could not take before, when it is time to."""
         if time.monotonic() - self._told_at < PROGRESS_S:
             return
@@ -69,8 +70,9 @@ class AttemptFolder:
         with contextlib.suppress(OSError, StorageError):
             await self._do(seen.write_progress)
             await self._do(slow.exchange)
+            await self._do(hangs.exchange)
 
-    def leave(self, seen: Observations, slow: SlowNodes) -> None:
+    def leave(self, seen: Observations, slow: SlowNodes, hangs: Hangs) -> None:
         """Write the last progress before anything that is journaled from now on."""
 
         def work() -> None:
@@ -78,6 +80,7 @@ class AttemptFolder:
                 seen.write_progress()
                 seen.write_timings()
                 slow.exchange()
+                hangs.leave()
 
         self._thread.submit(work)
 

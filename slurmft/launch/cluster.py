@@ -18,7 +18,7 @@ from slurmft.errors import SlurmError, SlurmUnavailable
 from slurmft.launch.own_signals import keep_across_exec
 from slurmft.policy.grace import JobTimes, SlurmClock, Terms
 from slurmft.policy.verdict import Cause
-from slurmft.scheduler import nodes, slurm
+from slurmft.scheduler import nodes, queueing, slurm
 from slurmft.scheduler.environment import SlurmJob, current_job
 from slurmft.scheduler.parsing import JobEnding
 from slurmft.storage.run_folder import LOCAL_PREFIX, Attempt
@@ -68,6 +68,9 @@ class Cluster(Protocol):
     ) -> asyncio.subprocess.Process:
         """Start the agent of one node alone; it finds the supervisor by the folder of ``attempt``."""
 
+    def give_back(self, host: str) -> str:
+        """Take a lost node out of the allocation; why that was not possible, else empty; blocking."""
+
     def times(self) -> JobTimes:
         """When the job started and will end; blocking."""
 
@@ -96,6 +99,9 @@ class SlurmCluster:
         self.job = job
         self.nodes: tuple[str, ...] = ()
         self.lost: set[str] = set()
+        self.given_back: set[str] = set()
+        """Those of them that are not in the allocation any more: a requeue must ask for their number again."""
+
         self.attempt = Attempt(job=job.job_id, restart=job.restart)
 
     def present(self) -> list[str]:
@@ -139,6 +145,15 @@ class SlurmCluster:
         """
         argv = [*srun_argv(config, os.environ, 1), "--nodelist", host, *agent_argv(config, attempt)]
         return await self._srun(argv, log_folder, {**os.environ, "SLURMFT_NODE_INDEX": str(index)})
+
+    def give_back(self, host: str) -> str:
+        """Shrink the job."""
+        try:
+            queueing.shrink(self.job.job_id, [node for node in self.present() if node != host])
+        except (SlurmError, ValueError) as error:  # Slurm may have noticed by itself, and does not know it any more
+            return str(error)
+        self.given_back.add(host)
+        return ""
 
     @staticmethod
     async def _srun(argv: Sequence[str], folder: Path, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
@@ -234,6 +249,10 @@ class LocalCluster:
                 env={**os.environ, "SLURMFT_NODE_INDEX": str(index), "SLURMD_NODENAME": host},
                 start_new_session=True,
             )
+
+    def give_back(self, host: str) -> str:
+        """There is nobody to give it to."""
+        return f"{host} is this machine"
 
     def times(self) -> JobTimes:
         """A machine of one's own has no limits."""

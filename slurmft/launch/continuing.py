@@ -82,12 +82,14 @@ class Continuation:
 
     def _requeue(self, verdict: Verdict) -> str:
         job_id, delay_s = self._cluster.job.job_id, self._config.preemption.requeue_delay_s
-        nodes = None
         if verdict.cause not in PLANNED:
             delay_s += OTHERS_END_S + round(self._retry_delay_s)
-        if verdict.cause is Cause.NODE_LOST and self._give_back(frozenset(verdict.suspect_nodes)):
+        lost = frozenset(self._cluster.lost).union(verdict.suspect_nodes if verdict.cause is Cause.NODE_LOST else ())
+        if self._give_back(lost - self._cluster.given_back):
             delay_s += SHRUNK_S
-            nodes = self._cluster.job.node_count
+        nodes = None
+        if self._cluster.given_back:
+            nodes = self._config.nodes_range or self._cluster.job.node_count
         self._journal.append("requeueing", job=job_id, delay_s=delay_s, **self._in_words())
         self._flush()
         try:
@@ -107,7 +109,7 @@ class Continuation:
 
     def _give_back(self, lost: frozenset[str]) -> bool:
         """Whether the job was shrunk to its living nodes: one that Slurm holds for alive would hold up the requeue."""
-        nodes = expand(self._cluster.job.nodes)
+        nodes = [node for node in expand(self._cluster.job.nodes) if node not in self._cluster.given_back]
         living = [node for node in nodes if node not in lost]
         if len(living) == len(nodes) or not living or nodes[0] in lost:  # the first one is the batch host
             return False
@@ -116,6 +118,7 @@ class Continuation:
         except SlurmError as error:  # Slurm has noticed by itself, or does not answer: then it takes its own time
             self._journal.append("not shrunk", reason=error.what)
             return False
+        self._cluster.given_back |= lost
         self._journal.append("shrunk", lost=sorted(lost & set(nodes)))
         return True
 

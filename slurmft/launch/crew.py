@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import resource
 import time
 from collections.abc import Sequence
 
 from slurmft.config import RunConfig
 from slurmft.errors import LaunchError
-from slurmft.launch.agents import AgentLink, AgentPool
+from slurmft.launch.agents import AgentLink, AgentLost, AgentPool
 from slurmft.launch.attempt_folder import AttemptFolder
 from slurmft.launch.cluster import Cluster
 from slurmft.launch.reviving import Reviver
@@ -18,6 +20,18 @@ from slurmft.launch.winding_down import end_agents
 from slurmft.policy.membership import TooFew, Wait
 
 LOOK_S = 0.05
+
+
+SPARE_DESCRIPTORS = 200
+
+
+def allow_connections(count: int) -> None:
+    """Raise this process's soft limit of open files, where ``count`` connections would not fit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + SPARE_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 class Crew:
@@ -33,7 +47,7 @@ class Crew:
         self.pool = AgentPool(start.secret, start.cluster.size(config))
         self.roster = Roster(self.pool, config.size)
         self.folder = AttemptFolder(start)
-        self.reviver = Reviver(config, start.cluster, self.pool, self.roster, self.folder)
+        self.reviver = Reviver(config, start, self.pool, self.roster, self.folder)
         self.processes: list[asyncio.subprocess.Process] = []
         self._mustered = False
 
@@ -56,6 +70,15 @@ class Crew:
         await self.folder.tell_agents({"hosts": cluster.control_hosts(), "port": port})
         self.processes = await cluster.start_agents(self._config, self.folder.path)
 
+    async def all_ended(self) -> list[int]:
+        """The exit codes of the processes that started the agents, when all have ended, later ones too."""
+        while True:
+            processes = [*self.processes, *self.reviver.processes]
+            codes = await asyncio.gather(*(process.wait() for process in processes))
+            if len(processes) == len(self.processes) + len(self.reviver.processes) and not self.roster.returning:
+                return codes
+            await asyncio.sleep(LOOK_S)
+
     async def enlist(self, allowed: Sequence[str]) -> list[AgentLink]:
         """Who takes part in the next attempt, in the order of their ranks; waits for agents that are coming back.
 
@@ -73,6 +96,10 @@ class Crew:
         if isinstance(found, TooFew):
             raise LaunchError(found.reason)
         self.pool.members = self.roster.take(found)
+        for link in self.pool.links.values():
+            if link.leaving and link not in self.pool.members:
+                with contextlib.suppress(AgentLost):  # it may go as soon as nothing of the run is on it
+                    await link.call("shutdown")
         return self.pool.members
 
     async def dismiss(self, *, node_lost: bool) -> None:

@@ -11,6 +11,9 @@ from slurmft.launch.workers import zygote_arguments
 from slurmft.storage.fence import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE, EVIDENCE_VARIABLE, VERDICT_VARIABLE
 
+LENDER_VARIABLE = "SLURMFT_LENDER"
+"""The job that lends an agent's node; not set for the run's own."""
+
 
 def common_environment(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
     """What all workers of the run share; libraries that the zygote preloads read parts of it while they load.

@@ -7,6 +7,9 @@ from typing import Any
 
 from slurmft.storage.journal import Event
 
+EVENT = "last look"
+"""Its name in the journal."""
+
 MAX_SHOWN = 8
 """Culprits that are told in full."""
 
@@ -16,7 +19,7 @@ def look_told(events: Sequence[Event]) -> list[tuple[str, str]]:
 
     The journal may be damaged or of a newer slurmft: what does not fit is left out.
     """
-    newest = next((event for event in reversed(events) if event.event == "evidence"), None)
+    newest = next((event for event in reversed(events) if event.event == EVENT), None)
     if newest is None:
         return []
     facts = newest.details

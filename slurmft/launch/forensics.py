@@ -27,6 +27,7 @@ from typing import Any
 from slurmft.launch import flight_recorder, stacks
 from slurmft.launch.heartbeat import Slot, State
 from slurmft.launch.kernel_view import View, view
+from slurmft.launch.section_stack import open_sections
 from slurmft.launch.workers import Worker
 from slurmft.policy.whereabouts import Where, whereabouts
 from slurmft.storage.files import write_json
@@ -149,8 +150,12 @@ def _look_at(worker: Worker) -> _Look:
 
 
 def _summary(look: _Look) -> dict[str, Any]:
-    worker, page = look.worker, look.worker.page
-    calls = stacks.main_thread(look.dump)
+    worker, page, now_ns = look.worker, look.worker.page, time.monotonic_ns()
+    opened = [each for group in open_sections(page) for each in group]
+    if look.kernel is None:
+        calls = stacks.crashed_thread(stacks.read(worker.stacks).decode(errors="replace"))
+    else:
+        calls = stacks.main_thread(look.dump)
     if worker.exit_code is not None or (look.kernel is None and worker.pid):
         where, doing = Where.DEAD, "is dead"
     elif look.kernel is None:
@@ -170,7 +175,7 @@ def _summary(look: _Look) -> dict[str, Any]:
         "state": page[Slot.STATE] if page[Slot.STATE] in tuple(State) else State.ABSENT.value,
         "step": page[Slot.STEP],
         "tick": page[Slot.TICK],
-        "sections": [],
+        "sections": [f"{each.name} ({(now_ns - each.began_ns) / 1e9:.1f} s)" for each in opened],
         "python_top": stacks.innermost(calls),
         "exit_code": worker.exit_code,
         "killed": worker.killed,

@@ -64,6 +64,9 @@ class Slot(IntEnum):
     SECTION_NAMES = 29  # W  names of sections that are on the page
     SECTIONS_LOST = 30  # W  sections that were opened where no room was left for them
     OWN_WORK_DONE = 31  # W  steps whose first collective this rank has reached; 0 where nobody can tell
+    OWN_STEPS = 32  # W  sections "step" that the worker itself has closed
+    ATTACHED_AT_NS = 33  # W  monotonic time at which the worker attached
+    FAULT = 63  # A  number of the newest fault that was injected into this worker; a file beside the page says which
 
 
 class State(IntEnum):
@@ -129,6 +132,7 @@ class Page:
         page = cls(memory)
         if page[Slot.MAGIC] != MAGIC_V2:
             raise ValueError(f"{path} is not a heartbeat page of version 2")
+        page[Slot.ATTACHED_AT_NS] = time.monotonic_ns()
         page[Slot.PID] = os.getpid()
         return page
 
@@ -155,9 +159,9 @@ class Page:
         """The number shown beside the step; NaN before the first report."""
         return float(struct.unpack("=d", struct.pack("=q", self._slots[Slot.METRIC]))[0])
 
-    def words(self, first: int, number: int) -> list[int]:
-        """A copy of part of the page."""
-        return self._slots[first : first + number].tolist()
+    def copy(self, first: int, last: int) -> bytes:
+        """The fields from ``first`` up to ``last`` (exclusive), in the machine's byte order."""
+        return self._memory[first * 8 : last * 8]
 
     def view(self, first: int, number: int) -> memoryview[int]:
         """Part of the page; valid until it is closed."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.launch.agents import AgentLink, AgentLost, AgentPool
+from slurmft.launch.evidence_told import EVENT
 from slurmft.policy.culprit import Blame, Summary, blame
 from slurmft.policy.findings import WorkerEnd
 from slurmft.policy.whereabouts import Where
@@ -54,20 +55,20 @@ async def take_evidence(
         overdue: ranks whose section is open for too long, with the words of that finding.
     """
     began = time.monotonic()
-    links = [pool.links[node] for node in sorted(pool.links)]
+    links = pool.members or [pool.links[node] for node in sorted(pool.links)]
     replies = await asyncio.gather(*(_ask(link, within_s) for link in links))
     found: dict[int, tuple[Summary, Mapping[str, Any]]] = {}
     lost: dict[int, str] = {}
-    for link, reply in zip(links, replies, strict=True):
+    for place, (link, reply) in enumerate(zip(links, replies, strict=True)):
         if reply is None:
-            lost |= dict.fromkeys(range(link.node * per_node, (link.node + 1) * per_node), link.host)
+            lost |= dict.fromkeys(range(place * per_node, (place + 1) * per_node), link.host)
         else:
             found |= {facts["rank"]: (_summary(facts, link.host), facts) for facts in reply}
     summaries = with_ends([summary for summary, _ in found.values()], ends)
     # what has ended by itself is told of by its end, wherever its node is now
     verdict = blame(summaries, lost={r: n for r, n in lost.items() if r not in {e.rank for e in ends}}, overdue=overdue)
     facts = {rank: raw for rank, (_, raw) in found.items()}
-    journal.append("evidence", seconds=round(time.monotonic() - began, 3), folder=str(attempt_folder),
+    journal.append(EVENT, seconds=round(time.monotonic() - began, 3), folder=str(attempt_folder),
                    **as_event(verdict, summaries, facts))  # fmt: skip
     return verdict
 
@@ -143,10 +144,14 @@ def _victims(ranks: Sequence[Summary]) -> list[str]:
     doing: dict[str, list[Summary]] = {}
     for rank in sorted(ranks, key=lambda rank: rank.rank):
         step = f" at step {rank.step}" if rank.attached else ""
-        what = rank.doing if rank.where is not Where.DEAD else f"ended with code {rank.exit_code}"
+        what = rank.doing if rank.where is not Where.DEAD else _end_of(rank)
         doing.setdefault(f"{what}{step}", []).append(rank)
     lines = [f"{_numbers([rank.rank for rank in group])}: {what}" for what, group in doing.items()]
     return lines[:MAX_LINES]
+
+
+def _end_of(rank: Summary) -> str:
+    return "has just ended" if rank.exit_code is None else f"ended with code {rank.exit_code}"
 
 
 def _numbers(ranks: Sequence[int]) -> str:
@@ -164,7 +169,7 @@ def _numbers(ranks: Sequence[int]) -> str:
 def _line(rank: Summary, facts: Mapping[str, Any]) -> str:
     parts = [f"rank {rank.rank} on {rank.node}: {rank.where.value}"]
     if rank.where is Where.DEAD:
-        parts.append(f"exit code {rank.exit_code}")
+        parts.append(_end_of(rank))
     elif rank.doing != rank.where.value:
         parts.append(rank.doing)
     if rank.attached:

@@ -57,20 +57,24 @@ class Roster:
 
     def newcomers(self, allowed: Collection[str]) -> tuple[str, ...]:
         """Nodes that the next attempt would take in; empty when the run is as large as it should be."""
-        return growth(self._nodes(allowed), self._last, self.size)
+        ready = {self._name(link) for link in self._pool.links.values() if link.ready or link in self._pool.members}
+        return growth([node for node in self._nodes(allowed) if node.name in ready], self._last, self.size)
 
     def _nodes(self, allowed: Collection[str]) -> list[Node]:
         return [self._node(link, allowed) for _, link in sorted(self._pool.links.items())]
 
     def _node(self, link: AgentLink, allowed: Collection[str]) -> Node:
-        agent = Agent.RETURNING if link.node in self.returning else Agent.LOST
+        agent = Agent.LOST
         if link.channel is not None:
             agent = Agent.LIVING
+        elif link.node in self.returning or not link.dropped:  # it has hung up, and may be back at once
+            agent = Agent.RETURNING
         is_barred = bool(allowed) and link.host not in allowed and not link.lender
         return Node(
             name=self._name(link),
             agent=agent,
             standing=Standing.BARRED if is_barred else Standing.CLEAN,
+            warm=link.ready or not self._last,  # at first all are cold, and the allocation's order counts
             joined=bool(link.lender),
             leaving=link.leaving,
         )

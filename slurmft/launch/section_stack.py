@@ -5,11 +5,11 @@
     open_sections(page)                         # the agent, at any time; also of a worker that is stopped or dead
 
 An open section is one 64-bit word: its start by the monotonic clock in ns, with the lowest 8 bits replaced by the
-number of its name (so starts are exact to 256 ns). To open a section is one aligned store of that word, to close it one
-store of 0: there is no instruction at which a stopped or killed worker leaves a half-written entry, none at which it
-holds a lock, as it might hold a sequence lock for ever. A word tells the time of its own store, so no value ever comes
-back and each is its own sequence number: when two reads in a row give the same words, all of them were on the page at
-one moment.
+number of its name (so starts are exact to 256 ns). To open a section is one aligned store of that word, to close it
+one store of 0: there is no instruction at which a stopped or killed worker leaves a half-written entry, and none at
+which it holds a lock, as it might hold a sequence lock for ever. A word tells the time of its own store, so no value
+ever comes back and each is its own sequence number: when two reads in a row give the same words, all of them were on
+the page at one moment.
 
 The thread that made the stack nests its sections. Those of other threads are kept apart, in no order. A section that
 finds no room is counted, and not seen.
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -39,12 +38,11 @@ MAX_NAME_BYTES = NAME_SLOTS * 8 - 1
 OTHERS = "(other sections)"
 """Stands for all names after the first MAX_NAMES - 1."""
 
-READS = 8
-"""Reads of a page whose words change meanwhile, before what was read last must do: each word is true by itself."""
+READS = 100
+"""Reads of a page that changes all the time, before what was read last must do: each word is true by itself."""
 
 _NUMBER = 0xFF
 _TIME = ~_NUMBER
-_ORDER = sys.byteorder
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +118,18 @@ class Section:
         self._slots[Slot.CLOSED_AT_NS] = monotonic_ns()
 
 
+class _OwnStep(Section):
+    """A step of a loop that is not ``session.steps``: they are counted."""
+
+    __slots__ = ()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        self._slots[Slot.OWN_STEPS] += 1
+
+
 class SectionStack:
     """The worker's side. Made by the thread that trains."""
 
@@ -189,6 +199,11 @@ class SectionStack:
         self._setup_is_over()
         self.slots[Slot.BEAT_AT_NS] = monotonic_ns()
 
+    def sign(self) -> None:
+        """The worker has done something that shows that it lives; no heartbeat."""
+        self._setup_is_over()
+        self.slots[Slot.CLOSED_AT_NS] = monotonic_ns()
+
     def count_lost(self) -> None:
         """There was no room for a section."""
         self.slots[Slot.SECTIONS_LOST] += 1
@@ -257,7 +272,8 @@ class SectionStack:
         if plain in PHASES:
             self._setup_is_over()
         with self._lock:
-            section = self._sections.get(plain) or Section(self, self._intern(plain))
+            kind = _OwnStep if plain == Phase.STEP.name.lower() else Section
+            section = self._sections.get(plain) or kind(self, self._intern(plain))
             self._sections[plain] = section
             if len(self._sections) < 100 * MAX_NAMES:  # names that are made up anew each time must not fill the memory
                 self._sections[name] = section
@@ -292,18 +308,16 @@ def open_sections(page: Page) -> tuple[list[OpenSection], list[OpenSection]]:
 
     Both lists were true at one moment, unless the page changes faster than it can be read; each entry always is.
     """
-    before = _words(page)
+    first, last = Slot.PHASE, FIRST_ELSEWHERE + ELSEWHERE
+    before = page.copy(first, last)
     for _ in range(READS):
-        if (words := _words(page)) == before:
+        if (copied := page.copy(first, last)) == before:
             break
-        before = words
-    phase, levels, elsewhere = words
+        before = copied
+    words = memoryview(before).cast("q").tolist()
+    levels = words[FIRST_LEVEL - first : FIRST_LEVEL - first + DEPTH]
     nested = levels[: levels.index(0)] if 0 in levels else levels
-    return _named(page, [phase, *nested]), _named(page, elsewhere)
-
-
-def _words(page: Page) -> tuple[int, list[int], list[int]]:
-    return page[Slot.PHASE], page.words(FIRST_LEVEL, DEPTH), page.words(FIRST_ELSEWHERE, ELSEWHERE)
+    return _named(page, [words[0], *nested]), _named(page, words[FIRST_ELSEWHERE - first :])
 
 
 def _named(page: Page, words: Sequence[int]) -> list[OpenSection]:
@@ -314,7 +328,7 @@ def _name(page: Page, number: int) -> str:
     if not 1 <= number <= MAX_NAMES:
         return "?"
     first = FIRST_NAME + (number - 1) * NAME_SLOTS
-    raw = b"".join(word.to_bytes(8, _ORDER, signed=True) for word in page.words(first, NAME_SLOTS))
+    raw = page.copy(first, first + NAME_SLOTS)
     return plain_name(raw.partition(b"\0")[0].decode(errors="replace"))
 
 

@@ -79,6 +79,15 @@ def main_thread(dump: str) -> tuple[Frame, ...]:
     return tuple(current[-1] if cut and current else threads[-1][1])
 
 
+def crashed_thread(text: str) -> tuple[Frame, ...]:
+    """The calls of the thread that a process has died in, innermost first; none where it did not crash."""
+    _, crash, dump = text.rpartition("Fatal Python error")
+    if not crash:
+        return ()
+    _, current, rest = dump.partition("Current thread")
+    return main_thread(current + rest.partition("\n\n")[0])
+
+
 def innermost(frames: Sequence[Frame]) -> list[str]:
     """The calls that a summary has room for."""
     return [str(frame) for frame in frames[:MAX_FRAMES]]

@@ -80,12 +80,16 @@ class Stops:
         if self.planned is None:
             self.planned = Cause.SIGNALLED  # remembered at once; the second one of a row must find it
             self.background.start(self._stop_for_signal(name, where, time.monotonic()))
+        elif self.planned is Cause.RESIZED:  # the save is under way; what changes is what follows
+            self.planned, self.reason = Cause.SIGNALLED, f"{name} at {where}"
 
     def on_request(self, kind: str, who: str) -> None:
         """Somebody asks for KILL, REQUEUE or SAVE."""
         if kind == "KILL" and self.planned is not None:  # a stop is under way; what changes is what follows
             self.planned, self.reason = Cause.STOPPED_BY_USER, f"stopped by {who}"
             self._journal.append("will not continue", reason=self.reason)
+        elif kind == "REQUEUE" and self.planned is Cause.RESIZED:
+            self.planned, self.reason = Cause.REQUEUED_BY_USER, f"requeued by {who}"
         elif self.planned is not None:
             return
         elif kind == "KILL":
@@ -134,7 +138,8 @@ class Stops:
     ) -> None:
         """Save at an agreed step and end the workers; by force when the time is up, which runs from ``at_s`` on."""
         at = time.time() - (time.monotonic() - at_s)
-        self.planned = cause
+        if cause is not Cause.RESIZED:
+            self.planned = cause
         self.reason = self.reason or reason
         self._journal.append("stop requested", cause=cause.value, reason=reason, signal_at=at,
                              seconds_left=round(left_s, 3))  # fmt: skip

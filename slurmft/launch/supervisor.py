@@ -21,16 +21,20 @@ from slurmft.launch.crew import Crew
 from slurmft.launch.elsewhere import suspect_gpus_of
 from slurmft.launch.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.launch.grace import workload_of
-from slurmft.launch.last_look import take_evidence
+from slurmft.launch.hangs import Hangs
+from slurmft.launch.injecting import Injections
+from slurmft.launch.last_look import EVIDENCE_S, HANG_EVIDENCE_S, take_evidence
 from slurmft.launch.observations import Observations
 from slurmft.launch.own_signals import hearing
 from slurmft.launch.remedies import batch_divisor_of
+from slurmft.launch.resizing import Resizing
 from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.slow_nodes import SlowNodes
 from slurmft.launch.slurms_word import SlurmsWord
 from slurmft.launch.start import Start
 from slurmft.launch.stops import POLL_S, Stops
 from slurmft.launch.winding_down import LOST_S, grace_of_peers, kill_workers
+from slurmft.policy.culprit import Blame
 from slurmft.policy.evidence import Suspect
 from slurmft.policy.exit_actions import ExitAction, codes_of
 from slurmft.policy.judge import Circumstances, ends_attempt, judge
@@ -77,9 +81,13 @@ class Supervisor:
         self.stops = Stops(
             config, start, self._pool, self._seen, self._slurm, over=self._over, background=self._background
         )
+        self._hangs = Hangs(config, start, self._pool)
+        self._injections = Injections(config, start, self._pool, self._background)
+        self._resizing = Resizing(config, start, crew, self._seen, self.stops)
         self._slow = SlowNodes(config, start, self._seen, self.stops, accuser=accuser)
         self._complete_codes = codes_of(ExitAction.COMPLETE, config.exit_actions)
         self._failed = False
+        self._look: asyncio.Future[Blame] | None = None
         self._node_states: Mapping[str, str] = {}
         self._escaped: Verdict | None = None
 
@@ -115,7 +123,11 @@ class Supervisor:
         self._background.start(self._watch_requests())
         self._background.start(self._handle_events())
         self._background.start(self._watch_agents())
+        for link in self._pool.links.values():
+            if link.channel is None:  # it hung up while nobody was looking
+                self._background.start(self._on_disconnect(link))
         self._background.start(self._accuser.watch())
+        self._background.start(self._resizing.watch())
         await self._wait_for_agents()
         if self._over.is_set():
             return
@@ -165,6 +177,7 @@ class Supervisor:
         hosts = [link.host for link in members]
         self._journal.append("agents ready", hosts=hosts)
         suspects = await asyncio.to_thread(suspect_gpus_of, self._config, self._start.history)
+        await self._hangs.recall()
         self._workers_started = True
         replies = await asyncio.gather(
             *(
@@ -180,6 +193,7 @@ class Supervisor:
                     generation=self._start.generation,
                     master_addr=lead.host,
                     master_port=port,
+                    limits=self._hangs.limits(),
                 )
                 for place, link in enumerate(members)
             )
@@ -188,6 +202,7 @@ class Supervisor:
             self._escape(stuck, suspects)
             return
         self._journal.append("workers started", world_size=self._seen.world_size)
+        self._injections.simulate()
 
     def _escape(self, hosts: list[str], gpus: frozenset[str]) -> None:
         """Nodes without as many other GPUs, as far as they can prove it, are as good as suspects themselves."""
@@ -214,9 +229,15 @@ class Supervisor:
                     self._seen.note_progress(message["ranks"])
                 case "timings":
                     self._slow.note(link.host, message)
+                case "hung":
+                    self._background.start(self._on_hang(link, message))
+                case "durations":
+                    self._hangs.note(message)
+                case "signal" if link.lender:
+                    self._resizing.leave(link)
                 case "signal":
                     self.stops.on_signal(message["name"], link.host)
-                case "connected" if self._workers_started or link.host in self._cluster.lost:
+                case "connected":
                     self._background.start(self._on_connect(link))
                 case "disconnected":
                     self._background.start(self._on_disconnect(link))
@@ -232,7 +253,15 @@ class Supervisor:
         if self._seen.all_ended:
             self._over.set()
 
+    async def _on_hang(self, link: AgentLink, message: Message) -> None:
+        if self._failed or self._over.is_set() or (hang := await self._hangs.investigate(link, message)) is None:
+            return
+        if not self._failed and not self._over.is_set():
+            self._failed = True
+            self._hangs.narrow(await self._kill_workers(hang.reason, overdue=self._hangs.overdue))
+
     async def _kill_peers(self, grace_s: float) -> None:
+        await self._last_look()
         await asyncio.sleep(grace_s)
         if not self._over.is_set():
             await self._kill_workers("a rank has failed; the others cannot go on without it")
@@ -260,17 +289,20 @@ class Supervisor:
         is_member = link in self._pool.members and self._workers_started
         self._pool.drop(link)
         self._crew.reviver.lost(link, hung_up=hung_up)
-        self._cluster.lost.add(link.host)
-        self._journal.append("agent lost", node=link.host, spare=not is_member, reason=reason)
+        if not link.lender:
+            self._cluster.lost.add(link.host)
+        self._journal.append(
+            "agent left" if link.leaving else "agent lost", node=link.host, spare=not is_member, reason=reason
+        )
         if is_member:
             self.lost.append(link.host)
             self._over.set()  # first: another node may be silent too, and would be waited for
-            await self._kill_workers(reason)
+            await kill_workers(self._pool, self._journal, reason)  # victims, all of them: they have nothing to tell
         elif not self._workers_started:
             self._lost_early.append(link.host)
 
     async def _watch_processes(self) -> None:
-        codes = await asyncio.gather(*(process.wait() for process in self._crew.processes))
+        codes = await self._crew.all_ended()
         if not self._over.is_set():
             await asyncio.sleep(POLL_S)  # reports that are on their way
         if not self._over.is_set():
@@ -298,7 +330,7 @@ class Supervisor:
             now_s = time.monotonic()
             if now_s - pinged_s > ping_s:
                 pinged_s = now_s
-                self._background.start(self._pool.tell_all("ping"))
+                self._background.start(self._pool.tell_all("ping", limits=self._hangs.limits()))
             for link in self._pool.silent_for(section.agent_timeout_s, now_s):
                 silent_s = now_s - link.last_heard
                 if silent_s > self._crew.roster.patience_s(link, section.agent_timeout_s) and not self._over.is_set():
@@ -308,16 +340,27 @@ class Supervisor:
         while not self._over.is_set():
             await asyncio.sleep(POLL_S)
             ready = self.stops.planned is None and self._pool.complete.is_set()
-            await self._folder.tell_progress(self._seen, self._slow)
+            await self._folder.tell_progress(self._seen, self._slow, self._hangs)
+            await self._injections.look()
             for kind, who in (await self._folder.requests(ready=ready)).items():
                 self.stops.on_request(kind, who)
 
-    async def _kill_workers(self, reason: str) -> None:
-        await take_evidence(
-            self._pool, self._journal, self._folder.path, per_node=self._config.nproc_per_node,
-            ends=list(self._seen.ends.values()),
-        )  # fmt: skip
+    async def _last_look(self, overdue: Mapping[int, str] | None = None) -> Blame:
+        """Look at all ranks once, as soon as one has failed: the others soon fail of it, and tell nothing any more."""
+        if self._look is None:
+            self._look = asyncio.ensure_future(
+                take_evidence(
+                    self._pool, self._journal, self._folder.path, per_node=self._config.nproc_per_node,
+                    ends=list(self._seen.ends.values()), overdue=overdue,
+                    within_s=HANG_EVIDENCE_S if overdue else EVIDENCE_S,
+                )
+            )  # fmt: skip
+        return await asyncio.shield(self._look)
+
+    async def _kill_workers(self, reason: str, overdue: Mapping[int, str] | None = None) -> Blame:
+        found = await self._last_look(overdue)
         await kill_workers(self._pool, self._journal, reason)
+        return found
 
     # The end
 
@@ -327,7 +370,7 @@ class Supervisor:
             await self._pool.tell_all("kill")
             await self._end_of_workers(LOST_S)
         await self._background.cancel_all()
-        self._folder.leave(self._seen, self._slow)
+        self._folder.leave(self._seen, self._slow, self._hangs)
 
     async def _end_of_workers(self, timeout_s: float) -> None:
         """Return when every worker has ended whose agent can tell, or the time is up."""
@@ -359,6 +402,7 @@ class Supervisor:
                 planned_reason=self.stops.reason,
                 planned_suspects=self._slow.suspects,
                 lost_nodes=tuple(self.lost),
+                hang=self._hangs.found,
                 node_states=self._node_states,
                 launch_error=self._launch_error,
                 outside=outside[0] if outside else None,

@@ -52,6 +52,9 @@ class Worker:
     """Where it leaves how long its work takes; None where nobody asks for it."""
 
     pid: int = 0
+    forked_at: float | None = None
+    """When its process was started, by the monotonic clock; None before."""
+
     exit_code: int | None = None
     """As of subprocess: negative for a signal; None while it lives."""
 
@@ -268,7 +271,7 @@ class Workers:
             self.ready.set()
         elif message["kind"] == "started":
             worker = self.by_rank[message["rank"]]
-            worker.pid = message["pid"]
+            worker.pid, worker.forked_at = message["pid"], time.monotonic()
             if self._signal_at_start is not None:
                 os.kill(worker.pid, self._signal_at_start)
         else:

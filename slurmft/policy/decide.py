@@ -25,7 +25,7 @@ from slurmft.policy.verdict import (
 HOPELESS = frozenset({EXIT_USAGE, EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND})
 """Exit codes that another try, on whatever node, would only repeat."""
 
-PATIENT = frozenset({Cause.PREEMPTED, Cause.SIGNALLED, Cause.REQUEUED, Cause.REQUEUED_BY_USER})
+PATIENT = frozenset({Cause.PREEMPTED, Cause.SIGNALLED, Cause.REQUEUED, Cause.REQUEUED_BY_USER, Cause.RESIZED})
 """Ends that say nothing about the run: it may be ended like this any number of times before it gets anywhere."""
 
 AVOIDING = PLANNED | {
@@ -91,6 +91,8 @@ def decide(verdict: Verdict, budget: Budget, exit_actions: Mapping[ExitAction, s
             return Decision(action=Action.STOP, reason=verdict.reason, exit_code=EXIT_TEMPORARY)
         case Cause.STOPPED_BY_USER:
             return Decision(action=Action.STOP, reason=verdict.reason, exit_code=_code_of_stop(verdict))
+        case Cause.RESIZED if budget.has_nodes:
+            return Decision(action=Action.RESTART, reason=verdict.reason, exit_code=_code_of_stop(verdict))
         case cause if cause in PLANNED:
             return _after_planned_stop(verdict, budget)
         case Cause.RERUN_ELSEWHERE | Cause.STRAGGLER:

@@ -1,10 +1,10 @@
-"""Who hangs: what a worker's page tells, held against the limits; and which of the ranks that stand is to blame."""
+"""Who hangs: what workers do and for how long, held against limits; and which rank that stands still is to blame."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slurmft.policy.evidence import Suspect
 
@@ -112,6 +112,9 @@ class Hang:
     victims: tuple[int, ...] = ()
     """Ranks that stand still because they wait for those."""
 
+    overdue: Mapping[int, str] = field(default_factory=dict)
+    """In words, each limit that was exceeded, by rank."""
+
     @property
     def suspects(self) -> tuple[Suspect, ...]:
         """Hardware that may be the reason; nobody where several ranks are equally suspicious."""
@@ -144,28 +147,29 @@ def find_culprit(looks: Sequence[WorkerLook], first: Exceeded, limits: Limits) -
     that is stopped, one that never called, fewer steps, own work that is not done, other open sections than most, the
     oldest sign of life. Where nothing tells, all that have exceeded a limit are named.
     """
-    over = {each.rank: each for look in looks if (each := exceeded(look, limits)) is not None} | {first.rank: first}
+    over = {first.rank: first} | {each.rank: each for look in looks if (each := exceeded(look, limits)) is not None}
     for split in _SPLITS:
         found, why = split(looks)
         if found and len(found) < len(looks):
-            return _hang(found, why, looks, over)
+            return _hang(found, why, over, limits)
     named = [look for look in looks if look.rank in over]
     if len(named) <= 1:
-        return _hang(named or [WorkerLook(rank=first.rank)], "", looks, over)
-    return _hang(named, "no rank is behind the others", looks, over)
+        return _hang(named or [WorkerLook(rank=first.rank)], "", over, limits)
+    return _hang(named, "no rank is behind the others", over, limits)
 
 
-def _hang(found: Sequence[WorkerLook], why: str, looks: Sequence[WorkerLook], over: Mapping[int, Exceeded]) -> Hang:
-    one = over.get(found[0].rank) or _innermost(found[0])
+def _hang(found: Sequence[WorkerLook], why: str, over: Mapping[int, Exceeded], limits: Limits) -> Hang:
+    one = over.get(found[0].rank) or _nearest(found[0], limits)
     ranks = tuple(look.rank for look in found)
     where = f" on {found[0].node}" if found[0].node else ""
     if len(found) == 1:
         limit = f", limit {one.limit_s:g} s" if one.limit_s else ""
         reason = f"rank {one.rank}{where} {_doing(one.section)} for {one.held_s:.1f} s{limit}"
     else:
-        reason = f"ranks {_listed(ranks)} stand still, {_doing(one.section, 'they have been')} for {one.held_s:.1f} s"
+        reason = f"ranks {_listed(ranks)} {_doing(one.section, 'have')} for {one.held_s:.1f} s"
         reason += f", limit {one.limit_s:g} s" if one.limit_s else ""
-    victims = tuple(rank for rank in over if rank not in ranks)
+    blamed = frozenset(ranks)
+    victims = tuple(rank for rank in over if rank not in blamed)
     if why:
         reason += f"; {why}"
     if victims:
@@ -173,15 +177,27 @@ def _hang(found: Sequence[WorkerLook], why: str, looks: Sequence[WorkerLook], ov
     return Hang(
         section=one.section, held_s=one.held_s, limit_s=one.limit_s, reason=reason, ranks=ranks,
         nodes=tuple(look.node for look in found), victims=victims,
+        overdue={each.rank: each.why for each in over.values()},
     )  # fmt: skip
 
 
-def _innermost(look: WorkerLook) -> Exceeded:
-    """Where a rank is that has exceeded no limit, but makes others wait."""
+def narrowed(hang: Hang, rank: int, node: str, why: str) -> Hang:
+    """``hang`` with one culprit, where the stacks of the ranks have told who it is, and the pages could not."""
+    if len(hang.ranks) == 1:
+        return hang
+    victims = tuple(each for each in hang.overdue if each != rank)
+    reason = f"{hang.reason}; rank {rank} on {node}: {why}"
+    return replace(hang, ranks=(rank,), nodes=(node,), victims=victims, reason=reason)
+
+
+def _nearest(look: WorkerLook, limits: Limits) -> Exceeded:
+    """Where a rank is that has exceeded no limit yet, but makes others wait: where it will, or else its innermost."""
     section, held_s = look.sections[-1] if look.sections else (OUT_OF_SECTION, look.quiet_s)
     if not look.attached:
         section, held_s = START_UP, look.age_s
-    return Exceeded(rank=look.rank, section=section, held_s=held_s, limit_s=0.0, why="")
+    clocks = _clocks(look, limits)
+    section, held_s, limit_s = min(clocks, key=lambda each: each[2] - each[1], default=(section, held_s, 0.0))
+    return Exceeded(rank=look.rank, section=section, held_s=held_s, limit_s=limit_s, why="")
 
 
 def _clocks(look: WorkerLook, limits: Limits) -> Iterator[tuple[str, float, float]]:
@@ -202,12 +218,12 @@ def _clocks(look: WorkerLook, limits: Limits) -> Iterator[tuple[str, float, floa
         yield HEARTBEAT, min(look.heartbeat_s, look.quiet_s), limits.heartbeat_s
 
 
-def _doing(section: str, have: str = "has been") -> str:
+def _doing(section: str, have: str = "has") -> str:
     if section == START_UP:
-        return "has not called slurmft since its process was started,"
+        return f"{have} not called slurmft since the start of the process,"
     if section == HEARTBEAT:
-        return "has sent no heartbeat"
-    return f"{have} out of any section" if section == OUT_OF_SECTION else f"{have} in section {section!r}"
+        return f"{have} sent no heartbeat"
+    return f"{have} been out of any section" if section == OUT_OF_SECTION else f"{have} been in section {section!r}"
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -236,7 +252,7 @@ def _own_work_to_do(looks: Sequence[WorkerLook]) -> tuple[Sequence[WorkerLook], 
     done = max((look.own_work for look in looks), default=0)
     if not done:
         return [], ""
-    return [look for look in looks if look.own_work < done], "others wait in a collective that it has not reached"
+    return [look for look in looks if 0 < look.own_work < done], "others wait in a collective that it has not reached"
 
 
 def _odd_one_out(looks: Sequence[WorkerLook]) -> tuple[Sequence[WorkerLook], str]:
@@ -244,10 +260,10 @@ def _odd_one_out(looks: Sequence[WorkerLook]) -> tuple[Sequence[WorkerLook], str
     groups: dict[tuple[str, ...], list[WorkerLook]] = {}
     for look in looks:
         groups.setdefault(tuple(name for name, _ in look.sections), []).append(look)
-    most = max(groups.values(), key=len, default=[])
-    odd = [look for look in looks if look not in most]
-    if len(most) <= len(looks) / 2:
+    usual = max(groups, key=lambda names: len(groups[names]), default=())
+    if len(groups.get(usual, ())) <= len(looks) / 2:
         return [], ""
+    odd = [look for names, group in groups.items() if names != usual for look in group]
     return odd, "others are in other sections"
 
 

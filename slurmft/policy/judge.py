@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from slurmft.policy.communication import who_is_missed
 from slurmft.policy.evidence import Evidence, Kind, Suspect
 from slurmft.policy.findings import DECIDING, Finding, Level, WorkerEnd, findings_of_ranks, has_failed, how, where
+from slurmft.policy.hangs import Hang
 from slurmft.policy.testimony import StepWords, Testimony
 from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, PLANNED, Cause, Verdict
 
@@ -40,6 +41,9 @@ class Circumstances:
 
     lost_nodes: tuple[str, ...] = ()
     """Nodes whose agent is gone."""
+
+    hang: Hang | None = None
+    """Ranks stood still, and were killed for it."""
 
     launch_error: str = ""
     outside: Cause | None = None
@@ -117,7 +121,8 @@ def _finished(ends: Sequence[WorkerEnd], expected: int, seen: Circumstances) -> 
         return None
     code = max((end.code for end in ends), default=0)
     who = f"all {expected} ranks" if not seen.only_lead else "the lead rank"
-    others = seen.planned or seen.outside or seen.lost_nodes or seen.launch_error or _objections(seen.heard)
+    trouble = seen.lost_nodes or seen.hang or seen.launch_error
+    others = seen.planned or seen.outside or trouble or _objections(seen.heard)
     if all(end.finished for end in ends):
         reason = f"{who} finished at step {ends[0].step}"
     elif not others and all(end.code in calm for end in ends):
@@ -140,6 +145,8 @@ def _candidates(ends: Sequence[WorkerEnd], expected: int, seen: Circumstances) -
         said = [finding for finding in said if finding.cause is not Cause.COMMUNICATION_ERROR]
         said.append(who_is_missed(complaints, ends))
     found = [*said, *_from_srun(seen.heard.step, ends), *_of_nodes(said, seen)]
+    if seen.hang is not None:
+        found.append(_hung(seen.hang))
     if seen.outside is not None:
         level = _LEVEL_OUTSIDE.get(seen.outside, Level.SLURMS_END)
         found.append(Finding(level=level, cause=seen.outside, reason=seen.outside_reason))
@@ -149,6 +156,14 @@ def _candidates(ends: Sequence[WorkerEnd], expected: int, seen: Circumstances) -
         found.append(_planned(seen.planned, ends, expected, seen, said))
     found.append(_nothing(ends, expected))
     return found
+
+
+def _hung(hang: Hang) -> Finding:
+    one = len(hang.ranks) == 1
+    return Finding(
+        level=Level.HANG, cause=Cause.HANG, reason=hang.reason, rank=hang.ranks[0] if one else None,
+        node=hang.nodes[0] if one else "", suspects=hang.suspects,
+    )  # fmt: skip
 
 
 def _planned(

@@ -44,6 +44,9 @@ class Node:
     name: str
     agent: Agent = Agent.LIVING
     standing: Standing = Standing.CLEAN
+    warm: bool = True
+    """It can start at once; one that cannot gives way to one that can."""
+
     joined: bool = False
     """Lent by another job."""
 
@@ -168,7 +171,9 @@ def _ranked(nodes: Sequence[Node], last: Sequence[str], *, hopeful: bool = False
     agents = (Agent.LIVING, Agent.RETURNING) if hopeful else (Agent.LIVING,)
     usable = [n for n in nodes if n.agent in agents and n.standing is not Standing.BARRED and not n.leaving]
     before = set(last)
-    return sorted(usable, key=lambda n: (n.standing, n.agent is Agent.RETURNING, n.name not in before, n.joined))
+    return sorted(
+        usable, key=lambda n: (n.standing, n.agent is Agent.RETURNING, not n.warm, n.name not in before, n.joined)
+    )
 
 
 def _choose(ranked: Sequence[Node], size: Size) -> list[Node]:

@@ -19,6 +19,7 @@ class Cause(StrEnum):
     STOPPED_BY_USER = "stopped by user"
     REQUEUED_BY_USER = "requeued by user"
     REQUEUED = "requeued by Slurm"
+    RESIZED = "resized"
     WORKER_ERROR = "worker error"
     SIGNAL_CRASH = "signal crash"
     HOST_OUT_OF_MEMORY = "out of host memory"
@@ -37,8 +38,11 @@ class Cause(StrEnum):
 
 
 PLANNED = frozenset(
-    {Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.SIGNALLED, Cause.STOPPED_BY_USER, Cause.REQUEUED_BY_USER, Cause.REQUEUED}
-)
+    {
+        Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.SIGNALLED, Cause.STOPPED_BY_USER, Cause.REQUEUED_BY_USER,
+        Cause.REQUEUED, Cause.RESIZED,
+    }
+)  # fmt: skip
 """Causes that never spend the failure budget (design, ordering rule 7)."""
 
 FREE = PLANNED | {Cause.FINISHED, Cause.CANCELLED, Cause.RERUN_ELSEWHERE, Cause.STRAGGLER}

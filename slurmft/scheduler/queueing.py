@@ -65,7 +65,7 @@ class Requeued:
 
 def requeue(
     job_id: str, *, restart: int, delay_s: int, patience_s: float = PATIENCE_S, avoid: Collection[str] | None = None,
-    nodes: int | None = None,
+    nodes: int | str | None = None,
 ) -> Requeued:  # fmt: skip
     """Put a job back into the queue, to begin ``delay_s`` seconds from now instead of Slurm's 121, elsewhere if asked.
 
@@ -78,7 +78,7 @@ def requeue(
 
     Args:
         avoid: nodes that replace the job's excluded ones; None leaves those alone.
-        nodes: size that the job gets back after it was shrunk.
+        nodes: size, or range of sizes, that the job gets back after it was shrunk.
 
     Raises:
         JobCancelled: somebody has cancelled the job; a requeue would bring it back to life.
@@ -101,7 +101,7 @@ def requeue(
 
 
 def place(
-    job_id: str, delay_s: int, *, avoid: Collection[str] | None, nodes: int | None = None,
+    job_id: str, delay_s: int, *, avoid: Collection[str] | None, nodes: int | str | None = None,
     patience_s: float = PATIENCE_S,
 ) -> Requeued:  # fmt: skip
     """Say when, and on which nodes not, a pending or completing job begins; all in one update, or what Slurm takes.
@@ -127,7 +127,7 @@ def place(
 
 
 def begin_in(
-    job_id: str, delay_s: int, *, avoid: Collection[str] | None = None, nodes: int | None = None,
+    job_id: str, delay_s: int, *, avoid: Collection[str] | None = None, nodes: int | str | None = None,
     patience_s: float = PATIENCE_S,
 ) -> None:  # fmt: skip
     """Set the begin time of a pending or completing job, and its excluded nodes and size where they are given.

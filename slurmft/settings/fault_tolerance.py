@@ -7,12 +7,13 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from slurmft.policy.verdict import Cause, by_cause
+from slurmft.settings.faults import SimulatedFaults
 from slurmft.settings.hangs import HangSettings
 from slurmft.settings.poison import PoisonSettings
 from slurmft.settings.types import Count, Seconds
 
 
-class FaultToleranceConfig(HangSettings, PoisonSettings):
+class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
     """What may go wrong, how often, and for how long."""
 
     num_in_job_restarts: Count = Field(default=3, ge=0)

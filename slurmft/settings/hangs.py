@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -12,11 +13,15 @@ from slurmft.settings.types import MAX_SECONDS, Count, Section, Text
 
 MAX_NAME_BYTES = 47
 MAX_NAMES = 100
-DEFAULTS = {SETUP: 1800.0, STEP: 1800.0, CHECKPOINTING: 3600.0, EVALUATION: 1800.0}
+DEFAULTS: Mapping[str, float] = {SETUP: 1800.0, STEP: 1800.0, CHECKPOINTING: 3600.0, EVALUATION: 1800.0}
 """Long enough for what healthy runs do: what nobody has configured must never be a false alarm."""
 
 OUT_OF_SECTION_S = 3600.0
 START_UP_S = 1800.0
+
+
+def _defaults() -> dict[str, float | None]:
+    return {**DEFAULTS}
 
 
 def _off_is_zero(value: Any) -> Any:
@@ -53,7 +58,7 @@ def _as_mapping(value: Any) -> Any:
         return value
     if len(value) > MAX_NAMES:
         raise ValueError(f"{len(value)} sections are too many; at most {MAX_NAMES}")
-    return DEFAULTS | value
+    return {**DEFAULTS, **value}
 
 
 Limit = Annotated[
@@ -68,7 +73,7 @@ class HangSettings(Section):
 
     rank_section_timeouts: Annotated[
         dict[Annotated[Text, AfterValidator(_section_name)], Limit], BeforeValidator(_as_mapping)
-    ] = Field(default_factory=lambda: dict[str, float | None](DEFAULTS))
+    ] = Field(default_factory=_defaults)
     """Seconds a section may be open: setup (start of the session to the first step), step, checkpointing, evaluation
     (one batch), and your own. A mapping, or ``setup:600,step:180``. Each open section has its own limit. null: none."""
 
@@ -104,6 +109,11 @@ class HangSettings(Section):
             start_up_s=self.initial_rank_heartbeat_timeout or 0.0,
             heartbeat_s=self.rank_heartbeat_timeout or 0.0,
         )
+
+    @property
+    def start_up_is_given(self) -> bool:
+        """Whether the limit of the start-up is the user's, and not the default."""
+        return self.initial_rank_heartbeat_timeout != START_UP_S
 
     def given_sections(self) -> frozenset[str]:
         """Sections whose limit is the user's, and not the default."""

@@ -26,6 +26,15 @@ def lives(pid: int, birth: str) -> bool:
     return bool(birth) and birth_of(pid) == birth
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether the kernel has stopped the process: SIGSTOP, or a debugger."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[:1] in (["T"], ["t"])
+
+
 def children_of(pid: int) -> list[tuple[int, str]]:
     """Process id and name of its living children."""
     found = [(folder, *_stat(folder)) for folder in Path("/proc").glob("[0-9]*")]

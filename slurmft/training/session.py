@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slurmft.errors import CheckpointError
 from slurmft.launch.heartbeat import NOTHING, PAGE_VARIABLE, Page, Slot, State, StopAction
+from slurmft.launch.section_stack import Phase, SectionStack
 from slurmft.policy.batches import BatchSplit
 from slurmft.policy.stop import END, end_of_evaluation, tick_of
 from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_TEMPORARY, EXIT_VALIDATION_FAILED
@@ -37,10 +38,13 @@ from slurmft.training.agreement import AgreementByAgent, AgreementByCollective
 from slurmft.training.batches import Batches
 from slurmft.training.ddp import Rehearsal, settled_ddp
 from slurmft.training.groups import ProcessGroups
+from slurmft.training.injected import InjectedFaults
+from slurmft.training.rank_log import log_with_rank
 from slurmft.training.rerun import RerunStateMachine
 from slurmft.training.rerun_data import RerunDataIterator
 from slurmft.training.rerun_reports import Departure
 from slurmft.training.schedule import SaveSchedule
+from slurmft.training.sections import Sections
 from slurmft.training.signals import StopSignal
 from slurmft.training.stragglers import StragglerDetector
 
@@ -77,7 +81,7 @@ class ValidationFailed(SystemExit):
         self.step = step
 
 
-class Session:
+class Session(Sections):
     """One worker's part of the run. Use ``start_session``; leave it as a context manager."""
 
     rank: int
@@ -98,7 +102,7 @@ class Session:
     stragglers: StragglerDetector
     """Times this rank's own work; named sections and a role are for you to add."""
 
-    def __init__(self, page: Page | None, groups: ProcessGroups) -> None:
+    def __init__(self, page: Page | None, groups: ProcessGroups, sections: SectionStack | None = None) -> None:
         environment = os.environ
         self.rank = int(environment.get("RANK", "0"))
         self.local_rank = int(environment.get("LOCAL_RANK", "0"))
@@ -111,11 +115,14 @@ class Session:
         self._signal = StopSignal.install()
         self.stragglers = StragglerDetector.from_environment(groups.device)
         self._page = page or Page.private()
+        super().__init__(sections or SectionStack(self._page))
+        self.stragglers.on_first_collective = self._note_own_work
         self._agreement = (
             AgreementByAgent(self._page)
             if page is not None
             else AgreementByCollective(self._signal, groups.device, self.world_size)
         )
+        self._faults = InjectedFaults(self._page)
         self._save: SaveFunction | None = None
         self._reruns: RerunStateMachine | None = None
         self._step = self._start = self._evaluations = self._safe_at_ns = 0
@@ -154,7 +161,10 @@ class Session:
                 schedule.done(step, worked=worked)
                 saved = step if worked else saved
             self._at_tick(tick_of(step), saved)
+            self._sections.phase(Phase.STEP)
             self.stragglers.begin_step()
+            if page[Slot.FAULT] != self._faults.seen:
+                self._faults.strike(step)
             yield step
             self.stragglers.end_step()
             if self._reruns is not None:
@@ -164,6 +174,7 @@ class Session:
             self._step_is_done(step + 1, start)
         if until > start:
             self._save_at_end(until)
+        self._sections.phase(Phase.NONE)
         page[Slot.TICK] = END
         page[Slot.STATE] = State.FINISHED
 
@@ -181,10 +192,12 @@ class Session:
         before = rng.capture()
         step, number, self._evaluations = self._step, self._evaluations, self._evaluations + 1
         self._page[Slot.STATE] = State.EVALUATING
+        self._sections.phase(Phase.EVALUATION)
         try:
             for index, batch in enumerate(batches, start=1):
                 self._note_span()
                 self._at_tick(tick_of(step, number, index), None, before)
+                self._sections.phase(Phase.EVALUATION)  # anew: an evaluation may take as long as it has batches
                 yield batch
             self._note_span()
             self._at_tick(end_of_evaluation(step, number), None, before)
@@ -195,9 +208,11 @@ class Session:
                 self._page[Slot.TICK] = end_of_evaluation(step, number)  # left early: no longer inside
                 rng.restore(before)
                 self._page[Slot.STATE] = State.TRAINING
+                self._sections.phase(Phase.STEP)
 
     def report(self, **metrics: float) -> None:
         """Show numbers beside the step in ``slurmft status``; the first one is kept. Call it as often as you like."""
+        self._sections.sign()
         for value in metrics.values():
             self._page.set_metric(float(value))
             return
@@ -269,6 +284,10 @@ class Session:
         if self._reruns is not None and error is None:
             self._reruns.report()
         self._groups.close(orderly=kind is None or isinstance(error, PlannedStop | RerunElsewhere | ValidationFailed))
+
+    def _note_own_work(self) -> None:
+        """From here on this rank waits for the others: where all of them stand still, it is not the one to blame."""
+        self._page[Slot.OWN_WORK_DONE] = self._step + 1
 
     def _step_is_done(self, step: int, start: int) -> None:
         page = self._page
@@ -342,6 +361,8 @@ class Session:
         page[Slot.STATE] = State.SAVING
         if self._save is None:
             raise RuntimeError("session.evaluating() needs session.steps() around it: only that knows how to save")
+        phase = self._sections.current_phase
+        self._sections.phase(Phase.CHECKPOINTING)
         page[Slot.SAVE_BEGAN_NS] = began_ns = time.monotonic_ns()
         try:
             self._save(step)
@@ -356,6 +377,7 @@ class Session:
             return False
         finally:
             page[Slot.SAVE_BEGAN_NS] = 0
+            self._sections.phase(phase)
         page[Slot.SAVED_AT_NS] = saved_at_ns = time.monotonic_ns()
         page[Slot.SAVE_NS] = took_ns = saved_at_ns - began_ns
         page[Slot.SAVES] += 1
@@ -375,27 +397,18 @@ def start_session(*, seed: int | None = None, backend: str | None = None) -> Ses
     Raises:
         torch.distributed.DistError: the process group cannot be joined.
     """
-    if not logging.getLogger().handlers:
-        logging.basicConfig(level=logging.INFO, format="slurmft rank %(rank)s: %(message)s", handlers=[_handler()])
+    log_with_rank()
     path = os.environ.get(PAGE_VARIABLE)
     page = Page.attach(Path(path)) if path else None
+    sections = None
+    if page is not None:
+        sections = SectionStack(page)
+        sections.phase(Phase.SETUP)
     if seed is not None:
         random.seed(seed)
         torch.manual_seed(seed)
     groups = ProcessGroups.join(backend)
-    session = Session(page, groups)
+    session = Session(page, groups, sections)
     if session.is_lead:
         log.info("%s", json.dumps({"process group": groups.facts(), "agent": page is not None}))
     return session
-
-
-def _handler() -> logging.Handler:
-    handler = logging.StreamHandler()
-    rank = os.environ.get("RANK", "0")
-
-    def add_rank(record: logging.LogRecord) -> bool:
-        record.rank = rank
-        return True
-
-    handler.addFilter(add_rank)
-    return handler

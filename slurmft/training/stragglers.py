@@ -14,6 +14,7 @@ import logging
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -128,6 +129,9 @@ class StragglerDetector:
         self._models: list[FirstCollective] = []
         self._steps = self._began = self._waiting = self._waited = 0
         self._is_open = False
+        self.on_first_collective: Callable[[], None] | None = None
+        """Called at the first collective of each step that is found by itself (``attach``), timed or not."""
+
         if enabled:
             self._work, self._step = Section(self._page.add_section(WORK), 1), Section(self._page.add_section(STEP), 1)
         self.set_role(role)
@@ -169,7 +173,7 @@ class StragglerDetector:
         Of several models the one that reduces first counts.
         """
         if self._enabled:
-            self._models.append(FirstCollective(model, self.first_collective, self.wait_begins, self.wait_ends))
+            self._models.append(FirstCollective(model, self._found_collective, self.wait_begins, self.wait_ends))
 
     def begin_step(self) -> None:
         """The rank begins to work for itself."""
@@ -199,6 +203,11 @@ class StragglerDetector:
                 self._spans.end()
         else:
             self._work.add(time.monotonic_ns() - began - self._waited)
+
+    def _found_collective(self) -> None:
+        self.first_collective()
+        if self.on_first_collective is not None:
+            self.on_first_collective()
 
     def wait_begins(self) -> None:
         """What follows is waiting and not work, although the first collective is still to come."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from runs.conftest import Run, eventually
+from slurmft.checkpoint.catalog import Catalog
 from slurmft.lab.cluster import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
@@ -19,7 +20,7 @@ LOST_TO_TRAINING_S = 10.0
 
 def assert_in_place(run: Run, undisturbed: str, *, attempts: int = 2) -> None:
     """It went on within one start of one job, and ended with the weights of an undisturbed run."""
-    run.wait_until_done()
+    run.wait_until_done(180)
     started = [event.attempt for event in run.events("attempt started")]
     job = run.folder.jobs()[0]
     assert started == [f"{job}.0.{cycle}" for cycle in range(attempts)], run.story()
@@ -65,3 +66,30 @@ def test_a_node_dies_and_the_spare_takes_over(lab: Lab, new_run: NewRun, undistu
     assert run.events("agents ready")[1].details["hosts"][0] == hosts[0], "the other one kept its ranks"
     assert run.events("first step")[1].details["resumed_from"] >= 25
     assert seconds_between(run, "agent lost", "first step", 2) < LOST_TO_TRAINING_S - 3.0
+
+
+def test_both_halves_of_a_partition(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
+    """All ranks are on the node that is cut off, so they could go on there. What they write counts no more."""
+    run = new_run(
+        delay=0.5, nodes=1, spare_nodes=1, nproc_per_node=4, checkpoint={"interval_steps": 5},
+        fault_tolerance={**RESTARTS, "supervisor_lease_s": 12},
+    )  # fmt: skip
+    run.submit()
+    run.wait_for_step(7, within_s=120)
+    host, spare = run.events("attempt started")[0].details["host"], "n2"
+    run.lab.run_on_as_admin(host, ["kill", "-KILL", *pids_on(run, host, f"[s]lurmft agent {run.path}")])
+    run.wait_for("first step", 2)  # off the host of the supervisor
+    assert run.events("agents ready")[1].details["hosts"] == [spare]
+    lab.partition(spare)
+    try:
+        run.wait_for("first step", 3)
+        assert run.events("agents ready")[2].details["hosts"] == [host]
+        eventually(lambda: not run.pids(spare), 30, "the isolated workers have ended by themselves")
+        eventually(lambda: not pids_on(run, spare, f"[s]lurmft agent {run.path}"), 30, "and so has their agent")
+    finally:
+        lab.heal(spare)
+    assert_in_place(run, undisturbed, attempts=3)
+    resumed = run.events("first step")[2].details["resumed_from"]
+    committed = Catalog(run.path / "checkpoints").committed()
+    assert [entry.step for entry in committed if entry.generation == 2 and entry.step > resumed] == []
+    assert max(entry.generation for entry in committed) == 3

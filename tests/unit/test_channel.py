@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -446,7 +447,8 @@ def test_the_pool_is_complete_when_every_node_has_reported():
                 await asyncio.wait_for(pool.complete.wait(), WAIT_S)
                 assert [pool.links[node].host for node in sorted(pool.links)] == ["n0", "n1"]
                 assert pool.links[0].address == HERE
-                assert set(pool.silent_since(10**9)) == {"n0", "n1"}
+                assert {link.host for link in pool.silent_for(5.0, 10**9)} == {"n0", "n1"}
+                assert pool.silent_for(5.0, time.monotonic()) == []
 
     run(work())
 

@@ -127,7 +127,7 @@ def test_whether_a_run_could_begin_elsewhere_at_once(tmp_path, monkeypatch, avoi
     ("allocated", "avoid", "needed", "chosen"),
     [
         (["n1", "n2", "n3"], {"n1"}, 2, ("n2", "n3")),
-        (["n3", "n1", "n2"], set(), 2, ("n3", "n1")),
+        (["n3", "n1", "n2"], set(), 2, ("n3", "n1", "n2")),
         (["n1", "n2"], {"n1"}, 2, None),
         (["n1", "n2"], {"n9"}, 2, ("n1", "n2")),
         ([], set(), 1, None),

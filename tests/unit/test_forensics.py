@@ -18,9 +18,9 @@ import pytest
 
 from slurmft.launch import flight_recorder, stacks
 from slurmft.launch import workers as workers_module
-from slurmft.launch.agents import _check_reply
 from slurmft.launch.forensics import MAX_REPLY_BYTES, Forensics, as_reply
 from slurmft.launch.kernel_view import view
+from slurmft.launch.shapes import check_reply
 from slurmft.launch.workers import Workers
 from slurmft.policy.stop import NOT_STARTED
 
@@ -63,7 +63,7 @@ class Node:
     async def look(self, within_s: float = PATIENT_S) -> list[dict[str, Any]]:
         workers = list(self.workers.by_rank.values())
         found = await self.forensics.take_evidence(workers, self.attempt, within_s)
-        _check_reply("evidence", {"kind": "reply", "ranks": json.loads(json.dumps(found))})
+        check_reply("evidence", {"kind": "reply", "ranks": json.loads(json.dumps(found))})
         self.forensics.finish(WAIT_S)
         return found
 
@@ -206,6 +206,7 @@ def test_a_crash_leaves_its_stack(tmp_path, number):
         (each,) = await node.look()
         assert worker.exit_code == -number
         assert (each["kind"], each["exit_code"]) == ("dead", -number)
+        assert each["python_top"][0] == f"{tmp_path}/train.py:5 load_a_batch"
         assert node.stacks().count("Fatal Python error") == 1
         assert "load_a_batch" in node.stacks()
         assert "exit code -" in node.stacks()
@@ -283,6 +284,16 @@ Current thread 0x00007f279361fb80 (most recent call first):
 )  # fmt: skip
 def test_the_main_threads_calls(dump, frames):
     assert stacks.innermost(stacks.main_thread(dump)) == frames
+
+
+def test_the_thread_of_a_crash_is_the_one_that_it_happened_in():
+    other = 'Thread 0x2 (most recent call first):\n  File "/o.py", line 1 in other\n\n'
+    crash = (
+        'Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n  File "/x.py", line 1 in g\n\n'
+    )
+    for text in (crash, other + crash + other, crash + other + "Extension modules: a (total: 1)\n", DUMP + crash):
+        assert stacks.innermost(stacks.crashed_thread(text)) == ["/x.py:1 g"]
+    assert stacks.crashed_thread(DUMP) == stacks.crashed_thread("") == ()
 
 
 def test_the_signal_is_a_real_time_one_that_python_knows():

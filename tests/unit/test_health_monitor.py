@@ -75,7 +75,7 @@ def test_nan_and_inf_are_found_in_anything_that_holds_numbers(loss, is_bad):
     assert HealthMonitor().detect_nan_inf(loss) is is_bad
 
 
-@pytest.mark.parametrize("loss", [None, "0.5", b"1", object(), [None]], ids=repr)
+@pytest.mark.parametrize("loss", [None, "0.5", b"1", object(), [None]], ids=lambda loss: type(loss).__name__)
 def test_what_is_no_number_is_refused(loss):
     with pytest.raises(UsageError, match="no number"):
         HealthMonitor().detect_nan_inf(loss)

@@ -106,7 +106,7 @@ def test_a_rank_that_was_killed_is_the_culprit_and_its_echoes_are_victims(tmp_pa
     )
     assert [each.rank for each in found.culprits] == [1]
     assert ("victims", "rank 0: ended with code 1 at step 7") in look_told([event])
-    assert "rank 1 on n0: dead, exit code -9" in event.details["ranks"][0]
+    assert "rank 1 on n0: dead, ended with code -9" in event.details["ranks"][0]
 
 
 def test_ends_on_a_node_that_is_gone_are_not_lost(tmp_path):
@@ -153,7 +153,7 @@ def test_the_journal_line_stays_short_with_20_000_ranks(alike):
     ],
 )
 def test_a_damaged_event_is_told_as_far_as_it_goes(details):
-    rows = look_told([Event(at=datetime.now(UTC), event="evidence", attempt="1.0.0", details=details)])
+    rows = look_told([Event(at=datetime.now(UTC), event="last look", attempt="1.0.0", details=details)])
     assert rows[0] == ("attempt", "1.0.0")
     assert rows[1][0] == "culprit"
     assert all(isinstance(text, str) for _, text in rows)

@@ -25,7 +25,7 @@ from slurmft.policy.membership import (
 CONDITIONS = {
     "": {}, "-": {"agent": Agent.LOST}, "~": {"agent": Agent.RETURNING}, "?": {"standing": Standing.SUSPECT},
     "x": {"standing": Standing.EXCLUDED}, "!": {"standing": Standing.BARRED}, "+": {"joined": True},
-    ">": {"joined": True, "leaving": True},
+    "*": {"warm": False}, ">": {"joined": True, "leaving": True},
 }  # fmt: skip
 
 
@@ -54,6 +54,8 @@ FOUR, ONE_TO_SIX = fixed(4), elastic(1, 4, 6)
         pytest.param("a- b c d e", "abcd", FOUR, "ebcd", id="even the first"),
         pytest.param("a b- c d e f", "aecd", FOUR, "aecd", id="a spare that took over stays"),
         pytest.param("a b c d e-", "aecd", FOUR, "abcd", id="a node that is back is a spare"),
+        pytest.param("a b* c d e", "abcd", FOUR, "aecd", id="one that has just come back gives way to a warm spare"),
+        pytest.param("a b* c d e*", "abcd", FOUR, "abcd", id="not to a cold one"),
         pytest.param("a b? c d e", "abcd", FOUR, "aecd", id="a suspect gives way"),
         pytest.param("a b? c d", "abcd", FOUR, "abcd", id="where there is somebody to give way to"),
         pytest.param("a b? c- d e f", "abcd", FOUR, "aefd", id="two gaps, in the allocation's order"),
@@ -143,7 +145,7 @@ def situations(draw: st.DrawFn) -> tuple[list[Node], list[str], Size]:
     names = draw(st.lists(st.sampled_from("abcdefghij"), unique=True, max_size=10))
     nodes = [
         Node(name=name, agent=draw(st.sampled_from(Agent)), standing=draw(st.sampled_from(Standing)),
-             joined=draw(st.booleans()), leaving=draw(st.booleans()))
+             joined=draw(st.booleans()), warm=draw(st.booleans()), leaving=draw(st.booleans()))
         for name in names
     ]  # fmt: skip
     last = draw(st.lists(st.sampled_from("abcdefghijkl"), unique=True, max_size=6))

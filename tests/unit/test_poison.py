@@ -136,7 +136,7 @@ def test_trials_come_back_from_the_journal_and_damage_does_not():
         ([event("verdict", saved_step=50), event("checkpoint quarantined", step=40)], [40]),
         ([event("checkpoint quarantined", step="x"), event("verdict", saved_step=None)], []),
     ],
-    ids=str,
+    ids=["nothing", "one", "no save since", "a save since", "a save before", "damaged"],
 )
 def test_which_quarantines_the_run_has_not_got_beyond(history, steps):
     assert quarantined_in(history) == steps

@@ -52,6 +52,7 @@ ROWS = [
       for cause in (C.PREEMPTED, C.SIGNALLED, C.REQUEUED, C.REQUEUED_BY_USER) for each in (fresh(), spent(), stuck())],
     *[(replace(verdict(cause), last_step=15), fresh(), CONTINUE, 74, NODES, False)
       for cause in (C.PREEMPTED, C.SIGNALLED, C.REQUEUED, C.REQUEUED_BY_USER, C.TIME_LIMIT)],
+    *[(verdict(C.RESIZED), each, Action.RESTART, 75, NONE, False) for each in (fresh(), spent(), stuck())],
     (verdict(C.PREEMPTED, blame=False), fresh(), CONTINUE, 75, NONE, False),
     (verdict(C.TIME_LIMIT), fresh(), CONTINUE, 75, NODES, False),
     (verdict(C.TIME_LIMIT), spent(), CONTINUE, 75, NODES, False),
@@ -126,7 +127,7 @@ def test_every_cause_is_either_free_or_budgeted():
     assert PATIENT < PLANNED < FREE
 
 
-@pytest.mark.parametrize("cause", sorted(FREE - {C.FINISHED, C.CANCELLED, C.STOPPED_BY_USER}))
+@pytest.mark.parametrize("cause", sorted(FREE - {C.FINISHED, C.CANCELLED, C.STOPPED_BY_USER, C.RESIZED}))
 def test_what_is_free_goes_on_with_any_number_of_failures_behind_it(cause):
     assert decide(verdict(cause), Budget(failures_so_far=10**6, max_failures=0)).action is CONTINUE
 

@@ -79,7 +79,7 @@ def test_every_cause_has_a_decision():
 @pytest.mark.parametrize("cause", sorted(PLANNED))
 def test_a_planned_stop_never_spends_the_failure_budget(cause):
     spent = Budget(failures_so_far=10**6, max_failures=0)  # no idle cycle: those bound time limits
-    expected = STOP if cause is Cause.STOPPED_BY_USER else CONTINUE
+    expected = {Cause.STOPPED_BY_USER: STOP, Cause.RESIZED: Action.RESTART}.get(cause, CONTINUE)
     assert decide(verdict(cause), spent).action is expected
     assert is_planned(cause)
 
@@ -200,8 +200,11 @@ def test_after_the_restarts_comes_the_queue():
     assert decide(STUCK, spent).action is Action.RESTART
     assert decide(STUCK, replace(spent, restarts_so_far=3)).action is Action.CONTINUE
     assert decide(STUCK, replace(spent, restarts_so_far=3, failures_so_far=2)).action is Action.STOP
-    for cause in (Cause.NODE_LOST, Cause.LAUNCH_FAILURE, Cause.SUPERVISOR_LOST, Cause.DATA_CORRUPTION):
+    for cause in (Cause.LAUNCH_FAILURE, Cause.SUPERVISOR_LOST, Cause.DATA_CORRUPTION):
         assert decide(verdict(cause), spent).action is Action.CONTINUE
+    assert decide(verdict(Cause.NODE_LOST), spent).action is Action.RESTART, "a spare takes over"
+    for cause in (Cause.NODE_LOST, Cause.HANG, Cause.RESIZED):
+        assert decide(verdict(cause), replace(spent, has_nodes=False)).action is Action.CONTINUE, "nobody is left"
 
 
 def test_a_run_that_begins_further_on_is_on_its_way():

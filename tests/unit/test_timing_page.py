@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.launch.agents import _check_report
 from slurmft.launch.channel import MAX_LINE_BYTES, BadMessage
+from slurmft.launch.shapes import check_report
 from slurmft.launch.timing_page import (
     CPU,
     MAX_NAME,
@@ -125,7 +125,7 @@ def test_a_window_is_reported_once_it_is_over(page):
     (message,) = reports.due(workers, 110.0)
     assert message == {"kind": "timings", "window": 1, "ranks": [
         {"rank": 3, "role": "", "device": 0, "sections": [["data", 0.002, 5]]}]}  # fmt: skip
-    _check_report(message)
+    check_report(message)
     assert list(reports.due(workers, 119.0)) == []
     put(page, "data", 4_000_000)
     (message,) = reports.due(workers, 145.0)
@@ -144,7 +144,7 @@ def test_a_report_fits_into_the_control_channel(tmp_path):
     messages = list(TimingReports(1.0, 0.0).due([Worker(rank, page) for rank, page in enumerate(pages)], 1.5))
     assert [len(message["ranks"]) for message in messages] == [32, 32, 6]
     for message in messages:
-        _check_report(message)
+        check_report(message)
         assert len(json.dumps(message)) < MAX_LINE_BYTES - 100
     for page in pages:
         page.close()
@@ -166,8 +166,8 @@ GOOD = {"rank": 0, "role": "", "device": 1, "sections": [["own work", 0.1, 5]]}
 )  # fmt: skip
 def test_a_report_of_another_shape_closes_its_connection(ranks):
     with pytest.raises(BadMessage):
-        _check_report({"kind": "timings", "window": 1, "ranks": ranks})
-    _check_report({"kind": "timings", "window": 1, "ranks": [GOOD]})
+        check_report({"kind": "timings", "window": 1, "ranks": ranks})
+    check_report({"kind": "timings", "window": 1, "ranks": [GOOD]})
 
 
 WORKER = """

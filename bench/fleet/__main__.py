@@ -1,0 +1,115 @@
+"""One supervisor's control channel and thousands of simulated agents on loopback: how fast, and at what cost.
+
+python bench/fleet --output bench/results/fleet.md     # a minute; nothing else should run meanwhile
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import slurmft
+from slurmft.launch.agents import AgentPool
+from slurmft.launch.crew import allow_connections
+from slurmft.policy.fleet import ping_interval_s, report_interval_s
+
+AGENTS = 2000
+RANKS = 8
+ROUNDS = 5
+IDLE_S = 20.0
+ASKED_S, ASKED_CPU = 1.0, 5.0
+
+
+async def idle_cpu(pool: AgentPool, seconds: float, agents: int) -> float:
+    """Percent of a core while agents report and are pinged, and nothing else happens."""
+    handled = asyncio.create_task(take_reports(pool))
+    pings = asyncio.create_task(ping(pool, agents))
+    before, began = time.process_time(), time.monotonic()
+    await asyncio.sleep(seconds)
+    used = 100 * (time.process_time() - before) / (time.monotonic() - began)
+    handled.cancel()
+    pings.cancel()
+    return used
+
+
+async def take_reports(pool: AgentPool) -> None:
+    newest: dict[int, object] = {}
+    while True:
+        _, message = await pool.events.get()
+        newest.update({facts["rank"]: facts for facts in message.get("ranks", [])})
+
+
+async def ping(pool: AgentPool, agents: int) -> None:
+    while True:
+        await asyncio.sleep(ping_interval_s(agents, lease_s=60.0))
+        pool.ping()
+
+
+async def measure(agents: int) -> tuple[float, list[float], float]:
+    """Seconds until all have connected, until all have a decision and have said so, and percent of a core when idle."""
+    secret = secrets.token_hex(32).encode()
+    allow_connections(agents)
+    pool = AgentPool(secret, agents)
+    port = await pool.listen("127.0.0.1")
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(secret)
+        file.flush()
+        script = Path(__file__).with_name("agents.py")
+        argv = [sys.executable, script, str(port), file.name, str(agents), str(RANKS), str(report_interval_s(agents))]
+        began = time.monotonic()
+        with subprocess.Popen(argv) as process:  # it inherits the limit
+            try:
+                await asyncio.wait_for(pool.complete.wait(), 120)
+                connected_s = time.monotonic() - began
+                took = []
+                for _ in range(ROUNDS):
+                    began = time.monotonic()
+                    await pool.call_all("kill")
+                    took.append(time.monotonic() - began)
+                return connected_s, took, await idle_cpu(pool, IDLE_S, agents)
+            finally:
+                process.kill()
+                await pool.close()
+
+
+def verdict(hit: bool) -> str:
+    return "hit" if hit else "**miss**"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench/fleet", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--agents", type=int, default=AGENTS)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    connected_s, took, cpu = asyncio.run(measure(args.agents))
+    decision_s, every_s = statistics.median(took), report_interval_s(args.agents)
+    versions = f"{platform.system()}, Python {platform.python_version()}, slurmft {slurmft.__version__}"
+    lines = [
+        "# The control channel of a large job", "",
+        f"`python bench/fleet` on {os.cpu_count()} cores, {versions}: {args.agents} simulated agents with {RANKS} ranks"
+        " each, on loopback, which share the machine with the supervisor.", "",
+        "| | | asked | |", "|---|---|---|---|",
+        f"| all agents have connected | {connected_s:.1f} s | | |",
+        "| a decision has reached all, and all have said so |"
+        f" {decision_s:.2f} s ({min(took):.2f} - {max(took):.2f}) | {ASKED_S} s | {verdict(decision_s < ASKED_S)} |",
+        f"| CPU of the idle supervisor, every agent reporting each {every_s:.1f} s |"
+        f" {cpu:.1f} % of a core | {ASKED_CPU} % | {verdict(cpu < ASKED_CPU)} |", "",
+    ]  # fmt: skip
+    text = "\n".join(lines)
+    if args.output:
+        args.output.write_text(text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""The shapes of what agents say. A supervisor that stumbled over another one would take the whole job with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slurmft.launch.channel import BadMessage, Message
+from slurmft.launch.heartbeat import State
+from slurmft.launch.section_stack import DEPTH, ELSEWHERE, MAX_NAMES
+from slurmft.launch.stacks import MAX_FRAME, MAX_FRAMES
+from slurmft.launch.timing_page import CUDA, MAX_NAME, MAX_SECTIONS
+from slurmft.policy.whereabouts import Where
+
+Check = Callable[[Any], bool]
+
+
+def _integer(low: int, high: int) -> Check:
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _time(value: Any) -> bool:
+    return _number(value) and math.isfinite(value)
+
+
+def _flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= 255 and value.isprintable()
+
+
+_SECTION: tuple[Check, ...] = (lambda value: _name(value) and len(value) <= MAX_NAME, _time, _integer(1, 2**31 - 1))
+
+
+def _are_sections(sections: Any) -> bool:
+    return (
+        isinstance(sections, list)
+        and len(sections) <= MAX_SECTIONS
+        and all(
+            isinstance(section, list)
+            and len(section) == len(_SECTION)
+            and all(fits(each) for fits, each in zip(_SECTION, section, strict=True))
+            for section in sections
+        )
+    )
+
+
+def _are_held(sections: Any, most: int) -> bool:
+    """Names of sections, each with seconds."""
+    return (
+        isinstance(sections, list)
+        and len(sections) <= most
+        and all(isinstance(each, list) and len(each) == 2 and _name(each[0]) and _time(each[1]) for each in sections)
+    )
+
+
+_SLOT = _integer(-(2**63), 2**63 - 1)
+_FACTS: Mapping[str, Check] = {
+    "rank": _integer(0, 2**31 - 1), "state": _integer(min(State), max(State)), "attached": _flag, "step": _SLOT,
+    "until": _SLOT, "saved": _SLOT, "resumed": _SLOT, "first_step_at": _time, "answered": _SLOT, "metric": _number,
+    "first_step_s": _time, "longest_step_s": _time, "saves": _SLOT, "save_s": _time, "saving_s": _time,
+    "since_saved_s": _time, "save_failures": _SLOT, "save_errno": _integer(-(2**31), 2**31 - 1),
+}  # fmt: skip
+_EXIT: Mapping[str, Check] = {**_FACTS, "code": _integer(-128, 255), "killed": _flag}
+_SIGNAL: Mapping[str, Check] = {"name": _name}
+_HELLO: Mapping[str, Check] = {"node": _integer(0, 2**31 - 1), "host": _name, "pid": _integer(0, 2**31 - 1)}
+_LENT: Mapping[str, Check] = {**_HELLO, "lender": _name}
+_TIMINGS: Mapping[str, Check] = {
+    "rank": _integer(0, 2**31 - 1), "device": _integer(0, CUDA), "sections": _are_sections,
+    "role": lambda value: value == "" or (_name(value) and len(value) <= MAX_NAME),
+}  # fmt: skip
+_HUNG: Mapping[str, Check] = {
+    "rank": _integer(0, 2**31 - 1), "section": _name, "held_s": _time, "limit_s": _time,
+    "why": lambda value: _name(value[:255]) if isinstance(value, str) else False,
+}  # fmt: skip
+_DOING: Mapping[str, Check] = {
+    "rank": _integer(0, 2**31 - 1), "attached": _flag, "age_s": _time, "quiet_s": _time, "step": _SLOT,
+    "own_work": _SLOT, "stopped": _flag, "holding": _flag, "warming_up": _flag,
+    "sections": lambda value: _are_held(value, DEPTH + 1), "elsewhere": lambda value: _are_held(value, ELSEWHERE),
+}  # fmt: skip
+_LOOK = (_flag, _SLOT, _flag, _SLOT)
+_CODE = _integer(-128, 255)
+
+
+def _text(longest: int) -> Check:
+    return lambda value: isinstance(value, str) and len(value) <= longest
+
+
+def _texts(most: int, longest: int) -> Check:
+    fits = _text(longest)
+    return lambda value: isinstance(value, list) and len(value) <= most and all(map(fits, value))
+
+
+_INJECTED: Mapping[str, Check] = {
+    "injected": lambda ranks: isinstance(ranks, list) and all(map(_integer(0, 2**31 - 1), ranks)),
+    "refused": _texts(4096, 300),
+}
+_EVIDENCE: Mapping[str, Check] = {
+    "rank": _integer(0, 2**31 - 1), "pid": _integer(0, 2**31 - 1), "kind": lambda value: value in tuple(Where),
+    "doing": _text(200), "process": _text(1), "wchan": _text(64), "attached": _flag,
+    "state": _integer(min(State), max(State)), "step": _SLOT, "tick": _SLOT, "sections": _texts(64, 200),
+    "python_top": _texts(MAX_FRAMES, 2 * MAX_FRAME + 32), "killed": _flag,
+    "exit_code": lambda value: value is None or _CODE(value),
+}  # fmt: skip
+
+
+def _require(message: Any, fields: Mapping[str, Check], what: str) -> None:
+    """Every field is there and has its shape; keys that nobody knows are tolerated, if they are plain or end in _s.
+
+    Raises:
+        BadMessage: names the first one that has not.
+    """
+    if not isinstance(message, dict):
+        raise BadMessage(f"{what} is not an object")
+    for name, fits in fields.items():
+        if name not in message or not fits(message[name]):
+            raise BadMessage(f"{what} has {name}={str(message.get(name, 'nothing'))[:40]!r}")
+    for name, value in message.items():
+        if name.endswith("_s") and not _time(value):
+            raise BadMessage(f"{what} has {name}={str(value)[:40]!r}")
+
+
+def check_hello(message: Message) -> None:
+    """What an agent says first.
+
+    Raises:
+        BadMessage: it does not have the shape that it should.
+    """
+    _require(message, _LENT if "lender" in message else _HELLO, "a hello")
+
+
+def check_report(message: Message) -> None:
+    """What an agent reports by itself.
+
+    Raises:
+        BadMessage: it does not have the shape that it should.
+    """
+    if "generation" in message:
+        _require(message, {"generation": _SLOT}, "a report")
+    match message["kind"]:
+        case "exited":
+            _require(message, _EXIT, "a worker's end")
+        case "progress":
+            _require(message, {"ranks": lambda ranks: isinstance(ranks, list)}, "a progress report")
+            for facts in message["ranks"]:
+                _require(facts, _FACTS, "a progress report")
+        case "timings":
+            _require(message, {"window": _SLOT, "ranks": lambda ranks: isinstance(ranks, list)}, "a report of timings")
+            for facts in message["ranks"]:
+                _require(facts, _TIMINGS, "a report of timings")
+        case "hung":
+            _require(message, _HUNG, "a report of a hang")
+        case "durations":
+            _require(message, {"sections": lambda value: _are_held(value, MAX_NAMES)}, "a report of durations")
+        case "signal":
+            _require(message, _SIGNAL, "a signal's report")
+        case "hello" | "connected" | "disconnected" as kind:
+            raise BadMessage(f"{kind!r} is no report")
+
+
+def check_reply(kind: str, message: Message) -> None:
+    """What an agent answers to a call of this kind.
+
+    Raises:
+        BadMessage: it does not have the shape that it should.
+    """
+    if kind == "port":
+        _require(message, {"port": _integer(1, 65535)}, "the reply to 'port'")
+    elif kind == "sections":
+        _require(message, {"workers": lambda value: isinstance(value, list), "more": _flag}, "the reply to 'sections'")
+        for facts in message["workers"]:
+            _require(facts, _DOING, "the reply to 'sections'")
+    elif kind == "evidence":
+        _require(message, {"ranks": lambda ranks: isinstance(ranks, list)}, "the reply to 'evidence'")
+        for facts in message["ranks"]:
+            _require(facts, _EVIDENCE, "the reply to 'evidence'")
+    elif kind == "inject":
+        _require(message, _INJECTED, "the reply to 'inject'")
+    elif kind in ("look", "propose") and not _are_looks(message.get("looks")):
+        raise BadMessage(f"the reply to {kind!r} holds no looks")
+
+
+def _are_looks(looks: Any) -> bool:
+    return isinstance(looks, list) and all(
+        isinstance(look, list)
+        and len(look) == len(_LOOK)
+        and all(fits(each) for fits, each in zip(_LOOK, look, strict=True))
+        for look in looks
+    )

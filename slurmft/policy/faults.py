@@ -1,0 +1,119 @@
+"""The faults that can be injected on purpose, who carries each of them out, and which rank is hit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+MAX_AFTER_S = 7 * 86_400.0
+
+
+class Fault(StrEnum):
+    """What goes wrong; the words of ``slurmft inject``."""
+
+    KILL = "kill"
+    """SIGKILL from outside, as from an operator or the kernel."""
+
+    STOP = "stop"
+    """SIGSTOP: it lives, holds all it has, and does nothing."""
+
+    SEGFAULT = "segfault"
+    """SIGSEGV: the death of a crash in native code."""
+
+    HANG = "hang"
+    """Its main thread sleeps for ever at the next step boundary."""
+
+    EXCEPTION = "exception"
+    """It raises at the next step boundary."""
+
+    OOM = "oom"
+    """It raises torch's out-of-memory error of a GPU at the next step boundary."""
+
+    HOST_OOM = "host-oom"
+    """It raises MemoryError there. The kernel's own kill cannot be had: its words stand in a log that only root writes;
+    ``kill`` looks the same to the worker."""
+
+    NAN = "nan"
+    """The first module of the next forward pass computes NaN, once; so the loss is NaN."""
+
+    SLOW = "slow"
+    """From the next step on, each one takes half a second longer."""
+
+    LEAK = "leak"
+    """From the next step on, each one keeps 32 MiB more, up to 512 MiB."""
+
+    FULL_DISK = "full-disk"
+    """The next file that it makes durable has no space on its device, once."""
+
+    CORRUPT_CHECKPOINT = "corrupt-newest-checkpoint"
+    """Bytes in the newest committed checkpoint change."""
+
+    PARTITION = "partition"
+    """Its node is cut off the network: on a lab only."""
+
+    NODE_LOSS = "node-loss"
+    """Its node loses its power: on a lab only."""
+
+
+BY_SIGNAL: Mapping[Fault, str] = {Fault.KILL: "SIGKILL", Fault.STOP: "SIGSTOP", Fault.SEGFAULT: "SIGSEGV"}
+"""Faults that reach any process."""
+
+IN_SESSION = frozenset(
+    {Fault.HANG, Fault.EXCEPTION, Fault.OOM, Fault.HOST_OOM, Fault.NAN, Fault.SLOW, Fault.LEAK, Fault.FULL_DISK}
+)
+"""Faults that the worker's own session carries out at its next step boundary."""
+
+LAB_COMMAND: Mapping[Fault, str] = {Fault.PARTITION: "partition", Fault.NODE_LOSS: "kill-node"}
+"""Faults that take root and a lab, with the command of ``slurmft lab``."""
+
+SIMULATED: Mapping[str, Fault] = {"rank_killed": Fault.KILL, "rank_hung": Fault.STOP}
+"""Values of fault_tolerance.simulated_fault_type, beside ``random``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """A fault that somebody asks for."""
+
+    fault: Fault
+    who: str
+    rank: int | None = None
+    """The rank to hit; by chance when neither it nor a node is given."""
+
+    node: str = ""
+    """All ranks of this node: its host name, or its number."""
+
+    after_s: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """For the request's file."""
+        return {
+            "fault": self.fault.value,
+            "who": self.who,
+            "rank": self.rank,
+            "node": self.node,
+            "after_s": self.after_s,
+        }
+
+
+def order_of(value: Any) -> Order:
+    """An order from plain values.
+
+    Raises:
+        ValueError: says what is wrong with it.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError("it is no object")
+    fault, rank, node = value.get("fault"), value.get("rank"), value.get("node", "")
+    after_s, who = value.get("after_s", 0.0), value.get("who", "")
+    if fault not in tuple(Fault) or fault not in (*BY_SIGNAL, *IN_SESSION):
+        raise ValueError(f"{str(fault)[:40]!r} is no fault of a rank")
+    if rank is not None and (type(rank) is not int or not 0 <= rank < 2**31):
+        raise ValueError(f"rank {str(rank)[:40]!r} is none")
+    if not isinstance(node, str) or len(node) > 255 or not isinstance(who, str):
+        raise ValueError("its node or its author is no text")
+    if type(after_s) not in (int, float) or not math.isfinite(after_s) or not 0 <= after_s <= MAX_AFTER_S:
+        raise ValueError(f"after_s={str(after_s)[:40]} is not between 0 and {MAX_AFTER_S:.0f} seconds")
+    return Order(fault=Fault(fault), who=who[:200], rank=rank, node=node, after_s=float(after_s))

@@ -1,0 +1,83 @@
+"""The file by which a person asks a run for a fault: believed only when the run's own user has written it."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmft.errors import StorageError
+from slurmft.storage.files import FORMAT, write_json
+from slurmft.storage.patience import writing
+
+ORDER_FILE = "INJECT"
+MAX_AGE_S = 300.0
+"""An order that waited for longer was meant for an attempt that is gone; clocks of machines may differ by less."""
+
+MAX_BYTES = 4096
+
+
+def is_pending(run: Path) -> bool:
+    """Whether an order waits to be taken."""
+    return (run / ORDER_FILE).exists()
+
+
+def give_order(run: Path, order: Mapping[str, Any]) -> None:
+    """Leave an order for the run's supervisor, readable by this user alone.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    with writing(run / ORDER_FILE):
+        write_json(run / ORDER_FILE, order, mode=0o600)
+
+
+def withdraw_order(run: Path) -> None:
+    """Remove the order that waits, if one still does."""
+    (run / ORDER_FILE).unlink(missing_ok=True)
+
+
+def take_order(run: Path) -> dict[str, Any] | None:
+    """The order that waits, removing it; None when there is none.
+
+    Raises:
+        StorageError: what lies there is no order of this user; it is removed all the same.
+    """
+    path = run / ORDER_FILE
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:  # a link, or not ours to read
+        path.unlink(missing_ok=True)
+        raise StorageError(f"{path} is not to be trusted: {error.strerror}") from error
+    try:
+        status, text = os.fstat(descriptor), b""
+        if stat.S_ISREG(status.st_mode):
+            text = os.read(descriptor, MAX_BYTES)
+    finally:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
+    if not stat.S_ISREG(status.st_mode):
+        raise StorageError(f"{path} is no file")
+    if status.st_uid != os.getuid():
+        raise StorageError(f"{path} was written by user id {status.st_uid}; only the owner of a run may inject faults")
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise StorageError(f"{path} can be read or written by others (mode {stat.S_IMODE(status.st_mode):o})")
+    if time.time() - status.st_mtime > MAX_AGE_S:
+        raise StorageError(f"{path} is {time.time() - status.st_mtime:.0f} s old: it was meant for an earlier attempt")
+    return _parsed(text, path)
+
+
+def _parsed(text: bytes, path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise StorageError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict) or type(value.get("format")) is not int or value["format"] > FORMAT:
+        raise StorageError(f"{path} is no order that this slurmft understands")
+    return value
