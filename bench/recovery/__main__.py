@@ -112,7 +112,11 @@ def end(contender: contenders.Contender, process: subprocess.Popen[bytes], folde
         RunFolder(folder / "run").request("KILL", "bench/recovery")
     else:
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait(60)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(60)
+    with contextlib.suppress(ProcessLookupError):  # what did not end by itself
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
     for rank in range(ranks):  # torchrun's workers are sessions of their own
         for mark in marks(folder, rank)[-1:]:
             with contextlib.suppress(ProcessLookupError):

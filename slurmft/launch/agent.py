@@ -20,7 +20,7 @@ from slurmft.launch.channel import BadMessage, Channel, Message, connect
 from slurmft.launch.environment import LENDER_VARIABLE, common_environment, worker_environment
 from slurmft.launch.forensics import Forensics
 from slurmft.launch.gpus import VISIBLE_VARIABLE, visible_without
-from slurmft.launch.hang_watch import HangWatch, mentions_session
+from slurmft.launch.hang_watch import HangWatch
 from slurmft.launch.heartbeat import NOTHING, Slot
 from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.striking import strike
@@ -146,9 +146,9 @@ class Agent:
                 if message is None:
                     return
                 self._last_heard = time.monotonic()
+                answer = await self._handle(message)
                 if message["id"] == UNANSWERED:
                     continue
-                answer = await self._handle(message)
                 channel.send({"kind": "reply", "id": message["id"], **answer})
             await channel.drain()
         finally:
@@ -187,7 +187,8 @@ class Agent:
             case "evidence":
                 folder, within_s = self._run.attempts / self._attempt, float(message["within_s"])
                 workers = list(self._workers.by_rank.values())
-                return {"ranks": await self._forensics.take_evidence(workers, folder, within_s)}
+                dumps_within_s = float(message.get("dumps_within_s", 0.0))
+                return {"ranks": await self._forensics.take_evidence(workers, folder, within_s, dumps_within_s)}
             case "inject":
                 return strike(list(self._workers.by_rank.values()), message["order"], message["ranks"])
             case "kill":
@@ -220,10 +221,7 @@ class Agent:
             timed=config.straggler_detection.enabled,
         )
         self._timings = TimingReports(config.straggler_detection.report_time_interval, time.monotonic())
-        self._hangs.begin(
-            list(self._workers.by_rank.values()), learned=message.get("limits", {}),
-            calls_slurmft=mentions_session(config.command, config.working_directory or Path.cwd()),
-        )  # fmt: skip
+        self._hangs.begin(list(self._workers.by_rank.values()), learned=message.get("limits", {}))
         return {}
 
     async def _agree(self, message: Message) -> dict[str, Any]:

@@ -148,11 +148,11 @@ class AgentPool:
         links = self.members or [self.links[node] for node in sorted(self.links)]
         return await asyncio.gather(*(link.call(kind, timeout_s=timeout_s, **fields) for link in links))
 
-    def ping(self) -> None:
+    def ping(self, **fields: Any) -> None:
         """A sign of life to every agent that can be reached; none of them answers."""
         for link in self.links.values():
             if link.channel is not None:
-                link.channel.send({"kind": "ping", "id": UNANSWERED})
+                link.channel.send({"kind": "ping", "id": UNANSWERED, **fields})
 
     async def tell_all(self, kind: str, *, timeout_s: float = TELL_TIMEOUT_S, **fields: Any) -> None:
         """Ask every agent that can still be reached, member or not; the others are somebody else's finding."""

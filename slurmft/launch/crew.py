@@ -64,11 +64,20 @@ class Crew:
             SlurmUnavailable: there is no srun.
         """
         if self._mustered:
+            self._muster_again()
             return
         self._mustered = True
         port = await self.pool.listen(cluster.listen_host)
         await self.folder.tell_agents({"hosts": cluster.control_hosts(), "port": port})
         self.processes = await cluster.start_agents(self._config, self.folder.path)
+
+    def _muster_again(self) -> None:
+        """Where every srun has ended, each agent has, too, or will: one by one they are started again."""
+        if any(process.returncode is None for process in (*self.processes, *self.reviver.processes)):
+            return
+        for link in self.pool.links.values():
+            self.pool.drop(link)
+            self.reviver.lost(link, hung_up=True)
 
     async def all_ended(self) -> list[int]:
         """The exit codes of the processes that started the agents, when all have ended, later ones too."""

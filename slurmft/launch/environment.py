@@ -71,6 +71,8 @@ def worker_environment(
         "SLURMFT_STRAGGLER_DETECTION": "1" if config.straggler_detection.enabled else "0",
         "SLURMFT_STRAGGLER_PROFILING_INTERVAL": str(config.straggler_detection.profiling_interval),
     }
+    if config.elastic.batch == "keep_micro_batch":
+        environment["SLURMFT_BASE_WORLD_SIZE"] = str(config.world_size)
     same_torch = zygote_arguments(config.command) is not None
     entries = config.nccl.flight_recorder_buffer_size
     return flight_recorder.variables(entries, folder, same_torch=same_torch) | environment

@@ -35,11 +35,12 @@ def look_told(events: Sequence[Event]) -> list[tuple[str, str]]:
 
 
 def _culprit(each: Mapping[str, Any]) -> list[tuple[str, str]]:
+    reason = str(each.get("reason", ""))
     where = f"rank {each.get('rank', '?')} on {each.get('node') or '?'}"
-    step = f" (step {each['step']})" if type(each.get("step")) is int else ""
+    step = f" (step {each['step']})" if type(each.get("step")) is int and " at step " not in reason else ""
     sections = " > ".join(map(str, _listed(each.get("sections"))))
     return [
-        ("culprit", f"{where}{step}: {each.get('reason', '')}"),
+        ("culprit", f"{where}{step}: {reason}"),
         ("section", sections),
         *(("stack", str(call)) for call in _listed(each.get("stack"))),
     ]

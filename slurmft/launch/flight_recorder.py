@@ -45,6 +45,11 @@ def variables(entries: int, folder: Path, *, same_torch: bool) -> dict[str, str]
     return names | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1" if entries else "0"}
 
 
+def dump_of(folder: Path, rank: int) -> Path:
+    """Where a rank's recorder writes."""
+    return folder / f"{_PREFIX}{rank}"
+
+
 def pipe_prefix(private: Path) -> str:
     """Value of PIPE_VARIABLE for workers whose private folder that is."""
     return str(private / _PREFIX)

@@ -36,6 +36,9 @@ from slurmft.storage.patience import FolderThread
 LOOK_S = 0.001
 """Pause between two looks for answers."""
 
+DUMP_LOOK_S = 0.1
+"""Pause between two looks for dumps; torch looks at its pipes once a second."""
+
 QUIET_S = 0.02
 """An answer without a recognisable end is over when nothing has come for so long."""
 
@@ -80,10 +83,13 @@ class Forensics:
         self._node = re.sub(r"[^\w.-]", "_", node)[:100]
         self._thread = FolderThread()
 
-    async def take_evidence(self, workers: Sequence[Worker], folder: Path, within_s: float) -> list[dict[str, Any]]:
+    async def take_evidence(
+        self, workers: Sequence[Worker], folder: Path, within_s: float, dumps_within_s: float = 0.0
+    ) -> list[dict[str, Any]]:
         """One summary for each worker, dead ones too; what does not answer within the time is told from outside only.
 
-        Never raises for what it finds or cannot write.
+        Where flight recorders were asked, it waits up to ``dumps_within_s`` more for their files; nowhere else. Never
+        raises for what it finds or cannot write.
         """
         started = time.monotonic()
         looks = [_look_at(worker) for worker in workers]
@@ -101,9 +107,27 @@ class Forensics:
         left_s = max(0.0, within_s - (time.monotonic() - started))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(writing), left_s)
-        if recorders:  # torch looks at its pipes once a second
-            await asyncio.sleep(max(0.0, within_s - (time.monotonic() - started)))
+        if recorders and dumps_within_s:
+            await self._dumps([worker.rank for worker in recorders], folder, dumps_within_s)
         return as_reply(summaries)
+
+    async def _dumps(self, ranks: Sequence[int], folder: Path, within_s: float) -> None:
+        """Return when each of these ranks has a dump that grows no more, or the time is up."""
+
+        def sizes() -> list[int]:
+            return [stacks.size(flight_recorder.dump_of(folder, rank)) for rank in ranks]
+
+        deadline, before = time.monotonic() + within_s, [0] * len(ranks)
+        while time.monotonic() < deadline:
+            await asyncio.sleep(DUMP_LOOK_S)
+            asking = asyncio.wrap_future(self._thread.submit(sizes))  # a folder that hangs is waited for no longer
+            try:
+                now = await asyncio.wait_for(asking, max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                return
+            if all(now) and now == before:
+                return
+            before = now
 
     def keep_last_words(self, worker: Worker, folder: Path) -> None:
         """Have the stacks that a worker wrote when it crashed copied; returns at once."""

@@ -1,8 +1,8 @@
 """The agent's side of hang detection: how long its workers have been doing what they do, from their pages.
 
 watch = HangWatch(config, report)
-watch.begin(workers, learned={}, calls_slurmft=False)   # at every start of workers
-await watch.run()                                       # for as long as the agent lives
+watch.begin(workers, learned={})    # at every start of workers
+await watch.run()                   # for as long as the agent lives
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from slurmft.launch.channel import Message
 from slurmft.launch.heartbeat import Page, Slot
 from slurmft.launch.section_durations import SectionDurations
 from slurmft.launch.section_stack import OpenSection, open_sections
-from slurmft.policy.hangs import Limits, WorkerLook, exceeded, next_due_s
+from slurmft.policy.hangs import CHECKPOINTING, SETUP, Limits, WorkerLook, exceeded, next_due_s
 from slurmft.storage.processes import is_stopped
 
 MIN_PAUSE_S = 0.02
@@ -34,6 +35,7 @@ SUSPENDED_S = 1.0
 
 MAX_SUSPENSIONS = 100
 WORKERS_PER_MESSAGE = 64
+DURATIONS_EVERY_S = 5.0
 
 NS = 1e-9
 
@@ -69,19 +71,16 @@ class HangWatch:
         self._began_s = self._looked_s = self._due_s = clock()
         self._suspensions: list[tuple[float, float]] = []
         self._calls_slurmft = False
-        self._durations = SectionDurations()
+        self._durations, self._told_durations_s = SectionDurations(), clock()
         self._news = asyncio.Event()
+        self._command, self._folder = config.command, config.working_directory or Path.cwd()
 
-    def begin(self, workers: Sequence[Watched], *, learned: Mapping[str, float], calls_slurmft: bool) -> None:
-        """Look at these workers from now on.
-
-        ``calls_slurmft``: whether this script is known to use the session; of another one, silence says nothing.
-        """
+    def begin(self, workers: Sequence[Watched], *, learned: Mapping[str, float]) -> None:
+        """Look at these workers from now on."""
         self._workers, self._told = workers, set()
         self._began_s = self._looked_s = self._due_s = self._clock()
         self._suspensions = []
         self._durations = SectionDurations()
-        self._calls_slurmft = calls_slurmft
         self.learn(learned)
 
     def learn(self, learned: Mapping[str, float]) -> None:
@@ -91,6 +90,8 @@ class HangWatch:
 
     async def run(self) -> None:
         """Look, report, and wait until the next limit may be exceeded."""
+        # in a thread that nobody waits for: the script may lie on a filesystem that stalls
+        threading.Thread(target=self._read_script, daemon=True, name="script").start()
         while True:
             now_s = self._clock()
             if now_s - self._due_s >= SUSPENDED_S:
@@ -132,8 +133,12 @@ class HangWatch:
             if worker.alive:
                 page = worker.page
                 main, elsewhere = open_sections(page)
-                self._durations.note(worker.rank, [*main, *elsewhere], now_s)
-                yield self._look(worker, now_s, main, elsewhere)
+                look = self._look(worker, now_s, main, elsewhere)
+                # what first steps take is no sample of what steps take
+                usual = (SETUP, CHECKPOINTING) if look.warming_up else None
+                sections = [each for each in (*main, *elsewhere) if usual is None or each.name in usual]
+                self._durations.note(worker.rank, sections, now_s)
+                yield look
 
     def facts(self, first: int) -> dict[str, Any]:
         """What each living worker is doing, for the supervisor; from the ``first`` on as many as a message takes."""
@@ -143,8 +148,11 @@ class HangWatch:
         return {"workers": workers, "more": first + len(page) < len(looks)}
 
     def durations(self) -> Message | None:
-        """The longest that each section took since the last call, as a message; None when none has ended."""
-        if self._settings.calc_ft_timeouts and (longest := self._durations.take()):
+        """The longest that each section took, as a message, now and then; None when none has ended."""
+        if not self._settings.calc_ft_timeouts or self._clock() - self._told_durations_s < DURATIONS_EVERY_S:
+            return None
+        self._told_durations_s = self._clock()
+        if longest := self._durations.take():
             return {"kind": "durations", "sections": [[name, round(each, 3)] for name, each in longest.items()]}
         return None
 
@@ -185,6 +193,9 @@ class HangWatch:
         if self._calls_slurmft or self._settings.start_up_is_given:
             return limits
         return replace(limits, start_up_s=0.0)  # a script that never calls slurmft is not hung for that
+
+    def _read_script(self) -> None:
+        self._calls_slurmft = self._calls_slurmft or mentions_session(self._command, self._folder)
 
     def _is_stopped(self, rank: int) -> bool:
         return any(worker.rank == rank and worker.pid and is_stopped(worker.pid) for worker in self._workers)

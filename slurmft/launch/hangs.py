@@ -53,6 +53,7 @@ class Hangs:
         self._window_at = self._written_at = time.monotonic()
         self._is_new = False
         self._begun = False
+        self._limits: dict[str, float] | None = None
         self.found: Hang | None = None
         """Who hangs; None as long as nobody does."""
 
@@ -61,7 +62,7 @@ class Hangs:
         if self._settings.calc_ft_timeouts:
             future = self._start.thread.submit(lambda: ft_state.read(self._start.run.path, self._workload))
             try:
-                self._samples = await asyncio.wait_for(asyncio.wrap_future(future), LOOK_TIMEOUT_S)
+                self._samples, self._limits = await asyncio.wait_for(asyncio.wrap_future(future), LOOK_TIMEOUT_S), None
             except TimeoutError:
                 log.warning("the learned timeouts could not be read within %.0f s", LOOK_TIMEOUT_S)
 
@@ -69,11 +70,9 @@ class Hangs:
         """What has been learned, for the agents; by section."""
         if not self._settings.calc_ft_timeouts:
             return {}
-        configured = dict(self._settings.limits().sections)
-        merged = learned_timeouts.merged(
-            configured, self._settings.given_sections(), self._samples, self._settings.safety_factor
-        )
-        return {name: round(limit_s, 3) for name, limit_s in merged.items() if limit_s != configured.get(name)}
+        if self._limits is None:
+            self._limits = self._learned()
+        return self._limits
 
     def note(self, message: Message) -> None:
         """Take in how long sections took on one node (a checked message of kind ``durations``)."""
@@ -130,6 +129,13 @@ class Hangs:
             one = blame.culprits[0]
             self.found = narrowed(self.found, one.rank, one.node, one.reason)
 
+    def _learned(self) -> dict[str, float]:
+        configured = dict(self._settings.limits().sections)
+        merged = learned_timeouts.merged(
+            configured, self._settings.given_sections(), self._samples, self._settings.safety_factor
+        )
+        return {name: round(limit_s, 3) for name, limit_s in merged.items() if limit_s != configured.get(name)}
+
     def _take_sample(self) -> None:
         self._window_at = time.monotonic()
         for name, seconds in self._window.items():
@@ -137,7 +143,7 @@ class Hangs:
                 kept = self._samples.setdefault(name, [])
                 kept.append(seconds)
                 del kept[: -ft_state.MAX_SAMPLES]
-        self._window, self._is_new = {}, True
+        self._window, self._is_new, self._limits = {}, True, None
 
     async def _looks(self) -> list[WorkerLook]:
         return [look for looks in await asyncio.gather(*map(_looks_at, self._pool.members)) for look in looks]

@@ -13,10 +13,12 @@ from slurmft.errors import StorageError
 from slurmft.launch.agents import AgentLink, AgentPool
 from slurmft.launch.background import Background
 from slurmft.launch.start import Start
+from slurmft.launch.striking import NOT_YET
 from slurmft.policy.faults import SIMULATED, Order, order_of
 from slurmft.storage.order_file import take_order
 
 EVENT = "fault injected"
+AGAIN_S = 0.25
 SIMULATION = "fault_tolerance.simulate_fault"
 """Who asked for a simulated fault."""
 
@@ -78,6 +80,9 @@ class Injections:
         where = {"node": order.node} if ranks is None else {"ranks": list(ranks)}
         self._start.journal.append(EVENT, **named, **where)
         hit, refused = await self._tell(links, order, ranks)
+        while not hit and refused and all(why.endswith(NOT_YET) for why in refused):
+            await asyncio.sleep(AGAIN_S)
+            hit, refused = await self._tell(links, order, ranks)
         if not hit:
             why = "; ".join(refused[:5]) or f"there is no rank {', '.join(map(str, ranks or ()))}"
             self._start.journal.append("fault not injected", **named, **where, reason=why)

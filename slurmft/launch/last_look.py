@@ -25,8 +25,9 @@ from slurmft.storage.journal import Journal
 EVIDENCE_S = 0.3
 """How long the workers of a node may take to answer; all of them do in a few milliseconds when they can."""
 
-HANG_EVIDENCE_S = 2.5
-"""The same after a hang, which has cost more than that: torch looks once a second whether its record is wanted."""
+HANG_DUMPS_S = 2.5
+"""How long torch's flight recorders may take beyond that, for a look after a hang, which has cost more: torch looks
+once a second whether its record is wanted. No time where there is no recorder, as with gloo."""
 
 ROUND_TRIP_S = 0.5
 """Beyond that, how long an agent's reply may take."""
@@ -46,6 +47,7 @@ async def take_evidence(
     ends: Sequence[WorkerEnd] = (),
     overdue: Mapping[int, str] | None = None,
     within_s: float = EVIDENCE_S,
+    dumps_within_s: float = 0.0,
 ) -> Blame:
     """Have every agent that can be reached look at its workers, and note who it was.
 
@@ -53,10 +55,11 @@ async def take_evidence(
         per_node: ranks of each node, so that those of nodes that do not answer can be told.
         ends: the workers that have ended, in that order.
         overdue: ranks whose section is open for too long, with the words of that finding.
+        dumps_within_s: HANG_DUMPS_S where collectives hang; 0 does not wait for flight recorders.
     """
     began = time.monotonic()
     links = pool.members or [pool.links[node] for node in sorted(pool.links)]
-    replies = await asyncio.gather(*(_ask(link, within_s) for link in links))
+    replies = await asyncio.gather(*(_ask(link, within_s, dumps_within_s) for link in links))
     found: dict[int, tuple[Summary, Mapping[str, Any]]] = {}
     lost: dict[int, str] = {}
     for place, (link, reply) in enumerate(zip(links, replies, strict=True)):
@@ -73,10 +76,11 @@ async def take_evidence(
     return verdict
 
 
-async def _ask(link: AgentLink, within_s: float) -> Sequence[Mapping[str, Any]] | None:
+async def _ask(link: AgentLink, within_s: float, dumps_within_s: float) -> Sequence[Mapping[str, Any]] | None:
     """The agent's summaries; None when it cannot be reached."""
     try:
-        reply = await link.call("evidence", timeout_s=within_s + ROUND_TRIP_S, within_s=within_s)
+        reply = await link.call("evidence", timeout_s=within_s + dumps_within_s + ROUND_TRIP_S, within_s=within_s,
+                                dumps_within_s=dumps_within_s)  # fmt: skip
     except AgentLost as error:
         log.debug("no evidence: %s", error)
         return None

@@ -16,6 +16,10 @@ FAULT_SUFFIX = ".fault"
 """A worker's fault lies beside its page, which has the number of the newest one."""
 
 
+NOT_YET = "has not been forked yet"
+"""Why a rank was not hit whose worker waits for imports; ask again."""
+
+
 def strike(workers: Sequence[Worker], order: Mapping[str, Any], ranks: Sequence[int] | None) -> dict[str, Any]:
     """Inject a fault into those of these workers that are meant; None means all of them.
 
@@ -39,8 +43,10 @@ def strike(workers: Sequence[Worker], order: Mapping[str, Any], ranks: Sequence[
 
 def _strike_one(worker: Worker, fault: Fault) -> str:
     """Why it could not be done; empty when it was."""
-    if not worker.alive or not worker.pid:
+    if not worker.alive:
         return "is not alive"
+    if not worker.pid:
+        return NOT_YET
     try:
         if fault in BY_SIGNAL:
             os.kill(worker.pid, signal.Signals[BY_SIGNAL[fault]])

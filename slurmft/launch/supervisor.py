@@ -23,7 +23,7 @@ from slurmft.launch.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.launch.grace import workload_of
 from slurmft.launch.hangs import Hangs
 from slurmft.launch.injecting import Injections
-from slurmft.launch.last_look import EVIDENCE_S, HANG_EVIDENCE_S, take_evidence
+from slurmft.launch.last_look import HANG_DUMPS_S, take_evidence
 from slurmft.launch.observations import Observations
 from slurmft.launch.own_signals import hearing
 from slurmft.launch.remedies import batch_divisor_of
@@ -37,6 +37,7 @@ from slurmft.launch.winding_down import LOST_S, grace_of_peers, kill_workers
 from slurmft.policy.culprit import Blame
 from slurmft.policy.evidence import Suspect
 from slurmft.policy.exit_actions import ExitAction, codes_of
+from slurmft.policy.fleet import longest_silence_s, ping_interval_s
 from slurmft.policy.judge import Circumstances, ends_attempt, judge
 from slurmft.policy.verdict import Cause, Verdict
 
@@ -44,7 +45,6 @@ LAUNCH_LOOK_S = 0.5
 START_S = 40.0
 """How long an agent may take to start its workers; it may have to ask for its GPUs."""
 
-PING_S = 5.0
 LOOKS_PER_TIMEOUT = 12
 BROKEN_S = 1.0
 """How long a connection that an agent's side has closed may take to come back: it tries again every 0.2 s."""
@@ -319,8 +319,9 @@ class Supervisor:
 
     async def _watch_agents(self) -> None:
         """Agents stop their workers when they hear nothing for the lease; so ping them, and expect the same of them."""
-        section = self._config.fault_tolerance
-        pause_s, ping_s = section.agent_timeout_s / LOOKS_PER_TIMEOUT, min(PING_S, section.supervisor_lease_s / 4)
+        section, agents = self._config.fault_tolerance, len(self._pool.links)
+        timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
+        pause_s, ping_s = timeout_s / LOOKS_PER_TIMEOUT, ping_interval_s(agents, lease_s=section.supervisor_lease_s)
         pinged_s = 0.0
         while not self._over.is_set():
             if asleep_s := await overslept_s(pause_s):
@@ -330,10 +331,10 @@ class Supervisor:
             now_s = time.monotonic()
             if now_s - pinged_s > ping_s:
                 pinged_s = now_s
-                self._background.start(self._pool.tell_all("ping", limits=self._hangs.limits()))
-            for link in self._pool.silent_for(section.agent_timeout_s, now_s):
+                self._pool.ping(limits=self._hangs.limits())
+            for link in self._pool.silent_for(timeout_s, now_s):
                 silent_s = now_s - link.last_heard
-                if silent_s > self._crew.roster.patience_s(link, section.agent_timeout_s) and not self._over.is_set():
+                if silent_s > self._crew.roster.patience_s(link, timeout_s) and not self._over.is_set():
                     await self._lose(link, f"nothing was heard from {link.host} for {silent_s:.1f} s", hung_up=False)
 
     async def _watch_requests(self) -> None:
@@ -352,7 +353,7 @@ class Supervisor:
                 take_evidence(
                     self._pool, self._journal, self._folder.path, per_node=self._config.nproc_per_node,
                     ends=list(self._seen.ends.values()), overdue=overdue,
-                    within_s=HANG_EVIDENCE_S if overdue else EVIDENCE_S,
+                    dumps_within_s=HANG_DUMPS_S if overdue else 0.0,
                 )
             )  # fmt: skip
         return await asyncio.shield(self._look)

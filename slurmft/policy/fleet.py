@@ -14,6 +14,11 @@ def report_interval_s(agents: int) -> float:
     return max(REPORT_S, agents / REPORTS_PER_S)
 
 
+def longest_silence_s(agents: int) -> float:
+    """Seconds without a report that are still no sign of a lost agent: two reports may be late."""
+    return 3 * report_interval_s(agents)
+
+
 def ping_interval_s(agents: int, *, lease_s: float) -> float:
     """Seconds between two words of the supervisor to each agent; four of them fit into a lease."""
     return min(max(LONGEST_PING_S, agents / REPORTS_PER_S), lease_s / 4)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from slurmft.policy.hangs import SETUP
+
 FLOOR_S = 10.0
 """No limit is shorter, however fast the steps: a page cache, a garbage collection, a neighbour's burst take seconds."""
 
@@ -42,14 +44,15 @@ def merged(
 ) -> dict[str, float]:
     """Limits by name: the learned ones, and below those that were ``given`` by the user never; 0 stays 0.
 
-    ``configured`` holds defaults as well; they hold where nothing is learned yet.
+    ``configured`` holds defaults as well; they hold where nothing is learned yet. That of the setup, which first steps
+    have too, is only ever raised: they are rare, and one without a warm cache takes much longer than all before.
     """
     limits = dict(configured)
     for name, samples in samples_s.items():
         was_s = configured.get(name)
         if was_s == 0 or (found_s := learned_s(samples, factor)) is None:
             continue
-        limits[name] = max(found_s, was_s or 0.0) if name in given else found_s
+        limits[name] = max(found_s, was_s or 0.0) if name in given or name == SETUP else found_s
     return limits
 
 

@@ -13,6 +13,8 @@ from slurmft.storage.attempt_facts import note_batches
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
 
 DIVISOR_VARIABLE = "SLURMFT_BATCH_DIVISOR"
+BASE_WORLD_VARIABLE = "SLURMFT_BASE_WORLD_SIZE"
+"""Set where each rank keeps its share (``elastic.batch: keep_micro_batch``): the ranks of a whole global batch."""
 
 
 class Batches:
@@ -22,6 +24,8 @@ class Batches:
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        base = environment.get(BASE_WORLD_VARIABLE, "")
+        self._base_world_size = int(base) if base.isascii() and base.isdecimal() and len(base) < 12 else 0
         text = environment.get(DIVISOR_VARIABLE, "")
         self.divisor = divisor_in([int(text)] if text.isascii() and text.isdecimal() and len(text) < 12 else [])
         folder = environment.get(ERROR_DIR_VARIABLE)
@@ -47,5 +51,7 @@ class Batches:
         return steps * self._pieces
 
     def split(self, global_batch: int, world_size: int, max_micro_batch: int) -> BatchSplit:
-        """``policy.batches.split_batch`` with the micro-batch of this start."""
+        """``policy.batches.split_batch`` with the micro-batch of this start, and the samples of its ranks."""
+        if self._base_world_size > 0:
+            global_batch = max(1, global_batch * world_size // self._base_world_size)
         return split_batch(global_batch, world_size, self.micro_batch(max_micro_batch))

@@ -249,6 +249,9 @@ class Session(Sections):
     def split_batch(self, global_batch: int, max_micro_batch: int) -> BatchSplit:
         """How ``global_batch`` is spread over the ranks that there are now, whatever their number: elastic runs.
 
+        With ``elastic.batch: keep_micro_batch`` it is what the configured number of ranks would have, and grows and
+        shrinks with the ranks.
+
         Raises:
             UsageError: there are more ranks than samples, or a number is not positive.
         """

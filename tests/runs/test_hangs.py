@@ -22,9 +22,9 @@ LIMITS = {"num_warmup_iterations": 3, "num_in_job_restarts": 3}
 def trained(new_run: Callable[..., Run]) -> Callable[..., Run]:
     """A run, submitted."""
 
-    def start(*options: str, name: str = "", **limits: object) -> Run:
+    def start(*options: str, save_every: int = 10, **limits: object) -> Run:
         run = new_run(
-            name, command=[*TRAINER, "--steps", str(STEPS), *options], checkpoint={"interval_steps": 10},
+            command=[*TRAINER, "--steps", str(STEPS), *options], checkpoint={"interval_steps": save_every},
             fault_tolerance=LIMITS | limits,
         )  # fmt: skip
         run.submit()
@@ -88,7 +88,7 @@ def test_the_rank_that_hangs_is_named_and_the_run_goes_on(
 
 
 def test_a_rank_that_was_stopped_is_named(trained: Callable[..., Run], lab: Lab, digests: dict[str, str]):
-    run = trained(rank_section_timeouts={"step": 3})
+    run = trained(rank_section_timeouts={"step": 3}, save_every=1000)  # in a save, it would hang in that section
     run.wait_for_step(20)
     pid = run.output(rank=2).partition("process ")[2].split()[0]
     lab.run_on_as_admin(run.wait_for("agents ready").details["hosts"][1], ["kill", "-STOP", pid])

@@ -32,6 +32,11 @@ def seconds_between(run: Run, first: str, second: str, count: int) -> float:
     return run.events(second)[count - 1].seconds() - run.events(first)[0].seconds()
 
 
+def agent_of(run: Run) -> str:
+    """What its command line looks like; that of srun, on the batch host, holds the same words."""
+    return f"^[^ ]*python[^ ]* .*slurmft agent {run.path}"
+
+
 def pids_on(run: Run, node: str, pattern: str) -> list[str]:
     return run.lab.run_on_as_admin(node, ["pgrep", "-o", "-f", pattern], check=False).stdout.split()
 
@@ -43,7 +48,7 @@ def test_what_keeps_the_workers_is_killed(new_run: NewRun, undisturbed: str, vic
     run.submit()
     run.wait_for_step(28)
     workers = run.pids("n2")
-    pattern = f"[s]lurmft agent {run.path}" if victim == "agent" else "[s]lurmft.launch.zygote"
+    pattern = agent_of(run) if victim == "agent" else "[s]lurmft.launch.zygote"
     (pid,) = pids_on(run, "n2", pattern)
     run.lab.run_on_as_admin("n2", ["kill", "-KILL", pid])
     eventually(lambda: not set(run.pids("n2").values()) & set(workers.values()), 5, "the workers died with it")
@@ -77,15 +82,15 @@ def test_both_halves_of_a_partition(lab: Lab, new_run: NewRun, undisturbed: str)
     run.submit()
     run.wait_for_step(7, within_s=120)
     host, spare = run.events("attempt started")[0].details["host"], "n2"
-    run.lab.run_on_as_admin(host, ["kill", "-KILL", *pids_on(run, host, f"[s]lurmft agent {run.path}")])
+    run.lab.run_on_as_admin(host, ["kill", "-KILL", *pids_on(run, host, agent_of(run))])
     run.wait_for("first step", 2)  # off the host of the supervisor
-    assert run.events("agents ready")[1].details["hosts"] == [spare]
+    assert run.events("agents ready")[1].details["hosts"] == [spare], run.story()
     lab.partition(spare)
     try:
         run.wait_for("first step", 3)
-        assert run.events("agents ready")[2].details["hosts"] == [host]
+        assert run.events("agents ready")[2].details["hosts"] == [host], run.story()
         eventually(lambda: not run.pids(spare), 30, "the isolated workers have ended by themselves")
-        eventually(lambda: not pids_on(run, spare, f"[s]lurmft agent {run.path}"), 30, "and so has their agent")
+        eventually(lambda: not pids_on(run, spare, agent_of(run)), 30, "and so has their agent")
     finally:
         lab.heal(spare)
     assert_in_place(run, undisturbed, attempts=3)

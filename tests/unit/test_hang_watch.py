@@ -73,7 +73,7 @@ def made(tmp_path, request) -> Iterator[Bench]:
         path = tmp_path / f"rank-{rank}"
         workers.append(Worker(rank, Page.create(path, rank=rank, generation=1), os.getpid(), clock()))
         stacks.append(SectionStack(Page.attach(path)))
-    watch.begin(workers, learned={}, calls_slurmft=False)
+    watch.begin(workers, learned={})
     yield Bench(watch, workers, stacks, reports, clock)
     for worker in workers:
         worker.page.close()
@@ -96,7 +96,7 @@ def test_new_workers_are_told_of_anew(made: Bench):
     made.stacks[1].phase(Phase.STEP)
     made.clock.ahead_s = 11
     assert len(made.told()) == 1
-    made.watch.begin(made.workers, learned={}, calls_slurmft=False)
+    made.watch.begin(made.workers, learned={})
     assert len(made.told()) == 2
 
 
@@ -126,18 +126,21 @@ def test_one_that_never_calls_is_told_of_when_the_user_has_set_a_limit(made: Ben
 
 
 @pytest.mark.parametrize(("known", "attached", "told"), [(False, False, 0), (True, False, 3), (False, True, 2)])
-def test_a_script_that_calls_nothing_is_not_hung(made: Bench, known: bool, attached: bool, told: int):
+def test_a_script_that_calls_nothing_is_not_hung(made: Bench, tmp_path, known: bool, attached: bool, told: int):
     for worker in made.workers:
         worker.page[Slot.PID] = 0
     if attached:  # so the script does call it, and others should have, too
         made.workers[0].page[Slot.PID] = 1
         made.stacks[0].phase(Phase.NONE)
-    made.watch.begin(made.workers, learned={}, calls_slurmft=known)
+    made.watch._command, made.watch._folder = ("python", "train.py"), tmp_path
+    (tmp_path / "train.py").write_text("start_session()" if known else "import torch")
+    made.watch._read_script()
     made.clock.ahead_s = 2000
     assert len(made.told()) == told
 
 
 def test_a_worker_whose_zygote_still_imports_has_the_time_of_the_launch(made: Bench):
+    made.watch.look()  # the others have called: the script does
     made.workers[0].forked_at, made.workers[0].page[Slot.PID] = None, 0
     made.clock.ahead_s = 1801
     assert made.told() == []
@@ -176,7 +179,7 @@ async def main():
     config = RunConfig.model_validate({"command": "x", "run_folder": "r", "fault_tolerance": settings})
     told = asyncio.Event()
     watch = HangWatch(config, lambda report: (print(report["held_s"], flush=True), told.set()))
-    watch.begin([worker], learned={}, calls_slurmft=True)
+    watch.begin([worker], learned={})
     task = asyncio.create_task(watch.run())
     print("ready", flush=True)
     await told.wait()
@@ -221,7 +224,7 @@ def test_a_hang_is_reported_within_a_tenth_of_a_second_of_its_limit(tmp_path):
         config = configured(rank_section_timeouts="load:0.6", workload_check_interval=3600)
         reports: list[dict[str, Any]] = []
         watch = HangWatch(config, lambda report: (reports.append(report), told.set()))
-        watch.begin([Worker(0, page)], learned={"load": 0.6}, calls_slurmft=True)
+        watch.begin([Worker(0, page)], learned={"load": 0.6})
         page[Slot.RESUMED], page[Slot.STEP] = 0, 5
         task = asyncio.create_task(watch.run())
         await asyncio.sleep(0.3)
@@ -255,11 +258,30 @@ def test_durations_are_seen_from_outside(made: Bench):
         assert made.watch.durations() is None  # nothing has ended yet
     stack.phase(Phase.STEP)
     made.watch.look()
+    assert made.watch.durations() is None  # not so soon after the last
+    made.clock.ahead_s = 8.1
     message = made.watch.durations()
     assert message is not None
     check_report(message)
     assert {name: round(seconds) for name, seconds in message["sections"]} == {"step": 3, "load": 3}
     assert made.watch.durations() is None
+
+
+@pytest.mark.parametrize("made", [{"calc_ft_timeouts": True, "num_warmup_iterations": 5}], indirect=True)
+def test_first_steps_teach_nothing_about_steps(made: Bench):
+    stack = made.stacks[0]
+    stack.phase(Phase.SETUP)
+    made.watch.look()
+    stack.phase(Phase.STEP)
+    made.clock.ahead_s = 50.0
+    made.watch.look()
+    stack.phase(Phase.CHECKPOINTING)
+    made.watch.look()
+    stack.phase(Phase.STEP)
+    made.watch.look()
+    message = made.watch.durations()
+    assert message is not None
+    assert {name for name, _ in message["sections"]} == {"setup", "checkpointing"}
 
 
 @pytest.mark.parametrize("made", [{"num_warmup_iterations": 2}], indirect=True)
@@ -271,7 +293,7 @@ def test_the_first_steps_may_take_as_long_as_the_setup(made: Bench):
         assert made.told() == ([] if step < 2 else [(0, "step")])
         stack.end("step")
     page[Slot.OWN_STEPS], page[Slot.RESUMED], page[Slot.STEP] = 0, 100, 101
-    made.watch.begin(made.workers, learned={}, calls_slurmft=True)
+    made.watch.begin(made.workers, learned={})
     stack.phase(Phase.STEP)
     made.clock.ahead_s += 20
     assert len(made.told()) == 1
@@ -294,7 +316,7 @@ def test_what_is_told_the_supervisor_arrives_as_it_was(made: Bench):
 
 def test_many_workers_are_told_of_in_several_messages(made: Bench):
     many = [Worker(rank, made.workers[0].page) for rank in range(2 * WORKERS_PER_MESSAGE + 1)]
-    made.watch.begin(many, learned={}, calls_slurmft=True)
+    made.watch.begin(many, learned={})
     told, more = [], True
     while more:
         answer = made.watch.facts(len(told))

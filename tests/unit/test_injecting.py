@@ -22,7 +22,7 @@ from slurmft.errors import ConfigError, LaunchError, StorageError, UsageError
 from slurmft.launch.background import Background
 from slurmft.launch.heartbeat import PAGE_VARIABLE, Page, Slot
 from slurmft.launch.injecting import Injections
-from slurmft.launch.striking import strike
+from slurmft.launch.striking import NOT_YET, strike
 from slurmft.launch.workers import Worker
 from slurmft.policy.faults import BY_SIGNAL, IN_SESSION, LAB_COMMAND, Fault, Order, order_of
 from slurmft.storage.files import replace_atomically
@@ -131,7 +131,7 @@ def test_whom_a_fault_cannot_reach_is_told(tmp_path):
     found = strike([alien, unborn], order("hang"), None)
     assert found["injected"] == []
     assert "uses no session; only kill, stop, segfault reach it" in found["refused"][0]
-    assert "rank 1 is not alive" in found["refused"][1]
+    assert "rank 1 has not been forked yet" in found["refused"][1]
     gone = worker(tmp_path, 2, pid=2**22 + 1)
     assert "cannot be reached" in strike([gone], order("kill"), None)["refused"][0]
     assert strike([gone], {"fault": "node-loss"}, None)["refused"] == ["'node-loss' is no fault of a rank"]
@@ -294,9 +294,14 @@ class Link:
         self.node, self.host, self.ranks, self.channel = node, f"n{node}", ranks, object()
         self.asked: list[dict[str, Any]] = []
 
+    not_yet = 0
+
     async def call(self, kind: str, *, order: dict[str, Any], ranks: list[int] | None) -> dict[str, Any]:
         assert kind == "inject"
         assert order_of(order)
+        if self.not_yet:
+            self.not_yet -= 1
+            return {"injected": [], "refused": [f"rank 0 {NOT_YET}"]}
         mine = [rank for rank in self.ranks if ranks is None or rank in ranks]
         self.asked.append({"fault": order["fault"], "ranks": mine})
         return {"injected": mine, "refused": []}
@@ -345,6 +350,14 @@ def test_whom_nobody_knows_cannot_be_hit(run, given, why):
     events, _ = orders(run, lambda injections: injections.look())
     assert events[-1].event == "fault not injected"
     assert why in events[-1].details["reason"]
+
+
+def test_a_rank_that_still_imports_is_hit_when_it_is_there(run, monkeypatch):
+    monkeypatch.setattr(Link, "not_yet", 3)
+    give_order(run.path, Order(fault=Fault.KILL, who="me", node="n0").as_json())
+    (event,), links = orders(run, lambda injections: injections.look())
+    assert event.event == "fault injected"
+    assert links[0].asked == [{"fault": "kill", "ranks": [0, 1]}]
 
 
 @pytest.mark.parametrize("text", ["{", json.dumps({"format": 1, "fault": "partition"})])

@@ -32,9 +32,9 @@ class Link:
     def __init__(self, node: int, ranks: list[dict[str, Any]] | None, takes_s: float = 0.0) -> None:
         self.node, self.host, self._ranks, self._takes_s = node, f"n{node}", ranks, takes_s
 
-    async def call(self, kind: str, *, timeout_s: float, within_s: float) -> dict[str, Any]:
+    async def call(self, kind: str, *, timeout_s: float, within_s: float, dumps_within_s: float) -> dict[str, Any]:
         assert kind == "evidence"
-        assert 0 < within_s < timeout_s
+        assert 0 < within_s + dumps_within_s < timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.sleep(self._takes_s)
@@ -48,6 +48,7 @@ class Link:
 class Pool:
     def __init__(self, *links: Link) -> None:
         self.links = {link.node: link for link in links}
+        self.members = list(links)
 
 
 def look(tmp_path: Any, *links: Link, **options: Any) -> tuple[Blame, Event]:
@@ -77,7 +78,7 @@ def test_one_in_user_code_is_told_from_three_that_wait(tmp_path):
     assert rows[0] == ("attempt", "7.0.0")
     told = [f"{name}: {text}" for name, text in rows[1:]]
     assert told == [
-        "culprit: rank 2 on n1 (step 7): is in load (t.py:9) at step 7, while 3 ranks wait for it in a collective",
+        "culprit: rank 2 on n1: is in load (t.py:9) at step 7, while 3 ranks wait for it in a collective",
         "section: step > load",
         "stack: /t.py:9 load",
         "stack: /t.py:20 main",

@@ -56,12 +56,26 @@ def test_the_newest_duration_is_never_above_the_limit(samples_s: list[float], fa
     assert found >= min(CEILING_S, samples_s[-1])
 
 
+def test_the_limit_of_the_setup_is_only_raised():
+    """First steps have it, too, and one that compiles takes longer than any setup before."""
+    assert merged({"setup": 1800.0}, frozenset(), {"setup": [1.0] * 20}, 5.0) == {"setup": 1800.0}
+    assert merged({"setup": 1800.0}, frozenset(), {"setup": [600.0] * 20}, 5.0) == {"setup": 3000.0}
+
+
 def test_a_configured_value_is_the_least_and_a_default_is_not():
-    configured = {"setup": 1800.0, "step": 180.0, "checkpointing": 0.0, "evaluation": 1800.0}
-    samples = {"setup": [20.0] * 20, "step": [20.0] * 20, "checkpointing": [20.0] * 20, "mine": [40.0] * 20,
+    configured = {"setup": 1800.0, "step": 180.0, "usual": 500.0, "checkpointing": 0.0, "evaluation": 1800.0}
+    samples = {"setup": [20.0] * 20, "step": [20.0] * 20, "checkpointing": [20.0] * 20,
+               "usual": [20.0] * 20, "mine": [40.0] * 20,
                "evaluation": [1.0] * 3}  # fmt: skip
     found = merged(configured, frozenset({"step", "checkpointing"}), samples, 5.0)
-    assert found == {"setup": 100.0, "step": 180.0, "checkpointing": 0.0, "evaluation": 1800.0, "mine": 200.0}
+    assert found == {
+        "setup": 1800.0,
+        "step": 180.0,
+        "usual": 100.0,
+        "checkpointing": 0.0,
+        "evaluation": 1800.0,
+        "mine": 200.0,
+    }
 
 
 # The file
