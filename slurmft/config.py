@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -174,6 +174,10 @@ class RunConfig(_Section):
 
     nproc_per_node: Annotated[Count, AfterValidator(plain.at_most(MAX_NPROC_PER_NODE))] = Field(default=1, ge=1)
     """Workers on each node: one per GPU."""
+
+    launcher: Literal["agent", "torchrun"] = "agent"
+    """Who starts the workers of a node: slurmft's agent, or torch's own elastic agent under it. Stops, checkpoints,
+    verdicts and restarts are slurmft's either way; without torchrun a restart is faster."""
 
     environment: dict[str, Text] = Field(default_factory=dict)
     """Variables added to every worker's environment. Not for secrets: they are stored in the run folder."""

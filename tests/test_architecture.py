@@ -153,7 +153,7 @@ def test_torch_is_named_as_a_string_only_where_the_zygote_preloads_it():
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"torch(\.\w+)*", node.value)
     ]  # fmt: skip
     # the second one only asks for its version, which imports nothing
-    assert set(lazy) <= {"launch/workers.py", "launch/flight_recorder.py"}
+    assert set(lazy) <= {"launch/workers.py", "launch/torchrun.py", "launch/flight_recorder.py"}
 
 
 def _commands_in(module: str) -> set[str]:

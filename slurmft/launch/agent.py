@@ -25,6 +25,7 @@ from slurmft.launch.heartbeat import NOTHING, Slot
 from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.striking import strike
 from slurmft.launch.timing_reports import TimingReports
+from slurmft.launch.torchrun import worker_command
 from slurmft.launch.workers import Worker, Workers, reserve_port
 from slurmft.policy.fleet import report_interval_s
 from slurmft.policy.stop import NEVER
@@ -212,7 +213,7 @@ class Agent:
         self._workers.start(
             ranks,
             [worker_environment(config, environment, message, rank, self._attempt) for rank in ranks],
-            command=config.command,
+            command=worker_command(config),
             folder=config.working_directory or Path.cwd(),
             logs=folder,
             verdicts=[self._run.verdicts / f"{self._attempt}.rank-{rank}.json" for rank in ranks],

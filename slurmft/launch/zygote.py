@@ -150,7 +150,7 @@ def _become(request: dict[str, Any]) -> int:
         os.chdir(request["folder"])
         if request["python"]:
             stacks.arm(Path(request["stacks"]))
-            return _run_python(request["argv"], Path(request["verdict"]))
+            return run_python(request["argv"], Path(request["verdict"]))
         _execute(request["argv"])
     except OSError as error:
         sys.stderr.write(f"slurmft: cannot start {request['argv'][0]!r} in {request['folder']}: {error}\n")
@@ -161,7 +161,7 @@ def _execute(argv: Sequence[str]) -> NoReturn:
     os.execvp(argv[0], list(argv))  # noqa: S606 - an argument list, no shell
 
 
-def _run_python(argv: Sequence[str], verdict: Path) -> int:
+def run_python(argv: Sequence[str], verdict: Path) -> int:
     """Run ``script.py ARGS``, ``-m module ARGS`` or ``-c code ARGS`` as the interpreter itself would."""
     sys.stdout, sys.stderr = _log_stream(1), _log_stream(2)
     try:
