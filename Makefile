@@ -51,7 +51,7 @@ test: lint ## lint, then every test on a real Slurm cluster that is built for it
 	fi; \
 	if [[ -n "$(strip $(TESTS))" ]]; then $(BIN)/pytest $(TESTS); exit; fi; \
 	$(BIN)/pytest tests/lab; \
-	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 15 $(BESIDES)
+	$(BIN)/pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 15 $(BESIDES)
 
 check: test ## everything CI runs
 

@@ -20,6 +20,9 @@ from slurmft.lab.settings import LabSettings
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import RunFolder
 
+PATIENCE_S = 150.0
+"""Longer than Slurm's own 121 s, which a job on a busy machine may fall back to; how fast it goes, tests ask elsewhere."""
+
 STEPS = 60
 TRAINER = ["python", "-m", "slurmft.examples.byte_gpt", "--channels", "32", "--layers", "1", "--window", "32",
            "--batch-size", "2", "--eval-every", "15", "--eval-batches", "3", "--limit-bytes", "200000"]  # fmt: skip
@@ -63,22 +66,22 @@ class Run:
     def events(self, name: str | None = None) -> list[Event]:
         return [event for event in self.folder.journal().read() if name in (None, event.event)]
 
-    def wait_for(self, name: str, count: int = 1, within_s: float = 60.0) -> Event:
+    def wait_for(self, name: str, count: int = 1, within_s: float = PATIENCE_S) -> Event:
         """The ``count``-th event of that name."""
         eventually(lambda: len(self.events(name)) >= count, within_s, lambda: f"{count} x {name!r}\n{self.story()}")
         return self.events(name)[count - 1]
 
-    def wait_for_step(self, step: int, within_s: float = 60.0) -> None:
+    def wait_for_step(self, step: int, within_s: float = PATIENCE_S) -> None:
         eventually(
             lambda: ((self.folder.progress() or {}).get("step") or 0) >= step,
             within_s,
             lambda: f"step {step}\n{self.story()}",
         )
 
-    def wait_until_done(self, within_s: float = 120.0) -> None:
+    def wait_until_done(self, within_s: float = 2 * PATIENCE_S) -> None:
         eventually(lambda: self.folder.done() is not None, within_s, lambda: f"done\n{self.story()}")
 
-    def wait_until_out_of_queue(self, job: str, within_s: float = 60.0) -> None:
+    def wait_until_out_of_queue(self, job: str, within_s: float = PATIENCE_S) -> None:
         def gone() -> bool:
             states = self.lab.run(["squeue", "-h", "-j", job, "-o", "%T"], check=False).stdout.split()
             return not states

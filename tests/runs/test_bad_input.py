@@ -11,7 +11,7 @@ import pytest
 from runs.conftest import Run, eventually
 from slurmft.lab.cluster import Lab
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
 def submit(run: Run, *options: str) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,7 @@ from slurmft.lab import building
 from slurmft.lab.cluster import Lab
 from slurmft.lab.settings import LabSettings
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 NewRun = Callable[..., Run]
 TRAINER = Path(__file__).parent / "trainers" / "blames.py"

@@ -11,7 +11,7 @@ import pytest
 from runs.conftest import Run, eventually, preempt
 from slurmft.lab.cluster import Lab
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 NewRun = Callable[..., Run]
 

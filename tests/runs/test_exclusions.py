@@ -14,7 +14,7 @@ from slurmft.lab.cluster import Lab
 from slurmft.scheduler.nodes import compress, expand, parse_nodes
 from slurmft.storage.exclusions import ExclusionList
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 NewRun = Callable[..., Run]
 

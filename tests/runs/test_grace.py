@@ -12,7 +12,7 @@ import yaml
 from runs.conftest import Run, preempt
 from slurmft.lab.cluster import Lab
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 NewRun = Callable[..., Run]
 SLOW_SAVE = Path(__file__).parent / "trainers" / "slow_save.py"

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from runs.conftest import TRAINER, eventually
+from runs.conftest import STEPS, TRAINER, eventually
 from slurmft.storage.run_folder import RunFolder
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 SLURMFT = [sys.executable, "-m", "slurmft"]
 
 
@@ -28,7 +28,7 @@ class LocalRun:
         self.config.write_text(
             yaml.safe_dump(
                 {
-                    "command": [*TRAINER, "--steps", "40", "--step-delay", "0.05"],
+                    "command": [*TRAINER, "--steps", str(STEPS), "--step-delay", "0.1"],
                     "run_folder": str(path),
                     "nodes": 2,
                     "nproc_per_node": 2,
@@ -83,7 +83,7 @@ def test_stop_and_resume(tmp_path: Path, undisturbed: str) -> None:
     run.slurmft("stop", str(run.folder.path), "--timeout", "30")
     status = json.loads(run.slurmft("status", str(run.folder.path), "--json").stdout)
     assert (status["state"], status["saved"]) == ("stopped", status["step"])
-    assert status["step"] < 40
+    assert status["step"] < STEPS
     run.submit("--wait")
     assert run.digest() == undisturbed
 

@@ -11,7 +11,7 @@ import pytest
 from runs.conftest import TRAINER, Run, eventually, preempt
 from slurmft.lab.cluster import Lab
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 NewRun = Callable[..., Run]
 REPOSITORY = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import pytest
 from runs.conftest import Run, eventually, preempt
 from slurmft.lab.cluster import Lab
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 NewRun = Callable[..., Run]
 TERM_TO_FIRST_STEP_S = 30.0

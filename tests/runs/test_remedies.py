@@ -12,7 +12,7 @@ from runs.conftest import Run
 from runs.test_local import LocalRun
 from slurmft.storage.journal import Event
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 FRAIL = Path(__file__).parent / "trainers" / "frail.py"
 
 

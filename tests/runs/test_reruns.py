@@ -13,7 +13,7 @@ import pytest
 from runs.conftest import Run
 from slurmft.lab.cluster import Lab
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 NewRun = Callable[..., Run]
 TRAINER = ["python", str(Path(__file__).parent / "trainers" / "rerun.py"), "--steps", "12"]

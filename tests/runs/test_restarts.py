@@ -11,7 +11,7 @@ import pytest
 from runs.conftest import Run, eventually
 from slurmft.checkpoint.catalog import Catalog
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 NewRun = Callable[..., Run]
 NODES = ("n1", "n2")

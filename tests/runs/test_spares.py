@@ -10,7 +10,7 @@ from runs.conftest import Run, eventually
 from slurmft.checkpoint.catalog import Catalog
 from slurmft.lab.cluster import Lab
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 NewRun = Callable[..., Run]
 RESTARTS = {"num_in_job_restarts": 3}

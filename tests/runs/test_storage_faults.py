@@ -19,7 +19,7 @@ from runs.conftest import Run, eventually, preempt
 from slurmft.checkpoint.catalog import Catalog
 from slurmft.lab.cluster import Lab
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 NewRun = Callable[..., Run]
 SIZE_MIB = 24

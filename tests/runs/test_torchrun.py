@@ -12,7 +12,7 @@ import pytest
 from runs.conftest import eventually
 from runs.test_local import LocalRun
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import pytest
 from runs.conftest import Run, eventually
 from slurmft.lab.cluster import Lab
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 NewRun = Callable[..., Run]
 TRAINER = Path(__file__).parent / "trainers" / "moments.py"
