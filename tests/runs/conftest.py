@@ -21,7 +21,7 @@ from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import RunFolder
 
 PATIENCE_S = 150.0
-"""Longer than Slurm's own 121 s, which a job on a busy machine may fall back to; how fast it goes, tests ask elsewhere."""
+"""Longer than Slurm's own 121 s, which a job on a busy machine may fall back to."""
 
 STEPS = 60
 TRAINER = ["python", "-m", "slurmft.examples.byte_gpt", "--channels", "32", "--layers", "1", "--window", "32",
