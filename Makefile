@@ -50,8 +50,10 @@ test: lint ## lint, then every test on a real Slurm cluster that is built for it
 		$(BIN)/slurmft lab up --accounting || [[ $$? == 69 ]]; \
 	fi; \
 	if [[ -n "$(strip $(TESTS))" ]]; then $(BIN)/pytest $(TESTS); exit; fi; \
-	$(BIN)/pytest tests/lab; \
-	$(BIN)/pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 15 $(BESIDES)
+	failed=0; \
+	$(BIN)/pytest tests/lab || failed=1; \
+	$(BIN)/pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 30 $(BESIDES) || failed=1; \
+	exit $$failed
 
 check: test ## everything CI runs
 
