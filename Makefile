@@ -77,9 +77,9 @@ bench-exclusions: install ## measure the exclusion list, into bench/results/ (ha
 bench-stragglers: install ## measure what straggler detection costs (20 s, nothing else running)
 	@$(BIN)/python bench/stragglers --output bench/results/stragglers.md
 
-bench-recovery: install ## measure recovery from kill -9 beside torchrun and ft_launcher (8 minutes, nothing else running)
+bench-recovery: install ## measure recovery from kill -9 beside torchrun and ft_launcher (root; 8 minutes, nothing else running)
 	@$(BIN)/pip install --quiet --no-deps --target build/nvrx nvidia-resiliency-ext==0.4.1 defusedxml nvidia-ml-py pynvml
-	@$(BIN)/python bench/recovery --packages build/nvrx --output bench/results/recovery.md
+	@$(BIN)/python bench/recovery --packages build/nvrx --lab --output bench/results/recovery.md
 
 bench-fleet: install ## measure the control channel with 2,000 simulated agents (a minute, nothing else running)
 	@$(BIN)/python bench/fleet --output bench/results/fleet.md
