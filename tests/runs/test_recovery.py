@@ -69,6 +69,7 @@ def test_term_three_times_in_a_row(lab: Lab, new_run: NewRun, undisturbed: str) 
     assert_one_stop(run, "signalled", undisturbed)
 
 
+@pytest.mark.soak
 def test_two_stops_in_one_run(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
     job = run.submit()
@@ -168,6 +169,7 @@ def test_a_job_that_may_not_requeue_is_switched_on_first(lab: Lab, new_run: NewR
     assert_one_stop(run, "signalled", undisturbed)
 
 
+@pytest.mark.soak
 def test_a_successor_inherits_nothing_of_its_parent(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run(preemption={"continue_by": "resubmit"})
     job = run.submit()

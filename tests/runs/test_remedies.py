@@ -54,6 +54,7 @@ def test_a_batch_that_does_not_fit_is_computed_in_smaller_pieces(tmp_path: Path,
     assert weights(run) == undisturbed
 
 
+@pytest.mark.soak
 def test_a_batch_that_cannot_be_smaller_ends_the_run(tmp_path: Path) -> None:
     run = frail(
         tmp_path / "too-large", "--micro-batch", "8", "--fits", "1", oom={"action": "reduce_batch", "min_batch": 3}
@@ -77,6 +78,7 @@ def test_a_checkpoint_from_which_the_run_dies_is_given_up(tmp_path: Path, undist
     assert weights(run) == undisturbed
 
 
+@pytest.mark.soak
 def test_without_an_earlier_checkpoint_it_ends(tmp_path: Path) -> None:
     run = frail(tmp_path / "only-one", "--dies-from", "4", "--fails-at", "5")
     run.submit("--wait", check=False)
