@@ -164,7 +164,7 @@ class HangWatch:
         waiting_until_s = min(now_s, self._began_s + self._settings.launch_timeout_s)
         began_s = waiting_until_s if worker.forked_at is None else worker.forked_at
         signs = [page[Slot.CLOSED_AT_NS], page[Slot.BEAT_AT_NS], page[Slot.ATTACHED_AT_NS]]
-        newest_ns = max([*signs, *(each.began_ns for each in (*main, *elsewhere))])
+        newest_ns = max([*signs, *(each.began_ns for each in main)])  # another thread's prove nothing
         beat_ns = page[Slot.BEAT_AT_NS]
         proposed = page[Slot.PROPOSED]
         done = max(page[Slot.STEP] - page[Slot.RESUMED] if page[Slot.RESUMED] >= 0 else 0, page[Slot.OWN_STEPS])

@@ -18,6 +18,9 @@ HEARTBEAT = "heartbeat"
 CLOSE_S = 0.1
 """Ranks whose last sign of life is as old as that of the oldest, give or take this, are equally old."""
 
+ROUNDING_S = 0.005
+"""Times that are as close as this are of the same moment."""
+
 MAX_NAMED = 8
 
 
@@ -268,6 +271,8 @@ def _odd_one_out(looks: Sequence[WorkerLook]) -> tuple[Sequence[WorkerLook], str
 
 
 def _oldest_sign(looks: Sequence[WorkerLook]) -> tuple[Sequence[WorkerLook], str]:
+    if all(look.sections and look.sections[-1][1] - look.quiet_s < ROUNDING_S for look in looks):
+        return [], ""  # since all began what they do, nobody has moved: who began first was the fastest
     oldest_s = max((look.quiet_s for look in looks), default=0.0)
     found = [look for look in looks if look.quiet_s >= oldest_s - CLOSE_S]
     return found, f"its last sign of life is {oldest_s:.1f} s old, older than that of the others"

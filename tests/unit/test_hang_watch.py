@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -158,6 +159,27 @@ def test_the_time_of_a_suspension_counts_for_nobody(made: Bench):
     assert made.told() == []
     made.clock.ahead_s = 3610.0
     assert made.told() == [(0, "step")]
+
+
+@pytest.mark.parametrize("made", [{"rank_out_of_section_timeout": 20}], indirect=True)
+def test_another_threads_sections_hide_no_hang_of_the_one_that_trains(made: Bench):
+    stack, page = made.stacks[0], made.workers[0].page
+    for other in made.stacks[1:]:
+        other.phase(Phase.STEP)
+    with stack.section("step"):
+        pass
+    for slot in (Slot.CLOSED_AT_NS, Slot.ATTACHED_AT_NS):
+        page[slot] -= 25 * 10**9
+
+    def fetch() -> None:
+        stack.start("fetch")
+        stack.end("fetch")
+        stack.start("fetch")
+
+    other_thread = threading.Thread(target=fetch)
+    other_thread.start()
+    other_thread.join()
+    assert made.told() == [(0, "out of section")]
 
 
 def test_a_suspended_agent_notices_it():
