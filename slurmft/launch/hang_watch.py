@@ -39,6 +39,14 @@ DURATIONS_EVERY_S = 5.0
 
 NS = 1e-9
 
+OWN_LOOP = "a loop of its own, or setup"
+"""Stands for the setup, and for the time out of any section, of a worker that counts no steps: the end of the one and
+the length of the other are nobody's to know, so they have no limit but one that the user has set."""
+
+
+Held = tuple[str, float]
+"""Name of a section, and for how many seconds it has been open."""
+
 
 class Watched(Protocol):
     """A worker as this module needs it."""
@@ -70,7 +78,7 @@ class HangWatch:
         self._told: set[int] = set()
         self._began_s = self._looked_s = self._due_s = clock()
         self._suspensions: list[tuple[float, float]] = []
-        self._calls_slurmft = False
+        self._calls_slurmft = self._counts_steps = False
         self._durations, self._told_durations_s = SectionDurations(), clock()
         self._news = asyncio.Event()
         self._command, self._folder = config.command, config.working_directory or Path.cwd()
@@ -129,6 +137,7 @@ class HangWatch:
     def looks(self) -> Iterator[WorkerLook]:
         """What each living worker is doing."""
         now_s = self._clock()
+        self._counts_steps = self._counts_steps or any(each.alive and counts_steps(each.page) for each in self._workers)
         for worker in self._workers:
             if worker.alive:
                 page = worker.page
@@ -164,23 +173,35 @@ class HangWatch:
         waiting_until_s = min(now_s, self._began_s + self._settings.launch_timeout_s)
         began_s = waiting_until_s if worker.forked_at is None else worker.forked_at
         signs = [page[Slot.CLOSED_AT_NS], page[Slot.BEAT_AT_NS], page[Slot.ATTACHED_AT_NS]]
-        newest_ns = max([*signs, *(each.began_ns for each in (*main, *elsewhere))])
+        newest_ns = max([*signs, *(each.began_ns for each in main)])  # another thread's prove nothing
         beat_ns = page[Slot.BEAT_AT_NS]
         proposed = page[Slot.PROPOSED]
         done = max(page[Slot.STEP] - page[Slot.RESUMED] if page[Slot.RESUMED] >= 0 else 0, page[Slot.OWN_STEPS])
+        quiet_s = self._since(newest_ns * NS if newest_ns > 0 else began_s, now_s)
+        sections = [(each.name, self._since(each.began_ns * NS, now_s)) for each in main]
+        attached_s = self._since(page[Slot.ATTACHED_AT_NS] * NS, now_s)
         return WorkerLook(
             rank=worker.rank,
             attached=page[Slot.PID] != 0,
             age_s=self._since(began_s, now_s),
-            sections=tuple((each.name, self._since(each.began_ns * NS, now_s)) for each in main),
+            sections=tuple(sections if self._counts_steps else self._without_default_limits(sections, quiet_s)),
             elsewhere=tuple((each.name, self._since(each.began_ns * NS, now_s)) for each in elsewhere),
-            quiet_s=self._since(newest_ns * NS if newest_ns > 0 else began_s, now_s),
+            quiet_s=quiet_s,
             heartbeat_s=self._since(beat_ns * NS, now_s) if beat_ns > 0 else None,
             step=max(page[Slot.STEP], page[Slot.OWN_STEPS]),
             own_work=page[Slot.OWN_WORK_DONE],
             holding=page[Slot.HOLDING] == proposed != page[Slot.COMMITTED],
-            warming_up=done < self._settings.num_warmup_iterations,
+            # where no step is ever counted, the first ones are over when a setup would be
+            warming_up=done < self._settings.num_warmup_iterations
+            and (counts_steps(page) or attached_s < (self._limits.sections.get(SETUP) or math.inf)),
         )
+
+    def _without_default_limits(self, sections: Sequence[Held], quiet_s: float) -> Sequence[Held]:
+        if not sections and not self._settings.out_of_section_is_given:
+            return [(OWN_LOOP, quiet_s)]
+        if self._settings.setup_is_given:
+            return sections
+        return [(OWN_LOOP if name == SETUP else name, held_s) for name, held_s in sections]
 
     def _since(self, began_s: float, now_s: float) -> float:
         """Seconds in which this machine was not suspended."""
@@ -195,7 +216,8 @@ class HangWatch:
         return replace(limits, start_up_s=0.0)  # a script that never calls slurmft is not hung for that
 
     def _read_script(self) -> None:
-        self._calls_slurmft = self._calls_slurmft or mentions_session(self._command, self._folder)
+        self._calls_slurmft = self._calls_slurmft or mentions(b"start_session", self._command, self._folder)
+        self._counts_steps = self._counts_steps or mentions(b".steps(", self._command, self._folder)
 
     def _is_stopped(self, rank: int) -> bool:
         return any(worker.rank == rank and worker.pid and is_stopped(worker.pid) for worker in self._workers)
@@ -224,13 +246,18 @@ def look_of(facts: Message, node: str) -> WorkerLook:
     )  # fmt: skip
 
 
-def mentions_session(command: Sequence[str], folder: Path) -> bool:
-    """Whether the script that is to be run calls ``start_session`` by name; False where that cannot be seen."""
+def counts_steps(page: Page) -> bool:
+    """Whether the worker has entered ``session.steps``, or has ended a section ``step`` of its own."""
+    return page[Slot.RESUMED] >= 0 or page[Slot.OWN_STEPS] > 0
+
+
+def mentions(what: bytes, command: Sequence[str], folder: Path) -> bool:
+    """Whether the script that is to be run has ``what`` in it; False where that cannot be seen."""
     for word in command[:3]:
         if word.endswith(".py"):
             try:
                 with (folder / word).open("rb") as stream:
-                    return b"start_session" in stream.read(1 << 20)
+                    return what in stream.read(1 << 20)
             except OSError:
                 return False
     return False

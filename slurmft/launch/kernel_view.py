@@ -12,7 +12,8 @@ from typing import Any
 MAX_THREADS = 64
 """Threads that are looked at; a process on a GPU has hundreds, and the first ones are the program's own."""
 
-MAX_TEXT_BYTES = 4096
+MAX_TEXT_BYTES = 1 << 16
+"""A member of a thousand groups has them all in its status, before the signals."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

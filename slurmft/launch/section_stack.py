@@ -261,8 +261,7 @@ class SectionStack:
 
     def _free(self, place: int) -> None:
         self._threads[place] = None
-        self._elsewhere[place] = 0
-        self.slots[Slot.CLOSED_AT_NS] = monotonic_ns()
+        self._elsewhere[place] = 0  # no sign that the thread that trains is well
 
     def _setup_is_over(self) -> None:
         if self.current_phase is Phase.SETUP:
@@ -274,9 +273,11 @@ class SectionStack:
             self._setup_is_over()
         with self._lock:
             kind = _OwnStep if plain == Phase.STEP.name.lower() else Section
-            section = self._sections.get(plain) or kind(self, self._intern(plain))
-            self._sections[plain] = section
-            if len(self._sections) < 100 * MAX_NAMES:  # names that are made up anew each time must not fill the memory
+            number = self._intern(plain)
+            known = plain if number < MAX_NAMES else OTHERS  # made up anew each time, they must not fill the memory
+            section = self._sections.get(known) or kind(self, number)
+            self._sections[known] = section
+            if len(self._sections) < 100 * MAX_NAMES:
                 self._sections[name] = section
         return section
 

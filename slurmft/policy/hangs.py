@@ -18,6 +18,9 @@ HEARTBEAT = "heartbeat"
 CLOSE_S = 0.1
 """Ranks whose last sign of life is as old as that of the oldest, give or take this, are equally old."""
 
+ROUNDING_S = 0.005
+"""Times that are as close as this are of the same moment."""
+
 MAX_NAMED = 8
 
 
@@ -145,14 +148,16 @@ def find_culprit(looks: Sequence[WorkerLook], first: Exceeded, limits: Limits) -
 
     A rank that waits for another in a collective stands still as well. What tells them apart, in this order: a process
     that is stopped, one that never called, fewer steps, own work that is not done, other open sections than most, the
-    oldest sign of life. Where nothing tells, all that have exceeded a limit are named.
+    oldest sign of life. Where nothing tells, all that have exceeded a limit are named, and all that are where they are.
     """
     over = {first.rank: first} | {each.rank: each for look in looks if (each := exceeded(look, limits)) is not None}
     for split in _SPLITS:
         found, why = split(looks)
         if found and len(found) < len(looks):
             return _hang(found, why, over, limits)
-    named = [look for look in looks if look.rank in over]
+    # where limits run out one after the other, who told first is no more to blame than who would have told next
+    places = {(look.attached, _names(look)) for look in looks if look.rank in over}
+    named = [look for look in looks if look.rank in over or (look.attached, _names(look)) in places]
     if len(named) <= 1:
         return _hang(named or [WorkerLook(rank=first.rank)], "", over, limits)
     return _hang(named, "no rank is behind the others", over, limits)
@@ -255,11 +260,15 @@ def _own_work_to_do(looks: Sequence[WorkerLook]) -> tuple[Sequence[WorkerLook], 
     return [look for look in looks if 0 < look.own_work < done], "others wait in a collective that it has not reached"
 
 
+def _names(look: WorkerLook) -> tuple[str, ...]:
+    return tuple(name for name, _ in look.sections)
+
+
 def _odd_one_out(looks: Sequence[WorkerLook]) -> tuple[Sequence[WorkerLook], str]:
     """Ranks in other sections than most; with half of them there, and half here, nothing is odd."""
     groups: dict[tuple[str, ...], list[WorkerLook]] = {}
     for look in looks:
-        groups.setdefault(tuple(name for name, _ in look.sections), []).append(look)
+        groups.setdefault(_names(look), []).append(look)
     usual = max(groups, key=lambda names: len(groups[names]), default=())
     if len(groups.get(usual, ())) <= len(looks) / 2:
         return [], ""
@@ -268,9 +277,17 @@ def _odd_one_out(looks: Sequence[WorkerLook]) -> tuple[Sequence[WorkerLook], str
 
 
 def _oldest_sign(looks: Sequence[WorkerLook]) -> tuple[Sequence[WorkerLook], str]:
+    if all(_has_begun_its_step(look) for look in looks):
+        return [], ""  # the same step of all, as often as they count it: who began it first was the fastest
     oldest_s = max((look.quiet_s for look in looks), default=0.0)
     found = [look for look in looks if look.quiet_s >= oldest_s - CLOSE_S]
     return found, f"its last sign of life is {oldest_s:.1f} s old, older than that of the others"
+
+
+def _has_begun_its_step(look: WorkerLook) -> bool:
+    """Its newest sign of life is that."""
+    section, held_s = look.sections[-1] if look.sections else ("", 0.0)
+    return section == STEP and held_s - look.quiet_s < ROUNDING_S
 
 
 _SPLITS: tuple[_Split, ...] = (_stopped, _never_called, _behind, _own_work_to_do, _odd_one_out, _oldest_sign)

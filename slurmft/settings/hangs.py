@@ -78,7 +78,8 @@ class HangSettings(Section):
     (one batch), and your own. A mapping, or ``setup:600,step:180``. Each open section has its own limit. null: none."""
 
     rank_out_of_section_timeout: Limit = OUT_OF_SECTION_S
-    """Seconds a rank may spend outside of any section; null: no limit."""
+    """Seconds a rank may spend outside of any section; null: no limit. The default, and that of the setup, hold only
+    for scripts that are known to count steps (session.steps, or own sections named step)."""
 
     initial_rank_heartbeat_timeout: Limit = START_UP_S
     """Seconds from the start of a process to its first call of slurmft; null: no limit. The default holds only for
@@ -114,6 +115,16 @@ class HangSettings(Section):
     def start_up_is_given(self) -> bool:
         """Whether the limit of the start-up is the user's, and not the default."""
         return self.initial_rank_heartbeat_timeout != START_UP_S
+
+    @property
+    def setup_is_given(self) -> bool:
+        """Whether the limit of the setup is the user's, and not the default."""
+        return self.rank_section_timeouts.get(SETUP) != DEFAULTS[SETUP]
+
+    @property
+    def out_of_section_is_given(self) -> bool:
+        """Whether the limit of the time out of any section is the user's, and not the default."""
+        return self.rank_out_of_section_timeout != OUT_OF_SECTION_S
 
     def given_sections(self) -> frozenset[str]:
         """Sections whose limit is the user's, and not the default."""

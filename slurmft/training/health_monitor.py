@@ -87,6 +87,8 @@ class HealthMonitor:
 def _has_nan_or_inf(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return not bool(torch.isfinite(value).all()) if value.is_floating_point() or value.is_complex() else False
+    if getattr(value, "shape", None) == ():  # of numpy: one number, but iterable by its type
+        value = value.item()
     if isinstance(value, complex):
         return not (math.isfinite(value.real) and math.isfinite(value.imag))
     if isinstance(value, Mapping):

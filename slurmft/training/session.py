@@ -117,11 +117,8 @@ class Session(Sections):
         self._page = page or Page.private()
         super().__init__(sections or SectionStack(self._page))
         self.stragglers.on_first_collective = self._note_own_work
-        self._agreement = (
-            AgreementByAgent(self._page)
-            if page is not None
-            else AgreementByCollective(self._signal, groups.device, self.world_size)
-        )
+        by_collective = AgreementByCollective(self._signal, groups.device, self.world_size)
+        self._agreement = AgreementByAgent(self._page) if page is not None else by_collective
         self._faults = InjectedFaults(self._page)
         self._save: SaveFunction | None = None
         self._reruns: RerunStateMachine | None = None
@@ -165,7 +162,11 @@ class Session(Sections):
             self.stragglers.begin_step()
             if page[Slot.FAULT] != self._faults.seen:
                 self._faults.strike(step)
-            yield step
+            try:
+                yield step
+            except GeneratorExit:  # the loop was left early: what follows is no step
+                self._sections.phase(Phase.NONE)
+                raise
             self.stragglers.end_step()
             if self._reruns is not None:
                 self._reruns.check_is_over()
@@ -191,6 +192,9 @@ class Session(Sections):
         """
         before = rng.capture()
         step, number, self._evaluations = self._step, self._evaluations, self._evaluations + 1
+        state, phase = self._page[Slot.STATE], self._sections.current_phase
+        if state == State.EVALUATING:  # another one that was left early
+            state, phase = State.TRAINING, Phase.STEP
         self._page[Slot.STATE] = State.EVALUATING
         self._sections.phase(Phase.EVALUATION)
         try:
@@ -205,17 +209,16 @@ class Session(Sections):
             # an iterator that somebody keeps may end much later, when neither page nor generators are its own
             is_current = (self._step, self._evaluations) == (step, number + 1)
             if is_current and self._page[Slot.STATE] == State.EVALUATING:
-                self._page[Slot.TICK] = end_of_evaluation(step, number)  # left early: no longer inside
+                self._page[Slot.TICK] = END if state == State.FINISHED else end_of_evaluation(step, number)
                 rng.restore(before)
-                self._page[Slot.STATE] = State.TRAINING
-                self._sections.phase(Phase.STEP)
+                self._page[Slot.STATE] = state
+                self._sections.phase(phase)
 
     def report(self, **metrics: float) -> None:
         """Show numbers beside the step in ``slurmft status``; the first one is kept. Call it as often as you like."""
         self._sections.sign()
-        for value in metrics.values():
-            self._page.set_metric(float(value))
-            return
+        if metrics:
+            self._page.set_metric(float(next(iter(metrics.values()))))
 
     def distributed(self, model: nn.Module, rehearsal: Rehearsal) -> nn.Module:
         """``model`` in DDP that sums gradients in the same order after every start; itself where there is one rank.

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from slurmft.launch import flight_recorder, stacks
+from slurmft.launch import flight_recorder, kernel_view, stacks
 from slurmft.launch import workers as workers_module
 from slurmft.launch.forensics import MAX_REPLY_BYTES, Forensics, as_reply
 from slurmft.launch.kernel_view import view
@@ -136,6 +136,13 @@ def test_a_stopped_worker_is_told_from_outside_at_once(tmp_path):
         assert node.stacks(1) == ""
 
     on_a_node(tmp_path, work)
+
+
+def test_the_signals_of_a_member_of_many_groups_are_read(tmp_path):
+    status = tmp_path / "status"
+    groups = " ".join(str(1_000_000 + number) for number in range(2000))
+    status.write_text(f"State:\tS (sleeping)\nGroups:\t{groups}\nThreads:\t1\nSigCgt:\t0000400000000000\n")
+    assert kernel_view._text(str(status)).endswith("SigCgt:\t0000400000000000\n")
 
 
 def test_a_worker_that_is_no_python_of_ours_survives_the_look(tmp_path):

@@ -7,19 +7,21 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from slurmft.config import RunConfig
 from slurmft.launch.channel import BadMessage
-from slurmft.launch.hang_watch import WORKERS_PER_MESSAGE, HangWatch, facts_of, look_of, mentions_session
+from slurmft.launch.hang_watch import WORKERS_PER_MESSAGE, HangWatch, facts_of, look_of, mentions
 from slurmft.launch.heartbeat import Page, Slot
 from slurmft.launch.section_stack import Phase, SectionStack
 from slurmft.launch.shapes import check_reply, check_report
+from slurmft.policy.hangs import OUT_OF_SECTION
 from slurmft.storage.processes import is_stopped
 
 LIMITS = {"setup": 100, "step": 10, "load": 1000}
@@ -158,6 +160,27 @@ def test_the_time_of_a_suspension_counts_for_nobody(made: Bench):
     assert made.told() == []
     made.clock.ahead_s = 3610.0
     assert made.told() == [(0, "step")]
+
+
+@pytest.mark.parametrize("made", [{"rank_out_of_section_timeout": 20}], indirect=True)
+def test_another_threads_sections_hide_no_hang_of_the_one_that_trains(made: Bench):
+    stack, page = made.stacks[0], made.workers[0].page
+    for other in made.stacks[1:]:
+        other.phase(Phase.STEP)
+    with stack.section("step"):
+        pass
+    for slot in (Slot.CLOSED_AT_NS, Slot.ATTACHED_AT_NS):
+        page[slot] -= 25 * 10**9
+
+    def fetch() -> None:
+        stack.start("fetch")
+        stack.end("fetch")
+        stack.start("fetch")
+
+    other_thread = threading.Thread(target=fetch)
+    other_thread.start()
+    other_thread.join()
+    assert made.told() == [(0, "out of section")]
 
 
 def test_a_suspended_agent_notices_it():
@@ -301,6 +324,44 @@ def test_the_first_steps_may_take_as_long_as_the_setup(made: Bench):
     assert len(made.told()) == 2
 
 
+@pytest.mark.parametrize("made", [{"rank_section_timeouts": {}}], indirect=True)
+@pytest.mark.parametrize(
+    ("script", "phase", "told"),
+    [
+        ("train(start_session())", Phase.SETUP, None), ("train(start_session())", Phase.NONE, None),
+        ("for step in session.steps(", Phase.SETUP, "setup"),
+        ("for step in session.steps(", Phase.NONE, OUT_OF_SECTION),
+    ],
+)  # fmt: skip
+def test_a_loop_that_says_nothing_of_its_steps_has_no_limit_by_default(
+    made: Bench, tmp_path, script: str, phase: Phase, told: str | None
+):
+    made.watch._command, made.watch._folder = ("python", "train.py"), tmp_path
+    (tmp_path / "train.py").write_text(script)
+    made.watch._read_script()
+    for stack in made.stacks:
+        stack.phase(phase)
+    made.clock.ahead_s = 3700
+    assert made.told() == ([(rank, told) for rank in range(3)] if told else [])
+    if not told:  # one of them tells: the others are held to it as well
+        made.stacks[2].start("step")
+        made.stacks[2].end("step")
+        assert [rank for rank, _ in made.told()] == [0, 1, 2] if phase else [0, 1]
+
+
+@pytest.mark.parametrize("made", [{"num_warmup_iterations": 5}], indirect=True)
+def test_where_no_step_is_counted_own_limits_hold_when_a_setup_would_be_over(made: Bench):
+    made.watch._own = made.watch._limits = replace(made.watch._own, sections={"setup": 100, "batch": 10})
+    made.stacks[0].phase(Phase.NONE)
+    made.stacks[0].start("batch")
+    made.clock.ahead_s = 90
+    assert made.told() == []
+    made.stacks[0].end("batch")
+    made.stacks[0].start("batch")
+    made.clock.ahead_s = 101
+    assert (0, "batch") in made.told()
+
+
 def test_what_is_told_the_supervisor_arrives_as_it_was(made: Bench):
     made.stacks[0].phase(Phase.STEP)
     made.stacks[0].start("load")
@@ -365,4 +426,4 @@ def test_a_report_of_another_shape_is_refused(message: dict[str, Any]):
 def test_a_script_that_names_start_session_calls_slurmft(tmp_path, command: list[str], known: bool):
     (tmp_path / "with.py").write_text("from slurmft import start_session\n")
     (tmp_path / "without.py").write_text("import torch\n")
-    assert mentions_session(command, tmp_path) is known
+    assert mentions(b"start_session", command, tmp_path) is known

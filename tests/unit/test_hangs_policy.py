@@ -179,6 +179,20 @@ def test_where_nothing_tells_them_apart_all_are_named_and_nobody_is_suspected():
     )
 
 
+def test_the_rank_that_was_the_first_to_begin_its_step_is_not_behind():
+    seen = [look(rank, ("step", began_s), step=5, quiet_s=began_s) for rank, began_s in enumerate((11.0, 11.7, 10.9))]
+    hang = find_culprit(seen, FIRST, LIMITS)
+    assert (hang.ranks, hang.suspects) == ((0, 1, 2), ())
+
+
+def test_whose_limit_runs_out_first_is_no_more_to_blame_than_the_others():
+    seen = [look(rank, ("step", began_s), quiet_s=began_s) for rank, began_s in enumerate((10.01, 9.98, 9.97))]
+    hang = find_culprit(seen, FIRST, LIMITS)
+    assert (hang.ranks, hang.suspects) == ((0, 1, 2), ())
+    starting = [look(rank, attached=False, age_s=age_s) for rank, age_s in enumerate((120.1, 119.9))]
+    assert find_culprit(starting, FIRST, LIMITS).ranks == (0, 1)
+
+
 def test_ranks_whose_collectives_nobody_can_see_are_not_behind():
     seen = [look(0, ("step", 11.0), own_work=0), look(1, ("step", 11.0), own_work=9)]
     assert find_culprit(seen, FIRST, LIMITS).ranks == (0, 1)

@@ -75,6 +75,12 @@ def test_nan_and_inf_are_found_in_anything_that_holds_numbers(loss, is_bad):
     assert HealthMonitor().detect_nan_inf(loss) is is_bad
 
 
+@pytest.mark.parametrize(("loss", "is_bad"), [(1.0, False), (math.inf, True), (math.nan, True)])
+def test_what_a_scalar_tensor_is_in_numpy(loss: float, is_bad: bool):
+    assert HealthMonitor().detect_nan_inf(torch.tensor(loss).numpy()) is is_bad
+    assert HealthMonitor().detect_nan_inf({"a": [torch.tensor([[loss, 1.0]]).numpy()]}) is is_bad
+
+
 @pytest.mark.parametrize("loss", [None, "0.5", b"1", object(), [None]], ids=lambda loss: type(loss).__name__)
 def test_what_is_no_number_is_refused(loss):
     with pytest.raises(UsageError, match="no number"):

@@ -131,6 +131,12 @@ def test_more_names_than_there_is_room_for_share_one(page, stack, caplog):
     assert caplog.text.count("share one") == 1
 
 
+def test_names_that_are_made_up_anew_each_time_do_not_fill_the_memory(page, stack):
+    for number in range(150 * MAX_NAMES):
+        stack.section(f"step {number}")
+    assert len(stack._sections) <= 100 * MAX_NAMES
+
+
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
@@ -178,9 +184,11 @@ def test_sections_of_other_threads_are_kept_apart(page, stack):
         assert done.wait(10)
         assert (names(page), elsewhere(page)) == (["step"], ["upload", "compress"])
     assert (names(page), elsewhere(page)) == ([], ["upload", "compress"])
+    closed = page[Slot.CLOSED_AT_NS]
     go.set()
     thread.join()
     assert elsewhere(page) == []
+    assert page[Slot.CLOSED_AT_NS] == closed, "the thread that trains has given no sign"
 
 
 def test_too_many_sections_of_other_threads_are_counted(page, stack):

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slurmft.launch.heartbeat import PAGE_VARIABLE, Page, Slot
+from slurmft.launch.heartbeat import PAGE_VARIABLE, Page, Slot, State
 from slurmft.launch.section_stack import open_sections
+from slurmft.policy.stop import END
 from slurmft.training.session import Session, start_session
 from slurmft.training.signals import StopSignal
 
@@ -78,6 +79,27 @@ def test_an_evaluation_that_is_left_early_is_over(page: Page, session: Session):
             break
         assert doing(page) in (["step"], ["evaluation"])  # its iterator may be collected later
     assert doing(page) == []
+
+
+def test_a_loop_that_is_left_early_leaves_no_step_open(page: Page, session: Session):
+    for step in session.steps(start=0, until=4, save=lambda step: None):
+        if step == 1:
+            break
+    assert doing(page) == []
+    with pytest.raises(ValueError, match="bad"):
+        for _ in session.steps(start=0, until=4, save=lambda step: None):
+            raise ValueError("bad")
+    assert doing(page) == []
+
+
+def test_evaluations_before_the_first_step_and_after_the_last_one_change_nothing(page: Page, session: Session):
+    assert list(session.evaluating("ab")) == ["a", "b"]
+    assert (doing(page), page[Slot.STATE]) == (["setup"], State.SETUP)
+    for _ in session.steps(start=0, until=1, save=lambda step: None):
+        pass
+    for _ in session.evaluating("ab"):
+        assert (doing(page), page[Slot.STATE]) == (["evaluation"], State.EVALUATING)
+    assert (doing(page), page[Slot.STATE], page[Slot.TICK]) == ([], State.FINISHED, END)
 
 
 def test_a_save_that_fails_ends_its_section(page: Page, session: Session):
