@@ -24,7 +24,7 @@ class FailingRun:
 
     def __init__(self, path: Path, times: int) -> None:
         faults = {"num_in_job_restarts": 5, "retry_delay_s": 2.0}
-        command = ["python", str(FAILING), "--rank", "1", "--times", str(times)]
+        command = ["python", str(FAILING), "--rank", "1", "--times", str(times), "--step-delay", "0.3"]
         self.run = LocalRun(path, nproc_per_node=1, command=command, fault_tolerance=faults)
         self.process = subprocess.Popen([*SLURMFT, "run", str(self.run.config)], stderr=subprocess.DEVNULL)
 
@@ -75,3 +75,12 @@ def test_an_agent_that_dies_while_it_starts_workers_is_a_lost_node(failing: Fail
     assert failing.process.wait(90) == 0, failing.run.story()
     verdicts = [event.details["cause"] for event in failing.events("verdict")]
     assert verdicts == ["worker error", "worker error", "node lost", "finished"], failing.run.story()
+
+
+@pytest.mark.parametrize("failing", [2], indirect=True)
+def test_a_request_before_a_restart_is_heard_after_it(failing: FailingRun) -> None:
+    failing.wait_for("decision", 2)
+    failing.run.folder.request("REQUEUE", "somebody")
+    assert failing.process.wait(90) == 0, failing.run.story()
+    assert failing.events("verdict")[2].details["reason"].startswith("requeued by somebody"), failing.run.story()
+    assert not failing.events("dropped a stale request")
