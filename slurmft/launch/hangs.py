@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from slurmft.config import RunConfig
 from slurmft.errors import SlurmftError
 from slurmft.launch.agents import AgentLink, AgentLost, AgentPool
+from slurmft.launch.budget import progressed
 from slurmft.launch.channel import Message
 from slurmft.launch.grace import workload_of
 from slurmft.launch.hang_watch import look_of
@@ -21,6 +23,7 @@ from slurmft.policy import learned_timeouts
 from slurmft.policy.culprit import Blame
 from slurmft.policy.hangs import Exceeded, Hang, WorkerLook, find_culprit, narrowed
 from slurmft.storage import ft_state
+from slurmft.storage.journal import Event
 from slurmft.storage.timings import fingerprint
 
 LOOK_TIMEOUT_S = 2.0
@@ -30,6 +33,7 @@ SAMPLE_S = 10.0
 """One sample of each section in so much time: the longest of all ranks."""
 
 WRITE_S = 60.0
+HUNG = "worker hung"
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +119,7 @@ class Hangs:
         limits = self._settings.limits()
         limits = replace(limits, sections={**limits.sections, **self.limits()})
         self.found = find_culprit(looks, first, limits)
-        self._start.journal.append("worker hung", **_story(self.found))
+        self._start.journal.append(HUNG, **_story(self.found))
         return self.found
 
     @property
@@ -131,8 +135,10 @@ class Hangs:
 
     def _learned(self) -> dict[str, float]:
         configured = dict(self._settings.limits().sections)
+        doubtful = doubtful_in(self._start.history, configured)
+        samples = {name: each for name, each in self._samples.items() if name in configured or name not in doubtful}
         merged = learned_timeouts.merged(
-            configured, self._settings.given_sections(), self._samples, self._settings.safety_factor
+            configured, self._settings.given_sections() | doubtful, samples, self._settings.safety_factor
         )
         return {name: round(limit_s, 3) for name, limit_s in merged.items() if limit_s != configured.get(name)}
 
@@ -147,6 +153,22 @@ class Hangs:
 
     async def _looks(self) -> list[WorkerLook]:
         return [look for looks in await asyncio.gather(*map(_looks_at, self._pool.members)) for look in looks]
+
+
+def doubtful_in(history: Sequence[Event], configured: Mapping[str, float]) -> frozenset[str]:
+    """Sections whose learned limit has ended an attempt since the run last made progress: perhaps they need longer.
+
+    Without the patience of what is configured, a run would come to a long evaluation in a step again and again.
+    """
+    found: set[str] = set()
+    for event in history:
+        section, limit_s = event.details.get("section"), event.details.get("limit_s")
+        if event.event == HUNG and isinstance(section, str) and isinstance(limit_s, int | float):
+            if 0 < limit_s < configured.get(section, math.inf):
+                found.add(section)
+        elif event.event == "verdict" and progressed(event.details):
+            found.clear()
+    return frozenset(found)
 
 
 async def _looks_at(link: AgentLink) -> list[WorkerLook]:

@@ -94,7 +94,7 @@ class Injections:
         return links, (self._any_rank() if order.rank is None else order.rank,)
 
     def _any_rank(self) -> int:
-        return self._chance.randrange(self._config.world_size)
+        return self._chance.randrange((len(self._pool.members) or self._config.nodes) * self._config.nproc_per_node)
 
     async def _tell(
         self, links: Sequence[AgentLink], order: Order, ranks: Sequence[int] | None

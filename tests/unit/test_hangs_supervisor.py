@@ -47,7 +47,10 @@ def made(folder: Path, *agents: Agent, **settings: Any) -> Hangs:
          "fault_tolerance": {"rank_section_timeouts": {"step": 10}, **settings}}
     )  # fmt: skip
     start = SimpleNamespace(
-        run=SimpleNamespace(path=folder), journal=Journal(folder, attempt="1.0.0"), thread=FolderThread()
+        run=SimpleNamespace(path=folder),
+        journal=Journal(folder, attempt="1.0.0"),
+        thread=FolderThread(),
+        history=Journal(folder).read(),
     )
     return Hangs(config, start, SimpleNamespace(members=list(agents)))  # type: ignore[arg-type]
 
@@ -123,6 +126,26 @@ def test_limits_are_learned_kept_and_remembered(tmp_path, monkeypatch):
     other = made(tmp_path, calc_ft_timeouts=False)
     asyncio.run(other.recall())
     assert other.limits() == {}
+
+
+def test_a_learned_limit_that_has_ended_an_attempt_without_progress_gives_way(tmp_path, monkeypatch):
+    monkeypatch.setattr(hangs, "SAMPLE_S", 0.0)
+
+    def limits() -> dict[str, float]:
+        found = made(tmp_path, calc_ft_timeouts=True)
+        for _ in range(20):
+            found.note(told(evaluation=3.0, mine=20.0))
+        return dict(found.limits())
+
+    assert limits() == {"evaluation": 15.0, "mine": 100.0}
+    journal = Journal(tmp_path, attempt="1.0.0")
+    journal.append("worker hung", section="evaluation", limit_s=15.0)
+    journal.append("worker hung", section="mine", limit_s=100.0)
+    journal.append("verdict", cause="hang", first_step=10, last_step=20, saved_step=None)
+    assert limits() == {}  # the default, and none
+    journal.append("verdict", cause="time limit", first_step=10, last_step=40, saved_step=30)
+    journal.append("worker hung", section="evaluation", limit_s=1800.0)
+    assert limits() == {"evaluation": 15.0, "mine": 100.0}
 
 
 def test_one_sample_is_the_longest_of_all_ranks_in_a_window(tmp_path):

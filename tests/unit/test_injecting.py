@@ -307,10 +307,10 @@ class Link:
         return {"injected": mine, "refused": []}
 
 
-def orders(run: RunFolder, work: Any, **section: Any) -> tuple[list[Any], list[Link]]:
+def orders(run: RunFolder, work: Any, members: int = 2, **section: Any) -> tuple[list[Any], list[Link]]:
     """What is journaled while ``work(injections)`` is done, and the agents with what they were asked for."""
     links = [Link(0, [0, 1]), Link(1, [2, 3])]
-    pool = SimpleNamespace(links={link.node: link for link in links})
+    pool = SimpleNamespace(links={link.node: link for link in links}, members=links[:members])
     start = SimpleNamespace(run=run, journal=run.journal(), thread=FolderThread())
     settings = configuration.load(run.config).model_copy(update={"nproc_per_node": 2})
     section = {**settings.fault_tolerance.model_dump(), **section}
@@ -342,6 +342,17 @@ def test_an_order_reaches_those_that_are_meant(run, given, asked):
     (event,), links = orders(run, lambda injections: injections.look())
     assert (event.event, event.details["fault"], event.details["who"]) == ("fault injected", "kill", "me")
     assert [rank for link in links for each in link.asked for rank in each["ranks"]] == asked
+
+
+def test_by_chance_a_rank_is_hit_that_there_is(run):
+    async def look(injections: Injections) -> None:
+        injections._config = injections._config.model_copy(update={"nodes": 1000})  # before most of them were lost
+        await injections.look()
+
+    give_order(run.path, Order(fault=Fault.KILL, who="me").as_json())
+    (event,), links = orders(run, look, members=1)
+    assert event.event == "fault injected"
+    assert len(links[0].asked[0]["ranks"]) == 1
 
 
 @pytest.mark.parametrize(("given", "why"), [({"rank": 9}, "no rank 9"), ({"node": "n9"}, "no node 'n9'")])
