@@ -55,3 +55,27 @@ def test_four_then_three_then_five(lab: Lab, new_run: NewRun) -> None:
     assert [event.details["cause"] for event in run.events("verdict")][1:3] == ["resized", "resized"], run.story()
     assert all(event.details["saved_step"] == event.details["last_step"] for event in run.events("verdict")[1:])
     eventually(lambda: not lab.run(["squeue", "-h", "-j", lender], check=False).stdout, 20, "the lender has ended")
+
+
+@pytest.mark.soak
+def test_down_to_its_least_size_in_the_allocation_and_below_it_through_the_queue(lab: Lab, new_run: NewRun) -> None:
+    run = new_run(steps=2000, nodes=3, elastic={"min_nodes": 2, "max_nodes": 3}, **SMALL)
+    job = run.submit()
+    wait_for_size(run, 3, 1)
+    run.wait_for_step(12)
+    hosts = run.events("agents ready")[0].details["hosts"]
+    try:
+        for count, lost in enumerate((hosts[2], hosts[1]), start=1):
+            lab.kill_node(lost)
+            run.wait_for("decision", count)
+            if count == 1:
+                wait_for_size(run, 2, 2)
+        assert [event.details["action"] for event in run.events("decision")] == ["restart", "continue"], run.story()
+        assert [event.details["job"] for event in run.events("requeueing")] == [job], run.story()
+    finally:
+        for lost in hosts[1:]:
+            lab.start_node(lost)
+    run.wait_for("first step", 3)
+    assert run.events("attempt started")[-1].attempt == f"{job}.1.0", run.story()
+    assert sizes(run)[-1] >= 2, run.story()
+    run.slurmft("stop", str(run.path), "--timeout", "30")
