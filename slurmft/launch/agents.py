@@ -221,7 +221,13 @@ class AgentPool:
             return None
         finally:
             self._strangers -= 1
-        if (old := self.links.get(link.node)) is not None:
+        old = self.links.get(link.node)
+        if old is not None and not old.dropped and old.channel is not None and old.pid != link.pid:
+            # one that counted as lost, and was replaced: two would take the connection from each other for ever
+            self._tell_refusal(f"{link.host} has another agent, process {old.pid}")
+            channel.send({"kind": "shutdown", "id": UNANSWERED})
+            return None
+        if old is not None:
             if old.channel is not None:
                 old.channel.close()
             if not old.dropped:

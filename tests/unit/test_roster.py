@@ -44,7 +44,7 @@ async def crew(*hosts: str, size: Size) -> AsyncIterator[tuple[AgentPool, Roster
         await pool.close()
 
 
-async def hello(port: int, node: int, host: str, **more: str) -> Channel:
+async def hello(port: int, node: int, host: str, **more: Any) -> Channel:
     channel = await connect(HERE, port, SECRET)
     channel.send({"kind": "hello", "node": node, "host": host, "pid": 1, **more})
     return channel
@@ -55,6 +55,24 @@ def enlist(pool: AgentPool, roster: Roster, allowed: tuple[str, ...] = ()) -> li
     assert isinstance(found, Members)
     pool.members = roster.take(found)
     return [link.host for link in pool.members]
+
+
+def test_an_agent_that_was_replaced_ends_and_the_one_in_its_place_stays():
+    async def work() -> None:
+        async with crew("n1", "n2", size=Size(nodes=2, minimum=2, maximum=2)) as (pool, _roster, channels, port):
+            pool.drop(pool.links[1])
+            channels["n2"].close()
+            channels["n2"] = await hello(port, 1, "n2", pid=2)  # by this name it is closed in the end
+            await until(lambda: pool.links[1].channel is not None)
+            late = await hello(port, 1, "n2")
+            told = await asyncio.wait_for(late.receive(), WITHIN_S)
+            assert told is not None
+            assert told["kind"] == "shutdown"
+            late.close()
+            assert pool.links[1].pid == 2
+            assert pool.links[1].channel is not None
+
+    run(work())
 
 
 def test_a_spare_takes_the_place_of_a_lost_agent_and_the_lost_one_is_a_spare_when_it_is_back():
