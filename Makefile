@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test check lint lab bench bench-exclusions bench-stragglers bench-rerun bench-recovery bench-fleet clean
+.PHONY: help install quickstart test soak check lint lab bench bench-exclusions bench-stragglers bench-rerun bench-recovery bench-fleet clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -33,6 +33,7 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	fi
 	@echo "installing into .venv (the first time torch is downloaded: a few minutes)"
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[test,lint]'
+	@$(BIN)/python -m compileall -q slurmft
 	@touch $@
 
 quickstart: install ## train the example on this machine, with live progress (about a minute)
@@ -50,8 +51,13 @@ test: lint ## lint, then every test on a real Slurm cluster that is built for it
 		$(BIN)/slurmft lab up --accounting || [[ $$? == 69 ]]; \
 	fi; \
 	if [[ -n "$(strip $(TESTS))" ]]; then $(BIN)/pytest $(TESTS); exit; fi; \
-	$(BIN)/pytest tests/lab; \
-	$(BIN)/pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 15 $(BESIDES)
+	failed=0; \
+	$(BIN)/pytest tests/lab || failed=1; \
+	$(BIN)/pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 30 $(BESIDES) || failed=1; \
+	exit $$failed
+
+soak: install ## the long tests that `make test` leaves out (root; 25 minutes)
+	@$(BIN)/pytest -m soak --numprocesses 2 --dist loadfile --durations 15 tests/runs
 
 check: test ## everything CI runs
 
@@ -75,9 +81,9 @@ bench-exclusions: install ## measure the exclusion list, into bench/results/ (ha
 bench-stragglers: install ## measure what straggler detection costs (20 s, nothing else running)
 	@$(BIN)/python bench/stragglers --output bench/results/stragglers.md
 
-bench-recovery: install ## measure recovery from kill -9 beside torchrun and ft_launcher (8 minutes, nothing else running)
+bench-recovery: install ## measure recovery from kill -9 beside torchrun and ft_launcher (root; 8 minutes, nothing else running)
 	@$(BIN)/pip install --quiet --no-deps --target build/nvrx nvidia-resiliency-ext==0.4.1 defusedxml nvidia-ml-py pynvml
-	@$(BIN)/python bench/recovery --packages build/nvrx --output bench/results/recovery.md
+	@$(BIN)/python bench/recovery --packages build/nvrx --lab --output bench/results/recovery.md
 
 bench-fleet: install ## measure the control channel with 2,000 simulated agents (a minute, nothing else running)
 	@$(BIN)/python bench/fleet --output bench/results/fleet.md

@@ -24,13 +24,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import contenders
+import psutil
+import spare
 import torch
+from plot import picture
 
 import slurmft
 from slurmft.storage.run_folder import RunFolder
 
 ASKED_S = {2: 0.4, 4: 0.6}
 ASKED_RATIO = 8.0
+ASKED_SPARE_S = 5.0
+HANG_LIMIT_S = 2.0
+IDLE_S = 10.0
 STEPS_BEFORE_KILL = 25
 PATIENCE_S = 60.0
 PHASES = ("detect", "stop", "decide", "start", "fork", "rendezvous", "build, load", "first step")
@@ -138,6 +144,69 @@ def spread(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f})" if values else "-"
 
 
+def hang(ranks: int, rounds: int) -> list[float]:
+    """Seconds from SIGSTOP of a rank to the next step, beyond its limit."""
+    with tempfile.TemporaryDirectory(prefix="recovery-") as name:
+        folder = Path(name)
+        contender = contenders.slurmft(folder, ranks, step_limit_s=HANG_LIMIT_S)
+        process = contender.start(folder)
+        found = []
+        try:
+            for _ in range(rounds):
+                wait(lambda: steps_of_newest(folder) >= STEPS_BEFORE_KILL, "training")
+                at = time.time()
+                os.kill(marks(folder, ranks - 1)[-1].pid, signal.SIGSTOP)
+                wait(lambda since=at: first_step_after(folder, since), "step after the hang")
+                step = first_step_after(folder, at)
+                found.append(step.at - at - HANG_LIMIT_S if step else 0.0)
+                say(f"hang, {ranks} ranks: limit + {found[-1]:.2f} s")
+        finally:
+            end(contender, process, folder, ranks)
+        return found
+
+
+def footprint(folder: Path, process: subprocess.Popen[bytes]) -> tuple[float, float]:
+    """MiB of the zygote's memory that is its own share, and percent of a core that the agent uses."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    zygote = next(each for each in family if "slurmft.launch.zygote" in each.cmdline())
+    agent = zygote.parent()
+    assert agent is not None
+    before, began = sum(agent.cpu_times()[:2]), time.monotonic()
+    time.sleep(IDLE_S)
+    return zygote.memory_full_info().pss / 2**20, 100 * (sum(agent.cpu_times()[:2]) - before) / (
+        time.monotonic() - began
+    )
+
+
+def others(args: argparse.Namespace) -> list[str]:
+    """What only ours is asked for."""
+    hung = hang(2, args.rounds)
+    with tempfile.TemporaryDirectory(prefix="recovery-") as name:
+        folder = Path(name)
+        contender = contenders.slurmft(folder, 4)
+        process = contender.start(folder)
+        try:
+            wait(lambda: steps_of_newest(folder) >= STEPS_BEFORE_KILL, "training")
+            memory_mib, cpu = footprint(folder, process)
+        finally:
+            end(contender, process, folder, 4)
+    lines = ["## Beside that", "", "| | | asked | |", "|---|---|---|---|"]
+    over = statistics.median(hung)
+    lines.append(
+        f"| a rank that is stopped (SIGSTOP), 2 ranks: from its limit to the next step | {spread(hung)} s | | |"
+    )
+    lines.append(f"| CPU of an agent with 4 ranks | {cpu:.2f} % of a core | 0.5 % | {verdict(cpu < 0.5)} |")
+    lines.append(f"| memory of a zygote beside 4 workers, shared pages counted once | {memory_mib:.0f} MiB | | |")
+    if args.lab:
+        on_spare = spare.measure(args.lab_rounds, say)
+        asked = verdict(statistics.median(on_spare) < ASKED_SPARE_S)
+        lines.append(
+            f"| a node loses power: until the next step, on the spare | {spread(on_spare)} s | 5 s | {asked} |"
+        )
+    say(f"from the limit to the next step: {over:.2f} s")
+    return [*lines, ""]
+
+
 def table(ranks: int, results: list[tuple[str, list[float], list]]) -> list[str]:
     ours = statistics.median(results[0][1])
     lines = [f"## {ranks} ranks", "", "| | seconds to the next step | times ours | rounds |", "|---|---|---|---|"]
@@ -169,6 +238,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--only-ours", action="store_true")
+    parser.add_argument("--no-others", action="store_true", help="only the tables of kill -9")
+    parser.add_argument("--lab", action="store_true", help="a lost node as well, on a real Slurm cluster (root)")
+    parser.add_argument("--lab-rounds", type=int, default=5)
     parser.add_argument("--packages", type=Path, help="where nvidia-resiliency-ext is installed")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -179,6 +251,7 @@ def main() -> None:
         "", f"`python bench/recovery` on {os.cpu_count()} cores, {platform.system()}, {versions}. Medians (min - max).",
         "",
     ]  # fmt: skip
+    drawn: dict[str, list[tuple[str, list[float]]]] = {}
     for ranks in map(int, args.ranks.split(",")):
         makers = [lambda folder, n=ranks: contenders.slurmft(folder, n)]
         if not args.only_ours:
@@ -187,10 +260,14 @@ def main() -> None:
             if args.packages:
                 makers.append(lambda folder, n=ranks: contenders.ft_launcher(folder, n, args.packages.resolve()))
         results = [measure(make, ranks, args.rounds) for make in makers]
+        drawn[f"{ranks} ranks"] = [(name, seconds) for name, seconds, _ in results]
         lines += table(ranks, results)
+    if not args.no_others:
+        lines += others(args)
     text = "\n".join(lines)
     if args.output:
-        args.output.write_text(text)
+        args.output.with_suffix(".svg").write_text(picture(drawn))
+        args.output.write_text(f"{text}\n![seconds to the next step]({args.output.stem}.svg)\n")
     else:
         print(text)
 

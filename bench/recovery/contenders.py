@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 TRAINER = Path(__file__).with_name("trainer.py")
 MANY = "1000"
@@ -30,8 +31,8 @@ class Contender:
             )  # fmt: skip
 
 
-def slurmft(folder: Path, ranks: int) -> Contender:
-    config = {
+def slurmft(folder: Path, ranks: int, step_limit_s: float | None = None) -> Contender:
+    config: dict[str, Any] = {
         "command": ["python", str(TRAINER), str(folder), "session"],
         "run_folder": str(folder / "run"),
         "nodes": 1,
@@ -39,6 +40,8 @@ def slurmft(folder: Path, ranks: int) -> Contender:
         "checkpoint": {"interval_steps": 20},
         "fault_tolerance": {"num_in_job_restarts": int(MANY)},
     }
+    if step_limit_s is not None:
+        config["fault_tolerance"] |= {"rank_section_timeouts": {"step": step_limit_s}, "num_warmup_iterations": 1}
     (folder / "config.yaml").write_text(json.dumps(config))
     argv = [sys.executable, "-P", "-m", "slurmft", "run", str(folder / "config.yaml")]
     return Contender(name="slurmft", argv=argv)

@@ -87,11 +87,12 @@ class Crew:
                 return codes
             await asyncio.sleep(LOOK_S)
 
-    async def enlist(self, allowed: Sequence[str]) -> list[AgentLink]:
+    async def enlist(self, allowed: Sequence[str], over: asyncio.Event) -> list[AgentLink]:
         """Who takes part in the next attempt, in the order of their ranks; waits for agents that are coming back.
 
         Args:
             allowed: the job's nodes that may; empty for all.
+            over: nobody is wanted any more once it is set, and nobody changes.
 
         Raises:
             LaunchError: too few of them are there.
@@ -100,6 +101,8 @@ class Crew:
         # whoever died together with the one that ended the last attempt is found out before it is counted on
         await self.pool.tell_all("ping", timeout_s=self._config.fault_tolerance.agent_timeout_s)
         while isinstance(found := self.roster.next(allowed, waited_s=time.monotonic() - since_s), Wait):
+            if over.is_set():
+                return self.pool.members
             await asyncio.sleep(LOOK_S)
         if isinstance(found, TooFew):
             raise LaunchError(found.reason)

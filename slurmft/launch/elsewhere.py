@@ -13,9 +13,9 @@ from slurmft.errors import SlurmError, StorageError
 from slurmft.launch import avoidance
 from slurmft.launch.avoidance import Avoidance
 from slurmft.launch.budget import progressed
-from slurmft.policy.evidence import Kind
+from slurmft.policy.evidence import Kind, Suspect
 from slurmft.policy.suspicion import State, standing, suspect_gpus
-from slurmft.policy.verdict import GOES_ON, Action
+from slurmft.policy.verdict import GOES_ON, Action, Cause, Verdict
 from slurmft.scheduler import nodes, slurm, successor
 from slurmft.scheduler.nodes import expand
 from slurmft.scheduler.parsing import NamedNodes
@@ -289,3 +289,13 @@ def choose(allocated: Sequence[str], avoid: frozenset[str], needed: int) -> tupl
     """The nodes of the allocation that need not be avoided, in its order; None when they are fewer than ``needed``."""
     others = tuple(node for node in allocated if node not in avoid)
     return others if len(others) >= needed else None
+
+
+def without_other_gpus(hosts: Sequence[str], gpus: Collection[str]) -> Verdict:
+    """What ends an attempt on ``hosts``, which cannot prove to have enough GPUs beside these suspect ones."""
+    return Verdict(
+        cause=Cause.RERUN_ELSEWHERE,
+        reason=f"{', '.join(hosts)} cannot prove to have enough GPUs beside the suspect ones",
+        suspects=tuple(Suspect(node=host, gpu=gpu) for host in hosts for gpu in sorted(gpus)),
+        rerun="inconclusive",  # nothing was computed there, so nothing is held against them
+    )

@@ -153,7 +153,8 @@ def _begin(
         secret = run.new_secret(cluster.attempt).read_bytes()
     journal.append("attempt started", generation=generation, cluster=cluster.name, host=os.uname().nodename,
                    nodes=os.environ.get("SLURM_JOB_NODELIST", ""), folder=str(Path.cwd()))  # fmt: skip
-    _drop_stale_requests(run, journal)
+    if cluster.attempt.cycle == 0:
+        _drop_stale_requests(run, journal)
     return Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=generation, history=history,
                  secret=secret)  # fmt: skip
 
@@ -231,7 +232,7 @@ def _is_second_of(cluster: Cluster, owner: Owner) -> bool:
 
 
 def _drop_stale_requests(run: RunFolder, journal: PatientJournal) -> None:
-    """A SAVE or REQUEUE left for an earlier attempt has been overtaken; a KILL has not: it still means stop."""
+    """A SAVE or REQUEUE left for an earlier start has been overtaken; a KILL has not: it still means stop."""
     for kind in ("SAVE", "REQUEUE"):
         if (run.path / kind).exists() and (who := run.take_request(kind)) is not None:
             journal.append("dropped a stale request", request=kind, who=who)

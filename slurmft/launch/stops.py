@@ -48,6 +48,9 @@ class Stops:
         """The journal has the stop, its cause and its deadline."""
 
         self._own_signals = 0
+        self.began = False
+        """The attempt's workers are being started; before, agents answer for those of the last one."""
+
         self.planned: Cause | None = None
         self.reason = ""
         self.ends_at_s: float | None = None
@@ -161,7 +164,7 @@ class Stops:
             self._over.set()  # a node that is cut off cannot tell that its workers are gone
 
     async def _agreed_stop(self) -> None:
-        if not self._pool.complete.is_set() or (not self._seen.any_started and not await self._workers_run()):
+        if not self.began or (not self._seen.any_started and not await self._workers_run()):
             self._over.set()  # nothing runs yet
             return
         told = False

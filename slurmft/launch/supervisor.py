@@ -18,7 +18,7 @@ from slurmft.launch.background import Background
 from slurmft.launch.channel import Message
 from slurmft.launch.cluster import Cluster
 from slurmft.launch.crew import Crew
-from slurmft.launch.elsewhere import suspect_gpus_of
+from slurmft.launch.elsewhere import suspect_gpus_of, without_other_gpus
 from slurmft.launch.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.launch.grace import workload_of
 from slurmft.launch.hangs import Hangs
@@ -33,9 +33,8 @@ from slurmft.launch.slow_nodes import SlowNodes
 from slurmft.launch.slurms_word import SlurmsWord
 from slurmft.launch.start import Start
 from slurmft.launch.stops import POLL_S, Stops
-from slurmft.launch.winding_down import LOST_S, grace_of_peers, kill_workers
+from slurmft.launch.winding_down import end_of_workers, grace_of_peers, kill_workers
 from slurmft.policy.culprit import Blame
-from slurmft.policy.evidence import Suspect
 from slurmft.policy.exit_actions import ExitAction, codes_of
 from slurmft.policy.fleet import longest_silence_s, ping_interval_s
 from slurmft.policy.judge import Circumstances, ends_attempt, judge
@@ -76,7 +75,6 @@ class Supervisor:
         """Nodes whose agents were gone before there was anything to do for them."""
 
         self._over = asyncio.Event()
-        self._workers_started = False
         self._background = Background(self._on_error)
         self.stops = Stops(
             config, start, self._pool, self._seen, self._slurm, over=self._over, background=self._background
@@ -109,7 +107,9 @@ class Supervisor:
                 await self.stops.cause_is_known()
                 if self.lost:
                     self._node_states = await asyncio.to_thread(self._cluster.node_states)
-            except (LaunchError, AgentLost, StorageError, OSError) as error:
+            except AgentLost as error:
+                await self._lose_the_gone(str(error))
+            except (LaunchError, StorageError, OSError) as error:
                 self._launch_error = str(error)
                 self.lost += self._lost_early
             finally:
@@ -170,7 +170,9 @@ class Supervisor:
             raise LaunchError(f"the agent on {node} ended before it had reported: {how}")
 
     async def _start_workers(self) -> None:
-        members = await self._crew.enlist(self._cluster.nodes)
+        members = await self._crew.enlist(self._cluster.nodes, self._over)
+        if self._over.is_set():
+            return
         self._seen.world_size = len(members) * self._config.nproc_per_node
         lead = members[0]
         port = (await lead.call("port"))["port"]
@@ -178,7 +180,9 @@ class Supervisor:
         self._journal.append("agents ready", hosts=hosts)
         suspects = await asyncio.to_thread(suspect_gpus_of, self._config, self._start.history)
         await self._hangs.recall()
-        self._workers_started = True
+        if self._over.is_set():
+            return
+        self.stops.began = True
         replies = await asyncio.gather(
             *(
                 link.call(
@@ -207,12 +211,7 @@ class Supervisor:
     def _escape(self, hosts: list[str], gpus: frozenset[str]) -> None:
         """Nodes without as many other GPUs, as far as they can prove it, are as good as suspects themselves."""
         self._journal.append("exclusion_escaped", nodes=hosts, gpus=sorted(gpus))
-        self._escaped = Verdict(
-            cause=Cause.RERUN_ELSEWHERE,
-            reason=f"{', '.join(hosts)} cannot prove to have enough GPUs beside the suspect ones",
-            suspects=tuple(Suspect(node=host, gpu=gpu) for host in hosts for gpu in sorted(gpus)),
-            rerun="inconclusive",  # nothing was computed there, so nothing is held against them
-        )
+        self._escaped = without_other_gpus(hosts, gpus)
         self._over.set()
 
     # What is reported to us
@@ -286,7 +285,7 @@ class Supervisor:
         """Go on without this agent: at once where it is a spare, else with the next attempt."""
         if link.dropped:
             return
-        is_member = link in self._pool.members and self._workers_started
+        is_member = link in self._pool.members and self.stops.began
         self._pool.drop(link)
         self._crew.reviver.lost(link, hung_up=hung_up)
         if not link.lender:
@@ -298,8 +297,15 @@ class Supervisor:
             self.lost.append(link.host)
             self._over.set()  # first: another node may be silent too, and would be waited for
             await kill_workers(self._pool, self._journal, reason)  # victims, all of them: they have nothing to tell
-        elif not self._workers_started:
+        elif not self.stops.began:
             self._lost_early.append(link.host)
+
+    async def _lose_the_gone(self, reason: str) -> None:
+        """An agent did not take part in the start: its node was lost, unless it is still connected."""
+        gone = [link for link in self._pool.members if link.channel is None]
+        for link in gone:
+            await self._lose(link, reason, hung_up=True)
+        self.lost, self._launch_error = [link.host for link in gone], "" if gone else reason
 
     async def _watch_processes(self) -> None:
         codes = await self._crew.all_ended()
@@ -340,7 +346,7 @@ class Supervisor:
     async def _watch_requests(self) -> None:
         while not self._over.is_set():
             await asyncio.sleep(POLL_S)
-            ready = self.stops.planned is None and self._pool.complete.is_set()
+            ready = self.stops.planned is None and self.stops.began
             await self._folder.tell_progress(self._seen, self._slow, self._hangs)
             await self._injections.look()
             for kind, who in (await self._folder.requests(ready=ready)).items():
@@ -367,24 +373,11 @@ class Supervisor:
 
     async def _wind_down(self) -> None:
         self._over.set()
-        if self._workers_started and not self._seen.all_ended:
+        if self.stops.began and not self._seen.all_ended:
             await self._pool.tell_all("kill")
-            await self._end_of_workers(LOST_S)
+            await end_of_workers(self._pool, self._seen.ends, per_node=self._config.nproc_per_node)
         await self._background.cancel_all()
         self._folder.leave(self._seen, self._slow, self._hangs)
-
-    async def _end_of_workers(self, timeout_s: float) -> None:
-        """Return when every worker has ended whose agent can tell, or the time is up."""
-        deadline_s = time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s:
-            told = (link.channel is None or self._has_ended(place) for place, link in enumerate(self._pool.members))
-            if all(told):
-                return
-            await asyncio.sleep(0.01)
-
-    def _has_ended(self, place: int) -> bool:
-        per_node = self._config.nproc_per_node
-        return all(rank in self._seen.ends for rank in range(place * per_node, (place + 1) * per_node))
 
     def _verdict(self) -> Verdict:
         # a save that still worked does not undo a cancellation

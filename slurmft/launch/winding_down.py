@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 
-from slurmft.launch.agents import AgentPool
+from slurmft.launch.agents import AgentLink, AgentPool
 from slurmft.policy.findings import WorkerEnd
 from slurmft.policy.symptoms import cause_of_text
 from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Cause
@@ -38,6 +39,19 @@ async def kill_workers(pool: AgentPool, journal: Journal, reason: str) -> None:
     """Kill every worker whose agent can be reached."""
     journal.append("killing workers", reason=reason)
     await pool.tell_all("kill")
+
+
+async def end_of_workers(pool: AgentPool, ends: Collection[int], *, per_node: int) -> None:
+    """Return when every worker has ended whose agent can tell, or LOST_S have passed; ``ends`` grows meanwhile."""
+    deadline_s = time.monotonic() + LOST_S
+
+    def told(place: int, link: AgentLink) -> bool:
+        return link.channel is None or all(rank in ends for rank in range(place * per_node, (place + 1) * per_node))
+
+    while time.monotonic() < deadline_s:
+        if all(told(place, link) for place, link in enumerate(pool.members)):
+            return
+        await asyncio.sleep(0.01)
 
 
 async def end_agents(pool: AgentPool, processes: Sequence[asyncio.subprocess.Process], *, node_lost: bool) -> None:

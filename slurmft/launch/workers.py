@@ -188,6 +188,7 @@ class Workers:
         self.by_rank, self._signal_at_start = {}, None
         if self._socket is None or self._zygote is None or self._zygote.poll() is not None:
             self.ready.clear()
+            self._leave_zygote()
             self.start_zygote(*self._zygote_began_with)
 
     def signal(self, number: int) -> None:
@@ -211,10 +212,10 @@ class Workers:
             self._kill(worker)
 
     async def end_earlier(self) -> None:
-        """Return when no worker lives."""
-        if self._living():
+        """Return when no worker lives, and none is still to come: a zygote that was killed for it has ended."""
+        if any(worker.alive for worker in self.by_rank.values()):
             self.kill()
-        while self._living():
+        while any(worker.alive for worker in self.by_rank.values()):
             await asyncio.sleep(END_LOOK_S)
 
     def kill_lingering(self, grace_s: float) -> None:
@@ -229,16 +230,23 @@ class Workers:
     def close(self) -> None:
         """End the zygote and all workers with it, and remove the pages."""
         self.kill()
-        if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(self._socket.fileno())
-            self._socket.close()
-        if self._zygote is not None:
-            self._zygote.kill()  # it holds nothing, and the kernel ends its children with it
-            self._zygote.wait()
+        self._leave_zygote()
         for worker in self.by_rank.values():
             worker.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
+
+    def _hang_up(self) -> None:
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            self._socket.close()
+            self._socket = None
+
+    def _leave_zygote(self) -> None:
+        self._hang_up()
+        if self._zygote is not None:
+            self._zygote.kill()  # it holds nothing, and the kernel ends its children with it
+            self._zygote.wait()
 
     def _timing_page(self, worker: Worker, generation: int) -> dict[str, str]:
         path = self.folder / f"rank-{worker.rank}.timings"
@@ -274,6 +282,8 @@ class Workers:
             packet = self._socket.recv(PACKET_BYTES)
         except BlockingIOError:
             return
+        except ConnectionResetError:  # it was killed with a request unread
+            packet = b""
         if not packet:
             self._zygote_is_gone()
             return
@@ -297,13 +307,13 @@ class Workers:
                 self._on_exit(worker)
 
     def _zygote_is_gone(self) -> None:
-        # its children died with it; the kernel sees to that
-        if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(self._socket.fileno())
-            self._socket.close()
-            self._socket = None
+        # its children died with it, the kernel sees to that; what these had started did not
+        self._hang_up()
         for worker in self.by_rank.values():
             if worker.alive:
+                if worker.pid:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(worker.pid, signal.SIGKILL)
                 worker.exit_code = -signal.SIGKILL
                 self._on_exit(worker)
 

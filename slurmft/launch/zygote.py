@@ -46,9 +46,11 @@ PACKET_BYTES = 64 * 1024
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel to kill this process when its parent dies; end here where ``parent`` has died already."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -101,7 +103,9 @@ def _serve(agent: socket.socket) -> Callable[[], int] | None:
             _end(children)
             return None
         request = json.loads(Path(json.loads(packet)["request"]).read_text(encoding="utf-8"))
+        zygote = os.getpid()
         if (pid := os.fork()) == 0:
+            die_with_parent(zygote)
             signal.set_wakeup_fd(-1)
             os.close(wake_read)
             os.close(wake_write)
@@ -113,10 +117,16 @@ def _serve(agent: socket.socket) -> Callable[[], int] | None:
 
 def _reap(agent: socket.socket, children: set[int]) -> None:
     for pid in list(children):
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            children.discard(pid)
-            _send(agent, {"kind": "exited", "pid": pid, "code": os.waitstatus_to_exitcode(status)})
+        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end is None:
+            continue
+        if end.si_code != os.CLD_EXITED:
+            # it could not end what it had started, which would hold its memory and its GPU; before it is reaped its
+            # id is nobody else's
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        children.discard(pid)
+        _send(agent, {"kind": "exited", "pid": pid, "code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])})
 
 
 def _end(children: set[int]) -> None:
@@ -132,7 +142,6 @@ def _send(agent: socket.socket, message: dict[str, Any]) -> None:
 
 def _become(request: dict[str, Any]) -> int:
     """Turn this child into the worker: signals, session, output, environment, then the user's program."""
-    die_with_parent()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,7 +10,7 @@ from slurmft.settings.types import Count, Section
 class PoisonSettings(Section):
     """When a checkpoint is given up."""
 
-    poison_after: Count = Field(default=2, ge=1)
+    poison_after: Count = Field(default=3, ge=1)
     """Attempts that die from one checkpoint before their next save, until it is quarantined (they died on different
     nodes) or the node is suspected (on the same one). Planned stops and lost nodes are not counted."""
 

@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -87,12 +88,19 @@ def patiently(work: Callable[[], Result], *, patience_s: float, pause_s: float =
             time.sleep(pause_s)
 
 
+Task = tuple[Future[Any], Callable[[], Any]]
+
+
 class FolderThread:
-    """Does a run folder's work in order, in a daemon thread: one that is stuck keeps no process from ending."""
+    """Does a run folder's work in order, in a daemon thread: one that is stuck keeps no process from ending.
+
+    The thread ends with this object, after the work that waits for it.
+    """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, daemon=True, name="run folder").start()
+        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        threading.Thread(target=_work, args=[self._queue], daemon=True, name="run folder").start()
+        weakref.finalize(self, self._queue.put, None).atexit = False
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
         """Have ``work`` done when its turn comes; returns at once."""
@@ -114,15 +122,16 @@ class FolderThread:
                 raise
             raise StorageUnavailable(f"the run folder did not answer within {timeout_s:.0f} s") from None
 
-    def _work(self) -> None:
-        while True:
-            future, work = self._queue.get()
-            if not future.set_running_or_notify_cancel():
-                continue
+
+def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
+    while (task := tasks.get()) is not None:
+        future, work = task
+        if future.set_running_or_notify_cancel():
             try:
                 future.set_result(work())
             except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the result
                 future.set_exception(error)
+        del task, future, work  # what was done must not keep its FolderThread alive, and so this thread
 
 
 class PatientJournal(Journal):

@@ -88,6 +88,7 @@ def test_an_agent_is_killed(lab: Lab, new_run: NewRun, undisturbed: str) -> None
 # the queue
 
 
+@pytest.mark.soak
 def test_seven_preemptions_in_a_row(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     """After the fifth exit within a grace newer Slurms hold a job; ours requeues itself, so none is counted."""
     run = new_run(delay=0.3)
@@ -218,7 +219,13 @@ def test_a_copied_run_folder_is_refused(lab: Lab, new_run: NewRun) -> None:
 # the nodes
 
 
-@pytest.mark.parametrize(("which", "no_kill"), [(0, False), (1, True)], ids=["batch host", "worker node, --no-kill"])
+@pytest.mark.parametrize(
+    ("which", "no_kill"),
+    [
+        pytest.param(0, False, id="batch host"),
+        pytest.param(1, True, id="worker node, --no-kill", marks=pytest.mark.soak),
+    ],
+)
 def test_a_node_dies(lab: Lab, new_run: NewRun, undisturbed: str, which: int, no_kill: bool) -> None:
     run = new_run(slurm={"no_kill": no_kill})
     job = run.submit()

@@ -39,6 +39,7 @@ def test_a_kill_and_an_exception_are_blamed_on_their_ranks_and_leave_no_trace(
     assert run.digest() == undisturbed
 
 
+@pytest.mark.soak
 def test_a_stopped_rank_is_told_from_those_that_wait_for_it(new_run: NewRun) -> None:
     run = new_run(preemption={"stop_timeout_s": 2})
     job = run.submit()

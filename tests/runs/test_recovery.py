@@ -13,7 +13,7 @@ from slurmft.lab.cluster import Lab
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 NewRun = Callable[..., Run]
-TERM_TO_FIRST_STEP_S = 30.0
+TERM_TO_FIRST_STEP_S = 60.0
 """Far below Slurm's own 121 s on a machine that is busy with other things; bench/ has the figure of a quiet one."""
 
 
@@ -24,9 +24,9 @@ def assert_one_stop(run: Run, cause: str, undisturbed: str, *, stops: int = 1) -
     verdicts = [event for event in run.events("verdict") if event.details["cause"] == cause]
     assert len(verdicts) == stops, stories
     for verdict in verdicts:
-        step = verdict.details["saved_step"]
-        assert step == verdict.details["last_step"], stories
-        assert run.output().count(f"saved step {step} ") == 1, stories
+        step, first = verdict.details.get("saved_step"), verdict.details["first_step"]
+        assert verdict.details["last_step"] == (first if step is None else step), stories
+        assert step is None or run.output().count(f"saved step {step} ") == 1, stories
     assert len(run.events("requeued")) == stops, stories
     assert len(run.events("attempt started")) == stops + 1, stories
     assert run.digest() == undisturbed
@@ -69,6 +69,7 @@ def test_term_three_times_in_a_row(lab: Lab, new_run: NewRun, undisturbed: str) 
     assert_one_stop(run, "signalled", undisturbed)
 
 
+@pytest.mark.soak
 def test_two_stops_in_one_run(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
     job = run.submit()
@@ -168,6 +169,7 @@ def test_a_job_that_may_not_requeue_is_switched_on_first(lab: Lab, new_run: NewR
     assert_one_stop(run, "signalled", undisturbed)
 
 
+@pytest.mark.soak
 def test_a_successor_inherits_nothing_of_its_parent(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run(preemption={"continue_by": "resubmit"})
     job = run.submit()

@@ -18,7 +18,8 @@ FRAIL = Path(__file__).parent / "trainers" / "frail.py"
 
 def frail(path: Path, *options: str, **changes: object) -> LocalRun:
     command = ["python", str(FRAIL), "--steps", "12", "--micro-batch", "2", *options]
-    return LocalRun(path, **{"command": command, "nodes": 1, "checkpoint": {"interval_steps": 4}, **changes})
+    config = {"nodes": 1, "checkpoint": {"interval_steps": 4}, "fault_tolerance": {"poison_after": 2}}
+    return LocalRun(path, **{"command": command, **config, **changes})
 
 
 def events(run: LocalRun, name: str) -> list[Event]:
@@ -53,6 +54,7 @@ def test_a_batch_that_does_not_fit_is_computed_in_smaller_pieces(tmp_path: Path,
     assert weights(run) == undisturbed
 
 
+@pytest.mark.soak
 def test_a_batch_that_cannot_be_smaller_ends_the_run(tmp_path: Path) -> None:
     run = frail(
         tmp_path / "too-large", "--micro-batch", "8", "--fits", "1", oom={"action": "reduce_batch", "min_batch": 3}
@@ -76,6 +78,7 @@ def test_a_checkpoint_from_which_the_run_dies_is_given_up(tmp_path: Path, undist
     assert weights(run) == undisturbed
 
 
+@pytest.mark.soak
 def test_without_an_earlier_checkpoint_it_ends(tmp_path: Path) -> None:
     run = frail(tmp_path / "only-one", "--dies-from", "4", "--fails-at", "5")
     run.submit("--wait", check=False)
@@ -88,7 +91,7 @@ def test_without_an_earlier_checkpoint_it_ends(tmp_path: Path) -> None:
 def test_a_checkpoint_is_tried_on_another_node_before_it_is_given_up(new_run: Callable[..., Run]) -> None:
     command = ["python", str(FRAIL), "--steps", "12", "--dies-from", "8", "--fails-at", "9"]
     run = new_run(command=command, nodes=1, nproc_per_node=1, checkpoint={"interval_steps": 4},
-                  fault_tolerance={"num_in_job_restarts": 3})  # fmt: skip
+                  fault_tolerance={"num_in_job_restarts": 3, "poison_after": 2})  # fmt: skip
     run.submit()
     run.wait_until_done()
     nodes = [event.details["nodes"][0] for event in run.events("checkpoint tried")]

@@ -54,14 +54,15 @@ def test_killed_workers_come_back_at_once(new_run: NewRun, undisturbed: str, ran
     assert seconds_to_first_step(run, 1) < AT_ONCE_S, run.story()
 
 
-def test_many_faults_in_a_row(new_run: NewRun, undisturbed: str) -> None:
+@pytest.mark.parametrize("faults", [8, pytest.param(20, marks=pytest.mark.soak)])
+def test_many_faults_in_a_row(new_run: NewRun, undisturbed: str, faults: int) -> None:
     """A seeded sequence; each comes as soon as there is a new step, so that most of them lose work."""
     run = new_run(fault_tolerance={"num_in_job_restarts": 3}, checkpoint={"interval_steps": 5})
     job = run.submit()
-    chance, faults = random.Random(7), 20
+    chance = random.Random(7)
     for number in range(1, faults + 1):
         run.wait_for("first step", number)
-        saved = (number - 1) * 5 // 2  # some progress in between, or the budget would be spent
+        saved = (number - 1) * 50 // faults  # some progress in between, or the budget would be spent
         eventually(lambda at_least=saved: newest(run) >= min(at_least, 55), 60, run.story)
         rank = chance.randrange(4)
         run.kill(NODES[rank // 2], rank, signal=chance.choice(["KILL", "SEGV", "ABRT"]))

@@ -26,6 +26,7 @@ def stop_while(run: Run, moody: Path, mode: str) -> str:
     return job
 
 
+@pytest.mark.soak
 def test_slurm_does_not_answer_for_half_a_minute(lab: Lab, new_run: NewRun, undisturbed: str, moody: Path) -> None:
     run = new_run()
     job = stop_while(run, moody, "fail")

@@ -75,7 +75,13 @@ def test_a_run_moves_away_from_a_slow_node_and_ends_with_the_same_weights(traine
     assert run.digest() == undisturbed.digest()
 
 
-@pytest.mark.parametrize("options", [("--slow-stage",), ("--slow-stage", "--roles")], ids=["no roles", "roles"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--slow-stage",), id="no roles", marks=pytest.mark.soak),
+        pytest.param(("--slow-stage", "--roles"), id="roles"),
+    ],
+)
 def test_a_slow_stage_accuses_nobody(trained: Callable[..., Run], options: tuple[str, ...]):
     run = trained("--work", "0.02", *options, steps=100, nproc=2)
     run.wait_until_done()

@@ -122,13 +122,13 @@ def assert_one_stop(run: Run, job: str, digest: str, *, saved: set[int]) -> int:
 
 
 MOMENTS = [
-    pytest.param(["--at", "forward", "--step", "0"], {1}, id="the first forward pass"),
-    pytest.param(["--at", "data"], {7}, id="a sample that takes long"),
+    pytest.param(["--at", "forward", "--step", "0"], {1}, id="the first forward pass", marks=pytest.mark.soak),
+    pytest.param(["--at", "data"], {7}, id="a sample that takes long", marks=pytest.mark.soak),
     pytest.param(
         ["--at", "data", "--workers", "fork"], set(range(2, 8)), id="a sample that takes long in a loader worker"
     ),
     pytest.param(["--at", "evaluation", "--step", "8"], {9}, id="one rank's evaluation"),
-    pytest.param(["--at", "write", "--step", "5"], {5}, id="a save, writing"),
+    pytest.param(["--at", "write", "--step", "5"], {5}, id="a save, writing", marks=pytest.mark.soak),
     pytest.param(["--at", "commit", "--step", "5", "--rank", "0"], {5}, id="a save, before its marker"),
 ]
 
@@ -208,7 +208,9 @@ def test_a_term_in_the_last_save_lets_it_finish(catch: Callable[..., Caught], al
 COMPANY = [
     pytest.param(["--workers", "fork", "--helpers", "fork", "--handler"], ["fork"], id="fork"),
     pytest.param(["--workers", "spawn", "--helpers", "spawn", "programs"], ["spawn"], id="spawn and programs"),
-    pytest.param(["--workers", "forkserver", "--helpers", "forkserver"], ["forkserver"], id="forkserver"),
+    pytest.param(
+        ["--workers", "forkserver", "--helpers", "forkserver"], ["forkserver"], id="forkserver", marks=pytest.mark.soak
+    ),
 ]
 
 
@@ -247,7 +249,7 @@ def kill_node(caught: Caught) -> None:
 
 
 KILLS: list[Any] = [
-    pytest.param(["--at", "write"], 1, kill_one, id="one rank that writes"),
+    pytest.param(["--at", "write"], 1, kill_one, id="one rank that writes", marks=pytest.mark.soak),
     pytest.param(["--at", "commit", "--rank", "0"], 1, kill_one, id="the lead before the marker"),
     pytest.param(["--at", "write", "--rank", "-1"], RANKS, kill_node, id="all ranks of a node"),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import threading
 import time
@@ -159,3 +160,32 @@ def test_every_error_of_the_system_is_one_of_ours(number):
 def test_a_state_file_that_cannot_be_written_is_our_error(tmp_path):
     with pytest.raises(StorageError, match=r"cannot write .*No such file"):
         write_state(tmp_path / "gone" / "x.json", {})
+
+
+def test_a_thread_ends_with_whoever_had_it() -> None:
+    """A long run has thousands of attempts, and each has threads of its own."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.thread = FolderThread()
+            self.done: list[int] = []
+
+        def work(self) -> None:
+            self.done.append(1)
+
+    def ours() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "run folder"}
+
+    gc.collect()
+    before = ours()
+    owners = [Owner() for _ in range(8)]
+    done = [owner.done for owner in owners]
+    for owner in owners:
+        owner.thread.submit(owner.work)
+    new = ours() - before
+    assert len(new) == 8
+    del owners, owner
+    for thread in new:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert done == [[1]] * 8, "what had been handed in was done"

@@ -451,6 +451,32 @@ def test_a_worker_is_killed_with_its_children(tmp_path):
     on_a_node(tmp_path, work)
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_worker_that_a_signal_ends_leaves_no_children_to_the_next_attempt(tmp_path, number):
+    async def work(node: Node) -> None:
+        node.script(WAITING)
+        node.start([PYTHON, "train.py"])
+        child = await ready(node)
+        os.kill(node.workers.by_rank[0].pid, number)
+        assert await node.codes() == [-number]
+        await node.until(lambda: gone(child))
+
+    on_a_node(tmp_path, work)
+
+
+def test_workers_that_were_killed_before_they_came_to_life_do_not_take_the_next_ones_along(tmp_path):
+    async def work(node: Node) -> None:
+        node.script("print('ran')")
+        node.start([PYTHON, "train.py"])  # the zygote is not ready yet
+        node.workers.kill()
+        await node.workers.end_earlier()
+        node.ended.clear()
+        assert await node.run([PYTHON, "train.py"]) == 0
+        assert node.log() == "ran\n"
+
+    on_a_node(tmp_path, work)
+
+
 def test_a_worker_that_lingers_after_its_stop_is_killed(tmp_path):
     async def work(node: Node) -> None:
         node.script(WAITING)
@@ -490,11 +516,11 @@ def test_a_zygote_that_dies_takes_its_workers_along_and_is_noticed(tmp_path):
     async def work(node: Node) -> None:
         node.script(WAITING)
         node.start([PYTHON, "train.py"])
-        await ready(node)
+        child = await ready(node)
         worker = node.workers.by_rank[0].pid
         psutil.Process(worker).parent().kill()
         assert await node.codes() == [-9]
-        await node.until(lambda: gone(worker))
+        await node.until(lambda: gone(worker) and gone(child))
 
     on_a_node(tmp_path, work)
 
