@@ -220,7 +220,8 @@ class HangWatch:
         self._counts_steps = self._counts_steps or mentions(b".steps(", self._command, self._folder)
 
     def _is_stopped(self, rank: int) -> bool:
-        return any(worker.rank == rank and worker.pid and is_stopped(worker.pid) for worker in self._workers)
+        mine = [worker for worker in self._workers if worker.rank == rank and worker.pid]
+        return any(is_stopped(worker.pid) or is_stopped(worker.page[Slot.PID]) for worker in mine)
 
 
 def facts_of(look: WorkerLook) -> Message:

@@ -49,7 +49,7 @@ def _strike_one(worker: Worker, fault: Fault) -> str:
         return NOT_YET
     try:
         if fault in BY_SIGNAL:
-            os.kill(worker.pid, signal.Signals[BY_SIGNAL[fault]])
+            os.kill(worker.trainer_pid, signal.Signals[BY_SIGNAL[fault]])
             return ""
         if worker.page[Slot.PID] == 0:
             return f"uses no session; only {', '.join(BY_SIGNAL)} reach it"

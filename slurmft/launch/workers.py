@@ -24,6 +24,7 @@ from slurmft.launch.heartbeat import PAGE_VARIABLE, Page, Slot, State
 from slurmft.launch.timing_page import TIMING_PAGE_VARIABLE, TimingPage
 from slurmft.launch.zygote import PACKET_BYTES
 from slurmft.policy.stop import Look
+from slurmft.storage.processes import was_given
 
 PRELOAD = (
     "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim", "numpy",
@@ -71,6 +72,16 @@ class Worker:
     def alive(self) -> bool:
         """It has not been seen to end."""
         return self.exit_code is None
+
+    @property
+    def trainer_pid(self) -> int:
+        """The process that trains, where it is known to be another one than was forked: ``launcher: torchrun``.
+
+        What a page tells may be a number inside of a container, which means somebody else out here.
+        """
+        told = self.page[Slot.PID]
+        is_another = told not in (0, self.pid) and was_given(told, PAGE_VARIABLE, str(self.stacks.with_suffix("")))
+        return told if is_another else self.pid
 
     def close(self) -> None:
         """Let go of its pages."""

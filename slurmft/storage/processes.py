@@ -26,6 +26,14 @@ def lives(pid: int, birth: str) -> bool:
     return bool(birth) and birth_of(pid) == birth
 
 
+def was_given(pid: int, variable: str, value: str) -> bool:
+    """Whether the process began with this environment variable; False where it is gone, or not ours to look at."""
+    try:
+        return f"{variable}={value}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
 def is_stopped(pid: int) -> bool:
     """Whether the kernel has stopped the process: SIGSTOP, or a debugger."""
     try:

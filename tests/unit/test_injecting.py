@@ -6,6 +6,8 @@ import asyncio
 import errno
 import json
 import os
+import signal
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,6 +112,25 @@ def worker(tmp_path: Path, rank: int = 0, *, attached: bool = True, pid: int = 0
     page = Page.create(tmp_path / f"rank-{rank}", rank=rank, generation=1)
     page[Slot.PID] = os.getpid() if attached else 0
     return Worker(rank=rank, page=page, stacks=tmp_path / f"rank-{rank}.stacks", pid=pid or os.getpid())
+
+
+@pytest.mark.parametrize("is_trainer", [True, False])
+def test_a_signal_meets_the_trainer_that_torchrun_has_started_and_no_strangers_number(tmp_path, is_trainer):
+    given = {PAGE_VARIABLE: str(tmp_path / ("rank-0" if is_trainer else "rank-1"))}
+    with (
+        subprocess.Popen(["sleep", "60"]) as holder,
+        subprocess.Popen(["sleep", "60"], env=os.environ | given) as other,
+    ):
+        try:
+            mine = worker(tmp_path, pid=holder.pid)
+            mine.page[Slot.PID] = other.pid
+            assert strike([mine], order("kill"), None)["injected"] == [0]
+            hit, spared = (other, holder) if is_trainer else (holder, other)
+            assert hit.wait(10) == -signal.SIGKILL
+            assert spared.poll() is None
+        finally:
+            holder.kill()
+            other.kill()
 
 
 def order(fault: str) -> dict[str, Any]:
