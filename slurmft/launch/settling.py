@@ -33,6 +33,7 @@ def settle(config: RunConfig, start: Start) -> tuple[Verdict, Decision] | None:
     cluster = start.cluster
     if not isinstance(cluster, SlurmCluster):
         return None
+    cluster.nodes = ()  # those of the attempt before, whose reasons may be gone
     duty = duty_of(start.history)
     allocated = cluster.present()
     excluded = to_keep_off(

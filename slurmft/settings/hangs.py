@@ -13,7 +13,7 @@ from slurmft.settings.types import MAX_SECONDS, Count, Section, Text
 
 MAX_NAME_BYTES = 47
 MAX_NAMES = 100
-DEFAULTS: Mapping[str, float] = {SETUP: 1800.0, STEP: 1800.0, CHECKPOINTING: 3600.0, EVALUATION: 1800.0}
+DEFAULTS: Mapping[str, float] = {SETUP: 1800.0, STEP: 3600.0, CHECKPOINTING: 3600.0, EVALUATION: 1800.0}
 """Long enough for what healthy runs do: what nobody has configured must never be a false alarm."""
 
 OUT_OF_SECTION_S = 3600.0

@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 
 from slurmft.config import validate
+from slurmft.launch import settling
+from slurmft.launch.cluster import SlurmCluster
 from slurmft.launch.elsewhere import Duty, all_busy, choose, duty_of, left, ours
-from slurmft.launch.settling import next_cycle
+from slurmft.launch.settling import next_cycle, settle
+from slurmft.launch.start import Start
+from slurmft.scheduler.environment import SlurmJob
 from slurmft.storage.journal import Event
-from slurmft.storage.run_folder import Attempt
+from slurmft.storage.patience import FolderThread, PatientJournal
+from slurmft.storage.run_folder import Attempt, RunFolder
 
 BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -145,3 +150,24 @@ def test_every_start_in_a_job_is_a_cycle_of_its_own():
     assert next_cycle(attempt, earlier) == attempt
     assert str(next_cycle(attempt, [*earlier, *history(started, attempt="7.1.0")])) == "7.1.1"
     assert str(next_cycle(attempt, history(started, started, attempt="7.1.10"))) == "7.1.11"
+
+
+def test_a_node_that_was_acquitted_is_used_again_by_the_next_attempt(monkeypatch, tmp_path):
+    monkeypatch.setattr(settling, "to_keep_off", lambda *_args, **_more: frozenset())
+    config = validate(
+        {"command": ["true"], "run_folder": str(tmp_path / "run"), "nodes": 1, "spare_nodes": 1}, source="test"
+    )
+    cluster = SlurmCluster(SlurmJob(job_id="7", restart=1, nodes="n[1-2]", node_count=2, partition="low"))
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    move = ("decision", {"action": "continue", "avoid": ["n1"], "elsewhere": True})
+    acquitted = ("evidence", {"kind": "rerun acquitted", "node": "n1"})
+
+    def nodes_after(*lines: tuple[str, dict[str, Any]]) -> tuple[str, ...]:
+        start = Start(cluster=cluster, run=run, journal=PatientJournal(run.path, FolderThread()), thread=FolderThread(),
+                      generation=1, history=history(*lines), secret=b"")  # fmt: skip
+        assert settle(config, start) is None
+        return cluster.nodes
+
+    assert nodes_after(VERDICT, move) == ("n2",)
+    assert nodes_after(VERDICT, move, PROGRESS, acquitted) == ()
