@@ -86,7 +86,10 @@ def test_where_all_others_are_drained_the_result_is_inconclusive(
     assert not run.events("requeued"), story
 
 
-@pytest.mark.parametrize("gpus", [2, 1], ids=["with another GPU", "without another GPU"])
+@pytest.mark.parametrize(
+    "gpus",
+    [pytest.param(2, id="with another GPU"), pytest.param(1, id="without another GPU", marks=pytest.mark.soak)],
+)
 def test_where_there_is_no_other_node_another_gpu_of_it_will_do(
     blaming: Callable[..., Run], nodes: Callable[[str, str], None], moody: Path, gpus: int
 ) -> None:
@@ -110,7 +113,10 @@ def test_where_there_is_no_other_node_another_gpu_of_it_will_do(
         assert "inconclusive" in run.events("decision")[-1].details["reason"], story
 
 
-@pytest.mark.parametrize("waits", [True, False], ids=["waits for them", "is inconclusive"])
+@pytest.mark.parametrize(
+    "waits",
+    [pytest.param(True, id="waits for them"), pytest.param(False, id="is inconclusive", marks=pytest.mark.soak)],
+)
 def test_where_all_others_are_busy_it(lab: Lab, blaming: Callable[..., Run], waits: bool) -> None:
     options = ["--parsable", "-N", "2", "-w", "n[3-4]", "--exclusive", "-t", "5", "-o", "/dev/null"]
     other = lab.run(["sbatch", *options, "--wrap", "sleep 300"], cwd=lab.home).stdout.strip()
@@ -216,6 +222,7 @@ def test_an_exclusion_that_escapes_is_repeated(lab: Lab, blaming: Callable[..., 
     assert "n1" not in nodes_of(run)[-1], story
 
 
+@pytest.mark.soak
 def test_a_refused_update_keeps_what_was_excluded_and_ends_in_a_bounded_number_of_escapes(
     blaming: Callable[..., Run], moody: Path
 ) -> None:

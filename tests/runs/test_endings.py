@@ -174,6 +174,7 @@ def test_a_scancel_that_ends_the_shell_around_the_supervisor_is_a_scancel(lab: L
     assert len(run.events("attempt started")) == 1
 
 
+@pytest.mark.soak
 def test_a_supervisor_that_is_killed_again_and_again(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     """Whoever acts in its place may be killed too, at whatever moment."""
     run = new_run(delay=0.2)

@@ -41,7 +41,7 @@ def pids_on(run: Run, node: str, pattern: str) -> list[str]:
     return run.lab.run_on_as_admin(node, ["pgrep", "-o", "-f", pattern], check=False).stdout.split()
 
 
-@pytest.mark.parametrize("victim", ["agent", "zygote"])
+@pytest.mark.parametrize("victim", ["agent", pytest.param("zygote", marks=pytest.mark.soak)])
 def test_what_keeps_the_workers_is_killed(new_run: NewRun, undisturbed: str, victim: str) -> None:
     """The workers die with it; it is started again where it was, since there is no spare."""
     run = new_run(fault_tolerance=RESTARTS)

@@ -46,7 +46,8 @@ class Case:
 
     def __init__(self, path, *, cluster: str = "slurm", history=(), **settings) -> None:
         self.run = RunFolder(path / 'a "run" with\nodd words')
-        config = {"command": "python x.py", "run_folder": str(path / "run"), **settings}
+        section = {"poison_after": 2, **settings.pop("fault_tolerance", {})}
+        config = {"command": "python x.py", "run_folder": str(path / "run"), "fault_tolerance": section, **settings}
         self.config = validate(config, source="test").model_copy(update={"run_folder": self.run.path})
         self.attempt = self.run.attempts / "7.0.3"
         self.attempt.mkdir(parents=True)
