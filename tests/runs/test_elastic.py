@@ -71,7 +71,7 @@ def test_down_to_its_least_size_in_the_allocation_and_below_it_through_the_queue
             if count == 1:
                 wait_for_size(run, 2, 2)
         assert [event.details["action"] for event in run.events("decision")] == ["restart", "continue"], run.story()
-        assert [event.details["job"] for event in run.events("requeueing")] == [job], run.story()
+        assert run.wait_for("requeued").details["job"] == job, run.story()
     finally:
         for lost in hosts[1:]:
             lab.start_node(lost)
