@@ -15,8 +15,7 @@ from typing import Any
 
 from slurmft.config import RunConfig
 from slurmft.errors import LaunchError, StorageError
-from slurmft.launch.agents import UNANSWERED
-from slurmft.launch.channel import BadMessage, Channel, Message, connect
+from slurmft.launch.channel import UNANSWERED, BadMessage, Channel, Message, connect
 from slurmft.launch.environment import LENDER_VARIABLE, common_environment, worker_environment
 from slurmft.launch.forensics import Forensics
 from slurmft.launch.gpus import VISIBLE_VARIABLE, visible_without

@@ -13,13 +13,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slurmft.launch.channel import MAX_LINE_BYTES, BadMessage, Channel, Message, accept, keep_alive
+from slurmft.launch.channel import MAX_LINE_BYTES, UNANSWERED, BadMessage, Channel, Message, accept, keep_alive
 from slurmft.launch.shapes import check_hello, check_reply, check_report
 
 CALL_TIMEOUT_S = 10.0
-UNANSWERED = 0
-"""The id of a message that nobody answers."""
-
 TELL_TIMEOUT_S = 2.0
 MAX_STRANGERS = 64
 """Connections that have not proved themselves yet; more are closed at once."""

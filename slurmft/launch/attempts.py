@@ -40,9 +40,8 @@ class Attempts:
             SlurmftError: nothing could be started.
         """
         accuser = Accuser(self._config, start)
+        ending = Ending(self._config, start, accuser, self._log_file, dismiss=self.dismiss, has_nodes=self._has_nodes)
         if (escape := settle(self._config, start)) is not None:
-            ending = Ending(self._config, start, accuser, self._log_file, dismiss=self.dismiss,
-                            has_nodes=self._has_nodes)  # fmt: skip
             return ending.follow(*escape, may_stay=False)
         attempt = start.cluster.attempt
         where = start.run.attempts / str(attempt)
@@ -52,8 +51,7 @@ class Attempts:
         supervisor = Supervisor(self._config, start, accuser, self._crew)
         verdict = self._runner.run(supervisor.run())
         self._lost = bool(start.cluster.lost)
-        ending = Ending(self._config, start, accuser, self._log_file, dismiss=self.dismiss,
-                        has_nodes=self._has_nodes, ends_at_s=supervisor.stops.ends_at_s)  # fmt: skip
+        ending.ends_at_s = supervisor.stops.ends_at_s
         return ending.act_on(verdict)
 
     def _has_nodes(self) -> bool:

@@ -17,6 +17,9 @@ import socket
 from typing import Any
 
 MAX_LINE_BYTES = 256 * 1024
+UNANSWERED = 0
+"""The id of a message that nobody answers."""
+
 HANDSHAKE_TIMEOUT_S = 10.0
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
 """Names of the socket's options; seconds, but for the last one."""

@@ -148,7 +148,7 @@ class Hangs:
             if name in self._samples or len(self._samples) < ft_state.MAX_SECTIONS:
                 kept = self._samples.setdefault(name, [])
                 kept.append(seconds)
-                del kept[: -ft_state.MAX_SAMPLES]
+                del kept[: -learned_timeouts.MAX_SAMPLES]
         self._window, self._is_new, self._limits = {}, True, None
 
     async def _looks(self) -> list[WorkerLook]:

@@ -23,6 +23,9 @@ from pathlib import Path
 from slurmft.policy.stop import NEVER, NOT_STARTED
 
 PAGE_VARIABLE = "SLURMFT_PAGE"
+STACKS_SUFFIX, FAULT_SUFFIX = ".stacks", ".fault"
+"""What lies beside a worker's page: the stacks that it tells (``launch.stacks``), and its newest fault."""
+
 MAGIC_V2 = 0x534C_5552_4D46_5402
 SLOTS = 1024
 SIZE_BYTES = SLOTS * 8

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slurmft.launch.section_stack import OpenSection
-
-MAX_NAMES = 128
+from slurmft.launch.section_stack import MAX_NAMES, OpenSection
 
 
 class SectionDurations:

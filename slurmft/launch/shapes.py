@@ -127,6 +127,13 @@ def _require(message: Any, fields: Mapping[str, Check], what: str) -> None:
             raise BadMessage(f"{what} has {name}={str(value)[:40]!r}")
 
 
+def _require_list(message: Message, name: str, fields: Mapping[str, Check], what: str) -> None:
+    """The field is a list, and ``_require`` holds for each of its objects."""
+    _require(message, {name: lambda value: isinstance(value, list)}, what)
+    for facts in message[name]:
+        _require(facts, fields, what)
+
+
 def check_hello(message: Message) -> None:
     """What an agent says first.
 
@@ -148,13 +155,10 @@ def check_report(message: Message) -> None:
         case "exited":
             _require(message, _EXIT, "a worker's end")
         case "progress":
-            _require(message, {"ranks": lambda ranks: isinstance(ranks, list)}, "a progress report")
-            for facts in message["ranks"]:
-                _require(facts, _FACTS, "a progress report")
+            _require_list(message, "ranks", _FACTS, "a progress report")
         case "timings":
-            _require(message, {"window": _SLOT, "ranks": lambda ranks: isinstance(ranks, list)}, "a report of timings")
-            for facts in message["ranks"]:
-                _require(facts, _TIMINGS, "a report of timings")
+            _require(message, {"window": _SLOT}, "a report of timings")
+            _require_list(message, "ranks", _TIMINGS, "a report of timings")
         case "hung":
             _require(message, _HUNG, "a report of a hang")
         case "durations":
@@ -174,13 +178,10 @@ def check_reply(kind: str, message: Message) -> None:
     if kind == "port":
         _require(message, {"port": _integer(1, 65535)}, "the reply to 'port'")
     elif kind == "sections":
-        _require(message, {"workers": lambda value: isinstance(value, list), "more": _flag}, "the reply to 'sections'")
-        for facts in message["workers"]:
-            _require(facts, _DOING, "the reply to 'sections'")
+        _require(message, {"more": _flag}, "the reply to 'sections'")
+        _require_list(message, "workers", _DOING, "the reply to 'sections'")
     elif kind == "evidence":
-        _require(message, {"ranks": lambda ranks: isinstance(ranks, list)}, "the reply to 'evidence'")
-        for facts in message["ranks"]:
-            _require(facts, _EVIDENCE, "the reply to 'evidence'")
+        _require_list(message, "ranks", _EVIDENCE, "the reply to 'evidence'")
     elif kind == "inject":
         _require(message, _INJECTED, "the reply to 'inject'")
     elif kind in ("look", "propose") and not _are_looks(message.get("looks")):

@@ -7,14 +7,10 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slurmft.launch.heartbeat import Slot
+from slurmft.launch.heartbeat import FAULT_SUFFIX, Slot
 from slurmft.launch.workers import Worker
 from slurmft.policy.faults import BY_SIGNAL, Fault, order_of
 from slurmft.storage.files import write_json
-
-FAULT_SUFFIX = ".fault"
-"""A worker's fault lies beside its page, which has the number of the newest one."""
-
 
 NOT_YET = "has not been forked yet"
 """Why a rank was not hit whose worker waits for imports; ask again."""

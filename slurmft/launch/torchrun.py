@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurmft.launch import stacks
-from slurmft.launch.heartbeat import PAGE_VARIABLE
+from slurmft.launch.heartbeat import PAGE_VARIABLE, STACKS_SUFFIX
 from slurmft.launch.stacks import STACKS_SIGNAL
 from slurmft.storage.verdicts import VERDICT_VARIABLE
 
@@ -256,7 +256,7 @@ def _runnable(command: Sequence[str], environment: Mapping[str, str]) -> list[st
 
     if (arguments := zygote_arguments(command)) is None:
         return list(command)
-    told = str(Path(environment[PAGE_VARIABLE]).with_suffix(".stacks"))
+    told = str(Path(environment[PAGE_VARIABLE]).with_suffix(STACKS_SUFFIX))
     return [sys.executable, "-P", "-m", "slurmft.launch.torchrun", "--trainer", told,
             environment.get(VERDICT_VARIABLE, os.devnull), *arguments]  # fmt: skip
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmft.launch.flight_recorder import PIPE_VARIABLE, pipe_prefix
-from slurmft.launch.heartbeat import PAGE_VARIABLE, Page, Slot, State
+from slurmft.launch.heartbeat import PAGE_VARIABLE, STACKS_SUFFIX, Page, Slot, State
 from slurmft.launch.timing_page import TIMING_PAGE_VARIABLE, TimingPage
 from slurmft.launch.zygote import PACKET_BYTES
 from slurmft.policy.stop import Look
@@ -161,7 +161,7 @@ class Workers:
         for rank, environment, verdict in zip(ranks, environments, verdicts, strict=True):
             path = self.folder / f"rank-{rank}"
             page = Page.create(path, rank=rank, generation=generation)
-            worker = Worker(rank=rank, page=page, stacks=self.folder / f"rank-{rank}.stacks")
+            worker = Worker(rank=rank, page=page, stacks=path.with_suffix(STACKS_SUFFIX))
             worker.stacks.unlink(missing_ok=True)
             self.by_rank[rank] = worker
             pages = {PAGE_VARIABLE: str(path)} | (self._timing_page(worker, generation) if timed else {})

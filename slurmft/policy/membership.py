@@ -5,7 +5,7 @@ The place of a node in the list is its group rank, so nodes that go on keep thei
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
@@ -158,12 +158,6 @@ def lost_after_s(timeout_s: float, *, replaceable: bool) -> float:
     Where nobody could take its place the attempt's end means a requeue, which costs more than some patience.
     """
     return timeout_s if replaceable else timeout_s * PATIENCE_FACTOR
-
-
-def replaceable(nodes: Iterable[Node], current: Sequence[str], lost: Collection[str], size: Size) -> bool:
-    """Whether the run could go on at once in this allocation without the nodes ``lost``."""
-    rest = [node for node in nodes if node.name not in lost]
-    return isinstance(next_members(rest, current, size), Members)
 
 
 def _ranked(nodes: Sequence[Node], last: Sequence[str], *, hopeful: bool = False) -> list[Node]:

@@ -30,11 +30,6 @@ class ElasticConfig(Section):
     """keep_global_batch: the samples of one optimizer step stay the same on any number of ranks, and so should the
     learning rate. keep_micro_batch: each rank's share stays the same; the learning rate is the trainer's business."""
 
-    @property
-    def is_on(self) -> bool:
-        """Whether the number of nodes may change."""
-        return self.min_nodes is not None or self.max_nodes is not None
-
     def size(self, nodes: int) -> Size:
         """The sizes of a run that aims at ``nodes``.
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.errors import NewerFormat, StorageError
+from slurmft.policy.learned_timeouts import MAX_SAMPLES
 from slurmft.storage.files import read_json, write_json
 
 FT_STATE_FILE = "ft_state.json"
 MAX_BYTES = 4 << 20
 MAX_WORKLOADS = 8
 MAX_SECTIONS = 128
-MAX_SAMPLES = 200
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from slurmft.errors import StorageError
-from slurmft.launch.heartbeat import PAGE_VARIABLE, Page, Slot
+from slurmft.launch.heartbeat import FAULT_SUFFIX, PAGE_VARIABLE, Page, Slot
 from slurmft.policy.faults import Fault
 from slurmft.storage.files import read_json
 
@@ -85,7 +85,7 @@ def hang_until_killed() -> None:
 
 def _newest() -> Fault | None:
     try:
-        value = read_json(Path(os.environ[PAGE_VARIABLE]).with_suffix(".fault")) or {}
+        value = read_json(Path(os.environ[PAGE_VARIABLE]).with_suffix(FAULT_SUFFIX)) or {}
         return Fault(value["fault"])
     except (StorageError, KeyError, ValueError) as error:
         log.warning("an injected fault cannot be read: %s", error)

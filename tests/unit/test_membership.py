@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,6 @@ from slurmft.policy.membership import (
     growth,
     lost_after_s,
     next_members,
-    replaceable,
 )
 
 CONDITIONS = {
@@ -125,6 +125,12 @@ def test_a_node_that_is_coming_back_is_waited_for_as_long_as_that_pays():
 )  # fmt: skip
 def test_growing_at_the_next_checkpoint(nodes: str, current: str, new: str):
     assert "".join(growth(nodes_of(nodes), list(current), ONE_TO_SIX)) == new
+
+
+def replaceable(nodes: Iterable[Node], current: str, lost: set[str], size: Size) -> bool:
+    """Whether the run could go on at once without the nodes ``lost``."""
+    rest = [node for node in nodes if node.name not in lost]
+    return isinstance(next_members(rest, current, size), Members)
 
 
 def test_silence_is_borne_longer_where_nobody_can_step_in():
