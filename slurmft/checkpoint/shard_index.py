@@ -26,7 +26,7 @@ def image_file(shard: int) -> str:
 
 
 def index_file(shard: int) -> str:
-    """The name of a shard's index in a checkpoint folder: written when its bytes are durable, so it is their receipt."""
+    """The name of a shard's index in a checkpoint folder: written when its bytes are durable, as their receipt."""
     return f"__{shard}_0.json"
 
 
