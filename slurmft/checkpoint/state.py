@@ -43,7 +43,7 @@ class Trainee:
             "optimizer": self.optimizer.state_dict(),
             "extra": dict(extra or {}),
         }
-        payload |= {name: part.state_dict() for name, part in self._shared_parts().items() if part is not None}
+        payload |= {name: part.state_dict() for name, part in self.shared_parts().items() if part is not None}
         return payload
 
     def rank_payload(self) -> dict[str, Any]:
@@ -66,15 +66,20 @@ class Trainee:
 
     def apply(self, shared: Mapping[str, Any], own: Mapping[str, Any], *, restore_rng: bool) -> None:
         """Load everything; the random number generators last, so that nothing draws from them in between."""
-        _load_part("loader", self.loader, own)  # first: it refuses other data, and then the model is still whole
+        load_part("loader", self.loader, own)  # first: it refuses other data, and then the model is still whole
         unwrapped(self.model).load_state_dict(shared["model"])
         self.optimizer.load_state_dict(shared["optimizer"])
-        for name, part in self._shared_parts().items():
-            _load_part(name, part, shared)
+        for name, part in self.shared_parts().items():
+            load_part(name, part, shared)
         if restore_rng:
             rng.restore(own["rng"])
 
-    def _shared_parts(self) -> dict[str, Stateful | None]:
+    def restore_rng(self, own: Mapping[str, Any]) -> None:
+        """Put the random number generators back to where ``rank_payload`` saw them."""
+        rng.restore(own["rng"])
+
+    def shared_parts(self) -> dict[str, Stateful | None]:
+        """What is equal on every rank beside model and optimizer, by the name that it is stored under."""
         return {"scheduler": self.scheduler, "scaler": self.scaler}
 
 
@@ -96,7 +101,12 @@ def refuse_sharded(model: torch.nn.Module) -> None:
         raise UsageError("CheckpointManager saves replicated (DDP) models; this one is sharded over ranks")
 
 
-def _load_part(name: str, part: Stateful | None, payload: Mapping[str, Any]) -> None:
+def load_part(name: str, part: Stateful | None, payload: Mapping[str, Any]) -> None:
+    """Give ``part`` the state that was stored for it; what is on one side only is logged.
+
+    Raises:
+        CheckpointError: it cannot take that state.
+    """
     if part is not None and name in payload:
         try:
             part.load_state_dict(payload[name])
