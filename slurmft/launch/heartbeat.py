@@ -69,7 +69,15 @@ class Slot(IntEnum):
     OWN_WORK_DONE = 31  # W  steps whose first collective this rank has reached; 0 where nobody can tell
     OWN_STEPS = 32  # W  sections "step" that the worker itself has closed
     ATTACHED_AT_NS = 33  # W  monotonic time at which the worker attached
+    RESCUABLE = 34  # W  steps complete in this worker's memory, and in no checkpoint yet; NOTHING where there are none
+    RESCUED = 35  # W  steps that it has kept just in time; NOTHING before
     FAULT = 63  # A  number of the newest fault that was injected into this worker; a file beside the page says which
+
+
+_WITHOUT_VALUE = (
+    Slot.SAVED, Slot.RESUMED, Slot.COMMITTED, Slot.ANSWERED, Slot.HOLDING, Slot.RESCUABLE, Slot.RESCUED,
+)  # fmt: skip
+"""What holds NOTHING on a new page."""
 
 
 class State(IntEnum):
@@ -112,7 +120,15 @@ class Page:
             os.close(descriptor)
         page[Slot.RANK], page[Slot.GENERATION] = rank, generation
         page[Slot.TICK] = NOT_STARTED
-        for slot in (Slot.SAVED, Slot.RESUMED, Slot.COMMITTED, Slot.ANSWERED, Slot.HOLDING):
+        for slot in (
+            Slot.SAVED,
+            Slot.RESUMED,
+            Slot.COMMITTED,
+            Slot.ANSWERED,
+            Slot.HOLDING,
+            Slot.RESCUABLE,
+            Slot.RESCUED,
+        ):
             page[slot] = NOTHING
         page[Slot.PROPOSED] = NEVER
         page.set_metric(float("nan"))
@@ -143,7 +159,15 @@ class Page:
     def private(cls) -> Page:
         """A page nobody reads: for a worker without an agent."""
         page = cls(mmap.mmap(-1, SIZE_BYTES))
-        for slot in (Slot.SAVED, Slot.RESUMED, Slot.COMMITTED, Slot.ANSWERED, Slot.HOLDING):
+        for slot in (
+            Slot.SAVED,
+            Slot.RESUMED,
+            Slot.COMMITTED,
+            Slot.ANSWERED,
+            Slot.HOLDING,
+            Slot.RESCUABLE,
+            Slot.RESCUED,
+        ):
             page[slot] = NOTHING
         page[Slot.PROPOSED] = NEVER
         return page
