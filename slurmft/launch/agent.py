@@ -21,6 +21,7 @@ from slurmft.launch.forensics import Forensics
 from slurmft.launch.gpus import VISIBLE_VARIABLE, visible_without
 from slurmft.launch.hang_watch import HangWatch
 from slurmft.launch.heartbeat import NOTHING, Slot
+from slurmft.launch.rescuing import rescue_on_node
 from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.striking import strike
 from slurmft.launch.timing_reports import TimingReports
@@ -188,6 +189,8 @@ class Agent:
                 workers = list(self._workers.by_rank.values())
                 dumps_within_s = float(message.get("dumps_within_s", 0.0))
                 return {"ranks": await self._forensics.take_evidence(workers, folder, within_s, dumps_within_s)}
+            case "rescue":
+                return {"step": await rescue_on_node(list(self._workers.by_rank.values()))}
             case "inject":
                 return strike(list(self._workers.by_rank.values()), message["order"], message["ranks"])
             case "kill":

@@ -23,8 +23,9 @@ from pathlib import Path
 from slurmft.policy.stop import NEVER, NOT_STARTED
 
 PAGE_VARIABLE = "SLURMFT_PAGE"
-STACKS_SUFFIX, FAULT_SUFFIX = ".stacks", ".fault"
-"""What lies beside a worker's page: the stacks that it tells (``launch.stacks``), and its newest fault."""
+STACKS_SUFFIX, FAULT_SUFFIX, RESCUE_SUFFIX = ".stacks", ".fault", ".rescue"
+"""What lies beside a worker's page: the stacks that it tells (``launch.stacks``), its newest fault, and the pipe at which
+it is asked to keep its state (``launch.rescuing``)."""
 
 MAGIC_V2 = 0x534C_5552_4D46_5402
 SLOTS = 1024
@@ -70,7 +71,8 @@ class Slot(IntEnum):
     OWN_STEPS = 32  # W  sections "step" that the worker itself has closed
     ATTACHED_AT_NS = 33  # W  monotonic time at which the worker attached
     RESCUABLE = 34  # W  steps complete in this worker's memory, and in no checkpoint yet; NOTHING where there are none
-    RESCUED = 35  # W  steps that it has kept just in time; NOTHING before
+    RESCUING = 35  # W  monotonic time at which it began to keep them; 0 before
+    RESCUED = 36  # W  steps that are kept just in time on this node; NOTHING before
     FAULT = 63  # A  number of the newest fault that was injected into this worker; a file beside the page says which
 
 
