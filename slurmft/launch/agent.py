@@ -184,13 +184,8 @@ class Agent:
                 return await self._agree(message)
             case "signal":
                 self._pass_on_term()
-            case "evidence":
-                folder, within_s = self._run.attempts / self._attempt, float(message["within_s"])
-                workers = list(self._workers.by_rank.values())
-                dumps_within_s = float(message.get("dumps_within_s", 0.0))
-                return {"ranks": await self._forensics.take_evidence(workers, folder, within_s, dumps_within_s)}
-            case "rescue":
-                return {"step": await rescue_on_node(list(self._workers.by_rank.values()))}
+            case "evidence" | "rescue":
+                return await self._before_the_kill(message)
             case "inject":
                 return strike(list(self._workers.by_rank.values()), message["order"], message["ranks"])
             case "kill":
@@ -225,6 +220,15 @@ class Agent:
         self._timings = TimingReports(config.straggler_detection.report_time_interval, time.monotonic())
         self._hangs.begin(list(self._workers.by_rank.values()), learned=message.get("limits", {}))
         return {}
+
+    async def _before_the_kill(self, message: Message) -> dict[str, Any]:
+        """What workers know, and what they have, is kept."""
+        workers = list(self._workers.by_rank.values())
+        if message["kind"] == "rescue":
+            return {"step": await rescue_on_node(workers)}
+        folder, within_s = self._run.attempts / self._attempt, float(message["within_s"])
+        dumps_within_s = float(message.get("dumps_within_s", 0.0))
+        return {"ranks": await self._forensics.take_evidence(workers, folder, within_s, dumps_within_s)}
 
     async def _agree(self, message: Message) -> dict[str, Any]:
         """One step of the agreement on a stop (``policy.stop``)."""

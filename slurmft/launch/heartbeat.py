@@ -24,8 +24,8 @@ from slurmft.policy.stop import NEVER, NOT_STARTED
 
 PAGE_VARIABLE = "SLURMFT_PAGE"
 STACKS_SUFFIX, FAULT_SUFFIX, RESCUE_SUFFIX = ".stacks", ".fault", ".rescue"
-"""What lies beside a worker's page: the stacks that it tells (``launch.stacks``), its newest fault, and the pipe at which
-it is asked to keep its state (``launch.rescuing``)."""
+"""What lies beside a worker's page: the stacks that it tells (``launch.stacks``), its newest fault, and the pipe at
+which it is asked to keep its state (``launch.rescuing``)."""
 
 MAGIC_V2 = 0x534C_5552_4D46_5402
 SLOTS = 1024

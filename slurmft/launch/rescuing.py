@@ -1,4 +1,4 @@
-"""Before workers are killed: those that still have the newest complete step in memory keep it (``checkpoint.just_in_time``).
+"""Before workers are killed: those that have the newest complete step keep it (``checkpoint.just_in_time``).
 
 A worker that waits in a collective for one that is gone cannot run anything in its main thread, so a thread of its own
 waits at a pipe beside its page. Where nothing would be gained, nobody waits.

@@ -55,6 +55,9 @@ class Listener(Protocol):
     def on_rescuable(self, step: int) -> None:
         """The state after ``step`` steps is whole in memory, and in no checkpoint; a negative one: there is none."""
 
+    def on_rescuing(self) -> None:
+        """It is being kept now."""
+
     def on_rescued(self, step: int) -> None:
         """The state after ``step`` steps was kept just in time."""
 
