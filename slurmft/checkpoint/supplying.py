@@ -12,11 +12,12 @@ import shutil
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from slurmft.checkpoint.offers import Holding, holdings_in
+from slurmft.checkpoint.offers import Holding, holdings_in, name_of
 from slurmft.checkpoint.shard_index import MAX_INDEX_BYTES, ShardIndex, read_index
 from slurmft.checkpoint.slots import Incoming, Mismatch
 from slurmft.checkpoint.team import Team
@@ -42,6 +43,15 @@ class NotSupplied:
     shard: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Node:
+    """What a rank sends from and receives into."""
+
+    name: Name | None
+    mine: Mapping[int, Holding]
+    memory: Path | None
+
+
 def supply(
     team: Team, decision: Decision, offers: Sequence[Offer], mine: Mapping[int, Holding], *,
     wanted: Collection[int], memory: Path | None, node_lead: int,
@@ -64,10 +74,11 @@ def supply(
     bits = team.exchange([node_lead, *_bits(wanted, len(decision.suppliers))])
     transfers = plan(decision, offers, [(row[0], _shards(row[1:])) for row in bits])
     failed: list[Transfer] = []
+    node = _Node(name=decision.name, mine=mine, memory=memory)
     if memory is not None and any(transfer.target == team.rank for transfer in transfers):
         (memory / FETCHED).mkdir(mode=0o700, exist_ok=True)
     for out, into in rounds_of(team.rank, team.world_size, transfers):
-        failed += _exchange_round(team, decision.name, out, into, mine, memory)
+        failed += _exchange_round(team, out, into, node)
     first = [failed[0].source + 1, failed[0].shard] if failed else [0, 0]
     rows = team.exchange(first)
     return [NotSupplied(rank=source - 1, shard=shard) for source, shard in rows if source]
@@ -85,14 +96,11 @@ def remove_fetched(memory: Path | None) -> None:
         shutil.rmtree(memory / FETCHED, ignore_errors=True)
 
 
-def _exchange_round(
-    team: Team, name: Name | None, out: Sequence[Transfer], into: Sequence[Transfer],
-    mine: Mapping[int, Holding], memory: Path | None,
-) -> list[Transfer]:  # fmt: skip
+def _exchange_round(team: Team, out: Sequence[Transfer], into: Sequence[Transfer], node: _Node) -> list[Transfer]:
     """Send and receive piece by piece, both at once; returns what did not arrive."""
     failed: list[Transfer] = []
-    sender = _outgoing(out, mine, team.device)
-    receiver = _incoming(into, name, memory, failed, team.device)
+    sender = _outgoing(out, node.mine, team.device)
+    receiver = _incoming(into, node, failed, team.device)
     piece, room = next(sender, None), next(receiver, None)
     while piece is not None or room is not None:
         waits = []
@@ -143,9 +151,9 @@ def _opened(holding: Holding | None) -> tuple[bytes, int, int]:
 
 
 def _read(image: int, start: int, piece: torch.Tensor) -> None:
-    view = memoryview(piece.numpy())
+    view = _view(piece)
     try:
-        while len(view) and (count := os.preadv(image, [view], start)):
+        while view and (count := os.preadv(image, [view], start)):
             start, view = start + count, view[count:]
     except OSError as error:
         log.warning("a shard cannot be read: %s", error)
@@ -153,7 +161,7 @@ def _read(image: int, start: int, piece: torch.Tensor) -> None:
 
 
 def _incoming(
-    transfers: Sequence[Transfer], name: Name | None, memory: Path | None, failed: list[Transfer], device: torch.device
+    transfers: Sequence[Transfer], node: _Node, failed: list[Transfer], device: torch.device
 ) -> Generator[torch.Tensor, None, None]:
     """Room for each piece in turn; what lies in it is taken when the next one is asked for."""
     for transfer in transfers:
@@ -170,12 +178,12 @@ def _incoming(
         for start in range(0, index_bytes, CHUNK_BYTES):
             piece = room[: index_bytes - start]
             yield piece
-            blob += memoryview(piece.cpu().numpy())
-        arrival = _Arrival(transfer, bytes(blob), size_bytes, name, memory)
+            blob += _view(piece.cpu())
+        arrival = _Arrival(transfer, bytes(blob), size_bytes, node)
         for start in range(0, size_bytes, CHUNK_BYTES):
             piece = room[: size_bytes - start]
             yield piece
-            arrival.take(memoryview(piece.cpu().numpy()))
+            arrival.take(_view(piece.cpu()))
         if not arrival.finish():
             failed.append(transfer)
 
@@ -183,21 +191,18 @@ def _incoming(
 class _Arrival:
     """One shard that comes in. An error is kept until all of it has gone by, so that the sender is not left waiting."""
 
-    def __init__(
-        self, transfer: Transfer, blob: bytes, size_bytes: int, name: Name | None, memory: Path | None
-    ) -> None:
+    def __init__(self, transfer: Transfer, blob: bytes, size_bytes: int, node: _Node) -> None:
         self._transfer = transfer
         self._incoming: Incoming | None = None
         try:
-            if memory is None:
+            if node.memory is None:
                 raise StorageError("this rank has no memory folder")
-            index = _parsed(blob, memory / FETCHED / f".index-{transfer.shard}")
-            identity = index.identity
-            if (identity.step, identity.generation, identity.commit) != name or index.shard != transfer.shard:
+            index = _parsed(blob, node.memory / FETCHED / f".index-{transfer.shard}")
+            if name_of(index.identity) != node.name or index.shard != transfer.shard:
                 raise Mismatch("it is another one")
             if index.size_bytes != size_bytes or not index.is_hashed:
                 raise Mismatch("its index does not describe it")
-            self._incoming = Incoming(memory / FETCHED, index)
+            self._incoming = Incoming(node.memory / FETCHED, index)
         except (Mismatch, StorageError, OSError) as error:
             self._give_up(error)
 
@@ -235,6 +240,12 @@ def _parsed(blob: bytes, path: Path) -> ShardIndex:
     if index is None:
         raise StorageError("its index vanished")
     return index
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor of bytes in main memory."""
+    array: Any = tensor.numpy()
+    return memoryview(array)
 
 
 def _bits(shards: Collection[int], count: int) -> list[int]:
