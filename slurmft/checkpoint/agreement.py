@@ -92,8 +92,8 @@ def damage_report(rows: Sequence[Sequence[int]], team: Team, guard: Guard) -> st
 
 
 def record_to_row(record: FileRecord) -> list[int]:
-    """A file's size and sha256 as signed 64-bit integers, the only thing that tensors carry between ranks."""
-    raw = bytes.fromhex(record.sha256)
+    """A file's size and digest as signed 64-bit integers, the only thing that tensors carry between ranks."""
+    raw = bytes.fromhex(record.xxh3)
     words = [raw[start : start + _WORD_BYTES] for start in range(0, len(raw), _WORD_BYTES)]
     return [record.size_bytes, *(int.from_bytes(word, "big", signed=True) for word in words)]
 

@@ -31,9 +31,10 @@ from slurmft.checkpoint.catalog import (
 from slurmft.checkpoint.folders import begin_folder, prune, remove_folder, remove_left_overs
 from slurmft.checkpoint.loading import LoadedCheckpoint, load_first_usable
 from slurmft.checkpoint.payload import write_payload
-from slurmft.checkpoint.retention import BestMode, by_merit
+from slurmft.checkpoint.retention import by_merit
 from slurmft.checkpoint.state import Stateful, Trainee, refuse_sharded
 from slurmft.checkpoint.team import Team
+from slurmft.checkpoint.write_requests import BestMode, Keep
 from slurmft.errors import CheckpointError, UsageError
 from slurmft.storage.checkpoint_names import MANIFEST, MAX_STEP, Identity
 from slurmft.storage.fence import check_fence
@@ -220,16 +221,14 @@ class CheckpointManager:
             raise failure(f"{folder} was not committed", [code], team, guard)
 
     def _prune(self) -> None:
+        keep = Keep(
+            keep_last_n=self.keep_last_n,
+            best_metric=self.best_metric if self.save_best else "",
+            best_mode=self.best_mode,
+            distrusted=tuple(path.name for path in self._distrusted),
+        )
         with Guard() as guard:
-            committed = Catalog(self.directory).committed()
-            best = by_merit(committed, self.best_metric, self.best_mode) if self.save_best else []
-            best = [entry for entry in best if entry.path not in self._distrusted and not entry.quarantine]
-            prune(
-                self.directory,
-                keep_last_n=self.keep_last_n,
-                best=best[0] if best else None,
-                distrusted=self._distrusted,
-            )
+            prune(self.directory, keep)
         if guard.error is not None:
             log.warning("old checkpoints in %s were not removed: %s", self.directory, guard.error)
 

@@ -5,13 +5,13 @@ Knows how bytes reach the disk and come back; knows nothing of ranks, folders or
 
 from __future__ import annotations
 
-import hashlib
 import os
 from enum import IntEnum
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
+import xxhash
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from slurmft.checkpoint.catalog import FileRecord
@@ -44,7 +44,7 @@ _DAMAGE_TEXT = {
     Damage.NONE: "is intact",
     Damage.MISSING: "is missing",
     Damage.TRUNCATED: "has the wrong size",
-    Damage.CHANGED: "has the wrong sha256",
+    Damage.CHANGED: "has the wrong digest",
     Damage.UNREADABLE: "cannot be read",
     Damage.NEWER: "was written by a newer slurmft",
     Damage.QUARANTINED: "belongs to a quarantined checkpoint",
@@ -71,7 +71,7 @@ class _HashingFile:
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
-        self._hash = hashlib.sha256()
+        self._hash = xxhash.xxh3_128()
         self._size_bytes = 0
         self._error: OSError | None = None
 
@@ -122,7 +122,7 @@ def verify_file(path: Path, record: FileRecord) -> None:
     Raises:
         Damaged: they are not, or cannot be read.
     """
-    digest = hashlib.sha256()
+    digest = xxhash.xxh3_128()
     try:
         with path.open("rb") as stream:
             if os.fstat(stream.fileno()).st_size != record.size_bytes:
@@ -133,7 +133,7 @@ def verify_file(path: Path, record: FileRecord) -> None:
         raise Damaged(Damage.MISSING, path.name) from None
     except OSError as error:
         raise Damaged(Damage.UNREADABLE, path.name, str(error)) from error
-    if digest.hexdigest() != record.sha256:
+    if digest.hexdigest() != record.xxh3:
         raise Damaged(Damage.CHANGED, path.name)
 
 
