@@ -56,6 +56,9 @@ class Item:
     sizes: tuple[int, ...] = ()
     """Which part of the whole tensor this is: where it begins in each dimension, and its shape."""
 
+    path: tuple[str | int, ...] = ()
+    """The same key in its pieces: a string leads into a dict, a number into a list. Empty: the key is one piece."""
+
     digest: str = ""
     """xxh3_128 of the item's bytes in hex; empty until the writer has read them."""
 
@@ -113,7 +116,7 @@ def read_index(path: Path) -> ShardIndex | None:
 def _index(value: Mapping[str, Any]) -> ShardIndex:
     items = tuple(
         Item(**{**{name: item[name] for name in Item.__slots__},
-                **{name: tuple(item[name]) for name in ("shape", "starts", "sizes")}})
+                **{name: tuple(item[name]) for name in ("shape", "starts", "sizes", "path")}})
         for item in value["items"]
     )  # fmt: skip
     index = ShardIndex(
@@ -149,6 +152,10 @@ def _check(index: ShardIndex) -> None:
             type(t) is str for t in (item.key, item.dtype, item.digest)
         ):
             raise ValueError(f"item {item.key!r} is of no known kind")
+        if not all(type(piece) in (str, int) for piece in item.path) or (
+            item.path and ".".join(map(str, item.path)) != item.key
+        ):
+            raise ValueError(f"item {item.key!r} has another path")
         if not len(item.shape) == len(item.starts) == len(item.sizes):
             raise ValueError(f"item {item.key!r} has {len(item.shape)} dimensions and {len(item.sizes)} sizes")
         end = item.offset + item.length

@@ -21,6 +21,7 @@ from slurmft.launch.forensics import Forensics
 from slurmft.launch.gpus import VISIBLE_VARIABLE, visible_without
 from slurmft.launch.hang_watch import HangWatch
 from slurmft.launch.heartbeat import NOTHING, Slot
+from slurmft.launch.rescuing import rescue_on_node
 from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.striking import strike
 from slurmft.launch.timing_reports import TimingReports
@@ -183,11 +184,8 @@ class Agent:
                 return await self._agree(message)
             case "signal":
                 self._pass_on_term()
-            case "evidence":
-                folder, within_s = self._run.attempts / self._attempt, float(message["within_s"])
-                workers = list(self._workers.by_rank.values())
-                dumps_within_s = float(message.get("dumps_within_s", 0.0))
-                return {"ranks": await self._forensics.take_evidence(workers, folder, within_s, dumps_within_s)}
+            case "evidence" | "rescue":
+                return await self._before_the_kill(message)
             case "inject":
                 return strike(list(self._workers.by_rank.values()), message["order"], message["ranks"])
             case "kill":
@@ -222,6 +220,15 @@ class Agent:
         self._timings = TimingReports(config.straggler_detection.report_time_interval, time.monotonic())
         self._hangs.begin(list(self._workers.by_rank.values()), learned=message.get("limits", {}))
         return {}
+
+    async def _before_the_kill(self, message: Message) -> dict[str, Any]:
+        """What workers know, and what they have, is kept."""
+        workers = list(self._workers.by_rank.values())
+        if message["kind"] == "rescue":
+            return {"step": await rescue_on_node(workers)}
+        folder, within_s = self._run.attempts / self._attempt, float(message["within_s"])
+        dumps_within_s = float(message.get("dumps_within_s", 0.0))
+        return {"ranks": await self._forensics.take_evidence(workers, folder, within_s, dumps_within_s)}
 
     async def _agree(self, message: Message) -> dict[str, Any]:
         """One step of the agreement on a stop (``policy.stop``)."""
