@@ -228,14 +228,11 @@ class Agent:
         return {}
 
     def _begin_keeping(self, message: Message, folder: Path) -> None:
-        place, address = (
-            message["first_rank"] // self._config.nproc_per_node,
-            self._channel and self._channel.own_address,
-        )
+        address = self._channel.own_address if self._channel is not None else ""
         self._keeping.begin(
             folder,
             generation=message["generation"],
-            place=place,
+            place=message["first_rank"] // self._config.nproc_per_node,
             nodes=message["nodes"],
             hosts=[host for host in (self._host, address) if host],
             secret=self._where()[2],

@@ -168,9 +168,8 @@ class Workers:
             worker = Worker(rank=rank, page=page, stacks=path.with_suffix(STACKS_SUFFIX))
             worker.stacks.unlink(missing_ok=True)
             self.by_rank[rank] = worker
-            pages = {PAGE_VARIABLE: str(path), MEMORY_VARIABLE: str(self.memory)} | (
-                self._timing_page(worker, generation) if timed else {}
-            )
+            pages = {PAGE_VARIABLE: str(path), MEMORY_VARIABLE: str(self.memory)}
+            pages |= self._timing_page(worker, generation) if timed else {}
             pages[PIPE_VARIABLE] = environment.get(PIPE_VARIABLE) or pipe_prefix(self.folder)
             self._send(
                 {
