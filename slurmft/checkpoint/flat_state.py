@@ -77,9 +77,8 @@ def capture(trainee: Trainee, extra: Mapping[str, Any] | None, *, rank: int) -> 
     state._put(_optimizer_leaves(trainee), with_objects=leads)
     shared = {name: part.state_dict() for name, part in trainee.shared_parts().items() if part is not None}
     own = {rank_key(rank): trainee.rank_payload()}
-    for key, value in ({**shared, "extra": dict(extra or {})} if leads else {}).items() | own.items():
-        state.objects[key] = value
-        state.paths[key] = (key,)
+    for key, value in {**({**shared, "extra": dict(extra or {})} if leads else {}), **own}.items():
+        state.put(key, value)
     return state
 
 
