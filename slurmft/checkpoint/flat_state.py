@@ -41,6 +41,15 @@ class FlatState:
     paths: dict[str, Path] = field(default_factory=dict)
     """Each key in its pieces."""
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether some of it is spread over ranks."""
+        return any(isinstance(tensor, DTensor) for tensor in self.tensors.values())
+
+    def put(self, key: str, value: Any) -> None:
+        """Add an object under a key of its own."""
+        self.objects[key], self.paths[key] = value, (key,)
+
     def _put(self, leaves: Iterable[tuple[Path, Any]], *, with_objects: bool) -> None:
         for path, value in leaves:
             key = key_of(path)
