@@ -37,7 +37,7 @@ NOTHING = -1
 
 log = logging.getLogger(__name__)
 
-Stage = Callable[[int, Mapping[int, dict[str, Any]], Mapping[str, torch.Tensor]], None]
+Stage = Callable[[int, Trainee, Mapping[int, dict[str, Any]], Mapping[str, torch.Tensor]], None]
 """Copies the state after so many steps, with each local rank's own and these buffers, to where a restart finds it."""
 
 
@@ -138,7 +138,7 @@ class JustInTime:
             if BACKGROUND.listener is not None:
                 BACKGROUND.listener.on_rescuing()
             try:
-                self._stage(step, self._own_states(step), self._buffers)
+                self._stage(step, self._trainee, self._own_states(step), self._buffers)
             except Exception as error:  # noqa: BLE001 - this process fails anyway: of something else, which must be told
                 log.warning("step %d is not kept just in time: %s", step, error)
                 return
