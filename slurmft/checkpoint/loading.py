@@ -17,6 +17,7 @@ from slurmft.checkpoint.agreement import Guard, damage_report, failure
 from slurmft.checkpoint.catalog import SHARED, Entry, rank_file, read_entry
 from slurmft.checkpoint.folders import remove_left_overs
 from slurmft.checkpoint.payload import Damage, Damaged, read_payload, verify_file
+from slurmft.checkpoint.plain_state import original
 from slurmft.checkpoint.state import Trainee
 from slurmft.checkpoint.team import Team
 from slurmft.errors import CheckpointError, NewerFormat, StorageError
@@ -161,7 +162,7 @@ def _apply(team: Team, trainee: Trainee, read: _Read, skipped: list[tuple[Path, 
         metrics=entry.metrics,
         path=entry.path,
         world_size=entry.world_size,
-        extra=read.shared.get("extra", {}),
+        extra=original(read.shared.get("extra", {})),
         skipped=tuple(skipped),
     )
 

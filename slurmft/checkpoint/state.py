@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slurmft.checkpoint.catalog import SHARED
 from slurmft.checkpoint.payload import Damage, Damaged
+from slurmft.checkpoint.plain_state import as_plain, original
 from slurmft.errors import CheckpointError, UsageError
 from slurmft.training import rng
 
@@ -41,16 +42,18 @@ class Trainee:
         payload: dict[str, Any] = {
             "model": unwrapped(self.model).state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "extra": dict(extra or {}),
+            "extra": as_plain(dict(extra or {})),
         }
-        payload |= {name: part.state_dict() for name, part in self._shared_parts().items() if part is not None}
+        payload |= {
+            name: as_plain(part.state_dict()) for name, part in self._shared_parts().items() if part is not None
+        }
         return payload
 
     def rank_payload(self) -> dict[str, Any]:
         """What each rank has for itself."""
         payload: dict[str, Any] = {"rng": rng.capture()}
         if self.loader is not None:
-            payload["loader"] = self.loader.state_dict()
+            payload["loader"] = as_plain(self.loader.state_dict())
         return payload
 
     def check_fit(self, shared: Mapping[str, Any]) -> None:
@@ -99,7 +102,7 @@ def refuse_sharded(model: torch.nn.Module) -> None:
 def _load_part(name: str, part: Stateful | None, payload: Mapping[str, Any]) -> None:
     if part is not None and name in payload:
         try:
-            part.load_state_dict(payload[name])
+            part.load_state_dict(original(payload[name]))
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"the {name} cannot take up the state that the checkpoint has for it: {error!r}",
