@@ -14,10 +14,13 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from slurmft.storage.checkpoint_names import MANIFEST
+
+_PATIENCE_S = 1.0
 
 
 @contextlib.contextmanager
@@ -31,7 +34,7 @@ def holding(path: Path) -> Iterator[int]:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        _lock(descriptor, fcntl.LOCK_SH)
+        _patiently(lambda: _lock(descriptor, fcntl.LOCK_SH))
         _check_in_place(path, descriptor)
         yield descriptor
     finally:
@@ -48,9 +51,12 @@ def alone(path: Path) -> Iterator[int]:
     Raises:
         BlockingIOError: somebody holds it.
         FileNotFoundError: it is gone, or was replaced meanwhile.
-        OSError: it cannot be opened for writing, which a network filesystem asks of whoever wants a file alone.
+        OSError: it cannot be opened.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except PermissionError:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # enough on a local filesystem
     try:
         _lock(descriptor, fcntl.LOCK_EX)
         _check_in_place(path, descriptor)
@@ -97,6 +103,18 @@ def _lock(descriptor: int, kind: int) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF):
             raise
+
+
+def _patiently(lock: Callable[[], None]) -> None:
+    """``is_held`` has a file alone for a moment, and so does whoever removes it."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return lock()
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def _check_in_place(path: Path, descriptor: int) -> None:

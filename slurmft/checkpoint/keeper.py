@@ -20,14 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurmft.checkpoint.memory_limits import fits
-from slurmft.checkpoint.offers import PEERS, holdings_in, image_of
+from slurmft.checkpoint.offers import holdings_in, image_of
 from slurmft.checkpoint.shard_index import ShardIndex, read_index
 from slurmft.checkpoint.slots import Incoming, Mismatch, place_for, remove_stale
 from slurmft.checkpoint.wire import CHUNK_BYTES, BadCopy, Wire
 from slurmft.errors import StorageError
 from slurmft.policy.tiers import Tier
+from slurmft.storage.memory_folder import KEY_FILE, PEERS, read_generation
 
-KEY_FILE, GENERATION_FILE = "copies.key", "generation"
 MAX_CONNECTIONS = 64
 MAX_INDEX_BYTES = 64 << 20
 HANDSHAKE_S = 10.0
@@ -151,7 +151,7 @@ class Keeper:
         Raises:
             Refused: it is not.
         """
-        fence = max(self._generation, self._agents_generation())
+        fence = max(self._generation, read_generation(self._memory))
         if index.identity.generation < fence:
             raise Refused(f"generation {index.identity.generation} is over: this is generation {fence}")
         for one in holdings_in(self._peers, Tier.PEER):
@@ -166,12 +166,6 @@ class Keeper:
         present = image.stat().st_size if image.exists() else 0
         if reason := fits(max(index.size_bytes - present, 0), self._peers):
             raise Refused(f"no room: {reason}")
-
-    def _agents_generation(self) -> int:
-        try:
-            return int((self._memory / GENERATION_FILE).read_text(encoding="ascii"))
-        except (OSError, ValueError):
-            return 0
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -5,8 +5,8 @@
         peers/shard-<shard>.<a|b>.*     copies of other nodes' shards (checkpoint.keeper), or what was fetched
         tries.json                      how often a run began with a snapshot of the memory
 
-A folder on the node's local disk looks like ``peers``. An index without its image, or with one of another length, a
-file that is no index, a link, and whatever else lies there are passed over.
+A folder on the node's local disk looks like ``peers``. An index whose image is missing or too short, a file that
+is no index, a link, and whatever else lies there are passed over.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from slurmft.errors import StorageError
 from slurmft.policy.tiers import Name, Offer, Tier
 from slurmft.storage.checkpoint_names import MAX_STEP, Identity
 from slurmft.storage.files import read_json, write_json
+from slurmft.storage.memory_folder import PEERS
 
-MEMORY_VARIABLE = "SLURMFT_MEMORY_DIR"
-PEERS = "peers"
 MAX_SNAPSHOTS = 4
 MAX_SHARDS = 64
 """Of one snapshot on one node: its own ranks' and its peers'."""
@@ -185,7 +184,7 @@ def _holding(path: Path, tier: Tier) -> Holding | None:
     except (OSError, StorageError) as error:
         log.debug("passing over %s: %s", path, error)
         return None
-    if index is None or not S_ISREG(status.st_mode) or status.st_size != index.size_bytes:
+    if index is None or not S_ISREG(status.st_mode) or status.st_size < index.size_bytes:
         return None
     if index.shards > MAX_WORLD or max(name_of(index.identity)) > MAX_STEP:
         return None

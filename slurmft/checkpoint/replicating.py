@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmft.checkpoint.keeper import KEY_FILE
-from slurmft.checkpoint.offers import MEMORY_VARIABLE
 from slurmft.checkpoint.shard_index import ShardIndex, read_index
 from slurmft.checkpoint.wire import CHUNK_BYTES, BadCopy, Wire
 from slurmft.errors import StorageError
 from slurmft.policy.placement import copy_holders
 from slurmft.storage.fence import RUN_FOLDER_VARIABLE
 from slurmft.storage.files import read_json
+from slurmft.storage.memory_folder import KEY_FILE, MEMORY_VARIABLE, announcement
 
 PEER_COPIES_VARIABLE = "SLURMFT_CHECKPOINT_PEER_COPIES"
 COPY_LIMIT_S = 300.0
@@ -46,11 +45,6 @@ class Sent:
     """Empty when the peer has the whole snapshot, verified."""
 
     seconds: float
-
-
-def announcement(attempt_folder: Path, place: int) -> Path:
-    """The file in which the agent of the ``place``-th node says where its keeper listens."""
-    return attempt_folder / f"keeper-{place}.json"
 
 
 def find_peers(environment: Mapping[str, str] = os.environ) -> list[Peer]:

@@ -6,11 +6,15 @@ torch.distributed.checkpoint reads. Its items follow each other without a gap, s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import xxhash
+
+from slurmft.checkpoint.damage import Damage, Damaged
 from slurmft.errors import StorageError
 from slurmft.storage.checkpoint_names import Identity
 from slurmft.storage.files import read_json, write_json
@@ -111,6 +115,28 @@ def read_index(path: Path) -> ShardIndex | None:
         return _index(value)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise StorageError(f"{path} is not the index of a shard: {error!r}") from error
+
+
+def verified_index(path: Path, size_bytes: int, digest: str) -> ShardIndex:
+    """The index in a file whose bytes are exactly those of the marker.
+
+    Raises:
+        Damaged: they are not, or cannot be read.
+    """
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise Damaged(Damage.MISSING, path.name) from None
+    except OSError as error:
+        raise Damaged(Damage.UNREADABLE, path.name, str(error)) from error
+    if len(raw) != size_bytes:
+        raise Damaged(Damage.TRUNCATED, path.name)
+    if xxhash.xxh3_128_hexdigest(raw) != digest:
+        raise Damaged(Damage.CHANGED, path.name)
+    try:
+        return _index(json.loads(raw))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise Damaged(Damage.UNREADABLE, path.name, repr(error)) from error
 
 
 def _index(value: Mapping[str, Any]) -> ShardIndex:

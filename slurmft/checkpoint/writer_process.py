@@ -189,11 +189,8 @@ class WriterProcess:
             save.tries += 1
             over = stuck or save.tries >= MAX_TRIES
             seconds = time.monotonic() - save.since
-            self._note(
-                Report(
-                    kind="failed", identity=identity, seconds=seconds, final=over, phase=phase, errno=number, text=text
-                )
-            )
+            failed = Report(kind="failed", identity=identity, phase=phase, errno=number, text=text)
+            self._note(replace(failed, seconds=seconds, final=over))
         if self._saves and not self._closing:
             tries = max(save.tries for save in self._saves.values())
             self._start_again_at = time.monotonic() + (tries - 1) * _PAUSE_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from slurmft.errors import ConfigError
@@ -50,6 +50,10 @@ class CheckpointSettings:
         """
         given = {field.name: environment.get(PREFIX + field.name.upper(), "") for field in fields(cls)}
         return cls(**{name: _read(name, text) for name, text in given.items() if text})
+
+    def changed(self, given: Mapping[str, Any]) -> CheckpointSettings:
+        """These, with what is not None in ``given``."""
+        return replace(self, **{name: value for name, value in given.items() if value is not None})
 
 
 def _read(name: str, text: str) -> Any:

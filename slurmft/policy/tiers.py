@@ -194,11 +194,16 @@ def _shards(shards: Sequence[int]) -> str:
 
 def _check(offers: Sequence[Offer], committed: Committed | None, generation: int) -> None:
     """Raises ValueError for what no rank can have meant."""
-    numbers = [generation]
+    numbers, sizes = [generation], []
     if committed is not None:
-        numbers += [*committed.name, committed.shards - 1]
+        numbers += committed.name
+        sizes.append(committed.shards)
     for offer in offers:
-        numbers += [offer.rank, *offer.name, offer.shards - 1, offer.tries, *offer.held]
-        numbers += [offer.shards - 1 - shard for shard in offer.held]
-    if any(type(number) is not int or number < 0 for number in numbers):
+        numbers += [offer.rank, *offer.name, offer.tries, *offer.held]
+        sizes.append(offer.shards)
+    if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("an offer holds a number that makes no sense")
+    if not all(type(size) is int and size > 0 for size in sizes):
+        raise ValueError("a snapshot has at least one shard")
+    if any(shard >= offer.shards for offer in offers for shard in offer.held):
+        raise ValueError("an offer holds a shard that is none of its snapshot's")
