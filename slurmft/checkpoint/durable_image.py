@@ -53,11 +53,27 @@ class Pacing:
 
 
 def write_durably(task: Task, pace: Pacing) -> int:
-    """Image, metadata and receipt, all durable; returns the size of the image."""
-    request = task.request
+    """Image, metadata and receipt, all durable; returns the size of the image.
+
+    Raises:
+        Left: it is not to be gone on with.
+        OSError: it is not durable, and may be tried again.
+        StorageError: the snapshot is not there, or not the one that was announced.
+    """
     task.phase = "looking for an earlier try"
     if (size_bytes := _written_before(task, pace.look)) is not None:
         return size_bytes
+    try:
+        return _write(task, pace)
+    except FileNotFoundError:
+        # another writer of the same snapshot, taken for dead, has finished it and cleaned up
+        if (size_bytes := _written_before(task, pace.look)) is not None:
+            return size_bytes
+        raise
+
+
+def _write(task: Task, pace: Pacing) -> int:
+    request = task.request
     task.phase = "reading the image"
     with holding(request.image) as source:
         fingerprint, index = _staged(task)
@@ -75,7 +91,10 @@ def write_durably(task: Task, pace: Pacing) -> int:
                     _write_metadata(task, folder, mode, pace.look)
                     hashed, fingerprint = hashing.result()
                 task.phase = "writing the receipt"
-                if _fingerprint(request.snapshot) != fingerprint:
+                if _fingerprint(request.snapshot) != fingerprint and read_index(request.snapshot) not in (
+                    index,
+                    hashed,
+                ):
                     raise StorageError(f"{request.image} was changed while it was written")
                 write_index(folder / index_file(request.shard), hashed, durable=True, mode=mode)
                 reached("receipt written")
@@ -144,6 +163,8 @@ def _opened(folder: Path) -> Iterator[Path]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield Path(f"/proc/self/fd/{descriptor}")
+        if not _is_in_place(folder, descriptor):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESTALE) and not _is_in_place(folder, descriptor):
             raise Left("superseded", "its folder was removed") from error
