@@ -371,7 +371,7 @@ def test_while_it_idles_nothing_runs(start):
     assert Path(f"/proc/{client.pid}/schedstat").read_text() == before
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in range(1, 9))])
 def test_killed_at_any_moment_the_newest_committed_is_whole(memory, start, monkeypatch, seed):
     monkeypatch.setattr(writer_process, "MAX_TRIES", 50)
     monkeypatch.setattr(writer_process, "_PAUSE_S", 0.0)
