@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from slurmft.checkpoint.committing import CommitLane
 from slurmft.checkpoint.image_lane import ImageLane
-from slurmft.checkpoint.politeness import ignore_signals, yield_to_others
+from slurmft.checkpoint.politeness import ignore_signals
 from slurmft.checkpoint.progress_page import Lane, ProgressPage
 from slurmft.checkpoint.write_requests import identity_from, request_from
 from slurmft.checkpoint.writer_task import Outbox, Task
@@ -117,7 +117,6 @@ class Writer:
 def main(arguments: Sequence[str]) -> NoReturn:
     """Serve one worker, then end."""
     ignore_signals()
-    yield_to_others()
     logging.basicConfig(format="%(asctime)s %(levelname)s writer: %(message)s", level=logging.INFO)
     worker, page = socket.socket(fileno=int(arguments[0])), ProgressPage(int(arguments[1]))
     for descriptor in (worker.fileno(), page.descriptor):

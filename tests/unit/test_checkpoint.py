@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import xxhash
 
 from slurmft.checkpoint import Catalog, CheckpointManager, manager
 from slurmft.errors import CheckpointError, DataError, Fenced, UsageError
@@ -180,18 +179,19 @@ def marker_is_a_folder(folder: Path) -> None:
 
 def trusted_garbage(folder: Path) -> None:
     """Right size and hash, wrong content: written so by a sick host."""
+    import hashlib
 
     garbage = b"not a checkpoint" * 10
     (folder / "shared.pt").write_bytes(garbage)
     value = json.loads((folder / "manifest.json").read_text())
-    value["files"]["shared.pt"] = {"bytes": len(garbage), "xxh3": xxhash.xxh3_128(garbage).hexdigest()}
+    value["files"]["shared.pt"] = {"bytes": len(garbage), "sha256": hashlib.sha256(garbage).hexdigest()}
     (folder / "manifest.json").write_text(json.dumps(value))
 
 
 DAMAGES = [
     pytest.param(truncate, "shared.pt has the wrong size", id="truncated"),
-    pytest.param(flip("shared.pt"), "shared.pt has the wrong digest", id="flipped-bit"),
-    pytest.param(flip("rank-00000.pt"), "rank-00000.pt has the wrong digest", id="flipped-bit-of-rank-file"),
+    pytest.param(flip("shared.pt"), "shared.pt has the wrong checksum", id="flipped-bit"),
+    pytest.param(flip("rank-00000.pt"), "rank-00000.pt has the wrong checksum", id="flipped-bit-of-rank-file"),
     pytest.param(remove("shared.pt"), "shared.pt is missing", id="no-shared-file"),
     pytest.param(remove("rank-00000.pt"), "rank-00000.pt is missing", id="no-rank-file"),
     pytest.param(trusted_garbage, "shared.pt cannot be read", id="garbage-with-a-right-hash"),
@@ -199,7 +199,7 @@ DAMAGES = [
     pytest.param(marker("[]"), "manifest.json cannot be read", id="marker-not-an-object"),
     pytest.param(marker('{"format": 1}'), "manifest.json cannot be read", id="marker-empty"),
     pytest.param(edit_marker(step=77), "manifest.json cannot be read", id="marker-of-another-step"),
-    pytest.param(edit_marker(files={"../x": {"bytes": 1, "xxh3": ""}}), "manifest.json cannot", id="path-escapes"),
+    pytest.param(edit_marker(files={"../x": {"bytes": 1, "sha256": ""}}), "manifest.json cannot", id="path-escapes"),
     pytest.param(edit_marker(files={}), "shared.pt is missing", id="marker-lists-nothing"),
     pytest.param(edit_marker(format=99), "manifest.json was written by a newer slurmft", id="newer-format"),
     pytest.param(marker_is_a_folder, "manifest.json cannot be read", id="marker-is-a-folder"),
@@ -324,7 +324,7 @@ def test_a_read_only_place_fails_the_save(tmp_path, run):
 
 
 def test_values_that_weights_only_would_refuse_are_refused_when_saving(three, run):
-    for value in (object(), lambda: 0, Path("x")):
+    for value in (object(), lambda: 0, ValueError("x")):
         with pytest.raises(CheckpointError):
             three.save(run.model, run.optimizer, step=4, extra={"value": value})
     assert steps(three.directory) == [3, 2, 1]

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,12 +17,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from staging import METADATA, Memory, quick_folder, until
+from staging import Memory, quick_folder, until
 
 from slurmft.checkpoint import writer_process
 from slurmft.checkpoint.catalog import Catalog
 from slurmft.checkpoint.giving_up import note_file
 from slurmft.checkpoint.holding import is_held, reading
+from slurmft.checkpoint.image_lane import POLITE_BYTES
+from slurmft.checkpoint.politeness import NICE
 from slurmft.checkpoint.shard_index import image_file, index_file, read_index
 from slurmft.checkpoint.write_requests import Keep, Report, WriteRequest
 from slurmft.checkpoint.writer_process import WriterProcess
@@ -82,7 +85,6 @@ def test_a_snapshot_becomes_a_checkpoint(memory, start):
     (entry,) = Catalog(memory.checkpoints).committed()
     assert memory.steps() == [5]
     assert set(entry.files) == {".metadata", "__0_0.distcp", "__0_0.json"}
-    assert (entry.path / ".metadata").read_bytes() == METADATA
     assert (entry.world_size, entry.size_bytes, entry.metrics["accuracy"]) == (1, report.size_bytes, 0.5)
     until(lambda: "pruned" in kinds(client))
     staged = read_index(request.snapshot)
@@ -218,6 +220,15 @@ def test_a_snapshot_that_is_gone_or_another_is_no_checkpoint(memory, start):
     assert memory.steps() == []
 
 
+def test_a_worker_may_end_and_take_its_memory_folder_away(memory, start):
+    client = start()
+    request = memory.stage(1, size_bytes=10**6, max_bytes_per_s=2e6)
+    client.submit(request)
+    until(lambda: client.progress().done_bytes)
+    shutil.rmtree(memory.memory)
+    assert ended(client, request).kind == "committed" and memory.steps() == [1]
+
+
 def test_the_writer_finishes_after_its_worker_was_killed(memory):
     code = (
         "import os, signal, sys, pickle\n"
@@ -321,23 +332,26 @@ def test_who_gives_up_lets_nobody_wait(memory, start):
     until(lambda: not requests[0].folder.exists())
 
 
-def test_pruning_keeps_what_is_being_read_and_costs_the_same_after_many(memory, start):
+def test_pruning_keeps_what_is_being_read_the_best_and_every_so_many_steps(memory, start):
     client = start()
     keep = Keep(keep_last_n=1, keep_every=10, best_metric="loss")
-    first = memory.stage(1, keep=keep, metrics={"loss": 5.0})
-    assert saved(client, first).kind == "committed"
-    with reading(first.folder):
-        for step in range(2, 6):
-            assert saved(client, memory.stage(step, keep=keep, metrics={"loss": 5.0 - step % 3})).kind == "committed"
-            until(lambda: "pruned" in kinds(client))
+
+    def commit(step: int, loss: float) -> WriteRequest:
+        request = memory.stage(step, keep=keep, metrics={"loss": loss})
+        assert saved(client, request).kind == "committed"
+        until(lambda: any(r.kind == "pruned" and r.identity == request.identity for r in client.poll()))
+        return request
+
+    with reading(commit(1, 5.0).folder):
+        for step in (2, 3, 4, 5):
+            commit(step, 5.0 - step)
         assert memory.steps() == [5, 4, 1]
-    assert saved(client, memory.stage(10, keep=keep)).kind == "committed"
-    until(lambda: "pruned" in kinds(client))
-    assert saved(client, memory.stage(11, keep=keep, metrics={"loss": 9.0})).kind == "committed"
-    until(lambda: "pruned" in kinds(client))
-    assert saved(client, memory.stage(12, keep=keep, metrics={"loss": 9.0})).kind == "committed"
-    until(lambda: "pruned" in kinds(client))
-    assert memory.steps() == [12, 11, 10]
+    commit(10, 1.0)
+    commit(11, 9.0)
+    assert memory.steps() == [11, 10, 5]
+    commit(12, 9.0)
+    commit(13, 9.0)
+    assert memory.steps() == [13, 12, 10, 5]
 
 
 def test_a_callback_hears_everything_and_may_fail(memory, start, caplog):
@@ -353,13 +367,19 @@ def test_a_callback_hears_everything_and_may_fail(memory, start, caplog):
     assert "could not be handled" in caplog.text
 
 
-def test_it_yields_to_whoever_trains(start):
+def test_what_is_large_yields_to_whoever_trains_and_what_is_urgent_does_not(memory, start, monkeypatch):
     client = start()
-    until(lambda: os.getpriority(os.PRIO_PROCESS, client.pid) == 19)
-    until(lambda: os.sched_getscheduler(client.pid) == os.SCHED_BATCH)
-    threads = [int(task.name) for task in Path(f"/proc/{client.pid}/task").iterdir()]
-    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {19}
-    assert os.getpriority(os.PRIO_PROCESS, 0) < 19
+    request = memory.stage(1, size_bytes=POLITE_BYTES, max_bytes_per_s=1e6)
+
+    def priorities() -> list[tuple[int, int]]:
+        threads = [int(task.name) for task in Path(f"/proc/{client.pid}/task").iterdir()]
+        return [(os.getpriority(os.PRIO_PROCESS, thread), os.sched_getscheduler(thread)) for thread in threads]
+
+    client.submit(request)
+    until(lambda: (NICE, os.SCHED_BATCH) in priorities())
+    client.hurry()
+    ended(client, request)
+    until(lambda: set(priorities()) == {(os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0))})
 
 
 def test_while_it_idles_nothing_runs(start):
