@@ -18,6 +18,7 @@ import slurmft
 from slurmft.errors import SlurmftError
 
 VERBS = {
+    "checkpoint": ("checkpoints", "The checkpoints of a run: list them, verify, export, remove"),
     "exclude": ("excluding", "The nodes to keep away from: list them, say why, add, remove, forget what has faded"),
     "explain": ("reading", "Tell the run's story: each event, each decision and its reason, from the journal"),
     "inject": ("injecting", "Inject a fault into a running RUN, to see what follows"),
