@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slurmft.checkpoint.memory_limits import fits
 from slurmft.checkpoint.offers import Holding, holdings_in, name_of
 from slurmft.checkpoint.shard_index import MAX_INDEX_BYTES, ShardIndex, read_index
 from slurmft.checkpoint.slots import Incoming, Mismatch
@@ -202,6 +203,8 @@ class _Arrival:
                 raise Mismatch("it is another one")
             if index.size_bytes != size_bytes or not index.is_hashed:
                 raise Mismatch("its index does not describe it")
+            if reason := fits(size_bytes, node.memory):
+                raise StorageError(reason)  # it is read from disk instead, without a copy in memory
             self._incoming = Incoming(node.memory / FETCHED, index)
         except (Mismatch, StorageError, OSError) as error:
             self._give_up(error)
