@@ -7,7 +7,6 @@ checkpoint once all parts are. Whatever happens before that leaves the older che
 
 from __future__ import annotations
 
-import atexit
 import logging
 import operator
 import os
@@ -37,7 +36,7 @@ from slurmft.errors import CheckpointError, UsageError
 from slurmft.policy.checkpoint_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import MAX_STEP, Identity
 from slurmft.storage.fence import check_fence
-from slurmft.training.background import BACKGROUND, Outcome
+from slurmft.training.background import BACKGROUND, Outcome, weakly
 
 log = logging.getLogger(__name__)
 
@@ -91,13 +90,12 @@ class CheckpointManager:
         self._distrusted: set[Path] = set()
         self._turn = Turn()
         self._snapshots = Snapshots(
-            self.settings, spill=self.directory / SPILL_FOLDER, on_committed=self._on_committed,
-            on_failed=self._on_failed,
+            self.settings, spill=self.directory / SPILL_FOLDER, on_committed=weakly(self._on_committed),
+            on_failed=weakly(self._on_failed),
         )  # fmt: skip
         self._rescue: JustInTime | None = None
-        BACKGROUND.savers.append(self)
-        self._finalizer = weakref.finalize(self, _close, self._snapshots)
-        atexit.register(self._finalizer)
+        BACKGROUND.join(self)
+        self._finalizer = weakref.finalize(self, self._snapshots.close)  # at the end of the process at the latest
 
     def save(
         self,
@@ -132,10 +130,11 @@ class CheckpointManager:
             return None
         identity = Identity(step, own_generation(), self._turn.commit)
         folder = self.directory / identity.folder_name
-        self._stage(team, prepared, identity, metrics or {})
+        is_async = self.settings.async_save if async_save is None else async_save
+        self._stage(team, prepared, identity, metrics or {}, urgent=BACKGROUND.is_urgent or not is_async)
         BACKGROUND.outcome = Outcome.STAGED
         self._arm(trainee, prepared.flat, extra)
-        if not (self.settings.async_save if async_save is None else async_save):
+        if not is_async:
             self.wait()
         return folder
 
@@ -171,8 +170,9 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Let the writer finish, and let go of the memory; not a collective, and not needed at the end of a process."""
-        if self in BACKGROUND.savers:
-            BACKGROUND.savers.remove(self)
+        BACKGROUND.leave(self)
+        if self._rescue is not None:
+            self._rescue.disarm("the manager is closed")
         self._finalizer()
 
     def load_latest(
@@ -294,7 +294,9 @@ class CheckpointManager:
         remove_left_overs(self.directory, is_saving=True)
         self._turn.begin(max((one.commit for one in Catalog(self.directory).identities()), default=0))
 
-    def _stage(self, team: Team, prepared: LaidOut, identity: Identity, metrics: Mapping[str, SupportsFloat]) -> None:
+    def _stage(
+        self, team: Team, prepared: LaidOut, identity: Identity, metrics: Mapping[str, SupportsFloat], *, urgent: bool
+    ) -> None:
         """Copy, and hand over to the writer. What goes wrong here, all ranks learn of at the next save or ``wait``."""
         self._turn.awaited = identity
         reached("announced")
@@ -303,7 +305,7 @@ class CheckpointManager:
             if prepared.place is not None:
                 order = self._order(metrics) if team.is_lead else None
                 folder = self.directory / identity.folder_name
-                self._snapshots.submit(prepared.place, folder, identity, order, urgent=BACKGROUND.is_urgent)
+                self._snapshots.submit(prepared.place, folder, identity, order, urgent=urgent)
                 reached("submitted")
         except Exception as error:
             log.exception("step %d was not copied", identity.step)
@@ -349,7 +351,7 @@ class CheckpointManager:
         if flat is not None and flat.is_sharded:
             reason = "the state is spread over ranks, and no other has it"
         if self._rescue is None:
-            self._rescue = JustInTime(self._snapshots.arena.folder, self._keep)
+            self._rescue = JustInTime(self._snapshots.arena.folder, weakly(self._keep))
         self._rescue.arm(trainee, reason=reason)
         if flat is not None and self._turn.awaited is not None:
             self._rescue.saved(self._turn.awaited.step)
@@ -385,7 +387,3 @@ class CheckpointManager:
 
 def _as_floats(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
     return {str(name): float(value) for name, value in metrics.items()}
-
-
-def _close(snapshots: Snapshots) -> None:
-    snapshots.close()

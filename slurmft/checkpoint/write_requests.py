@@ -64,6 +64,9 @@ class WriteRequest:
     max_bytes_per_s: float = 0.0
     """0: as fast as the disk takes it from a process of the lowest priority."""
 
+    is_written: bool = False
+    """Only to be committed: a writer before this one has written the image. Set by the client."""
+
 
 ReportKind = Literal["hashed", "written", "committed", "failed", "abandoned", "superseded", "pruned"]
 FINAL_KINDS = frozenset({"committed", "abandoned", "superseded"})
@@ -102,9 +105,10 @@ def request_line(request: WriteRequest) -> bytes:
             "identity": _numbers(request.identity),
             "shard": request.shard,
             "shards": request.shards,
-            "snapshot": str(request.snapshot),
-            "image": str(request.image),
-            "folder": str(request.folder),
+            "snapshot": str(request.snapshot.absolute()),
+            "image": str(request.image.absolute()),
+            "folder": str(request.folder.absolute()),
+            "is_written": request.is_written,
             "urgent": request.urgent,
             "max_bytes_per_s": request.max_bytes_per_s,
             "commit": None if order is None else _order_value(order),
@@ -125,6 +129,7 @@ def request_from(value: Mapping[str, Any]) -> WriteRequest:
         commit=None if order is None else _order(order),
         urgent=value["urgent"],
         max_bytes_per_s=value["max_bytes_per_s"],
+        is_written=value["is_written"],
     )
 
 
@@ -162,7 +167,7 @@ def identity_from(value: Mapping[str, Any]) -> Identity:
 
 def _order_value(order: CommitOrder) -> dict[str, Any]:
     keep = {name: getattr(order.keep, name) for name in Keep.__slots__}
-    metadata = None if order.metadata is None else str(order.metadata)
+    metadata = None if order.metadata is None else str(order.metadata.absolute())
     return {"metrics": dict(order.metrics), "attempt": order.attempt, "metadata": metadata, "keep": keep}
 
 
