@@ -20,12 +20,14 @@ from pathlib import Path
 
 import xxhash
 
-from slurmft.checkpoint.catalog import METADATA_FILE, Entry, FileRecord, read_entry, write_marker
+from slurmft.checkpoint.catalog import Entry, FileRecord, read_entry, write_marker
+from slurmft.checkpoint.dcp_metadata import METADATA_FILE, metadata_bytes
 from slurmft.checkpoint.fault_points import reached
 from slurmft.checkpoint.folders import Pruner
 from slurmft.checkpoint.giving_up import give_up, is_note, reason_of, remove_temporary
+from slurmft.checkpoint.image_writing import NewFile
 from slurmft.checkpoint.progress_page import Lane, ProgressPage
-from slurmft.checkpoint.shard_index import image_file, index_file
+from slurmft.checkpoint.shard_index import image_file, index_file, read_index
 from slurmft.checkpoint.writer_task import PAUSES_S, Left, Task
 from slurmft.errors import Fenced, StorageError
 from slurmft.storage.checkpoint_names import MANIFEST, Identity
@@ -178,7 +180,7 @@ class CommitLane:
         reached("receipts complete")
         entry = _committed_before(task)
         if entry is None:
-            entry = _entry(task, pending.records)
+            entry = _entry(task, {METADATA_FILE: _write_metadata(task), **pending.records})
             remove_temporary(entry.path, pending.others)
             fsync_folder(entry.path.parent)  # every rank has synced the folder itself with its receipt
             check_fence()
@@ -246,6 +248,26 @@ def _facts(content: bytes) -> tuple[Identity | None, int, int, int]:
     return None, 0, 0, 0
 
 
+def _write_metadata(task: Task) -> FileRecord:
+    """Write torch's own index, made of all receipts; its folder is synced with the marker.
+
+    Raises:
+        OSError: it was not written, or a receipt is gone.
+        StorageError: a receipt is damaged.
+    """
+    folder = task.request.folder
+    indexes = [read_index(folder / index_file(shard)) for shard in range(task.request.shards)]
+    if None in indexes:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / index_file(indexes.index(None))))
+    content = metadata_bytes([index for index in indexes if index is not None])
+    with NewFile(folder, METADATA_FILE, mode=folder.stat().st_mode & 0o666) as file:
+        file.write(memoryview(content), lambda _done: None)
+        file.sync()
+        file.put_in_place()
+    reached("metadata written")
+    return FileRecord(len(content), xxhash.xxh3_128_hexdigest(content))
+
+
 def _committed_before(task: Task) -> Entry | None:
     """The checkpoint where a writer before this one has committed it, and was killed before it could say so."""
     try:
@@ -257,12 +279,10 @@ def _committed_before(task: Task) -> Entry | None:
 
 def _entry(task: Task, records: Mapping[str, FileRecord]) -> Entry:
     request, order = task.request, task.request.commit
-    files = {name: records[name] for shard in range(request.shards) for name in (image_file(shard), index_file(shard))}
+    files = {METADATA_FILE: records[METADATA_FILE]}
+    files |= {name: records[name] for shard in range(request.shards) for name in (image_file(shard), index_file(shard))}
     if order is None:
         raise ValueError("nobody asked for a commit")
-    if order.metadata is not None:
-        content = (request.folder / METADATA_FILE).read_bytes()
-        files = {METADATA_FILE: FileRecord(len(content), xxhash.xxh3_128_hexdigest(content)), **files}
     return Entry(
         step=request.identity.step,
         path=request.folder,

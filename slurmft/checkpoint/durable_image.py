@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
-from slurmft.checkpoint.catalog import METADATA_FILE
 from slurmft.checkpoint.fault_points import reached
 from slurmft.checkpoint.giving_up import note_file
 from slurmft.checkpoint.holding import holding
@@ -72,7 +71,6 @@ def write_durably(task: Task, pace: Pacing) -> int:
                 mode = folder.stat().st_mode & 0o666
                 with _beside(lambda look: _hash(task, index, view, fingerprint, look), pace.look) as hashing:
                     _write_image(task, folder, view, mode, pace)
-                    _write_metadata(task, folder, mode, pace.look)
                     hashed, fingerprint = hashing.result()
                 task.phase = "writing the receipt"
                 if _fingerprint(request.snapshot) != fingerprint:
@@ -219,16 +217,3 @@ def _write_image(task: Task, folder: Path, view: memoryview, mode: int, pace: Pa
         reached("image synced")
         file.put_in_place()
     reached("image in place")
-
-
-def _write_metadata(task: Task, folder: Path, mode: int, look: Pace) -> None:
-    order = task.request.commit
-    if order is None or order.metadata is None:
-        return
-    task.phase = "writing the metadata"
-    with order.metadata.open("rb") as source, NewFile(folder, METADATA_FILE, mode=mode) as file:
-        with mapped(source.fileno(), os.fstat(source.fileno()).st_size) as view:
-            file.write(view, look)
-        file.sync()
-        file.put_in_place()
-    reached("metadata written")

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from slurmft.checkpoint.flat_keys import Path, flatten, key_of
+from slurmft.checkpoint.plain_state import as_plain
 from slurmft.checkpoint.state import Trainee, unwrapped
 from slurmft.errors import CheckpointError, UsageError
 
@@ -77,8 +78,9 @@ def capture(trainee: Trainee, extra: Mapping[str, Any] | None, *, rank: int) -> 
     state._put(_optimizer_leaves(trainee), with_objects=leads)
     objects: dict[str, Any] = {}
     if leads:
-        objects |= {name: part.state_dict() for name, part in trainee.shared_parts().items() if part is not None}
-        objects["extra"] = dict(extra or {})
+        parts = trainee.shared_parts().items()
+        objects |= {name: as_plain(part.state_dict()) for name, part in parts if part is not None}
+        objects["extra"] = as_plain(dict(extra or {}))
     objects[rank_key(rank)] = trainee.rank_payload()
     for key, value in objects.items():
         state.put(key, value)

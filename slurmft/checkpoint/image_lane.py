@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from slurmft.checkpoint.durable_image import Pacing, write_durably
 from slurmft.checkpoint.giving_up import give_up
+from slurmft.checkpoint.politeness import yield_to_others
 from slurmft.checkpoint.progress_page import Lane, Progress, ProgressPage
 from slurmft.checkpoint.writer_task import PAUSES_S, Left, Task
 from slurmft.errors import StorageError
 from slurmft.storage.checkpoint_names import Identity
 from slurmft.storage.patience import PASSING
 
+POLITE_BYTES = 64 << 20
+"""Less than this is written before anybody notices."""
+
 log = logging.getLogger(__name__)
+
+
+def _size(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
 
 
 class ImageLane:
@@ -88,12 +100,27 @@ class ImageLane:
             self._page.begin(Lane.IMAGE)
             for task in dropped:
                 give_up(task.request.folder, task.request.shard, "superseded")
-            if self._current is not None and self._finish(self._current):
+            if self._current is not None and self._finish_politely(self._current):
                 self._hand_over(self._current)
             with self._changed:
                 self._current = None
                 del self._dropped[: len(dropped)]
             self._page.end(Lane.IMAGE)
+
+    def _finish_politely(self, task: Task) -> bool:
+        """``_finish``; what is large, and nobody waits for, in a thread that yields: that cannot be taken back."""
+        if task.request.urgent or _size(task.request.image) < POLITE_BYTES:
+            return self._finish(task)
+        done: list[bool] = []
+
+        def finish() -> None:
+            yield_to_others()
+            done.append(self._finish(task))
+
+        thread = threading.Thread(target=finish, daemon=True)
+        thread.start()
+        thread.join()
+        return done == [True]
 
     def _finish(self, task: Task) -> bool:
         """Whether the image is durable; its end is told otherwise. Tries again what may pass by itself."""

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from slurmft.checkpoint.plain_state import as_json
 from slurmft.checkpoint.rank_records import RankRecord, read_record
 from slurmft.checkpoint.state import Trainee, unwrapped
 from slurmft.errors import UsageError
@@ -174,7 +175,7 @@ class JustInTime:
 
     def _loader_state(self) -> dict[str, Any] | None:
         loader = self._trainee.loader if self._trainee is not None else None
-        return None if loader is None else loader.state_dict()
+        return None if loader is None else as_json(loader.state_dict())
 
     def _copy_buffers(self) -> None:
         if self._buffers and self._trainee is not None:

@@ -23,6 +23,7 @@ from slurmft.checkpoint.flat_state import (
     rank_key,
     refuse_unsupported,
 )
+from slurmft.checkpoint.plain_state import original
 from slurmft.checkpoint.reading import Stored, StoredTensor, Target, fresh
 from slurmft.checkpoint.shard_index import index_file
 from slurmft.checkpoint.state import Trainee, load_part, unwrapped
@@ -46,7 +47,7 @@ class Prepared:
     @property
     def extra(self) -> Mapping[str, Any]:
         """What ``save(extra=...)`` was given."""
-        value: Mapping[str, Any] = self.shared.get("extra", {})
+        value: Mapping[str, Any] = original(self.shared.get("extra", {}))
         return value
 
     def apply(self) -> None:

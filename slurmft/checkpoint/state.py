@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from slurmft.checkpoint.plain_state import as_plain, original
 from slurmft.errors import CheckpointError
 from slurmft.training import rng
 
@@ -38,7 +39,7 @@ class Trainee:
         """What each rank has for itself."""
         payload: dict[str, Any] = {"rng": rng.capture()}
         if self.loader is not None:
-            payload["loader"] = self.loader.state_dict()
+            payload["loader"] = as_plain(self.loader.state_dict())
         return payload
 
     def restore_rng(self, own: Mapping[str, Any]) -> None:
@@ -69,7 +70,7 @@ def load_part(name: str, part: Stateful | None, payload: Mapping[str, Any]) -> N
     """
     if part is not None and name in payload:
         try:
-            part.load_state_dict(payload[name])
+            part.load_state_dict(original(payload[name]))
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"the {name} cannot take up the state that the checkpoint has for it: {error!r}",

@@ -37,9 +37,6 @@ class CommitOrder:
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     attempt: str = ""
-    metadata: Path | None = None
-    """A file with the bytes of ``.metadata``, beside the image and as long-lived; copied when the image is written."""
-
     keep: Keep = field(default_factory=Keep)
 
 
@@ -167,14 +164,12 @@ def identity_from(value: Mapping[str, Any]) -> Identity:
 
 def _order_value(order: CommitOrder) -> dict[str, Any]:
     keep = {name: getattr(order.keep, name) for name in Keep.__slots__}
-    metadata = None if order.metadata is None else str(order.metadata.absolute())
-    return {"metrics": dict(order.metrics), "attempt": order.attempt, "metadata": metadata, "keep": keep}
+    return {"metrics": dict(order.metrics), "attempt": order.attempt, "keep": keep}
 
 
 def _order(value: Mapping[str, Any]) -> CommitOrder:
     keep = {**value["keep"], "distrusted": tuple(value["keep"]["distrusted"])}
-    metadata = None if value["metadata"] is None else Path(value["metadata"])
-    return CommitOrder(metrics=value["metrics"], attempt=value["attempt"], metadata=metadata, keep=Keep(**keep))
+    return CommitOrder(metrics=value["metrics"], attempt=value["attempt"], keep=Keep(**keep))
 
 
 def _numbers(identity: Identity) -> list[int]:

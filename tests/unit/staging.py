@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -33,19 +34,18 @@ class Memory:
         identity = Identity(step, generation, commit or step)
         self.memory.mkdir(exist_ok=True)
         base = self.memory / f"shard-{shard}.{slot}"
-        image, metadata = base.with_suffix(f".{slot}.image"), base.with_suffix(f".{slot}.metadata")
+        image = base.with_suffix(f".{slot}.image")
         image.write_bytes(random.Random(f"{identity} {shard}").randbytes(size_bytes))
-        metadata.write_bytes(METADATA)
         cuts = sorted({0, size_bytes // 3, size_bytes * 2 // 3, size_bytes})
         items = tuple(
             Item(key=f"model.{number}", kind="object", offset=start, length=end - start,
                  data_offset=start, data_length=end - start)
-            for number, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False))
+            for number, (start, end) in enumerate(itertools.pairwise(cuts))
         )  # fmt: skip
         index = ShardIndex(identity=identity, shard=shard, shards=shards, size_bytes=size_bytes, items=items)
         snapshot = base.with_suffix(f".{slot}.json")
         write_index(snapshot, index, durable=False)
-        order = CommitOrder(metrics=metrics or {"loss": 1.0}, metadata=metadata, keep=keep or Keep())
+        order = CommitOrder(metrics=metrics or {"loss": 1.0}, keep=keep or Keep())
         return WriteRequest(
             identity=identity, shard=shard, shards=shards, snapshot=snapshot, image=image,
             folder=self.checkpoints / identity.folder_name, commit=order if shard == 0 else None, **details,
