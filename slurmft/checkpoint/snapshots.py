@@ -83,7 +83,8 @@ class Snapshots:
         self._on_committed, self._on_failed = on_committed, on_failed
         self._arena: Arena | None = None
         self._writer: WriterProcess | None = None
-        self._rank, self._world_size = 0, 1
+        self._rank, self._world_size = int(os.environ.get("RANK", "0")), 1
+        self._is_memory_chosen = False
         self._layout: Layout | None = None
         self._views: dict[Place, list[torch.Tensor]] = {}
         self._known: dict[Identity, Standing] = {}
@@ -113,7 +114,8 @@ class Snapshots:
             self._layout = Layout.plan(flat.tensors, shard=rank, shards=world_size, paths=flat.paths)
             self._views.clear()
         packed = self._layout.pack(flat.objects)
-        if self._arena is None:
+        if not self._is_memory_chosen:
+            self._is_memory_chosen = True
             self._choose_memory(self._layout.capacity_bytes(packed))
         place = self.arena.free(self._busy())
         return LaidOut(flat=flat, layout=self._layout, packed=packed, place=place)
