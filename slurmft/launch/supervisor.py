@@ -65,7 +65,7 @@ class Supervisor:
         self._pool = crew.pool
         self._seen = Observations(
             self._run, self._journal, self._cluster.attempt, config.world_size,
-            workload=workload_of(config), history=start.history,
+            workload=workload_of(config), history=start.history, max_failed_saves=config.checkpoint.max_failed_saves,
         )  # fmt: skip
         self._slurm = SlurmsWord(self._cluster, start.journal)
         self._launch_error = ""
