@@ -23,8 +23,8 @@ from pathlib import Path
 from slurmft.checkpoint.shard_index import ShardIndex, read_index, write_index
 from slurmft.errors import StorageError
 from slurmft.storage.checkpoint_names import Identity
+from slurmft.storage.memory_folder import MEMORY_VARIABLE
 
-MEMORY_VARIABLE = "SLURMFT_MEMORY_DIR"
 PLACES = "ab"
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a private folder is made in it

@@ -27,7 +27,6 @@ from slurmft.storage.checkpoint_names import MANIFEST, Identity, read_quarantine
 from slurmft.storage.files import read_json, write_json
 
 SHARED = "shared.pt"
-METADATA_FILE = ".metadata"
 MAX_MARKER_BYTES = 64 * 1024 * 1024
 """A marker has some 170 bytes for each rank."""
 

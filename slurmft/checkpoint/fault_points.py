@@ -20,13 +20,12 @@ WRITER_POINTS = (
     "image written",
     "image synced",
     "image in place",
-    "metadata written",
     "hashed",
     "receipt written",
 )
 """On every rank's writer, in their order; ``hashed`` may come anywhere after the first."""
 
-COMMIT_POINTS = ("receipts complete", "before marker", "marker written", "before pruning", "pruned")
+COMMIT_POINTS = ("receipts complete", "metadata written", "before marker", "marker written", "before pruning", "pruned")
 """On rank 0's writer, after those."""
 
 STAGING_POINTS = ("announced", "slot emptied", "half staged", "staged", "index in place", "submitted")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -37,31 +36,35 @@ def _opens(value: Any, is_tensor: Callable[[Any], bool]) -> bool:
     return isinstance(value, Mapping) or is_tensor(value)
 
 
+class _Node(dict[str | int, Any]):
+    """A dict or list that is being put together; list items may come in any order."""
+
+
 def unflatten(leaves: Mapping[Path, Any]) -> dict[str, Any]:
-    """The reverse of ``flatten``.
+    """The reverse of ``flatten``, whatever the order of the leaves.
 
     Raises:
         ValueError: two paths contradict each other, or a list has gaps.
     """
-    root: dict[str, Any] = {}
+    root = _Node()
     for path, value in leaves.items():
-        container: Any = root
-        for step, following in itertools.pairwise(path):
-            container = _below(container, step, {} if isinstance(following, str) else [])
-        if _below(container, path[-1], value) is not value:
+        node = root
+        for step in path[:-1]:
+            node = node.setdefault(step, _Node())
+            if not isinstance(node, _Node):
+                raise ValueError(f"{step!r} of {key_of(path)} is a value and holds values")
+        if path[-1] in node:
             raise ValueError(f"{key_of(path)} is there twice")
-    return root
+        node[path[-1]] = value
+    return {str(key): _closed(value) for key, value in root.items()}
 
 
-def _below(container: Any, step: str | int, absent: Any) -> Any:
-    if isinstance(container, dict) and isinstance(step, str):
-        found = container.setdefault(step, absent)
-    elif isinstance(container, list) and isinstance(step, int) and step <= len(container):
-        if step == len(container):
-            container.append(absent)
-        found = container[step]
-    else:
-        raise ValueError(f"{step!r} does not lead on in a {type(container).__name__}")
-    if absent is not found and type(found) is not type(absent):
-        raise ValueError(f"{step!r} is two things")
-    return found
+def _closed(value: Any) -> Any:
+    if not isinstance(value, _Node):
+        return value
+    kinds = {type(key) for key in value}
+    if kinds == {str}:
+        return {key: _closed(each) for key, each in value.items()}
+    if kinds != {int} or value.keys() != set(range(len(value))):
+        raise ValueError(f"{sorted(map(str, value))[:5]} are the keys of neither a dict nor a list")
+    return [_closed(value[place]) for place in range(len(value))]

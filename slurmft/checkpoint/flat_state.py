@@ -76,12 +76,14 @@ def capture(trainee: Trainee, extra: Mapping[str, Any] | None, *, rank: int) -> 
     state, leads = FlatState(), rank == 0
     state._put(model_leaves(trainee.model), with_objects=leads)
     state._put(_optimizer_leaves(trainee), with_objects=leads)
-    parts = trainee.shared_parts().items()
-    shared = {name: as_plain(part.state_dict()) for name, part in parts if part is not None}
-    own = {rank_key(rank): trainee.rank_payload()}
-    for key, value in ({**shared, "extra": as_plain(dict(extra or {}))} if leads else {}).items() | own.items():
-        state.objects[key] = value
-        state.paths[key] = (key,)
+    objects: dict[str, Any] = {}
+    if leads:
+        parts = trainee.shared_parts().items()
+        objects |= {name: as_plain(part.state_dict()) for name, part in parts if part is not None}
+        objects["extra"] = as_plain(dict(extra or {}))
+    objects[rank_key(rank)] = trainee.rank_payload()
+    for key, value in objects.items():
+        state.put(key, value)
     return state
 
 

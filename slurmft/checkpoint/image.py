@@ -7,6 +7,7 @@ by a copy, so that staging a save costs that copy and nothing else. Knows memory
 from __future__ import annotations
 
 import hashlib
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, cast
@@ -28,8 +29,8 @@ ALIGNMENT = 64
 SPARE_OBJECT_BYTES = 256 << 10
 """What ``capacity_bytes`` leaves for objects to grow from save to save."""
 
-Memory = memoryview | bytearray
-"""Writable, byte by byte; of a mapped file: ``memoryview(mmap)``."""
+Memory = memoryview | bytearray | mmap.mmap
+"""Writable, byte by byte."""
 
 
 class NoRoom(Exception):

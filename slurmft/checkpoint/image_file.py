@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -29,14 +30,15 @@ class ImageFile:
     def __init__(self, path: Path, index: ShardIndex) -> None:
         self.path, self.index = path, index
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block
         except FileNotFoundError:
             raise Damaged(Damage.MISSING, path.name) from None
         except OSError as error:
             raise Damaged(Damage.UNREADABLE, path.name, str(error)) from error
-        if os.fstat(self._descriptor).st_size < index.size_bytes:
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size < index.size_bytes:
             self.close()
-            raise Damaged(Damage.TRUNCATED, path.name)
+            raise Damaged(Damage.TRUNCATED if stat.S_ISREG(status.st_mode) else Damage.UNREADABLE, path.name)
 
     def __enter__(self) -> ImageFile:
         return self

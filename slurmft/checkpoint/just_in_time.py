@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from slurmft.checkpoint.rank_records import RankRecord, read_record
 from slurmft.checkpoint.state import Trainee, unwrapped
 from slurmft.errors import UsageError
 from slurmft.launch.heartbeat import PAGE_VARIABLE, RESCUE_SUFFIX
-from slurmft.training.background import BACKGROUND
+from slurmft.training.background import BACKGROUND, weakly
 
 MAX_SHARE = 0.03
 """Of the time of a step, which the notes at its boundaries may take."""
@@ -38,7 +39,7 @@ NOTHING = -1
 
 log = logging.getLogger(__name__)
 
-Stage = Callable[[int, Mapping[int, dict[str, Any]], Mapping[str, torch.Tensor]], None]
+Stage = Callable[[int, Trainee, Mapping[int, dict[str, Any]], Mapping[str, torch.Tensor]], None]
 """Copies the state after so many steps, with each local rank's own and these buffers, to where a restart finds it."""
 
 
@@ -80,7 +81,8 @@ class JustInTime:
                     self._record = RankRecord(self._folder, self._rank)
                 except OSError as error:
                     return self._disarm(f"no memory for it: {error}")
-                register_optimizer_step_pre_hook(self._before_optimizer)
+                hook = register_optimizer_step_pre_hook(weakly(self._before_optimizer))
+                weakref.finalize(self, hook.remove)
                 self._listen()
             model = unwrapped(trainee.model)
             live = dict(model.named_buffers())
@@ -88,6 +90,11 @@ class JustInTime:
             self._buffers = {name: live[name].detach().clone() for name in sorted(kept)}
             BACKGROUND.is_armed = True
         return None
+
+    def disarm(self, reason: str) -> None:
+        """Keep nothing from now on."""
+        with self._lock:
+            self._disarm(reason)
 
     def saved(self, step: int) -> None:
         """The state after ``step`` steps is staged already: it need not be kept again."""
@@ -139,7 +146,7 @@ class JustInTime:
             if BACKGROUND.listener is not None:
                 BACKGROUND.listener.on_rescuing()
             try:
-                self._stage(step, self._own_states(step), self._buffers)
+                self._stage(step, self._trainee, self._own_states(step), self._buffers)
             except Exception as error:  # noqa: BLE001 - this process fails anyway: of something else, which must be told
                 log.warning("step %d is not kept just in time: %s", step, error)
                 return

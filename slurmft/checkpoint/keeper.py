@@ -22,7 +22,7 @@ from pathlib import Path
 from slurmft.checkpoint.memory_limits import fits
 from slurmft.checkpoint.offers import holdings_in, image_of
 from slurmft.checkpoint.shard_index import ShardIndex, read_index
-from slurmft.checkpoint.slots import Incoming, Mismatch, place_for, remove_stale
+from slurmft.checkpoint.slots import Incoming, Mismatch, place_for, remove_stale, remove_unfinished
 from slurmft.checkpoint.wire import CHUNK_BYTES, BadCopy, Wire
 from slurmft.errors import StorageError
 from slurmft.policy.tiers import Tier
@@ -51,6 +51,7 @@ class Keeper:
         self._memory, self._listener = memory, listener
         self._peers = memory / PEERS
         self._peers.mkdir(mode=0o700, exist_ok=True)
+        remove_unfinished(self._peers)
         self._secret = (memory / KEY_FILE).read_bytes()
         self._shards: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
@@ -108,7 +109,9 @@ class Keeper:
     def _receive(self, wire: Wire, index: ShardIndex) -> None:
         buffer = memoryview(bytearray(CHUNK_BYTES))
         try:
-            with Incoming(self._peers, index) as incoming:
+            with self._changing:  # no place may be cleared away between its choice and its first byte
+                incoming = Incoming(self._peers, index)
+            with incoming:
                 wire.send({"answer": "send"})
                 left = index.size_bytes
                 while left:
@@ -116,12 +119,12 @@ class Keeper:
                     wire.receive_raw(chunk)
                     incoming.write(chunk)
                     left -= len(chunk)
-                incoming.finish()
+                with self._changing:
+                    incoming.finish()
+                    self._generation = max(self._generation, index.identity.generation)
+                    remove_stale(self._peers)
         except Mismatch as error:
             raise Refused(f"damaged on the way: {error}") from error
-        with self._changing:
-            self._generation = max(self._generation, index.identity.generation)
-            remove_stale(self._peers)
         wire.send({"answer": "kept"})
 
     def _lock_of(self, shard: int) -> threading.Lock:

@@ -225,7 +225,7 @@ class Loading:
         )
 
     def _cannot_load(self, path: Path, damages: list[int], guard: Guard) -> CheckpointError:
-        """An intact checkpoint that these objects cannot take: an older one would not fit either, so nobody walks on."""
+        """An intact checkpoint that these objects cannot take: an older one would not fit either."""
         failed = [rank for rank, damage in enumerate(damages) if damage]
         detail = str(guard.error) if guard.error is not None else f"rank(s) {failed} could not; their logs show why"
         if guard.error is not None:

@@ -7,7 +7,6 @@ checkpoint once all parts are. Whatever happens before that leaves the older che
 
 from __future__ import annotations
 
-import atexit
 import logging
 import operator
 import os
@@ -21,21 +20,23 @@ import torch
 
 from slurmft.checkpoint.agreement import Guard, failure
 from slurmft.checkpoint.catalog import Catalog
-from slurmft.checkpoint.flat_state import FlatState, capture
+from slurmft.checkpoint.fault_points import reached
+from slurmft.checkpoint.flat_keys import key_of
+from slurmft.checkpoint.flat_state import MODEL, FlatState, capture, plain_name, rank_key
 from slurmft.checkpoint.folders import own_generation, remove_left_overs
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.loading import FACTS, LoadedCheckpoint, Loading
-from slurmft.checkpoint.retention import BestMode, by_merit
+from slurmft.checkpoint.retention import by_merit
 from slurmft.checkpoint.snapshots import LaidOut, Snapshots
 from slurmft.checkpoint.state import Stateful, Trainee
 from slurmft.checkpoint.team import Team
 from slurmft.checkpoint.turns import Row, Turn, mismatch
-from slurmft.checkpoint.write_requests import CommitOrder, Keep
+from slurmft.checkpoint.write_requests import BestMode, CommitOrder, Keep
 from slurmft.errors import CheckpointError, UsageError
 from slurmft.policy.checkpoint_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import MAX_STEP, Identity
 from slurmft.storage.fence import check_fence
-from slurmft.training.background import BACKGROUND, Outcome
+from slurmft.training.background import BACKGROUND, Outcome, weakly
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ ROOM_S = 60.0
 """How long a save that must not be skipped waits for one of its two places."""
 
 LOOK_S = 0.05
+SPILL_FOLDER = ".staging"
 
 
 class CheckpointManager:
@@ -87,11 +89,13 @@ class CheckpointManager:
         self.directory = Path(checkpoint_dir)
         self._distrusted: set[Path] = set()
         self._turn = Turn()
-        self._snapshots = Snapshots(self.settings, on_committed=self._on_committed, on_failed=self._on_failed)
+        self._snapshots = Snapshots(
+            self.settings, spill=self.directory / SPILL_FOLDER, on_committed=weakly(self._on_committed),
+            on_failed=weakly(self._on_failed),
+        )  # fmt: skip
         self._rescue: JustInTime | None = None
-        BACKGROUND.savers.append(self)
-        self._finalizer = weakref.finalize(self, _close, self._snapshots)
-        atexit.register(self._finalizer)
+        BACKGROUND.join(self)
+        self._finalizer = weakref.finalize(self, self._snapshots.close)  # at the end of the process at the latest
 
     def save(
         self,
@@ -126,10 +130,11 @@ class CheckpointManager:
             return None
         identity = Identity(step, own_generation(), self._turn.commit)
         folder = self.directory / identity.folder_name
-        self._stage(team, prepared, identity, metrics or {})
+        is_async = self.settings.async_save if async_save is None else async_save
+        self._stage(team, prepared, identity, metrics or {}, urgent=BACKGROUND.is_urgent or not is_async)
         BACKGROUND.outcome = Outcome.STAGED
         self._arm(trainee, prepared.flat, extra)
-        if not (self.settings.async_save if async_save is None else async_save):
+        if not is_async:
             self.wait()
         return folder
 
@@ -165,8 +170,9 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Let the writer finish, and let go of the memory; not a collective, and not needed at the end of a process."""
-        if self in BACKGROUND.savers:
-            BACKGROUND.savers.remove(self)
+        BACKGROUND.leave(self)
+        if self._rescue is not None:
+            self._rescue.disarm("the manager is closed")
         self._finalizer()
 
     def load_latest(
@@ -288,15 +294,19 @@ class CheckpointManager:
         remove_left_overs(self.directory, is_saving=True)
         self._turn.begin(max((one.commit for one in Catalog(self.directory).identities()), default=0))
 
-    def _stage(self, team: Team, prepared: LaidOut, identity: Identity, metrics: Mapping[str, SupportsFloat]) -> None:
+    def _stage(
+        self, team: Team, prepared: LaidOut, identity: Identity, metrics: Mapping[str, SupportsFloat], *, urgent: bool
+    ) -> None:
         """Copy, and hand over to the writer. What goes wrong here, all ranks learn of at the next save or ``wait``."""
         self._turn.awaited = identity
+        reached("announced")
         try:
             self._snapshots.stage(prepared, identity)
             if prepared.place is not None:
                 order = self._order(metrics) if team.is_lead else None
                 folder = self.directory / identity.folder_name
-                self._snapshots.submit(prepared.place, folder, identity, order, urgent=BACKGROUND.is_urgent)
+                self._snapshots.submit(prepared.place, folder, identity, order, urgent=urgent)
+                reached("submitted")
         except Exception as error:
             log.exception("step %d was not copied", identity.step)
             self._snapshots.failed_here(identity, error)
@@ -341,10 +351,21 @@ class CheckpointManager:
         if flat is not None and flat.is_sharded:
             reason = "the state is spread over ranks, and no other has it"
         if self._rescue is None:
-            self._rescue = JustInTime(self._snapshots.arena.folder, self._keep)
+            self._rescue = JustInTime(self._snapshots.arena.folder, weakly(self._keep))
         self._rescue.arm(trainee, reason=reason)
         if flat is not None and self._turn.awaited is not None:
             self._rescue.saved(self._turn.awaited.step)
+
+    def _keep(
+        self, step: int, trainee: Trainee, own: Mapping[int, dict[str, Any]], buffers: Mapping[str, torch.Tensor]
+    ) -> None:
+        flat = capture(trainee, None, rank=0)
+        del flat.objects[rank_key(0)]  # of this moment, not of the boundary
+        for rank, state in own.items():
+            flat.put(rank_key(rank), state)
+        flat.tensors.update({key_of((MODEL, plain_name(name))): value for name, value in buffers.items()})
+        flat.put(FACTS, {"metrics": {}, "world_size": int(os.environ.get("WORLD_SIZE", "1"))})
+        self._snapshots.keep(flat, Identity(step, own_generation(), self._turn.commit + 1))
 
     # Loading
 
@@ -366,7 +387,3 @@ class CheckpointManager:
 
 def _as_floats(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
     return {str(name): float(value) for name, value in metrics.items()}
-
-
-def _close(snapshots: Snapshots) -> None:
-    snapshots.close()

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 from slurmft.checkpoint.offers import (
-    MEMORY_VARIABLE,
     ROW_LENGTH,
     Holding,
     from_rows,
@@ -21,6 +20,7 @@ from slurmft.checkpoint.team import Team
 from slurmft.policy.supply import without
 from slurmft.policy.tiers import DISK, Committed, Decision, Name, choose
 from slurmft.storage.checkpoint_names import Identity
+from slurmft.storage.memory_folder import MEMORY_VARIABLE
 
 LOCAL_DIRECTORY_VARIABLE = "SLURMFT_CHECKPOINT_LOCAL_DIRECTORY"
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from slurmft.errors import CheckpointError
 
@@ -61,17 +62,20 @@ def to_bytes(key: str, value: Any) -> bytes:
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
-        if not _is_plain(value):
-            stream.seek(0)
-            torch.load(stream, map_location="cpu", weights_only=True)
-    except Exception as error:
-        # pickle and torch raise whatever the object's own code raises
-        reason = str(error).partition("\n")[0][:200]
-        raise CheckpointError(
-            f"{key} cannot be part of a checkpoint: torch.load(weights_only=True) would refuse it: {reason}",
-            hint="save plain numbers, strings, lists, dicts and tensors only",
-        ) from error
-    return stream.getvalue()
+        if _is_plain(value):
+            return stream.getvalue()
+        stream.seek(0)
+        unsafe = sorted(get_unsafe_globals_in_checkpoint(stream))
+        if not unsafe:
+            from_bytes(stream.getvalue())
+            return stream.getvalue()
+        reason, cause = f"it holds {', '.join(unsafe)}", None
+    except Exception as error:  # noqa: BLE001 - whatever the object's own code raises
+        reason, cause = f"{type(error).__name__}: {str(error)[:300]}", error
+    raise CheckpointError(
+        f"{key} cannot be part of a checkpoint, torch.load(weights_only=True) would refuse it: {reason}",
+        hint="save plain numbers, strings, lists, dicts and tensors only",
+    ) from cause
 
 
 def from_bytes(data: bytes | bytearray | memoryview) -> Any:

@@ -56,6 +56,7 @@ class Verifier:
         Raises:
             Mismatch: bytes are.
         """
+        self.feed(memoryview(b""))  # items without bytes end here
         if self._item is not None:
             raise Mismatch("bytes are missing")
 
@@ -117,6 +118,8 @@ class Incoming:
         os.ftruncate(self._file, self._index.size_bytes)
         if durable:
             os.fsync(self._file)
+        if not os.path.samestat(os.fstat(self._file), image_of(self._path).stat()):
+            raise FileNotFoundError(f"{image_of(self._path)} was replaced by somebody else")
         write_index(self._path, self._index, durable=durable)
         self._finished = True
         return Holding(index=self._index, image=image_of(self._path), index_path=self._path, tier=Tier.PEER)
@@ -128,6 +131,13 @@ def place_for(folder: Path, index: ShardIndex) -> Path:
     held = {one.index_path: one for one in holdings_in(folder, Tier.PEER) if one.index_path in places}
     free = [place for place in places if place not in held]
     return free[0] if free else min(places, key=lambda place: held[place].index.identity.commit)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what somebody who died has left half written; call while nobody writes here."""
+    for path in (*folder.glob("shard-*.image"), *folder.glob(".*")):
+        if path.name.startswith(".") or not path.with_suffix(".json").exists():
+            path.unlink(missing_ok=True)
 
 
 def remove_stale(folder: Path) -> None:

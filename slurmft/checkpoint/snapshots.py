@@ -7,6 +7,7 @@ and a thread of this process takes it in.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -16,10 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import xxhash
 
 from slurmft.checkpoint.arena import Arena, Place
+from slurmft.checkpoint.fault_points import reached
 from slurmft.checkpoint.flat_state import FlatState
 from slurmft.checkpoint.image import Layout
+from slurmft.checkpoint.memory_limits import fits
 from slurmft.checkpoint.objects import Packed
 from slurmft.checkpoint.shard_index import ShardIndex
 from slurmft.checkpoint.write_requests import CommitOrder, Report, WriteRequest
@@ -67,14 +71,15 @@ class Snapshots:
     """The places, the writer, and what became of each snapshot. Public methods but ``on_report`` for one thread.
 
     Args:
+        spill: a folder for copies that do not fit into memory.
         on_committed, on_failed: called in the reporting thread: step and seconds, or step and errno.
     """
 
     def __init__(
-        self, settings: CheckpointSettings, *, on_committed: Callable[[Identity, float], None],
+        self, settings: CheckpointSettings, *, spill: Path, on_committed: Callable[[Identity, float], None],
         on_failed: Callable[[int, int, str], None],
     ) -> None:  # fmt: skip
-        self._settings = settings
+        self._settings, self._spill = settings, spill
         self._on_committed, self._on_failed = on_committed, on_failed
         self._arena: Arena | None = None
         self._writer: WriterProcess | None = None
@@ -110,6 +115,8 @@ class Snapshots:
             self._layout = Layout.plan(flat.tensors, shard=rank, shards=world_size, paths=flat.paths)
             self._views.clear()
         packed = self._layout.pack(flat.objects)
+        if self._arena is None:
+            self._choose_memory(self._layout.capacity_bytes(packed))
         place = self.arena.free(self._busy())
         return LaidOut(flat=flat, layout=self._layout, packed=packed, place=place)
 
@@ -133,14 +140,38 @@ class Snapshots:
         if place is None:
             raise RuntimeError("no place is free")
         memory = memoryview(place.begin(layout.capacity_bytes(prepared.packed)))
+        reached("slot emptied")
         if place.layout is not layout:
             layout.write_fixed(memory)
             self._views[place] = layout.views(memory)
             place.layout = layout
         copy_into(self._views[place], layout.sources(prepared.flat.tensors))
+        reached("half staged")
         index = layout.with_objects(memory, prepared.packed, identity=identity, paths=prepared.flat.paths)
+        reached("staged")
         place.complete(index)
+        reached("index in place")
         return index
+
+    def keep(self, flat: FlatState, identity: Identity) -> None:
+        """Copy all of a replicated state, hashed, to where the next attempt finds it; nothing is written to disk.
+
+        Raises:
+            OSError: there is no memory for it.
+            CheckpointError: something in it cannot be saved.
+        """
+        layout = Layout.plan(flat.tensors, shard=0, shards=1, paths=flat.paths)
+        packed = layout.pack(flat.objects)
+        place = self.arena.free(self._busy())
+        if place is None:
+            raise OSError(errno.EBUSY, "both places are in use")
+        memory = memoryview(place.begin(layout.capacity_bytes(packed)))
+        layout.write_fixed(memory)
+        place.layout = layout
+        copy_into(layout.views(memory), layout.sources(flat.tensors))
+        index = layout.with_objects(memory, packed, identity=identity, paths=flat.paths)
+        digests = [xxhash.xxh3_128_hexdigest(memory[one.offset : one.offset + one.length]) for one in index.items]
+        place.complete(index.with_digests(digests))
 
     def submit(
         self, place: Place, folder: Path, identity: Identity, order: CommitOrder | None, *, urgent: bool
@@ -235,6 +266,16 @@ class Snapshots:
             self._on_committed(report.identity, time.monotonic() - standing.since)
         elif report.kind == "failed" and not report.fenced:
             self._on_failed(report.identity.step, report.errno, report.text)
+
+    def _choose_memory(self, bytes_needed: int) -> None:
+        """Without room for two copies in memory they lie in files beside the checkpoints: slower, but no OOM."""
+        arena, ranks = self.arena, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        has_bytes = sum(place.image.stat().st_size for place in arena.places if place.image.exists())
+        if problem := fits(max(0, 2 * bytes_needed - has_bytes) * ranks, arena.folder):
+            log.warning("checkpoints are staged in %s instead of memory, which is slow: %s", self._spill, problem)
+            arena.close()
+            self._spill.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._arena = Arena(self._rank, self._spill)
 
     def _busy(self) -> list[Identity]:
         """Snapshots whose places the writer still reads."""

@@ -37,9 +37,6 @@ class CommitOrder:
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     attempt: str = ""
-    metadata: Path | None = None
-    """A file with the bytes of ``.metadata``, beside the image and as long-lived; copied when the image is written."""
-
     keep: Keep = field(default_factory=Keep)
 
 
@@ -63,6 +60,9 @@ class WriteRequest:
 
     max_bytes_per_s: float = 0.0
     """0: as fast as the disk takes it from a process of the lowest priority."""
+
+    is_written: bool = False
+    """Only to be committed: a writer before this one has written the image. Set by the client."""
 
 
 ReportKind = Literal["hashed", "written", "committed", "failed", "abandoned", "superseded", "pruned"]
@@ -102,9 +102,10 @@ def request_line(request: WriteRequest) -> bytes:
             "identity": _numbers(request.identity),
             "shard": request.shard,
             "shards": request.shards,
-            "snapshot": str(request.snapshot),
-            "image": str(request.image),
-            "folder": str(request.folder),
+            "snapshot": str(request.snapshot.absolute()),
+            "image": str(request.image.absolute()),
+            "folder": str(request.folder.absolute()),
+            "is_written": request.is_written,
             "urgent": request.urgent,
             "max_bytes_per_s": request.max_bytes_per_s,
             "commit": None if order is None else _order_value(order),
@@ -125,6 +126,7 @@ def request_from(value: Mapping[str, Any]) -> WriteRequest:
         commit=None if order is None else _order(order),
         urgent=value["urgent"],
         max_bytes_per_s=value["max_bytes_per_s"],
+        is_written=value["is_written"],
     )
 
 
@@ -162,14 +164,12 @@ def identity_from(value: Mapping[str, Any]) -> Identity:
 
 def _order_value(order: CommitOrder) -> dict[str, Any]:
     keep = {name: getattr(order.keep, name) for name in Keep.__slots__}
-    metadata = None if order.metadata is None else str(order.metadata)
-    return {"metrics": dict(order.metrics), "attempt": order.attempt, "metadata": metadata, "keep": keep}
+    return {"metrics": dict(order.metrics), "attempt": order.attempt, "keep": keep}
 
 
 def _order(value: Mapping[str, Any]) -> CommitOrder:
     keep = {**value["keep"], "distrusted": tuple(value["keep"]["distrusted"])}
-    metadata = None if value["metadata"] is None else Path(value["metadata"])
-    return CommitOrder(metrics=value["metrics"], attempt=value["attempt"], metadata=metadata, keep=Keep(**keep))
+    return CommitOrder(metrics=value["metrics"], attempt=value["attempt"], keep=Keep(**keep))
 
 
 def _numbers(identity: Identity) -> list[int]:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurmft.checkpoint.progress_page import Lane, Progress
@@ -30,6 +30,7 @@ from slurmft.checkpoint.write_requests import (
     report_from,
     request_line,
 )
+from slurmft.errors import UsageError
 from slurmft.storage.checkpoint_names import Identity
 
 STALL_TIMEOUT_S = 30.0
@@ -99,8 +100,13 @@ class WriterProcess:
         """Have a snapshot written; the newest that waits wins, older waiting ones are reported as superseded.
 
         The image belongs to the writer until a report says ``written``, or is final.
+
+        Raises:
+            UsageError: ``close`` was called before.
         """
         with self._changed:
+            if self._closing:
+                raise UsageError("the checkpoint writer was closed; nothing more is written")
             if not self._saves:
                 self._moved.clear()
             self._saves[request.identity] = _Save(request, time.monotonic())
@@ -198,6 +204,9 @@ class WriterProcess:
     def _note(self, report: Report) -> None:
         if report.identity not in self._saves and report.kind != "pruned":
             return  # its end was told already, by a writer that was taken for dead
+        if report.kind == "written" and not report.final:
+            save = self._saves[report.identity]
+            save.request = replace(save.request, is_written=True)
         self._reports.append(report)
         self._unheard.append(report)
         if report.final and self._saves.pop(report.identity, None) is not None:
@@ -280,7 +289,8 @@ class WriterProcess:
                 heard, self._unheard = self._unheard, []
             for report in heard:
                 self._call_back(report)
-        os.close(self._wake)
+        wake, self._wake = self._wake, -1
+        os.close(wake)
 
     def _is_over(self) -> bool:
         with self._changed:

@@ -37,7 +37,7 @@ class CheckpointSettings:
     peer_copies: int = 0
     local_directory: str | None = None
     just_in_time: bool = True
-    stall_timeout_s: float = 120.0
+    stall_timeout_s: float = 30.0
     mtbf_s: float | None = None
     """Seconds between two failures; None where no supervisor has said."""
 

@@ -91,7 +91,7 @@ class CheckpointConfig(Section):
     just_in_time: bool = True
     """When a fault hits some ranks, healthy replicas save the last completed step before the restart."""
 
-    stall_timeout_s: Seconds = Field(default=120.0, ge=1)
+    stall_timeout_s: Seconds = Field(default=30.0, ge=1)
     """Seconds without progress after which the writer counts as stuck and its save as failed."""
 
     @field_validator("best_metric")

@@ -6,8 +6,10 @@ save, and when a save that goes on in the background has become durable.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Outcome(Enum):
@@ -66,7 +68,7 @@ class Background:
     """One for each process."""
 
     def __init__(self) -> None:
-        self.savers: list[Saver] = []
+        self._savers: list[weakref.ref[Saver]] = []
         self.listener: Listener | None = None
         self.outcome = Outcome.DONE
         self.is_urgent = False
@@ -74,6 +76,20 @@ class Background:
 
         self.is_armed = False
         """Some saver wants to hear of every step."""
+
+    @property
+    def savers(self) -> list[Saver]:
+        """Those that are in use, in the order in which they came."""
+        return [saver for one in self._savers if (saver := one()) is not None]
+
+    def join(self, saver: Saver) -> None:
+        """Be told of what the session knows, for as long as ``saver`` is in use."""
+        self._savers = [one for one in self._savers if one() is not None]
+        self._savers.append(weakref.ref(saver))
+
+    def leave(self, saver: Saver) -> None:
+        """Be told no more."""
+        self._savers = [one for one in self._savers if one() not in (None, saver)]
 
     def save_begins(self, *, urgent: bool) -> None:
         """The session is about to call the trainer's ``save``."""
@@ -101,3 +117,14 @@ class Background:
 
 
 BACKGROUND = Background()
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls a bound method for as long as its object is in use; does not keep that in use."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        if (bound := reference()) is not None:
+            bound(*arguments)
+
+    return call
