@@ -27,6 +27,7 @@ from slurmft.launch.last_look import HANG_DUMPS_S, take_evidence
 from slurmft.launch.observations import Observations
 from slurmft.launch.own_signals import hearing
 from slurmft.launch.remedies import batch_divisor_of
+from slurmft.launch.rescuing import rescue
 from slurmft.launch.resizing import Resizing
 from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.slow_nodes import SlowNodes
@@ -70,7 +71,6 @@ class Supervisor:
         self._launch_error = ""
         self.lost: list[str] = []
         """Nodes of this attempt whose agents are gone."""
-
         self._lost_early: list[str] = []
         """Nodes whose agents were gone before there was anything to do for them."""
 
@@ -84,7 +84,7 @@ class Supervisor:
         self._resizing = Resizing(config, start, crew, self._seen, self.stops)
         self._slow = SlowNodes(config, start, self._seen, self.stops, accuser=accuser)
         self._complete_codes = codes_of(ExitAction.COMPLETE, config.exit_actions)
-        self._failed = False
+        self._failed = self._rescued = False
         self._look: asyncio.Future[Blame] | None = None
         self._node_states: Mapping[str, str] = {}
         self._escaped: Verdict | None = None
@@ -261,6 +261,7 @@ class Supervisor:
 
     async def _kill_peers(self, grace_s: float) -> None:
         await self._last_look()
+        await self._rescue()
         await asyncio.sleep(grace_s)
         if not self._over.is_set():
             await self._kill_workers("a rank has failed; the others cannot go on without it")
@@ -366,8 +367,14 @@ class Supervisor:
 
     async def _kill_workers(self, reason: str, overdue: Mapping[int, str] | None = None) -> Blame:
         found = await self._last_look(overdue)
+        await self._rescue()
         await kill_workers(self._pool, self._journal, reason)
         return found
+
+    async def _rescue(self) -> None:
+        if self._config.checkpoint.just_in_time and not self._rescued:
+            self._rescued = True
+            await rescue(self._pool, self._journal)
 
     # The end
 
