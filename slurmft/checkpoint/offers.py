@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
@@ -125,8 +125,20 @@ def tries_of(memory: Path | None) -> Callable[[Name], int]:
 def note_try(memory: Path, name: Name) -> None:
     """Remember that a run begins with this snapshot, which is on no disk; call before anything is loaded."""
     counted, key = _tries(memory), Identity(*name).folder_name
+    _note_tries(memory, counted, key, counted.get(key, 0) + 1)
+
+
+def inherit_tries(memory: Path, old: str, new: str) -> None:
+    """Remember that ``new`` is the same state as ``old``; both are names of checkpoint folders."""
+    counted = _tries(memory)
+    _note_tries(memory, counted, new, max(counted.get(old, 0), counted.get(new, 0)))
+
+
+def _note_tries(memory: Path, counted: Mapping[str, int], key: str, tries: int) -> None:
+    others = {name: count for name, count in counted.items() if name != key}
+    newest = dict(list(others.items())[-2 * MAX_SNAPSHOTS :])
     try:
-        write_json(memory / _TRIES, {"tries": {key: counted.get(key, 0) + 1}}, durable=False)
+        write_json(memory / _TRIES, {"tries": {**newest, key: tries}}, durable=False)
     except OSError as error:
         log.warning("cannot note that a run begins with %s in memory: %s", key, error)
 
