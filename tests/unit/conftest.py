@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 
-@pytest.fixture(autouse=True)
-def synchronous_saves(monkeypatch):
-    """A save is durable when it returns, unless a test says otherwise."""
-    monkeypatch.setenv("SLURMFT_CHECKPOINT_ASYNC_SAVE", "0")
+@pytest.fixture(scope="session", autouse=True)
+def synchronous_saves() -> Iterator[None]:
+    """A save is durable when it returns, unless a test says otherwise; also for what fixtures of a module start."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SLURMFT_CHECKPOINT_ASYNC_SAVE", "0")
+        yield
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def save(checkpoints, step, **parts):
     x, _ = next(loader)
     model(x.float()).pow(2).mean().backward()
     optimizer.step()
-    return checkpoints.save(model, optimizer, step=step, metrics={"loss": step}, loader=loader, **parts)
+    return checkpoints.save(model, optimizer, step=step, metrics={"loss": step}, **{"loader": loader, **parts})
 
 def load(checkpoints):
     loaded = checkpoints.load_latest(model, optimizer, loader=loader)
@@ -117,7 +117,7 @@ class Buggy:
 
 @scenario("bug-1")
 def _(checkpoints, folder):
-    return failing(-1, "", folder, checkpoints, scaler=Buggy())
+    return failing(-1, "", folder, checkpoints, loader=Buggy())
 
 @scenario("fenced-late")
 def _(checkpoints, folder):
