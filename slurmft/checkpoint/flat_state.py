@@ -42,6 +42,9 @@ class FlatState:
     paths: dict[str, Path] = field(default_factory=dict)
     """Each key in its pieces."""
 
+    of_lead: set[str] = field(default_factory=set)
+    """Tensors that are rank 0's: DDP leaves each rank with buffers of its own, and sends rank 0's before each step."""
+
     @property
     def is_sharded(self) -> bool:
         """Whether some of it is spread over ranks."""
@@ -75,6 +78,8 @@ def capture(trainee: Trainee, extra: Mapping[str, Any] | None, *, rank: int) -> 
     refuse_unsupported(trainee.model)
     state, leads = FlatState(), rank == 0
     state._put(model_leaves(trainee.model), with_objects=leads)
+    buffers = unwrapped(trainee.model).named_buffers(remove_duplicate=False)
+    state.of_lead.update(key_of((MODEL, plain_name(name))) for name, _ in buffers)
     state._put(_optimizer_leaves(trainee), with_objects=leads)
     objects: dict[str, Any] = {}
     if leads:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
@@ -73,17 +73,19 @@ class Layout:
 
     @classmethod
     def plan(
-        cls, tensors: Mapping[str, torch.Tensor], *, shard: int, shards: int, paths: Mapping[str, Path] | None = None
-    ) -> Layout:
+        cls, tensors: Mapping[str, torch.Tensor], *, shard: int, shards: int, paths: Mapping[str, Path] | None = None,
+        of_lead: Collection[str] = (),
+    ) -> Layout:  # fmt: skip
         """Lay out this shard's part of ``tensors``, which all ranks have alike: the same keys in the same order.
 
-        Plain tensors are spread over the shards; of a DTensor each rank stores its own part, once if several hold it.
+        Plain tensors are spread over the shards, but for those ``of_lead``, which shard 0 stores; of a DTensor each
+        rank stores its own part, once if several hold it.
 
         Raises:
             UsageError: a tensor has no values that could be saved (partial sums, the meta device).
         """
         items, archives, end = list[Item](), list[_Archive](), 0
-        for key, chunk in _own_chunks(tensors, shard=shard, shards=shards).items():
+        for key, chunk in _own_chunks(tensors, shard=shard, shards=shards, of_lead=of_lead).items():
             starts, sizes = chunk
             whole = tensors[key]
             archive = _archive(whole.dtype, sizes)
@@ -207,16 +209,19 @@ def dtype_named(name: str) -> torch.dtype | None:
 
 
 def _own_chunks(
-    tensors: Mapping[str, torch.Tensor], *, shard: int, shards: int
+    tensors: Mapping[str, torch.Tensor], *, shard: int, shards: int, of_lead: Collection[str]
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Key -> where this shard's part begins, and its sizes; in the order of ``tensors``."""
     alike: dict[Any, list[str]] = {None: []}
+    own = set[str]()
     for key, tensor in tensors.items():
         if tensor.is_meta:
             raise UsageError(f"{key} is on the meta device: it has no values to save")
         group = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-        alike.setdefault(group, []).append(key)
-    own = set[str]()
+        if group is None and key in of_lead:
+            own |= {key} if shard == 0 else set()
+        else:
+            alike.setdefault(group, []).append(key)
     for group, keys in alike.items():
         holder, holders = (shard, shards) if group is None else _replica(cast(DTensor, tensors[keys[0]]))
         sizes = [tensors[key].nbytes for key in keys]

@@ -112,7 +112,9 @@ class Snapshots:
             raise self._fenced
         self.take_place(rank, world_size)
         if self._layout is None or self._layout.shards != world_size or not self._layout.matches(flat.tensors):
-            self._layout = Layout.plan(flat.tensors, shard=rank, shards=world_size, paths=flat.paths)
+            self._layout = Layout.plan(
+                flat.tensors, shard=rank, shards=world_size, paths=flat.paths, of_lead=flat.of_lead
+            )
             self._views.clear()
         packed = self._layout.pack(flat.objects)
         if not self._is_memory_chosen:
