@@ -6,14 +6,15 @@ reads and verifies its part, and all agree on how that went before any of them c
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurmft.checkpoint import landing
+from slurmft.checkpoint import holding, landing
 from slurmft.checkpoint.agreement import Guard, damage_report, failure
 from slurmft.checkpoint.catalog import Catalog, Entry, read_entry
 from slurmft.checkpoint.damage import Damage, Damaged
@@ -136,7 +137,7 @@ class Loading:
         for identity in candidates:
             path, guard, prepared, entry = self._directory / identity.folder_name, Guard(), None, None
             self._note(path, reason or "disk")
-            with guard:
+            with guard, self._kept(path):
                 entry = _verified_entry(path)
                 stored = Stored(_disk_sources(path, entry).values())
                 prepared = landing.prepare(self._trainee, stored, rank=self._team.rank)
@@ -158,6 +159,14 @@ class Loading:
             f"no checkpoint in {self._directory} can be used:{listing}",
             hint="move the folder away to start anew, or bring back an intact copy",
         )
+
+    @contextlib.contextmanager
+    def _kept(self, path: Path) -> Iterator[None]:
+        """The checkpoint is not removed while it is read, as far as the filesystem has locks."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                stack.enter_context(holding.reading(path))
+            yield
 
     def _agreed(self, candidates: Callable[[], list[Identity]]) -> list[Identity]:
         team, guard, found = self._team, Guard(), list[Identity]()

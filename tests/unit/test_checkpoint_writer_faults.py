@@ -54,11 +54,14 @@ def ended(client: WriterProcess, request: WriteRequest) -> Report:
 
 def left_overs(memory: Memory) -> list[str]:
     """Files that belong to no committed checkpoint."""
-    return [
-        path.name
-        for path in memory.checkpoints.rglob("*")
-        if path.name.endswith((".tmp", ".gone")) or (path.is_dir() and not (path / MANIFEST).exists())
-    ]
+    try:
+        return [
+            path.name
+            for path in memory.checkpoints.rglob("*")
+            if path.name.endswith((".tmp", ".gone")) or (path.is_dir() and not (path / MANIFEST).exists())
+        ]
+    except FileNotFoundError:
+        return ["being removed"]
 
 
 @pytest.mark.parametrize("point", ALL_POINTS)
@@ -154,6 +157,18 @@ def test_a_stopped_writer_is_noticed_told_and_replaced(memory, clients):
         ("failed", errno.ETIMEDOUT, False)
     ]
     assert memory.steps() == [1] and left_overs(memory) == []
+
+
+def test_before_that_it_is_told_that_nothing_moves(memory, clients, monkeypatch):
+    monkeypatch.setattr(writer_process, "WARN_AFTER_S", 0.5)
+    clients.append(client := WriterProcess(stall_timeout_s=60.0))
+    request = memory.stage(1, size_bytes=10**6, max_bytes_per_s=4e6)
+    client.submit(request)
+    until(lambda: client.progress().done_bytes)
+    os.kill(client.pid, signal.SIGSTOP)
+    until(lambda: any(each.kind == "stalled" and not each.final for each in client.poll()))
+    os.kill(client.pid, signal.SIGCONT)
+    assert ended(client, request).kind == "committed"
 
 
 def test_a_slow_writer_is_not_taken_for_a_stalled_one(memory, clients):
