@@ -214,6 +214,7 @@ def _beside(work: Callable[[Pace], _Hashed], look: Pace) -> Iterator[Future[_Has
 def _hash(task: Task, index: ShardIndex, view: memoryview, fingerprint: _Fingerprint | None, look: Pace) -> _Hashed:
     """The index with digests, put in place of the one without at once: a restart from memory wants them."""
     if index.is_hashed:  # a writer before this one did it
+        task.on_hashed(task.request)
         return index, fingerprint
     hashed = index.with_digests(digests(view, index, look))
     snapshot = task.request.snapshot
@@ -221,6 +222,7 @@ def _hash(task: Task, index: ShardIndex, view: memoryview, fingerprint: _Fingerp
         try:
             write_index(snapshot, hashed, durable=False)
             fingerprint = _fingerprint(snapshot)
+            task.on_hashed(task.request)
         except OSError as error:
             log.warning("%s gets no digests: %s", snapshot, error)
     task.tell("hashed", size_bytes=index.size_bytes)
