@@ -178,6 +178,7 @@ class WriterProcess:
     def _start(self) -> None:
         """Start a writer and hand over what is unfinished; try again later where that fails."""
         self._start_again_at = math.inf
+        self._stuck = [writer for writer in self._stuck if not writer.is_gone()]
         if len(self._stuck) >= MAX_STUCK:
             self._failed_try("starting the writer", errno.ETIMEDOUT, "earlier writers hang in the filesystem")
             return
