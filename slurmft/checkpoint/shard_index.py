@@ -186,6 +186,8 @@ def _check(index: ShardIndex) -> None:
             type(t) is str for t in (item.key, item.dtype, item.digest)
         ):
             raise ValueError(f"item {item.key!r} is of no known kind")
+        if not (item.dtype.isidentifier() if item.kind == "tensor" else not item.dtype):  # it goes into .metadata
+            raise ValueError(f"item {item.key!r} has the dtype {item.dtype[:40]!r}")
         if not all(type(piece) in (str, int) for piece in item.path) or (
             item.path and ".".join(map(str, item.path)) != item.key
         ):
