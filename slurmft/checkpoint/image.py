@@ -158,7 +158,8 @@ class Layout:
 
     def sources(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """This rank's own tensor for each of ``items``, in the same order; nothing is copied."""
-        return [local(tensors[item.key]) for item in self.items]
+        with torch.no_grad():  # or a DTensor's part would become a node of the graph
+            return [local(tensors[item.key]) for item in self.items]
 
     def with_objects(
         self,
@@ -254,9 +255,10 @@ def _chunk(key: str, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def _row(key: str, tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a layout depends on; compared at every save, and of the same repr on every rank."""
     if isinstance(tensor, DTensor):
-        return key, str(tensor.dtype), tuple(tensor.shape), str(tensor.placements), tuple(tensor.device_mesh.shape)
-    return key, str(tensor.dtype), tuple(tensor.shape)
+        return key, tensor.dtype, tensor.shape, tensor.placements, tensor.device_mesh.shape
+    return key, tensor.dtype, tensor.shape
 
 
 def _view(whole: torch.Tensor, item: Item) -> torch.Tensor:
