@@ -17,7 +17,7 @@ import xxhash
 from slurmft.checkpoint.damage import Damage, Damaged
 from slurmft.errors import StorageError
 from slurmft.storage.checkpoint_names import Identity
-from slurmft.storage.files import read_json, write_json
+from slurmft.storage.files import FORMAT, read_json, write_json
 
 MAX_INDEX_BYTES = 256 << 20
 
@@ -142,7 +142,10 @@ def verified_index(path: Path, size_bytes: int, digest: str) -> ShardIndex:
     if xxhash.xxh3_128_hexdigest(raw) != digest:
         raise Damaged(Damage.CHANGED, path.name)
     try:
-        return _index(json.loads(raw))
+        value = json.loads(raw)
+        if value["format"] > FORMAT:
+            raise Damaged(Damage.NEWER, path.name)
+        return _index(value)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise Damaged(Damage.UNREADABLE, path.name, repr(error)) from error
 

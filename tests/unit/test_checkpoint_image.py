@@ -13,6 +13,7 @@ import pytest
 import stored_state
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
@@ -31,7 +32,7 @@ from slurmft.checkpoint.landing import prepare
 from slurmft.checkpoint.objects import ObjectPacker, from_bytes
 from slurmft.checkpoint.placing import Box
 from slurmft.checkpoint.reading import Source, Stored, Target
-from slurmft.checkpoint.shard_index import image_file, index_file, read_index
+from slurmft.checkpoint.shard_index import image_file, index_file, read_index, verified_index
 from slurmft.checkpoint.state import Trainee
 from slurmft.errors import CheckpointError, StorageError, UsageError
 
@@ -613,6 +614,15 @@ def test_an_index_that_makes_no_sense_is_refused(tmp_path, change):
     path.write_text(json.dumps(value))
     with pytest.raises(StorageError, match="is not the index of a shard"):
         read_index(path)
+
+
+def test_an_index_of_a_newer_slurmft_says_so(tmp_path):
+    path = tmp_path / "index.json"
+    path.write_text('{"format": 99, "items": "of another kind"}')
+    raw = path.read_bytes()
+    with pytest.raises(Damaged) as caught:
+        verified_index(path, len(raw), xxhash.xxh3_128_hexdigest(raw))
+    assert caught.value.damage is Damage.NEWER
 
 
 @pytest.mark.parametrize(
