@@ -172,22 +172,22 @@ def test_shards_without_digests_are_not_told_beside_those_with(tmp_path):
 
 def test_tries_are_counted_for_each_snapshot(tmp_path):
     name, other = (40, 3, 4), (50, 3, 5)
-    for _ in range(2):
-        note_try(tmp_path, name)
+    for generation in (3, 4, 4):
+        note_try(tmp_path, name, generation=generation)
     assert (tries_of(tmp_path)(name), tries_of(tmp_path)(other), tries_of(None)(name)) == (2, 0, 0)
-    note_try(tmp_path, other)
+    note_try(tmp_path, other, generation=5)
     assert tries_of(tmp_path)(other) == 1
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', '{"format": 1, "tries": {"step-00000040.g3.c4": NaN}}',
-                                  '{"format": 1, "tries": {"step-00000040.g3.c4": -1}}'])  # fmt: skip
+                                  '{"format": 1, "tries": {"step-00000040.g3.c4": [null, "4", NaN]}}'])  # fmt: skip
 def test_a_damaged_count_is_none(tmp_path, text):
     (tmp_path / "tries.json").write_text(text)
     assert tries_of(tmp_path)((40, 3, 4)) == 0
-    note_try(tmp_path, (40, 3, 4))
+    note_try(tmp_path, (40, 3, 4), generation=5)
     assert tries_of(tmp_path)((40, 3, 4)) == 1
 
 
 def test_a_count_that_cannot_be_written_is_no_error(tmp_path, caplog):
-    note_try(tmp_path / "none", (40, 3, 4))
+    note_try(tmp_path / "none", (40, 3, 4), generation=5)
     assert "cannot note" in caplog.text
