@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
@@ -134,6 +134,20 @@ def note_try(memory: Path, name: Name, *, generation: int) -> None:
         write_json(memory / _TRIES, {"tries": {key: generations[-MAX_COUNTED:]}}, durable=False)
     except OSError as error:
         log.warning("cannot note that a run begins with %s in memory: %s", key, error)
+
+
+def forget_others(memory: Path, ranks: Collection[int], *, older_than: int) -> None:
+    """Give back the memory of ranks that are not on this node any more, once a newer commit is durable.
+
+    Args:
+        ranks: of this node now.
+        older_than: the number of that commit; snapshots of it and later ones stay.
+    """
+    own = {f"shard-{rank}." for rank in ranks}
+    for one in holdings_in(memory, Tier.MEMORY):
+        if not one.index_path.name.startswith(tuple(own)) and one.name[2] < older_than:
+            one.index_path.unlink(missing_ok=True)
+            one.image.unlink(missing_ok=True)
 
 
 def _read_tries(memory: Path | None) -> dict[str, list[int]]:

@@ -17,6 +17,7 @@ from slurmft.checkpoint.offers import (
     MAX_SNAPSHOTS,
     ROW_LENGTH,
     Holding,
+    forget_others,
     from_rows,
     note_try,
     scan,
@@ -168,6 +169,19 @@ def test_shards_without_digests_are_not_told_beside_those_with(tmp_path):
     stage(tmp_path, "shard-1.b", shard=1, hashed=False, identity=(50, 3, 5))
     offers = from_rows([to_row(scan(tmp_path, patience_s=0))])
     assert [(offer.name[0], set(offer.held), offer.verified) for offer in offers] == [(50, {1}, False), (40, {0}, True)]
+
+
+def test_ranks_that_went_elsewhere_give_their_memory_back_once_something_newer_is_durable(tmp_path):
+    for rank in (0, 1, 10):
+        stage(tmp_path, f"shard-{rank}.a", shard=rank, shards=11)
+        stage(tmp_path, f"shard-{rank}.b", shard=rank, shards=11, identity=(60, 3, 6))
+    stage(tmp_path / "peers", "shard-7.a", shard=7, shards=11)
+    forget_others(tmp_path, [1], older_than=6)
+    assert sorted(path.name for path in tmp_path.glob("*.image")) == [
+        "shard-0.b.image", "shard-1.a.image", "shard-1.b.image", "shard-10.b.image",
+    ]  # fmt: skip
+    assert len(list(tmp_path.glob("*.json"))) == 4
+    assert len(list((tmp_path / "peers").iterdir())) == 2
 
 
 def test_tries_are_counted_for_each_snapshot(tmp_path):
