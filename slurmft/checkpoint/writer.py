@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -22,6 +21,7 @@ from typing import NoReturn
 from slurmft.checkpoint.committing import CommitLane
 from slurmft.checkpoint.copying import CopyLane, Staged
 from slurmft.checkpoint.image_lane import ImageLane
+from slurmft.checkpoint.politeness import ignore_signals
 from slurmft.checkpoint.progress_page import Lane, ProgressPage
 from slurmft.checkpoint.write_requests import WriteRequest, identity_from, request_from
 from slurmft.checkpoint.writer_task import Outbox, Task
@@ -123,9 +123,7 @@ class Writer:
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Serve one worker, then end."""
-    # Slurm sends its TERM to the whole tree on some sites; the writer ends when its worker has, and its work is done
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     logging.basicConfig(format="%(asctime)s %(levelname)s writer: %(message)s", level=logging.INFO)
     worker, page = socket.socket(fileno=int(arguments[0])), ProgressPage(int(arguments[1]))
     for descriptor in (worker.fileno(), page.descriptor):

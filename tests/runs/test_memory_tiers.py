@@ -43,6 +43,7 @@ def test_a_peer_has_what_a_dead_node_had(lab: Lab, new_run: NewRun, undisturbed:
 def test_where_the_peer_is_lost_too_the_disk_is_read(lab: Lab, new_run: NewRun) -> None:
     """Of three nodes in a ring, the second's copies lie with the third."""
     run = new_run(
+        steps=40,
         nodes=3,
         nproc_per_node=1,
         elastic={"min_nodes": 1},
