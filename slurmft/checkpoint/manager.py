@@ -370,6 +370,8 @@ class CheckpointManager:
     # Loading
 
     def _loaded(self, loading: Loading, loaded: LoadedCheckpoint) -> LoadedCheckpoint:
+        team = Team()
+        self._snapshots.take_place(team.rank, team.world_size)
         self._distrusted |= {path for path, _ in loaded.skipped}
         self._turn.begin(loading.newest_commit)
         return loaded
