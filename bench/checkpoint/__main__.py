@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+import exercise
 import psutil
 import table
 import torch
@@ -100,6 +101,18 @@ def report(sizes: dict[str, tuple[list[Result], dict[str, list[float]]]], counte
     return "\n".join([*lines, *counted])
 
 
+def exercise_report(args: argparse.Namespace) -> str:
+    where = "two nodes of a Slurm cluster that is built for it on" if args.lab else "two ranks without Slurm on"
+    about = (
+        f"A small model with DDP and Adam on {where} one machine of {os.cpu_count()} cores, {exercise.EPOCHS} epochs "
+        f"of {exercise.STEPS_PER_EPOCH} steps. Once without a fault (median of {args.rounds}), and once with `kill -9` of "
+        f"rank 1 after step {exercise.KILL_AFTER}."
+    )
+    command = f"`python bench/checkpoint --exercise{' --lab' * args.lab}`, torch {torch.__version__}."
+    rows = exercise.measure(args.rounds, say, on_lab=args.lab)
+    return "\n".join(["# Saving every 1, 5 and 10 epochs", "", about, "", command, "", *rows])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench/checkpoint", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", default=",".join(SIZES), help=f"of {', '.join(SHAPES)}")
@@ -111,8 +124,17 @@ def main() -> None:
     parser.add_argument("--nvrx", type=Path, help="where nvidia-resiliency-ext is installed")
     parser.add_argument("--disk", type=Path, default=Path("build"), help="the folder to write to")
     parser.add_argument("--no-many", action="store_true", help="leave out the cost beside many earlier checkpoints")
+    parser.add_argument(
+        "--exercise", action="store_true", help="only this: save every 1, 5 and 10 epochs, with a fault"
+    )
+    parser.add_argument("--lab", action="store_true", help="the exercise on a real Slurm cluster (root), not just here")
+    parser.add_argument("--rounds", type=int, default=2, help="of the exercise")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    if args.exercise:
+        text = exercise_report(args)
+        args.output.write_text(text) if args.output else print(text)
+        return
     args.disk.mkdir(exist_ok=True)
     place = Place(disk=args.disk.resolve(), memory=Path("/dev/shm"), packages=args.nvrx and args.nvrx.resolve())
     began, sizes = time.monotonic(), {}
