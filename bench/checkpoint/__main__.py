@@ -105,8 +105,8 @@ def exercise_report(args: argparse.Namespace) -> str:
     where = "two nodes of a Slurm cluster that is built for it on" if args.lab else "two ranks without Slurm on"
     about = (
         f"A small model with DDP and Adam on {where} one machine of {os.cpu_count()} cores, {exercise.EPOCHS} epochs "
-        f"of {exercise.STEPS_PER_EPOCH} steps. Once without a fault (median of {args.rounds}), and once with `kill -9` of "
-        f"rank 1 after step {exercise.KILL_AFTER}."
+        f"of {exercise.STEPS_PER_EPOCH} steps. Once without a fault (median of {args.rounds}), and once with `kill -9` "
+        f"of rank 1 after step {exercise.KILL_AFTER}."
     )
     command = f"`python bench/checkpoint --exercise{' --lab' * args.lab}`, torch {torch.__version__}."
     rows = exercise.measure(args.rounds, say, on_lab=args.lab)
