@@ -72,6 +72,12 @@ class Here:
     def kill(self, run: RunFolder, rank: int, pid: int) -> None:
         subprocess.run(["kill", "-KILL", str(pid)], check=True)
 
+    def stop(self) -> None:
+        """What is left of the newest run, where the bench ends early."""
+        if self.running and self.running.poll() is None:
+            RunFolder(Path(self.running.args[-1]).with_suffix("")).request("KILL", "bench/checkpoint")
+            self.running.wait(60)
+
 
 @dataclass
 class OnLab:
@@ -95,7 +101,11 @@ class OnLab:
 def place(*, on_lab: bool) -> Iterator[Place]:
     if not on_lab:
         with tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as name:
-            yield Here(Path(name))
+            here = Here(Path(name))
+            try:
+                yield here
+            finally:
+                here.stop()
         return
     folder = Path(f"/var/lib/slurmft-lab-bench-{os.getpid()}")
     lab = Lab.up(LabSettings(folder=folder, nodes=RANKS))
@@ -150,9 +160,9 @@ class Once:
         return diary[-1][0] - diary[0][0]
 
     def saves_s(self) -> list[float]:
-        """The calls, but the first, which sets things up, and the one at the end, which always waits."""
+        """The calls, but the one at the end, which always waits."""
         calls = [(int(rest[0]), float(rest[1])) for _, _, what, rest in self.diary() if what == "saved"]
-        return [seconds for step, seconds in calls[1:] if step < EPOCHS * STEPS_PER_EPOCH]
+        return [seconds for step, seconds in calls if step < EPOCHS * STEPS_PER_EPOCH]
 
     def kill_and_recover(self) -> tuple[int, float, float]:
         """Steps that were lost; seconds to the next step of all, and until the lost ones were done again."""
@@ -194,20 +204,21 @@ def measure(rounds: int, say: Callable[[str], None], *, on_lab: bool) -> list[st
         bare = middle([whole(WAYS[1].options, 0).training_s() for _ in range(rounds)])
         say(f"without periodic saves: {bare:.2f} s")
         lines = [
-            "| saved every | how | training without fault, s | overhead | a save stalls, ms | steps lost "
-            "| to the next step, s | until the lost steps are done again, s |",
-            "|---|---|---|---|---|---|---|---|",
-            f"| only at the end | | {bare:.2f} | - | - | all | | |",
+            "| saved every | how | training without fault, s | overhead | of it stalls | a save stalls, ms "
+            "| steps lost | to the next step, s | until the lost steps are done again, s |",
+            "|---|---|---|---|---|---|---|---|---|",
+            f"| only at the end | | {bare:.2f} | - | - | - | all | | |",
         ]
         for way, epochs in itertools.product(WAYS, INTERVALS):
             runs = [whole(way.options, epochs) for _ in range(rounds)]
             seconds = middle([run.training_s() for run in runs])
             stalls = [1000 * each for run in runs for each in run.saves_s()]
+            share = sum(stalls) / 10 / len(runs) / bare
             lost, first, again = once(way.options, epochs).kill_and_recover()
             every = f"{epochs} epoch{'s' * (epochs > 1)}"
             lines.append(
                 f"| {every} | {way.name} | {seconds:.2f} | {100 * (seconds / bare - 1):.1f} % "
-                f"| {spread(stalls, 1)} | {lost} | {first:.2f} | {again:.2f} |"
+                f"| {share:.1f} % | {spread(stalls, 1)} | {lost} | {first:.2f} | {again:.2f} |"
             )
             say(lines[-1])
     return [*lines, ""]

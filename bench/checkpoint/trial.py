@@ -110,7 +110,7 @@ def floor(order: dict[str, Any]) -> dict[str, Any]:
 
 def many(order: dict[str, Any]) -> dict[str, Any]:
     """What a save costs when so many others are in the directory: seconds of the call, and until it is durable."""
-    state, found = State(SHAPES["12 MB"]).step_once(), {}
+    state, found = State(SHAPES["1 MB"]).step_once(), {}
     make = SlurmftKeepingAll if order["method"].startswith("slurmft") else METHODS[order["method"]]
     method = make(state, Path(order["folder"]))
     last = max(order["earlier"]) + order["rounds"]
