@@ -9,6 +9,7 @@ from methods import AS_IT_COMES, SLURMFT
 from trials import IN_MEMORY, ON_DISK, Result
 
 COPY, RESTART_COPY = "copy into warm shared memory", "copy, as after a restart"
+FLAT = 1.25
 WRITES = ("write, O_DIRECT", "write, buffered")
 READS = {
     "cold, restart": "read, cold, as after a restart",
@@ -133,8 +134,9 @@ def many_rows(found: Mapping[str, Mapping[int, Sequence[tuple[float, float]]]]) 
         for earlier, seconds in by_count.items():
             stalls, durables = ([1000 * each[which] for each in seconds] for which in (0, 1))
             lines.append(f"| {earlier} | {name} | {spread(stalls, 1)} | {spread(durables, 1)} |")
-    ratios = [
-        f"{name}: {middle([each[1] for each in last]) / middle([each[1] for each in first]):.2f}"
-        for name, (first, *_, last) in ((name, tuple(each.values())) for name, each in found.items())
-    ]
-    return [*lines, "", f"With the most earlier ones, x the fewest, until durable: {'; '.join(ratios)}.", ""]
+    for name, by_count in found.items():
+        first, last = (middle([each[1] for each in by_count[count]]) for count in (min(by_count), max(by_count)))
+        flat = verdict(last <= FLAT * first)
+        said = f"{name}: with {max(by_count)} earlier ones x with {min(by_count)}: {last / first:.2f} (<= {FLAT})"
+        lines += ["", f"{said}, {flat}."]
+    return [*lines, ""]
