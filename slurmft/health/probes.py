@@ -38,7 +38,9 @@ class Probe:
         """Seconds that it may take here."""
         base = max(scene.config.probe_limit_s(name, self.limit_s) for name in self.names)
         own = self.waits(scene.config)
-        return max(base, own + MOMENT_S if own else 0.0) * (scene.patience if self.is_patient else 1.0)
+        if not self.is_patient:
+            return base
+        return scene.stretched(max(base - MOMENT_S, own)) + MOMENT_S if own else scene.stretched(base)
 
 
 PROBES = (
@@ -87,4 +89,4 @@ def _user_probe(name: str, probe: UserProbe) -> Probe:
         return user_probe(scene, name, probe)
 
     # it ends its program itself; a moment more, so that it can say so
-    return Probe(names=(name,), look=look, limit_s=probe.timeout_s + MOMENT_S, level=probe.level)
+    return Probe(names=(name,), look=look, limit_s=probe.timeout_s, level=probe.level, waits=lambda _: probe.timeout_s)
