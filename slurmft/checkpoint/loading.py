@@ -22,6 +22,7 @@ from slurmft.checkpoint.catalog import Catalog, Entry, read_entry
 from slurmft.checkpoint.damage import Damage, Damaged
 from slurmft.checkpoint.folders import own_generation, remove_left_overs
 from slurmft.checkpoint.memory_sources import MemorySources
+from slurmft.checkpoint.offers import MAX_WORLD
 from slurmft.checkpoint.reading import Source, Stored
 from slurmft.checkpoint.shard_index import image_file, index_file, verified_index
 from slurmft.checkpoint.state import Trainee, unwrapped
@@ -276,6 +277,8 @@ def _verified_entry(path: Path) -> Entry:
         raise Damaged(Damage.MISSING, MANIFEST)
     if (mark := read_quarantine(path)) is not None:
         raise Damaged(Damage.GIVEN_UP if mark.from_scratch else Damage.QUARANTINED, MANIFEST, mark.reason)
+    if not 1 <= entry.world_size <= MAX_WORLD:  # it has no checksum, and memory is asked for by this number
+        raise Damaged(Damage.UNREADABLE, MANIFEST, f"it tells of {entry.world_size} ranks")
     return entry
 
 
@@ -288,5 +291,7 @@ def _disk_sources(path: Path, entry: Entry | None = None) -> dict[int, Source]:
         if name not in entry.files or image_file(shard) not in entry.files:
             raise Damaged(Damage.MISSING, name, "the marker does not list it")
         index = verified_index(path / name, entry.files[name].size_bytes, entry.files[name].xxh3)
+        if (index.identity, index.shard) != (Identity(entry.step, entry.generation, entry.commit), shard):
+            raise Damaged(Damage.UNREADABLE, name, "it belongs to another checkpoint")
         sources[shard] = Source(image=path / image_file(shard), index=index)
     return sources
