@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from slurmft.checkpoint.holding import is_held
 from slurmft.checkpoint.shard_index import ShardIndex, read_index, write_index
 from slurmft.errors import StorageError
 from slurmft.storage.checkpoint_names import Identity
@@ -92,9 +93,12 @@ class Arena:
         self.places = [Place(self.folder, f"shard-{rank}.{name}") for name in PLACES]
 
     def free(self, busy: Iterable[Identity]) -> Place | None:
-        """The place whose snapshot is the older one; None where both are ``busy``: somebody still reads them."""
+        """The place whose snapshot is the older one; None where both are ``busy``: somebody still reads them.
+
+        So does, maybe, the writer of a worker that has died, which its successor knows nothing of but by its lock.
+        """
         taken = set(busy)
-        free = [place for place in self.places if place.holds is None or place.holds not in taken]
+        free = [place for place in self.places if place.holds not in taken and not is_held(place.image)]
         return min(free, key=lambda place: -1 if place.holds is None else place.holds.commit, default=None)
 
     def close(self) -> None:

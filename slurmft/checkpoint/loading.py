@@ -6,21 +6,23 @@ reads and verifies its part, and all agree on how that went before any of them c
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from slurmft.checkpoint import landing
+from slurmft.checkpoint import holding, landing
 from slurmft.checkpoint.agreement import Guard, damage_report, failure
 from slurmft.checkpoint.catalog import Catalog, Entry, read_entry
 from slurmft.checkpoint.damage import Damage, Damaged
 from slurmft.checkpoint.folders import own_generation, remove_left_overs
 from slurmft.checkpoint.memory_sources import MemorySources
+from slurmft.checkpoint.offers import MAX_WORLD
 from slurmft.checkpoint.reading import Source, Stored
 from slurmft.checkpoint.shard_index import image_file, index_file, verified_index
 from slurmft.checkpoint.state import Trainee, unwrapped
@@ -150,7 +152,7 @@ class Loading:
         for identity in candidates:
             path, guard, prepared, entry = self._directory / identity.folder_name, Guard(), None, None
             self._note(path, reason or "disk")
-            with guard:
+            with guard, self._kept(path):
                 entry = _verified_entry(path)
                 stored = Stored(_disk_sources(path, entry).values())
                 prepared = landing.prepare(self._trainee, stored, rank=self._team.rank)
@@ -172,6 +174,14 @@ class Loading:
             f"no checkpoint in {self._directory} can be used:{listing}",
             hint="move the folder away to start anew, or bring back an intact copy",
         )
+
+    @contextlib.contextmanager
+    def _kept(self, path: Path) -> Iterator[None]:
+        """The checkpoint is not removed while it is read, as far as the filesystem has locks."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                stack.enter_context(holding.reading(path))
+            yield
 
     def _agreed(self, candidates: Callable[[], list[Identity]]) -> list[Identity]:
         team, guard, found = self._team, Guard(), list[Identity]()
@@ -267,6 +277,8 @@ def _verified_entry(path: Path) -> Entry:
         raise Damaged(Damage.MISSING, MANIFEST)
     if (mark := read_quarantine(path)) is not None:
         raise Damaged(Damage.GIVEN_UP if mark.from_scratch else Damage.QUARANTINED, MANIFEST, mark.reason)
+    if not 1 <= entry.world_size <= MAX_WORLD:  # it has no checksum, and memory is asked for by this number
+        raise Damaged(Damage.UNREADABLE, MANIFEST, f"it tells of {entry.world_size} ranks")
     return entry
 
 
@@ -279,5 +291,7 @@ def _disk_sources(path: Path, entry: Entry | None = None) -> dict[int, Source]:
         if name not in entry.files or image_file(shard) not in entry.files:
             raise Damaged(Damage.MISSING, name, "the marker does not list it")
         index = verified_index(path / name, entry.files[name].size_bytes, entry.files[name].xxh3)
+        if (index.identity, index.shard) != (Identity(entry.step, entry.generation, entry.commit), shard):
+            raise Damaged(Damage.UNREADABLE, name, "it belongs to another checkpoint")
         sources[shard] = Source(image=path / image_file(shard), index=index)
     return sources

@@ -20,6 +20,7 @@ import pytest
 from staging import Memory, quick_folder, until
 
 from slurmft.checkpoint import writer_process
+from slurmft.checkpoint.arena import Arena
 from slurmft.checkpoint.catalog import Catalog
 from slurmft.checkpoint.giving_up import note_file
 from slurmft.checkpoint.holding import is_held, reading
@@ -197,6 +198,9 @@ def test_the_image_is_held_while_it_is_read_and_no_longer(memory, start):
     client.submit(request)
     until(lambda: client.progress().done_bytes)
     assert is_held(request.image)
+    successor = Arena(0, memory.memory)  # of a worker that knows nothing of this writer
+    taken, free = successor.places
+    assert (taken.image, successor.free([])) == (request.image, free)
     client.hurry()
     ended(client, request)
     assert not is_held(request.image)
@@ -384,11 +388,14 @@ def test_what_is_large_yields_to_whoever_trains_and_what_is_urgent_does_not(memo
 
 def test_while_it_idles_nothing_runs(start):
     client = start()
-    until(lambda: Path(f"/proc/{client.pid}/wchan").exists())
-    time.sleep(0.3)  # past its start
-    before = Path(f"/proc/{client.pid}/schedstat").read_text()
-    time.sleep(0.3)
-    assert Path(f"/proc/{client.pid}/schedstat").read_text() == before
+
+    def is_asleep() -> bool:
+        spent = [task.joinpath("schedstat").read_text() for task in Path(f"/proc/{client.pid}/task").iterdir()]
+        time.sleep(0.5)
+        later = [task.joinpath("schedstat").read_text() for task in Path(f"/proc/{client.pid}/task").iterdir()]
+        return len(spent) == 3 and spent == later
+
+    until(is_asleep)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in range(1, 9))])
