@@ -88,9 +88,10 @@ bench-recovery: install ## measure recovery from kill -9 beside torchrun and ft_
 bench-fleet: install ## measure the control channel with 2,000 simulated agents (a minute, nothing else running)
 	@$(BIN)/python bench/fleet --output bench/results/fleet.md
 
-bench-checkpoint: install ## measure what checkpoints cost beside torch's and NVRx's (10 minutes, nothing else running)
+bench-checkpoint: install ## measure what checkpoints cost beside torch's and NVRx's (root; 20 minutes, nothing else running)
 	@$(BIN)/pip install --quiet --no-deps --target build/nvrx nvidia-resiliency-ext==0.4.1 defusedxml nvidia-ml-py pynvml
 	@$(BIN)/python bench/checkpoint --nvrx build/nvrx --output bench/results/checkpoint.md
+	@$(BIN)/python bench/checkpoint --exercise --lab --output bench/results/checkpoint-exercise.md
 
 bench-rerun: install ## measure what the re-run state machine costs (10 s, nothing else running)
 	@$(BIN)/python bench/rerun --output bench/results/rerun.md

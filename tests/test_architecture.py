@@ -251,8 +251,8 @@ def test_there_are_no_junk_drawers():
 def test_the_public_names_are_exactly_these():
     assert slurmft.__all__ == [
         "__version__", "start_session", "Session", "PlannedStop", "ignore_strangers_term", "record",
-        "CheckpointManager", "ElasticSampler", "ElasticLoader", "HealthMonitor", "WatchdogTimer",
-        "DistributedSignalHandler", "categorize_failure", "SlurmftError",
+        "CheckpointManager", "DistributedCheckpointManager", "ElasticSampler", "ElasticLoader", "HealthMonitor",
+        "WatchdogTimer", "DistributedSignalHandler", "categorize_failure", "SlurmftError",
     ]  # fmt: skip
     assert dir(slurmft) == sorted(slurmft.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):

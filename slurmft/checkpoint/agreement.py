@@ -16,7 +16,7 @@ from slurmft.storage.checkpoint_names import MANIFEST
 
 log = logging.getLogger(__name__)
 
-_OTHER, _FENCED = -1, -2
+_OTHER, FENCED = -1, -2
 _SHARD_FILE = re.compile(r"__(\d+)_0\.(distcp|json)")
 
 
@@ -46,7 +46,7 @@ class Guard:
         if self.error is None:
             return 0
         if isinstance(self.error, Fenced):
-            return _FENCED
+            return FENCED
         return (isinstance(self.error, OSError) and self.error.errno) or _OTHER
 
     @property
@@ -65,7 +65,7 @@ def failure(what: str, codes: Sequence[int], team: Team, guard: Guard) -> Slurmf
     Args:
         codes: one per rank, starting with rank 0; 0 where all went well.
     """
-    if _FENCED in codes:
+    if FENCED in codes:
         return guard.error if isinstance(guard.error, Fenced) else Fenced(f"{what}: a newer attempt owns the run")
     failed = [(rank, code) for rank, code in enumerate(codes) if code]
     shown = "; ".join(f"rank {rank}: {_reason(rank, code, team, guard)}" for rank, code in failed[:8])

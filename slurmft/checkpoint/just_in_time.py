@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from slurmft.checkpoint.plain_state import as_json
 from slurmft.checkpoint.rank_records import RankRecord, read_record
 from slurmft.checkpoint.state import Trainee, unwrapped
-from slurmft.errors import UsageError
+from slurmft.errors import CheckpointError, UsageError
 from slurmft.launch.heartbeat import PAGE_VARIABLE, RESCUE_SUFFIX
 from slurmft.training.background import BACKGROUND, weakly
 
@@ -110,7 +110,7 @@ class JustInTime:
             self._step, self._is_whole = step, True
             try:
                 noted = self._record.note(step, self._loader_state(), is_final=True)
-            except UsageError as error:
+            except (UsageError, CheckpointError) as error:
                 return self._disarm(error.what)
             if self._early is not None and self._early[0] == step and self._early[1] != noted:
                 self._is_steady = False  # it draws after its first collective, so a dead rank's early note is no help
@@ -124,7 +124,7 @@ class JustInTime:
         if self._trainee is None or self._record is None or (self._early is not None and self._early[0] == step):
             return
         began = time.perf_counter()
-        with contextlib.suppress(UsageError):
+        with contextlib.suppress(UsageError, CheckpointError):
             self._early = step, self._record.note(step, self._loader_state(), is_final=False)
         self._spent_s += time.perf_counter() - began
 

@@ -57,6 +57,7 @@ class Standing:
     since: float
     is_written: bool = False
     is_committed: bool = False
+    is_fenced: bool = False
     errno: int = 0
     """Why the newest try failed; 0 when it did not."""
 
@@ -267,7 +268,7 @@ class Snapshots:
             elif report.kind in ("failed", "abandoned", "superseded"):
                 standing.errno, standing.problem = report.errno, report.text or report.kind
             if report.fenced:
-                self._fenced = Fenced(report.text)
+                standing.is_fenced, self._fenced = True, Fenced(report.text)
         if report.kind == "committed":
             self._on_committed(report.identity, time.monotonic() - standing.since)
         elif report.kind == "failed" and not report.fenced:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from enum import IntEnum
 
-from slurmft.checkpoint.agreement import Guard
+from slurmft.checkpoint.agreement import FENCED, Guard
 from slurmft.checkpoint.snapshots import LaidOut, Standing
 from slurmft.checkpoint.team import Team
 from slurmft.storage.checkpoint_names import Identity
@@ -93,6 +93,8 @@ class Turn:
         """While ranks wait for a save: is it done here, has it failed here, and how long it took."""
         if standing is None:
             return [0, _UNKNOWN_ERROR, 0]
+        if standing.is_fenced:
+            return [0, FENCED, 0]
         if standing.problem:
             return [0, standing.errno or _UNKNOWN_ERROR, 0]
         if team.is_lead and standing.is_committed:
