@@ -22,7 +22,7 @@ from staging import Memory, quick_folder, until
 from slurmft.checkpoint import writer_process
 from slurmft.checkpoint.arena import Arena
 from slurmft.checkpoint.catalog import Catalog
-from slurmft.checkpoint.giving_up import note_file
+from slurmft.checkpoint.giving_up import give_up, note_file
 from slurmft.checkpoint.holding import is_held, reading
 from slurmft.checkpoint.image_lane import POLITE_BYTES
 from slurmft.checkpoint.politeness import NICE
@@ -334,6 +334,24 @@ def test_who_gives_up_lets_nobody_wait(memory, start):
     assert not (requests[0].folder / image_file(0)).exists()
     assert saved(lead, memory.stage(2, slot="b")).kind == "committed"
     until(lambda: not requests[0].folder.exists())
+
+
+@pytest.mark.parametrize("case", ["committed", "receipt", "fenced", "neither"])
+def test_giving_up_touches_nothing_that_may_be_committed(memory, monkeypatch, case):
+    folder = memory.checkpoints / "step-00000001.g0.c1"
+    folder.mkdir(parents=True)
+    (folder / image_file(1)).touch()
+    if case == "committed":
+        (folder / "manifest.json").touch()
+    if case == "receipt":
+        (folder / index_file(1)).touch()
+    if case == "fenced":
+        write_json(memory.checkpoints / "owner.json", {"generation": 8})
+        monkeypatch.setenv("SLURMFT_RUN_FOLDER", str(memory.checkpoints))
+        monkeypatch.setenv("SLURMFT_GENERATION", "7")
+    give_up(folder, 1, "superseded")
+    assert (folder / image_file(1)).exists() == (case != "neither")
+    assert (folder / note_file(1)).exists() == (case == "neither")
 
 
 def test_pruning_keeps_what_is_being_read_the_best_and_every_so_many_steps(memory, start):
