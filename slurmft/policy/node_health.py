@@ -277,6 +277,8 @@ def _verdict(node: str, looks: Sequence[Checkup], rules: HealthRules, shared: fr
     if not looks:
         return NodeVerdict(node=node, condition=Condition.UNKNOWN)
     at, clean = looks[0].at, _clean(looks)
+    if clean == len(looks):  # nearly every node of a cluster: nothing to weigh
+        return NodeVerdict(node=node, condition=Condition.HEALTHY, at=at, clean=clean)
     outcomes: dict[str, list[ProbeResult]] = {}
     for look in looks:
         for result in look.results:
@@ -314,8 +316,8 @@ def _rank(
 def _clean(looks: Sequence[Checkup]) -> int:
     count = 0
     for look in looks:
-        seen = [result.status for result in look.results if result.status is not Status.UNKNOWN]
-        if Status.CRITICAL in seen or not seen:
+        seen = {result.status for result in look.results}
+        if Status.CRITICAL in seen or not seen - {Status.UNKNOWN}:
             break
         count += 1
     return count
