@@ -21,6 +21,7 @@ from slurmft.launch.forensics import Forensics
 from slurmft.launch.gpus import VISIBLE_VARIABLE, visible_without
 from slurmft.launch.hang_watch import HangWatch
 from slurmft.launch.heartbeat import NOTHING, Slot
+from slurmft.launch.notices import NoticeWatch
 from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.striking import strike
 from slurmft.launch.timing_reports import TimingReports
@@ -83,14 +84,16 @@ class Agent:
         serving = asyncio.create_task(self._serve())
         lease = asyncio.create_task(self._watch_lease())
         hangs = asyncio.create_task(self._hangs.run())
+        notices = asyncio.create_task(NoticeWatch(self._config, self._environment, self._report).run())
         try:
             await asyncio.wait([serving, lease], return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
                 return EXIT_TEMPORARY if self._taken_back else serving.result()
             return LaunchError.exit_code
         finally:
-            for task in (reports, serving, lease, hangs):
+            for task in (reports, serving, lease, hangs, notices):
                 task.cancel()
+            await asyncio.gather(notices, return_exceptions=True)  # a plug-in is ended with it
             self._workers.close()
             self._forensics.finish(LAST_FILES_S)
             if self._channel is not None:

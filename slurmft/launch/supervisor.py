@@ -26,6 +26,7 @@ from slurmft.launch.injecting import Injections
 from slurmft.launch.last_look import HANG_DUMPS_S, take_evidence
 from slurmft.launch.observations import Observations
 from slurmft.launch.own_signals import hearing
+from slurmft.launch.reclaimed import Reclaimed
 from slurmft.launch.remedies import batch_divisor_of
 from slurmft.launch.resizing import Resizing
 from slurmft.launch.sleeping import overslept_s
@@ -82,6 +83,7 @@ class Supervisor:
         self._hangs = Hangs(config, start, self._pool)
         self._injections = Injections(config, start, self._pool, self._background)
         self._resizing = Resizing(config, start, crew, self._seen, self.stops)
+        self._reclaimed = Reclaimed(config, start, crew, self.stops, accuser)
         self._slow = SlowNodes(config, start, self._seen, self.stops, accuser=accuser)
         self._complete_codes = codes_of(ExitAction.COMPLETE, config.exit_actions)
         self._failed = False
@@ -232,6 +234,8 @@ class Supervisor:
                     self._background.start(self._on_hang(link, message))
                 case "durations":
                     self._hangs.note(message)
+                case "notice":
+                    self._reclaimed.note(link, message)
                 case "signal" if link.lender:
                     self._resizing.leave(link)
                 case "signal":
@@ -394,7 +398,7 @@ class Supervisor:
                 saved=self._seen.saved(),
                 planned=self.stops.planned,
                 planned_reason=self.stops.reason,
-                planned_suspects=self._slow.suspects,
+                planned_suspects=(*self._slow.suspects, *self._reclaimed.suspects),
                 lost_nodes=tuple(self.lost),
                 hang=self._hangs.found,
                 node_states=self._node_states,
