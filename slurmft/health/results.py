@@ -1,0 +1,176 @@
+"""Results of the probes on a shared folder: one file for each node, which only that node's probes write.
+
+    <folder>/<node>.json   {"format": 1, "node": ..., "checkups": [newest last, at most KEEP]}
+
+Written atomically; of two writers at once on one node (a prolog beside the HealthCheckProgram) one may lose its look,
+never the file. A reader leaves out what it cannot believe and says so.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from slurmft.errors import StorageError, StorageUnavailable
+from slurmft.policy.node_health import Checkup, ProbeResult, Problem, Status
+from slurmft.storage.files import read_json, write_json
+
+KEEP = 12
+"""Looks of one node that its file holds."""
+
+MAX_FILE_BYTES = 4 * 1024 * 1024
+MAX_RESULTS, MAX_TEXT, MAX_LINES = 200, 2000, 50
+MAX_NUMBER = 1e300
+_NODE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Results:
+    """What lies in a results folder."""
+
+    checkups: Mapping[str, list[Checkup]]
+    """Node -> its looks, oldest first."""
+
+    problems: tuple[str, ...] = ()
+    """What could not be read, one line each."""
+
+
+def write_result(folder: Path, node: str, result: Checkup) -> Path:
+    """Add one look to the node's file; returns the file. The folder is made where it is missing.
+
+    Raises:
+        StorageUnavailable: there is no room, or the folder cannot be written.
+        StorageError: this is no node's name.
+    """
+    path = _path(folder, node)
+    try:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        before = _stored(path, node) if path.exists() else []
+    except OSError as error:
+        raise StorageUnavailable(f"cannot keep results in {folder}: {error.strerror or error}") from error
+    except StorageError:
+        before = []  # damaged or newer: this look is worth more than what nobody can read
+    kept = sorted([*before, result], key=lambda each: each.at)[-KEEP:]
+    try:
+        write_json(path, {"node": node, "checkups": [checkup_json(each) for each in kept]}, mode=0o644, durable=False)
+    except OSError as error:
+        raise StorageUnavailable(f"cannot write {path}: {error.strerror or error}") from error
+    return path
+
+
+def read_results(folder: Path) -> Results:
+    """Every node's looks; a folder that is not there holds none.
+
+    Raises:
+        StorageUnavailable: the folder cannot be listed.
+    """
+    checkups: dict[str, list[Checkup]] = {}
+    problems = []
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(".json"))
+    except FileNotFoundError:
+        names = []
+    except OSError as error:
+        raise StorageUnavailable(f"cannot list {folder}: {error.strerror or error}") from error
+    for name in names:
+        node = name.removesuffix(".json")
+        if name.startswith("."):
+            continue  # somebody's temporary file
+        try:
+            checkups[node] = _stored(_path(folder, node), node)
+        except (StorageError, OSError) as error:
+            problems.append(" ".join(str(error).split()))
+    return Results(checkups=checkups, problems=tuple(problems))
+
+
+def checkup_json(checkup: Checkup) -> dict[str, Any]:
+    """A look as plain values; ``checkup_of`` reads it back."""
+    value = asdict(checkup)
+    value["results"] = [
+        {**asdict(result), "status": result.status.name, "evidence": list(result.evidence)}
+        for result in checkup.results
+    ]
+    return value
+
+
+def checkup_of(value: Any) -> Checkup:
+    """A look from plain values.
+
+    Raises:
+        ValueError: says what is wrong with it.
+    """
+    if not isinstance(value, dict):
+        raise ValueError("a look is no object")
+    node, at, results = value.get("node"), value.get("at"), value.get("results")
+    if not isinstance(node, str) or not _NODE.fullmatch(node):
+        raise ValueError(f"{str(node)[:40]!r} is not the name of a node")
+    if not is_number(at):
+        raise ValueError(f"at={str(at)[:40]} is no time")
+    if not isinstance(results, list) or len(results) > MAX_RESULTS:
+        raise ValueError("its results are no list, or too many")
+    level, context = value.get("level", 1), value.get("context", "")
+    return Checkup(node=node, at=float(at), results=tuple(result_of(each) for each in results),
+                   context=str(context)[:40], level=level if type(level) is int else 1)  # fmt: skip
+
+
+def result_of(value: Any) -> ProbeResult:
+    """One probe's result from plain values.
+
+    Raises:
+        ValueError: says what is wrong with it.
+    """
+    if not isinstance(value, dict):
+        raise ValueError("a result is no object")
+    name, status, problem = value.get("name"), value.get("status"), value.get("problem", Problem.NODE.value)
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError("a result has no name")
+    if not isinstance(status, str) or status not in Status.__members__:
+        raise ValueError(f"{name[:40]!r} has no status")
+    lines = value.get("evidence", [])
+    return ProbeResult(
+        name=_text(name), status=Status[status], detail=_text(value.get("detail", "")),
+        value=_number(value.get("value")), unit=_text(value.get("unit", "")),
+        evidence=tuple(_text(line) for line in lines[:MAX_LINES]) if isinstance(lines, list) else (),
+        remedy=_text(value.get("remedy", "")),
+        problem=Problem(problem) if problem in tuple(Problem) else Problem.NODE,
+        took_s=_number(value.get("took_s")) or 0.0,
+    )  # fmt: skip
+
+
+def _path(folder: Path, node: str) -> Path:
+    if not _NODE.fullmatch(node):
+        raise StorageError(f"{node[:80]!r} is not the name of a node")
+    return folder / f"{node}.json"
+
+
+def _stored(path: Path, node: str) -> list[Checkup]:
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise StorageError(f"{path} is longer than {MAX_FILE_BYTES} bytes")
+    value = read_json(path) or {}
+    found = value.get("checkups")
+    if not isinstance(found, list):
+        raise StorageError(f"{path} holds no checkups")
+    try:
+        looks = [checkup_of(each) for each in found[-KEEP:]]
+    except ValueError as error:
+        raise StorageError(f"{path}: {error}") from error
+    if strangers := {look.node for look in looks} - {node}:
+        raise StorageError(f"{path} holds looks at {min(strangers)[:80]}")
+    return looks
+
+
+def _text(value: Any) -> str:
+    return " ".join(str(value).split())[:MAX_TEXT]
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if is_number(value) else None
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether it is a finite number that a float can hold, and not a truth value."""
+    return type(value) in (int, float) and abs(value) < MAX_NUMBER
