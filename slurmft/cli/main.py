@@ -32,6 +32,8 @@ VERBS = {
     "status": ("reading", "Show what runs are doing: RUN, or all below SLURMFT_RUNS (default: runs)"),
     "stop": ("verbs", "Save, then end the run; it is not requeued"),
     "submit": ("submitting", "Submit a run, or continue one that has stopped"),
+    "sweep": ("sweeping", "One look at the cluster, for cron: sick nodes are excluded and drained, healthy ones "
+              "return, lost runs go on"),
 }  # fmt: skip
 """Verb -> its module in slurmft.cli, which has a command of that name, and the first sentence of its help."""
 
