@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import (
@@ -47,6 +47,9 @@ from slurmft.settings.types import Section as _Section
 MAX_FILE_BYTES = 1024 * 1024
 MAX_NODES, MAX_NPROC_PER_NODE = 65_536, 1024
 """More than any cluster has; on one machine a slip of the finger would start a million processes."""
+
+Own = TypeVar("Own", bound=BaseModel)
+"""A section that has a file of its own."""
 
 
 def _as_argv(value: Any) -> Any:
@@ -281,6 +284,28 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return _absolute(validate(raw, source=source), source=source)
 
 
+def load_section(path: Path, model: type[Own]) -> Own:
+    """Read a file that holds one section by itself, such as health.yaml.
+
+    Raises:
+        ConfigError: names every wrong key at once, with the nearest known one.
+    """
+    raw = _yaml(_text_of(path), of=str(path)) or {}
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold keys and values")
+    given = {key: value for key, value in raw.items() if value is not None}
+    try:
+        problems = list(plain.unusable(given))
+        section = model.model_validate(given)
+    except ValidationError as error:
+        problems += [_problem(detail, model) for detail in error.errors(include_input=False, include_url=False)]
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}", hint="look at its aliases (*name)") from error
+    if problems:
+        raise ConfigError(f"{path}: {plain.as_text(problems)}")
+    return section
+
+
 def validate(raw: Mapping[str, Any], *, source: str) -> RunConfig:
     """Validate plain values; ``source`` names them in errors.
 
@@ -345,19 +370,18 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     target[last] = value
 
 
-def _problem(detail: Mapping[str, Any]) -> str:
+def _problem(detail: Mapping[str, Any], of: type[BaseModel] = RunConfig) -> str:
     where = ".".join(plain.shown(part) for part in detail["loc"])
     *section, last = detail["loc"] or ("",)
     if detail["type"] == "extra_forbidden":
-        return f"unknown key {where}{plain.did_you_mean(plain.shown(last), _known_keys(section))}"
+        return f"unknown key {where}{plain.did_you_mean(plain.shown(last), _known_keys(of, section))}"
     message = str(detail["msg"]).removeprefix("Value error, ")
     if detail["type"] == "missing":
         return f"{where}: missing; it has no default"
     return f"{where}: {message}" if where and not message.startswith(where) else message
 
 
-def _known_keys(section: Sequence[Any]) -> list[str]:
-    model: type[BaseModel] = RunConfig
+def _known_keys(model: type[BaseModel], section: Sequence[Any]) -> list[str]:
     for part in section:
         field = model.model_fields.get(str(part))
         if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):

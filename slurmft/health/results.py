@@ -89,12 +89,14 @@ def read_results(folder: Path) -> Results:
 
 def checkup_json(checkup: Checkup) -> dict[str, Any]:
     """A look as plain values; ``checkup_of`` reads it back."""
-    value = asdict(checkup)
-    value["results"] = [
-        {**asdict(result), "status": result.status.name, "evidence": list(result.evidence)}
-        for result in checkup.results
-    ]
-    return value
+    results = [result_json(result) for result in checkup.results]
+    return {"node": checkup.node, "at": checkup.at, "results": results, "context": checkup.context,
+            "level": checkup.level}  # fmt: skip
+
+
+def result_json(result: ProbeResult) -> dict[str, Any]:
+    """A result as plain values; ``result_of`` reads it back."""
+    return {**asdict(result), "status": result.status.name, "evidence": list(result.evidence)}
 
 
 def checkup_of(value: Any) -> Checkup:

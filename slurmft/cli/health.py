@@ -1,0 +1,101 @@
+"""``slurmft health``: the probes of this node, with Nagios's exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from slurmft.cli.reading import printable
+from slurmft.errors import SlurmftError
+from slurmft.health.checker import CONTEXTS, keep, load_config, look, scene_here, told
+from slurmft.policy.node_health import Checkup, Status
+
+_COLOURS = {Status.OK: "green", Status.WARNING: "yellow", Status.CRITICAL: "red", Status.UNKNOWN: "magenta"}
+_SHARED = frozenset({"prolog", "epilog", "healthcheck", "cron"})
+"""Contexts whose results go to the results folder."""
+
+_EXIT_CODES = """\b
+Exit codes, as of Nagios's plugins:
+  0  OK
+  1  WARNING: somebody should look
+  2  CRITICAL: the node should not run jobs
+  3  UNKNOWN: nothing bad was found and something could not be looked at; also bad usage, or a bad configuration
+"""
+
+
+class _BadUsage(click.UsageError):
+    exit_code = int(Status.UNKNOWN)
+
+
+class _NagiosCommand(click.Command):
+    """Bad usage is UNKNOWN: a typo must not look like a sick node."""
+
+    def make_context(self, *args: object, **options: object) -> click.Context:
+        try:
+            return super().make_context(*args, **options)  # type: ignore[arg-type]
+        except click.UsageError as error:
+            raise _BadUsage(error.message, error.ctx) from error
+
+
+@click.command(cls=_NagiosCommand, epilog=_EXIT_CODES)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
+@click.option(
+    "--context",
+    type=click.Choice(CONTEXTS),
+    default="manual",
+    show_default=True,
+    help="Where it runs; all but manual write to results_folder.",
+)
+@click.option(
+    "--level",
+    type=click.IntRange(1, 2),
+    default=1,
+    show_default=True,
+    help="1: under 2 s, beside jobs. 2: minutes, computes on all GPUs; for idle nodes.",
+)
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    help="Thresholds. Default: $SLURMFT_HEALTH_CONFIG, or /etc/slurmft/health.yaml, or none.",
+)
+@click.option("--only", multiple=True, metavar="NAME", help="Only this probe; may be given several times.")  # fmt: skip
+def health(*, as_json: bool, context: str, level: int, config: Path | None, only: tuple[str, ...]) -> int:
+    """Look at this node: GPUs, memory, disks, filesystems, network, host, own probes."""
+    try:
+        settings = load_config(config, os.environ)
+        scene = scene_here(settings, os.environ, context=context, level=level)
+        found = look(scene, only=only)
+    except SlurmftError as error:
+        click.echo(f"slurmft: {error}".encode("utf-8", "backslashreplace"), err=True)
+        return int(Status.UNKNOWN)
+    shared = context in _SHARED
+    if shared or found.status is not Status.OK:
+        found, problems = keep(found, scene.config, share=shared and not only)
+        for problem in problems:
+            click.echo(printable(f"slurmft: {problem}"), err=True)
+    if as_json:
+        click.echo(json.dumps(told(found)))
+    else:
+        _print(found)
+    return int(found.status) if found.results else int(Status.OK)
+
+
+def _print(found: Checkup) -> None:
+    table = Table(box=None, pad_edge=False)
+    for title in ("check", "status", "detail"):
+        table.add_column(title, overflow="fold", no_wrap=title != "detail")
+    for result in found.results:
+        detail = result.detail + (f"\n-> {result.remedy}" if result.remedy else "")
+        table.add_row(Text(printable(result.name)), Text(result.status.name, style=_COLOURS[result.status]),
+                      Text("\n".join(printable(line) for line in detail.split("\n"))))  # fmt: skip
+    Console().print(table)
+    files = sorted({line for result in found.results for line in result.evidence if line.startswith("/")})
+    for path in files:
+        click.echo(printable(f"evidence: {path}"))
+    click.echo(f"{found.node} is {found.status.name}")

@@ -1,0 +1,137 @@
+"""What ended jobs leave on a node: whose it is, and how that is proven.
+
+Nothing is proven by a name alone. A process is a job's when its cgroup, or the environment that it began with, says so
+and its user is the job's. Shared memory is left over when its owner has no process here any more, or, of slurmft's own
+folders, when nobody holds the lock that their agent holds as long as it lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmft.health.scene import Scene, text_of
+
+SETTLED_S = 60.0
+"""What is younger may be about to be used."""
+
+OURS = re.compile(r"slurmft-(\d+)-")
+LIBRARIES = re.compile(
+    r"(?:torch_\d+_|sem\.mp-|psm_[0-9a-f]{8}$|nccl-[A-Za-z0-9]{6}$|sem\.loky-|psm[23]_shm\.|ucx_shm_|cuda\.shm\.|"
+    r"__KMP_REGISTERED_LIB_|vader_segment\.|osc_rdma\.)"
+)
+"""What torch, multiprocessing, NCCL, UCX and MPI leave in /dev/shm when they are killed. Anything else may be data that
+a user keeps there on purpose."""
+
+_STEP = re.compile(r"slurmstepd: \[(\d+)\.")
+_CGROUP_JOB = re.compile(r"/job_(\d+)(?:/|$)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Process:
+    """A process, and which job it belongs to by its own account."""
+
+    pid: int
+    uid: int
+    started: int
+    """Ticks since boot."""
+
+    job: str
+    """The job's number; empty where neither cgroup nor environment tell."""
+
+    name: str
+
+
+def running_jobs(scene: Scene) -> frozenset[str] | None:
+    """The jobs with a step on this node, by the titles of Slurm's own step daemons; None where one has no title yet."""
+    found = set()
+    for folder in scene.folders("proc", "[0-9]*"):
+        title = text_of(folder / "cmdline").replace("\0", " ").strip()
+        if not title.startswith("slurmstepd"):
+            if not title and text_of(folder / "comm").strip() == "slurmstepd":
+                return None
+            continue
+        match = _STEP.match(title)
+        if match is None:
+            return None
+        found.add(match[1])
+    return frozenset(found)
+
+
+def process(folder: Path) -> Process | None:
+    """The process of a folder in /proc; None where it is gone or a zombie."""
+    before, _, after = text_of(folder / "stat").rpartition(")")
+    fields = after.split()
+    if len(fields) < 20 or fields[0] in "ZX":
+        return None
+    try:
+        uid = folder.stat().st_uid
+    except OSError:
+        return None
+    return Process(pid=int(folder.name), uid=uid, started=int(fields[19]), job=_job(folder),
+                   name=before.partition("(")[2])  # fmt: skip
+
+
+def processes(scene: Scene) -> Iterator[Process]:
+    """All that live."""
+    for folder in scene.folders("proc", "[0-9]*"):
+        if (found := process(folder)) is not None:
+            yield found
+
+
+def _job(folder: Path) -> str:
+    """The cgroup is Slurm's own word and comes first; an environment can be handed on."""
+    if match := _CGROUP_JOB.search(text_of(folder / "cgroup")):
+        return match[1]
+    match = re.search(r"(?:^|\0)SLURM_JOB_ID=(\d+)\0", text_of(folder / "environ") + "\0")
+    return match[1] if match else ""
+
+
+def orphaned_memory(scene: Scene, *, uid: int | None = None) -> list[tuple[Path, int]]:
+    """Objects in /dev/shm that nobody uses any more, of this user or of all, each with its bytes."""
+    alive = {each.uid for each in processes(scene)}
+    found = []
+    for path in scene.folders("dev/shm"):
+        with contextlib.suppress(OSError):
+            facts = path.lstat()
+            if facts.st_uid == 0 or (uid is not None and facts.st_uid != uid):
+                continue
+            if scene.now - max(facts.st_mtime, facts.st_ctime) < SETTLED_S and uid is None:
+                continue
+            ours = OURS.match(path.name)
+            if ours and stat.S_ISDIR(facts.st_mode) and ours[1] == str(facts.st_uid):
+                if lock_is_free(path / "lock"):
+                    found.append((path, _size(path)))
+            elif LIBRARIES.match(path.name) and stat.S_ISREG(facts.st_mode) and facts.st_uid not in alive:
+                found.append((path, facts.st_blocks * 512))
+    return found
+
+
+def lock_is_free(path: Path) -> bool:
+    """Whether the file is there and nobody holds it: its agent is dead."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(where, name)).st_blocks * 512  # noqa: PTH118 - names may be bytes
+    return total

@@ -1,0 +1,105 @@
+"""Where probes look and by which settings: roots that tests can move, and bounded reading of what may be anything."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slurmft.settings.health import HealthConfig
+
+MAX_BYTES = 1 << 20
+
+PATIENCE: Mapping[str, float] = {"healthcheck": 10.0, "cron": 5.0}
+"""Context -> how many times longer than usual things may take: Slurm gives HealthCheckProgram 60 s."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scene:
+    """One look: where, at which node, with which settings."""
+
+    node: str
+    now: float
+    """Unix time."""
+
+    config: HealthConfig = field(default_factory=HealthConfig)
+    context: str = "manual"
+    level: int = 1
+    root: Path = Path("/")
+    """Where /proc, /sys and /dev are found."""
+
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    @property
+    def patience(self) -> float:
+        """How many times longer than usual things may take."""
+        return PATIENCE.get(self.context, 1.0)
+
+    def path(self, name: str) -> Path:
+        """``proc/loadavg`` below the root."""
+        return self.root / name
+
+    def text(self, name: str) -> str:
+        """What stands in this file below the root; empty where it is missing or may not be read."""
+        return text_of(self.root / name)
+
+    def integer(self, name: str) -> int | None:
+        """The number that a file begins with; None where there is none."""
+        match = re.match(r"\s*(-?\d{1,18})\b", self.text(name))
+        return int(match[1]) if match else None
+
+    def folders(self, name: str, pattern: str = "*") -> list[Path]:
+        """What matches in a folder below the root, sorted; nothing where it is missing."""
+        with contextlib.suppress(OSError):
+            return sorted((self.root / name).glob(pattern))
+        return []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mount:
+    """One line of mountinfo."""
+
+    point: Path
+    kind: str
+    """Type of the filesystem."""
+
+    source: str
+    mount_options: frozenset[str]
+    super_options: frozenset[str]
+
+
+def text_of(path: Path) -> str:
+    """A file's text, at most a MiB of it, whatever its bytes; empty where it cannot be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError):
+        return ""
+    try:
+        pieces: list[bytes] = []
+        while sum(len(each) for each in pieces) < MAX_BYTES and (piece := os.read(descriptor, 1 << 16)):
+            pieces.append(piece)
+        return b"".join(pieces).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(descriptor)
+
+
+def mounts(scene: Scene) -> Iterator[Mount]:
+    """What is mounted, as this process sees it (proc(5), mountinfo); lines of another shape are skipped."""
+    for line in scene.text("proc/self/mountinfo").splitlines():
+        before, dash, after = line.partition(" - ")
+        left, right = before.split(" "), after.split(" ")
+        if dash and len(left) >= 6 and len(right) >= 3:
+            yield Mount(
+                point=Path(_unescaped(left[4])), kind=right[0], source=_unescaped(right[1]),
+                mount_options=frozenset(left[5].split(",")), super_options=frozenset(right[2].split(",")),
+            )  # fmt: skip
+
+
+def _unescaped(text: str) -> str:
+    """Blanks and backslashes in paths stand there in octal."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
