@@ -17,6 +17,7 @@ from slurmft.cli.names import every_run, who
 from slurmft.cli.reading import printable
 from slurmft.errors import SlurmftError, UsageError
 from slurmft.health.bounded import bounded
+from slurmft.health.checker import CONFIG_VARIABLE, load_config
 from slurmft.health.sweep import SweepOrder, SweepReport
 from slurmft.health.sweep import sweep as do_sweep
 from slurmft.health.sweep_metrics import heartbeat_url, send_heartbeat, write_metrics
@@ -36,10 +37,14 @@ Exit codes:
 @click.command(epilog=_EXIT_CODES)
 @click.option("--config", type=click.Path(path_type=Path), help="Configuration whose section exclusions holds.")
 @click.option("--file", "file", type=click.Path(path_type=Path), help="The exclusion list itself; beats --config.")
-@click.option("--results", type=click.Path(path_type=Path), help="Folder of the nodes' health results.")
+@click.option(
+    "--health",
+    type=click.Path(path_type=Path),
+    help="Where results lie and when they count. Default: $SLURMFT_HEALTH_CONFIG, or /etc/slurmft/health.yaml.",
+)
 @click.option("--drain", is_flag=True, help="Drain sick nodes and resume those that are well; only reasons of our own.")
 @click.option("--test", "at_most", default=0, show_default=True, type=click.IntRange(0, 1000),
-              help="Jobs that look at idle nodes, at most, of each sweep. Needs --results.")  # fmt: skip
+              help="Jobs that look at idle nodes, at most, of each sweep.")  # fmt: skip
 @click.option("--partition", default="", help="Partition of those jobs.")
 @click.option("--metrics", type=click.Path(path_type=Path), help="File for a textfile collector, replaced each time.")
 @click.option("--heartbeat-url-file", type=click.Path(path_type=Path),
@@ -50,7 +55,7 @@ Exit codes:
 @click.option("--dry-run", is_flag=True, help="Look, say what would be done, and change nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
 def sweep(
-    *, config: Path | None, file: Path | None, results: Path | None, drain: bool, at_most: int, partition: str,
+    *, config: Path | None, file: Path | None, health: Path | None, drain: bool, at_most: int, partition: str,
     metrics: Path | None, heartbeat_url_file: Path | None, limit: float, dry_run: bool, as_json: bool,
 ) -> int:  # fmt: skip
     """One look at the cluster, for cron: sick nodes are excluded and drained, healthy ones return, lost runs go on.
@@ -58,15 +63,18 @@ def sweep(
     A node is taken out when N of its last M looks agree, no more than a few in an hour, and none for a failure that
     many share. Without --drain, or without permission, the administrator's commands are printed.
     """
-    if at_most and results is None:
-        raise UsageError("--test needs --results, where the jobs leave what they find")
     url = heartbeat_url(heartbeat_url_file) if heartbeat_url_file is not None else ""
 
     def work() -> int:
         try:
             list_, rules = opened_list(file, config)
+            settings = load_config(health, os.environ)
+            if at_most and settings.results_folder is None:
+                raise UsageError("--test: the jobs leave what they find in results_folder, which is not set",
+                                 hint="see --health")  # fmt: skip
             order = SweepOrder(
-                exclusions=list_, rules=rules, results=results, runs=every_run(), who=who(),
+                exclusions=list_, rules=rules, results=settings.results_folder, health=settings.verdict.rules(),
+                health_file=_health_file(health), runs=every_run(), who=who(),
                 may_drain=drain, dry_run=dry_run, visits=Visits(at_most=at_most), partition=partition, limit_s=limit,
             )  # fmt: skip
             report = do_sweep(order)
@@ -91,6 +99,12 @@ def sweep(
         return report.exit_code
 
     return bounded(work, limit_s=limit, name="slurmft-sweep", environment=os.environ)
+
+
+def _health_file(given: Path | None) -> Path | None:
+    """What the jobs that look at nodes are told to read; None: what they find by themselves."""
+    named = given or os.environ.get(CONFIG_VARIABLE)
+    return Path(named).absolute() if named else None
 
 
 def as_lines(report: SweepReport) -> Iterator[str]:

@@ -35,6 +35,9 @@ class SweepOrder:
     results: Path | None
     """Folder of the nodes' results; None: there are none, and only runs and the list are looked after."""
 
+    health_file: Path | None = None
+    """Configuration of the jobs that look at nodes; None: what they find by themselves."""
+
     health: HealthRules = field(default_factory=HealthRules)
     runs: Sequence[RunFolder] = ()
     who: str
@@ -206,7 +209,7 @@ def _test(order: SweepOrder, plan: SweepPlan, report: SweepReport) -> None:
         return
     for node in plan.test:
         argv = node_control.probe_argv(
-            node, node_control.probe_command(order.results), order.partition, order.test_minutes
+            node, node_control.probe_command(order.health_file), order.partition, order.test_minutes
         )
         if order.dry_run:
             report.done.append(f"{node} would be looked at by a job")

@@ -132,10 +132,10 @@ def submit_probe(argv: Sequence[str]) -> str:
     return command.run(argv, folder=Path("/")).strip().split(";")[0]
 
 
-def probe_command(results: Path) -> list[str]:
+def probe_command(configuration: Path | None) -> list[str]:
     """The look itself, with this interpreter, which the nodes must have as well."""
-    return [sys.executable, "-P", "-m", "slurmft", "health", "--context", "cron", "--level", "2",
-            "--results", str(results)]  # fmt: skip
+    named = [] if configuration is None else ["--config", str(configuration)]
+    return [sys.executable, "-P", "-m", "slurmft", "health", "--context", "cron", "--level", "2", *named]
 
 
 def _update(node: str, *changes: str) -> None:

@@ -34,6 +34,8 @@ class Site:
         self.folder, self.bin = folder, folder / "bin"
         self.bin.mkdir()
         self.list, self.results = folder / "exclusions.json", folder / "results"
+        self.health = folder / "health.yaml"
+        self.health.write_text(f"results_folder: {self.results}\n")
         self.calls_file = folder / "calls"
         self.nodes("n1|idle|none\nn2|mixed|none\nn3|idle|none\nn4|drained|bad cable\n")
         # sinfo -n NODE tells about that one
@@ -58,7 +60,7 @@ class Site:
 
     def sweep(self, *options: str, limit_s: float = 30) -> subprocess.CompletedProcess[str]:
         argv = [sys.executable, "-P", "-m", "slurmft", "sweep", "--file", str(self.list),
-                "--results", str(self.results), *options]  # fmt: skip
+                "--health", str(self.health), *options]  # fmt: skip
         environment = os.environ | {
             "PATH": f"{self.bin}:/usr/bin:/bin", "SLURMFT_RUNS": str(self.folder / "runs"),
             "XDG_RUNTIME_DIR": str(self.folder),
@@ -179,7 +181,7 @@ def test_idle_nodes_are_looked_at_by_short_jobs(site):
     (call,) = site.calls("sbatch")
     assert "--nodelist=n1 " in call, result.stdout
     assert "--partition=all" in call
-    assert f"--results {site.results}" in call
+    assert f"--config {site.health}" in call
     assert len(site.calls("sinfo")) + len(site.calls("squeue")) == 2
 
 
