@@ -31,6 +31,7 @@ from slurmft.policy import plain_values as plain
 from slurmft.policy.exit_actions import ExitAction, lists_as_texts, unambiguous
 from slurmft.policy.membership import Size
 from slurmft.policy.sbatch_section import option_value, unknown_options
+from slurmft.settings.checkpoint import CheckpointConfig
 from slurmft.settings.elastic import ElasticConfig
 from slurmft.settings.exclusions import ExclusionsConfig
 from slurmft.settings.fault_tolerance import FaultToleranceConfig
@@ -151,16 +152,6 @@ class SlurmConfig(_Section):
     """More options for the ``srun`` that starts the agents, such as ``--mpi=none``."""
 
 
-class CheckpointConfig(_Section):
-    """When and where checkpoints are written."""
-
-    directory: Path | None = None
-    """Folder of the checkpoints; ``checkpoints`` in the run folder when empty. Must be shared by all nodes."""
-
-    interval_steps: Count = Field(default=100, ge=0)
-    """Steps between two periodic checkpoints; 0 saves only at stops and at the end."""
-
-
 class RunConfig(_Section):
     """One run: what to train, where, and how it survives."""
 
@@ -228,6 +219,8 @@ class RunConfig(_Section):
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
         self.elastic.size(self.nodes)
+        if 0 < self.nodes <= (copies := self.checkpoint.peer_copies):
+            raise ValueError(f"checkpoint.peer_copies={copies} needs more than {copies} nodes; nodes={self.nodes}")
         return self
 
     @property
@@ -397,7 +390,8 @@ def _absolute(config: RunConfig, *, source: str) -> RunConfig:
         return None if path is None else Path(os.path.abspath(base / path.expanduser()))  # noqa: PTH100 - keeps links
 
     try:
-        checkpoint = config.checkpoint.model_copy(update={"directory": absolute(config.checkpoint.directory)})
+        folders = {name: absolute(getattr(config.checkpoint, name)) for name in ("directory", "local_directory")}
+        checkpoint = config.checkpoint.model_copy(update=folders)
         exclusions = config.exclusions.model_copy(update={"path": absolute(config.exclusions.path)})
         return config.model_copy(
             update={

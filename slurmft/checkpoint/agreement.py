@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Sequence
 from types import TracebackType
 
-from slurmft.checkpoint.catalog import SHARED, FileRecord, rank_file
-from slurmft.checkpoint.payload import Damage, Damaged
+from slurmft.checkpoint.damage import Damage, Damaged
+from slurmft.checkpoint.shard_index import image_file, index_file
 from slurmft.checkpoint.team import Team
 from slurmft.errors import CheckpointError, Fenced, SlurmftError
 from slurmft.storage.checkpoint_names import MANIFEST
@@ -16,8 +17,7 @@ from slurmft.storage.checkpoint_names import MANIFEST
 log = logging.getLogger(__name__)
 
 _OTHER, _FENCED = -1, -2
-_WORD_BYTES = 8
-_COMMON = (MANIFEST, SHARED)
+_SHARD_FILE = re.compile(r"__(\d+)_0\.(distcp|json)")
 
 
 class Guard:
@@ -84,30 +84,22 @@ def damage_report(rows: Sequence[Sequence[int]], team: Team, guard: Guard) -> st
     found: dict[str, None] = {}  # a set that keeps the order
     for damage, number in rows:
         if damage:
-            name = _COMMON[number] if number < len(_COMMON) else rank_file(number - len(_COMMON))
-            found.setdefault(f"{name} {Damage(damage).text}")
+            found.setdefault(f"{_file_name(number)} {Damage(damage).text}")
     if guard.error is not None:
         log.warning("rank %d: %s", team.rank, guard.error)
     return "; ".join(found)
 
 
-def record_to_row(record: FileRecord) -> list[int]:
-    """A file's size and sha256 as signed 64-bit integers, the only thing that tensors carry between ranks."""
-    raw = bytes.fromhex(record.sha256)
-    words = [raw[start : start + _WORD_BYTES] for start in range(0, len(raw), _WORD_BYTES)]
-    return [record.size_bytes, *(int.from_bytes(word, "big", signed=True) for word in words)]
-
-
-def record_from_row(row: Sequence[int]) -> FileRecord:
-    """The reverse of ``record_to_row``."""
-    size_bytes, *words = row
-    return FileRecord(size_bytes, b"".join(word.to_bytes(_WORD_BYTES, "big", signed=True) for word in words).hex())
-
-
 def _file_number(file_name: str) -> int:
-    if file_name in _COMMON:
-        return _COMMON.index(file_name)
-    return len(_COMMON) + int(file_name.removeprefix("rank-").removesuffix(".pt"))
+    match = _SHARD_FILE.fullmatch(file_name)
+    return 1 + 2 * int(match[1]) + (match[2] == "json") if match else 0
+
+
+def _file_name(number: int) -> str:
+    if not number:
+        return MANIFEST
+    shard, is_index = divmod(number - 1, 2)
+    return index_file(shard) if is_index else image_file(shard)
 
 
 def _reason(rank: int, code: int, team: Team, guard: Guard) -> str:

@@ -1,9 +1,10 @@
 """What lies in a checkpoint directory: names, markers, order. No torch, nothing is changed.
 
     <checkpoint_dir>/step-00000100.g7.c12/     step 100, written by generation 7, the 12th commit of this directory
-        shared.pt          model, optimizer, scheduler, scaler, extra: once for all ranks
-        rank-00000.pt      random number generators and loader position of one rank
-        manifest.json      the commit marker: names every file with its size and sha256; written last
+        .metadata          the index of torch.distributed.checkpoint, which torch reads and slurmft never does
+        __3_0.distcp       the image of shard 3 (checkpoint.shard_index)
+        __3_0.json         its index with the digests of all its items; written when the image is durable
+        manifest.json      the commit marker: names every file with its size; written last
         quarantined.json   written by a supervisor: runs die from this one (storage.checkpoint_names)
 
 The commit number grows by one with every save, whatever the step. It decides what is newest, so that a run which went
@@ -13,6 +14,7 @@ back to an older step (and commits lower steps again) is followed, not the branc
 from __future__ import annotations
 
 import math
+import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,7 +28,7 @@ from slurmft.storage.files import read_json, write_json
 
 SHARED = "shared.pt"
 MAX_MARKER_BYTES = 64 * 1024 * 1024
-"""A marker has some 120 bytes for each rank."""
+"""A marker has some 170 bytes for each rank."""
 
 
 def rank_file(rank: int) -> str:
@@ -39,7 +41,8 @@ class FileRecord:
     """One file as its writer produced it."""
 
     size_bytes: int
-    sha256: str
+    xxh3: str = ""
+    """xxh3_128 of its bytes in hex; empty for an image, whose digests are in its index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,8 @@ class Catalog:
             StorageError: the directory exists but cannot be listed.
         """
         try:
-            found = [Identity.parse(child.name) for child in self.folder.iterdir() if child.is_dir()]
+            with os.scandir(self.folder) as children:  # tells folders from files without a look at each
+                found = [Identity.parse(child.name) for child in children if child.is_dir()]
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -167,7 +171,7 @@ def write_marker(entry: Entry) -> None:
         "world_size": entry.world_size,
         "committed_at": entry.committed_at.isoformat(),
         "metrics": {name: _to_json(number) for name, number in entry.metrics.items()},
-        "files": {name: {"bytes": one.size_bytes, "sha256": one.sha256} for name, one in entry.files.items()},
+        "files": {name: {"bytes": one.size_bytes, "xxh3": one.xxh3} for name, one in entry.files.items()},
     }
     # The folder was made under the user's umask; the marker must be readable by the same people as the files beside it.
     write_json(entry.path / MANIFEST, value, mode=entry.path.stat().st_mode & 0o666)
@@ -192,7 +196,9 @@ def _entry(path: Path, value: Mapping[str, Any]) -> Entry:
     if committed_at.tzinfo is None:
         raise ValueError("committed_at has no time zone")
     committed_at.astimezone(UTC)  # a year that no clock can show
-    files = {name: FileRecord(_integer(one, "bytes"), str(one["sha256"])) for name, one in value["files"].items()}
+    if any("sha256" in one for one in value["files"].values()):
+        raise ValueError("it is of an older kind (shared.pt and rank files), which this slurmft does not read")
+    files = {name: FileRecord(_integer(one, "bytes"), str(one["xxh3"])) for name, one in value["files"].items()}
     if any(Path(name).name != name or name in ("", "..") or "\0" in name for name in files):
         raise ValueError("a file name leaves the folder")
     return Entry(

@@ -1,17 +1,21 @@
-"""Folders of a checkpoint directory: begun, cleaned up, pruned. Called by rank 0 only; no torch."""
+"""Folders of a checkpoint directory: begun, cleaned up, pruned. For rank 0 only; no torch."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 
-from slurmft.checkpoint.catalog import Catalog, Entry, is_newer_format
-from slurmft.checkpoint.retention import decide
+from slurmft.checkpoint.catalog import Catalog, Entry, is_newer_format, read_entry
+from slurmft.checkpoint.holding import alone
+from slurmft.checkpoint.retention import KEPT_QUARANTINED, NEVER_REMOVED, Retention, by_merit, decide
+from slurmft.checkpoint.write_requests import Keep
 from slurmft.errors import StorageError
-from slurmft.storage.checkpoint_names import MANIFEST, Identity
+from slurmft.storage.checkpoint_names import MANIFEST, Identity, read_quarantine
 from slurmft.storage.fence import GENERATION_VARIABLE, check_fence
 from slurmft.storage.files import fsync_folder
 
@@ -38,11 +42,11 @@ def begin_folder(directory: Path, step: int) -> Identity:
     return identity
 
 
-def remove_left_overs(directory: Path, *, is_saving: bool) -> None:
+def remove_left_overs(directory: Path, *, is_saving: bool, in_flight: Collection[Identity] = ()) -> None:
     """Remove what saves that never committed have left behind; what cannot be removed is logged and stays.
 
-    The folder of a newer generation is somebody's running save: it stays. Outside a run nothing tells generations
-    apart, and whoever saves there owns the directory; whoever only reads does not.
+    The folder of a newer generation is somebody's running save: it stays, as do those ``in_flight``. Outside a run
+    nothing tells generations apart, and whoever saves there owns the directory; whoever only reads does not.
     """
     try:
         check_fence()
@@ -52,33 +56,137 @@ def remove_left_overs(directory: Path, *, is_saving: bool) -> None:
     owns_all = is_saving and mine == 0
     for identity in Catalog(directory).identities():
         folder = directory / identity.folder_name
-        if (identity.generation <= mine or owns_all) and not (folder / MANIFEST).exists():
+        is_ours = identity not in in_flight and (identity.generation <= mine or owns_all)
+        if is_ours and not (folder / MANIFEST).exists():
             log.info("removing %s: its save never finished", folder)
             remove_folder(folder)
 
 
-def prune(directory: Path, *, keep_last_n: int, best: Entry | None, distrusted: Collection[Path]) -> None:
-    """Remove what retention no longer wants. Failing to is logged; the checkpoints that matter are not concerned."""
-    contents = Catalog(directory).scan()
-    retention = decide(contents.committed, keep_last_n=keep_last_n, best=best, distrusted=distrusted)
-    for entry in retention.remove:
-        remove_folder(entry.path)
-    for path, reason in contents.unreadable:
-        identity = Identity.parse(path.name)
-        if identity and identity.commit < retention.oldest_kept_commit and not is_newer_format(path):
-            log.info("removing %s: older than every kept checkpoint, and unusable: %s", path, reason)
-            remove_folder(path)
+def prune(directory: Path, keep: Keep) -> None:
+    """Remove what retention no longer wants, once; who does so after every save keeps a ``Pruner``."""
+    Pruner(directory).prune(keep)
 
 
-def remove_folder(folder: Path) -> None:
-    """Remove one checkpoint; never raises for a file that resists.
+class Pruner:
+    """Removes what retention no longer wants; reads each marker once, so that a save costs the same after a thousand.
+
+    Failing to is told, and does no harm: the checkpoints that matter are not concerned.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._known: dict[Identity, Entry] = {}
+
+    def prune(self, keep: Keep, tick: Callable[[], None] = lambda: None) -> list[str]:
+        """What could not be removed, and why. ``tick`` is called after every file.
+
+        Raises:
+            StorageError: the directory cannot be listed; nothing was removed.
+        """
+        identities = Catalog(self._directory).identities()
+        unreadable, uncommitted = self._look(identities)
+        retention = self._decide(keep)
+        problems = [remove_folder(entry.path, tick) for entry in retention.remove]
+        newest = max((identity.commit for identity in self._known), default=0)
+        problems += [remove_folder(path, tick) for path in self._useless(uncommitted, newest)]
+        for identity, reason in unreadable:
+            path = self._directory / identity.folder_name
+            if identity.commit < retention.oldest_kept_commit and not is_newer_format(path):
+                log.info("removing %s: older than every kept checkpoint, and unusable: %s", path, reason)
+                problems.append(remove_folder(path, tick))
+        return [problem for problem in problems if problem]
+
+    def _look(self, identities: Iterable[Identity]) -> tuple[list[tuple[Identity, str]], list[Identity]]:
+        """Read the markers that are new; returns those that cannot be read, and folders without one."""
+        unreadable: list[tuple[Identity, str]] = []
+        uncommitted: list[Identity] = []
+        known, self._known = self._known, {}
+        for identity in identities:
+            path = self._directory / identity.folder_name
+            try:
+                entry = known.get(identity) or read_entry(path)
+            except StorageError as error:
+                unreadable.append((identity, error.what))
+                continue
+            if entry is None:
+                uncommitted.append(identity)
+            else:
+                self._known[identity] = replace(entry, files={})  # ten thousand ranks make long lists
+        return unreadable, uncommitted
+
+    def _decide(self, keep: Keep) -> Retention:
+        """As the marks of the supervisor are now, of those that they matter for: the newest, and what is to go."""
+        newest_first = sorted(self._known, key=lambda one: (one.commit, one.generation), reverse=True)
+        self._look_at_marks(newest_first[: keep.keep_last_n + NEVER_REMOVED + KEPT_QUARANTINED])
+        retention = self._retention(newest_first, keep)
+        if self._look_at_marks(Identity(e.step, e.generation, e.commit) for e in retention.remove):
+            retention = self._retention(newest_first, keep)
+        return retention
+
+    def _retention(self, newest_first: Iterable[Identity], keep: Keep) -> Retention:
+        entries = [self._known[identity] for identity in newest_first]
+        distrusted = {self._directory / name for name in keep.distrusted}
+        good = [entry for entry in entries if entry.path not in distrusted and not entry.quarantine]
+        best = by_merit(good, keep.best_metric, keep.best_mode)[:1] if keep.best_metric else []
+        return decide(
+            entries,
+            keep_last_n=keep.keep_last_n,
+            keep_every=keep.keep_every,
+            best=best[0] if best else None,
+            distrusted=distrusted,
+        )
+
+    def _look_at_marks(self, identities: Iterable[Identity]) -> bool:
+        """Whether a mark has come or gone since the last look."""
+        changed = False
+        for identity in identities:
+            entry = self._known[identity]
+            mark = read_quarantine(entry.path)
+            quarantine = "" if mark is None else mark.reason or "quarantined"
+            if quarantine != entry.quarantine:
+                self._known[identity] = replace(entry, quarantine=quarantine)
+                changed = True
+        return changed
+
+    def _useless(self, uncommitted: Iterable[Identity], newest_commit: int) -> list[Path]:
+        """Saves that never finished, and never will: a later one of ours has."""
+        mine = own_generation()
+        return [
+            self._directory / identity.folder_name
+            for identity in uncommitted
+            if identity.commit < newest_commit and (identity.generation <= mine or mine == 0)
+        ]
+
+
+def remove_folder(folder: Path, tick: Callable[[], None] = lambda: None) -> str:
+    """Remove one checkpoint; why it could not be, or nothing. One that is being read stays as it is.
 
     The marker goes first, durably: whoever looks half way, or after a crash, sees a save that never finished instead
     of a damaged checkpoint.
     """
     try:
-        (folder / MANIFEST).unlink(missing_ok=True)
-        fsync_folder(folder)
-        shutil.rmtree(folder)
+        with contextlib.suppress(FileNotFoundError), alone(folder / MANIFEST):
+            (folder / MANIFEST).unlink()
+            fsync_folder(folder)
+        (folder / MANIFEST).unlink(missing_ok=True)  # a link to nowhere
+        _remove_tree(folder, tick)
+    except BlockingIOError:
+        log.info("%s stays for now: somebody is reading it", folder)
+        return f"{folder} is being read"
+    except FileNotFoundError:
+        return ""  # somebody else has removed it
     except OSError as error:
         log.warning("cannot remove %s: %s", folder, error)
+        return f"cannot remove {folder}: {error}"
+    return ""
+
+
+def _remove_tree(folder: Path, tick: Callable[[], None]) -> None:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                Path(entry.path).unlink(missing_ok=True)
+            tick()
+    folder.rmdir()

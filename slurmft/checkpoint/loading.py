@@ -1,123 +1,240 @@
-"""The walk from the best candidate to the first that every rank can use.
+"""The walk from the best candidate to the first that every rank can use: in memory first, then on disk.
 
-Rank 0 names the candidates; each rank reads the shared file and its own; all agree on the verdict before any of them
-changes an object of the trainer.
+Rank 0 names the candidates, the nodes offer what they hold in memory, and all ranks come to the same decision; each
+reads and verifies its part, and all agree on how that went before any of them changes an object of the trainer.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slurmft.checkpoint import landing
 from slurmft.checkpoint.agreement import Guard, damage_report, failure
-from slurmft.checkpoint.catalog import SHARED, Entry, rank_file, read_entry
-from slurmft.checkpoint.folders import remove_left_overs
-from slurmft.checkpoint.payload import Damage, Damaged, read_payload, verify_file
+from slurmft.checkpoint.catalog import Catalog, Entry, read_entry
+from slurmft.checkpoint.damage import Damage, Damaged
+from slurmft.checkpoint.folders import own_generation, remove_left_overs
+from slurmft.checkpoint.memory_sources import MemorySources
+from slurmft.checkpoint.reading import Source, Stored
+from slurmft.checkpoint.shard_index import image_file, index_file, verified_index
 from slurmft.checkpoint.state import Trainee
 from slurmft.checkpoint.team import Team
 from slurmft.errors import CheckpointError, NewerFormat, StorageError
+from slurmft.policy.tiers import Committed, Decision
 from slurmft.storage.attempt_facts import note_resuming
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, read_quarantine
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
 
+FACTS = "slurmft.facts"
+"""The key of what a marker also tells: metrics, and how many ranks have a state of their own in it."""
+
 _QUARANTINE = frozenset({Damage.NONE, Damage.QUARANTINED, Damage.GIVEN_UP})
+_OTHER = -1
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """What a load found. ``found`` is False, and ``step`` 0, when the directory holds no checkpoint yet."""
+    """What a load found. ``found`` is False, and ``step`` 0, when there is no checkpoint yet."""
 
     found: bool = False
     step: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
     path: Path | None = None
+    """Its folder; of a state that was only in memory, the one that it would have had."""
+
     world_size: int = 0
     """How many ranks wrote it."""
+
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What ``save(extra=...)`` was given."""
+
     skipped: tuple[tuple[Path, str], ...] = ()
     """Newer (or better) checkpoints that could not be used, and why; the same on every rank."""
 
+    is_durable: bool = True
+    """It is on the shared filesystem; otherwise it was in memory only, and is saved again at once."""
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """One rank's verified half of a checkpoint, not applied yet."""
-
-    entry: Entry
-    shared: dict[str, Any]
-    own: dict[str, Any]
-    is_own: bool
-    """False when this rank did not exist in the run that saved, and borrows rank 0's loader position."""
+    source: str = ""
+    """Where it was read from, in words: ``memory: step 40, all 4 shards``."""
 
 
-def load_first_usable(directory: Path, trainee: Trainee, candidates: Callable[[], list[Identity]]) -> LoadedCheckpoint:
-    """Load the first of ``candidates`` (asked on rank 0 only) that all ranks can verify.
+class Loading:
+    """One load, by all ranks together.
 
-    Raises:
-        CheckpointError: there are candidates and none is usable, or an intact one does not fit ``trainee``.
+    Args:
+        directory: of the checkpoints.
+        trainee: what the state goes into.
     """
-    team = Team()
-    skipped: list[tuple[Path, str]] = []
-    found: set[int] = set()
-    for identity in _agreed_candidates(team, directory, candidates):
-        path, guard, read = directory / identity.folder_name, Guard(), None
-        _note(team, path)
+
+    def __init__(self, directory: Path, trainee: Trainee) -> None:
+        self._directory, self._trainee = directory, trainee
+        self._team = Team()
+        self._skipped: list[tuple[Path, str]] = []
+        self._found: set[int] = set()
+        self.newest_commit = 0
+        """Of all that was seen; saves are counted on from it."""
+
+    def newest(self) -> LoadedCheckpoint:
+        """The newest state that is whole somewhere.
+
+        Raises:
+            CheckpointError: there are candidates and none is usable, or an intact one does not fit.
+        """
+        candidates = self._agreed(self._newest_first)
+        committed = self._newest_committed(candidates)
+        memory = MemorySources(self._team, committed, generation=own_generation())
+        try:
+            while (decision := memory.decide()) is not None:
+                loaded = self._from_memory(memory, decision)
+                if loaded is not None:
+                    return loaded
+        finally:
+            memory.close()
+        return self._from_disk(candidates, memory.reason)
+
+    def first_of(self, candidates: Callable[[], list[Identity]]) -> LoadedCheckpoint:
+        """The first of ``candidates`` (asked on rank 0 only) that all ranks can verify, from disk.
+
+        Raises:
+            CheckpointError: as ``newest``.
+        """
+        return self._from_disk(self._agreed(candidates), "")
+
+    def _from_memory(self, memory: MemorySources, decision: Decision) -> LoadedCheckpoint | None:
+        identity = Identity(*(decision.name or (0, 0, 0)))
+        path, guard, prepared = self._directory / identity.folder_name, Guard(), None
+        self._note(path if decision.is_committed else None, decision.reason)
+        if not memory.bring(decision):
+            return None
         with guard:
-            read = _read(team, trainee, path)
-        rows = team.exchange(guard.damage_row)
-        if all(damage == Damage.NONE for damage, _ in rows) and read is not None:
-            return _apply(team, trainee, read, skipped)
-        if any(damage in (Damage.MISFIT, -1) for damage, _ in rows):
-            raise _cannot_load(path, [damage for damage, _ in rows], team, guard)
-        skipped.append((path, damage_report(rows, team, guard)))
-        found |= {damage for damage, _ in rows}
+            disk = _disk_sources(path) if decision.is_committed else {}
+            stored = Stored((disk | memory.sources(identity)).values())
+            prepared = landing.prepare(self._trainee, stored, rank=self._team.rank)
+            self._check_own(prepared)
+        rows = self._team.exchange(guard.damage_row)
+        if any(damage in (Damage.MISFIT, _OTHER) for damage, _ in rows):
+            raise self._cannot_load(path, [damage for damage, _ in rows], guard)
+        if prepared is None or any(damage != Damage.NONE for damage, _ in rows):
+            memory.refuse(decision, damage_report(rows, self._team, guard))
+            return None
+        facts = prepared.shared.get(FACTS, {})
+        return self._apply(path, prepared, identity, facts, decision.reason, is_durable=decision.is_committed)
+
+    def _check_own(self, prepared: landing.Prepared) -> None:
+        """Raises Damaged where this rank's own state is lost with its node, although it had one."""
+        saved_by = prepared.shared.get(FACTS, {}).get("world_size", 0)
+        if self._team.rank < saved_by and not prepared.is_own:
+            raise Damaged(Damage.MISSING, image_file(self._team.rank), f"what rank {self._team.rank} had for itself")
+
+    def _from_disk(self, candidates: Sequence[Identity], reason: str) -> LoadedCheckpoint:
+        for identity in candidates:
+            path, guard, prepared, entry = self._directory / identity.folder_name, Guard(), None, None
+            self._note(path, reason or "disk")
+            with guard:
+                entry = _verified_entry(path)
+                stored = Stored(_disk_sources(path, entry).values())
+                prepared = landing.prepare(self._trainee, stored, rank=self._team.rank)
+            rows = self._team.exchange(guard.damage_row)
+            if prepared is not None and entry is not None and all(damage == Damage.NONE for damage, _ in rows):
+                facts = {"metrics": entry.metrics, "world_size": entry.world_size}
+                return self._apply(path, prepared, identity, facts, reason or f"disk: step {identity.step}")
+            if any(damage in (Damage.MISFIT, _OTHER) for damage, _ in rows):
+                raise self._cannot_load(path, [damage for damage, _ in rows], guard)
+            self._skipped.append((path, damage_report(rows, self._team, guard)))
+            self._found |= {damage for damage, _ in rows}
+            if self._team.is_lead:
+                log.warning("skipping checkpoint %s: %s", *self._skipped[-1])
+        self._note(None, reason)
+        if self._found <= _QUARANTINE and (not self._found or Damage.GIVEN_UP in self._found):
+            return LoadedCheckpoint(skipped=tuple(self._skipped), source=reason)
+        listing = "".join(f"\n  {path}: {reason}" for path, reason in self._skipped)
+        raise CheckpointError(
+            f"no checkpoint in {self._directory} can be used:{listing}",
+            hint="move the folder away to start anew, or bring back an intact copy",
+        )
+
+    def _agreed(self, candidates: Callable[[], list[Identity]]) -> list[Identity]:
+        team, guard, found = self._team, Guard(), list[Identity]()
         if team.is_lead:
-            log.warning("skipping checkpoint %s: %s", *skipped[-1])
-    _note(team, None)
-    if found <= _QUARANTINE and (not found or Damage.GIVEN_UP in found):
-        return LoadedCheckpoint(skipped=tuple(skipped))
-    listing = "".join(f"\n  {path}: {reason}" for path, reason in skipped)
-    raise CheckpointError(
-        f"no checkpoint in {directory} can be used:{listing}",
-        hint="move the folder away to start anew, or bring back an intact copy",
-    )
+            with guard:
+                remove_left_overs(self._directory, is_saving=False)
+                self.newest_commit = max((one.commit for one in Catalog(self._directory).identities()), default=0)
+                found = candidates()
+        code, count, self.newest_commit = team.from_lead([guard.code, len(found), self.newest_commit])
+        if code:
+            raise failure(f"{self._directory} was not loaded", [code], team, guard)
+        if not count:
+            return []
+        numbers = [number for one in found for number in (one.step, one.generation, one.commit)]
+        numbers = team.from_lead(numbers if team.is_lead else [0] * (3 * count))
+        return [Identity(*numbers[start : start + 3]) for start in range(0, len(numbers), 3)]
 
+    def _newest_first(self) -> list[Identity]:
+        catalog = Catalog(self._directory)
+        return [one for one in catalog.identities() if (self._directory / one.folder_name / MANIFEST).exists()]
 
-def _agreed_candidates(team: Team, directory: Path, candidates: Callable[[], list[Identity]]) -> list[Identity]:
-    guard, found = Guard(), list[Identity]()
-    if team.is_lead:
-        with guard:
-            remove_left_overs(directory, is_saving=False)
-            found = candidates()
-    code, count = team.from_lead([guard.code, len(found)])
-    if code:
-        raise failure(f"{directory} was not loaded", [code], team, guard)
-    if not count:
-        return []
-    numbers = [number for one in found for number in (one.step, one.generation, one.commit)]
-    numbers = team.from_lead(numbers if team.is_lead else [0] * (3 * count))
-    return [Identity(*numbers[start : start + 3]) for start in range(0, len(numbers), 3)]
+    def _newest_committed(self, candidates: Sequence[Identity]) -> Committed | None:
+        """The newest one whose marker can be believed; its bytes have not been looked at."""
+        row = [0, 0, 0, 0]
+        for identity in candidates if self._team.is_lead else ():
+            try:
+                entry = _verified_entry(self._directory / identity.folder_name)
+            except Damaged:
+                continue
+            row = [identity.step, identity.generation, identity.commit, entry.world_size]
+            break
+        step, generation, commit, world_size = self._team.from_lead(row)
+        return Committed(name=(step, generation, commit), shards=world_size) if world_size else None
 
+    def _note(self, path: Path | None, source: str) -> None:
+        """Leave word of what of the run's is about to be read: whoever dies of it cannot say so any more."""
+        folder, directory = os.environ.get(ERROR_DIR_VARIABLE), os.environ.get("SLURMFT_CHECKPOINT_DIR")
+        if self._team.is_lead and folder and directory and self._directory.absolute() == Path(directory).absolute():
+            note_resuming(Path(folder), path.name if path is not None else "", source=source)
 
-def _read(team: Team, trainee: Trainee, path: Path) -> _Read:
-    entry = _verified_entry(path)
-    is_own = team.rank < entry.world_size
-    own_name = rank_file(team.rank if is_own else 0)
-    for name in (SHARED, own_name):
-        if name not in entry.files:
-            raise Damaged(Damage.MISSING, name, "the marker does not list it")
-    if team.is_lead:
-        verify_file(path / SHARED, entry.files[SHARED])
-    verify_file(path / own_name, entry.files[own_name])
-    read = _Read(entry, read_payload(path / SHARED), read_payload(path / own_name), is_own)
-    trainee.check_fit(read.shared)
-    return read
+    def _apply(
+        self, path: Path, prepared: landing.Prepared, identity: Identity, facts: Mapping[str, Any], source: str, *,
+        is_durable: bool = True,
+    ) -> LoadedCheckpoint:  # fmt: skip
+        prepared.apply()
+        team, world_size = self._team, int(facts.get("world_size", 0))
+        self.newest_commit = max(self.newest_commit, identity.commit)
+        if not prepared.is_own:
+            what = "rank %d is not in %s (%d ranks): its random number generators stay as they are"
+            log.warning(what, team.rank, path, world_size)
+        if team.is_lead:
+            log.info("loaded step %d of %s; %s", identity.step, path, source)
+            if world_size != team.world_size:
+                log.warning("%d ranks saved, %d go on: data continues at the same place", world_size, team.world_size)
+        return LoadedCheckpoint(
+            found=True,
+            step=identity.step,
+            metrics=dict(facts.get("metrics", {})),
+            path=path,
+            world_size=world_size,
+            extra=prepared.extra,
+            skipped=tuple(self._skipped),
+            is_durable=is_durable,
+            source=source,
+        )
+
+    def _cannot_load(self, path: Path, damages: list[int], guard: Guard) -> CheckpointError:
+        """An intact checkpoint that these objects cannot take: an older one would not fit either."""
+        failed = [rank for rank, damage in enumerate(damages) if damage]
+        detail = str(guard.error) if guard.error is not None else f"rank(s) {failed} could not; their logs show why"
+        if guard.error is not None:
+            log.error("rank %d cannot load %s", self._team.rank, path, exc_info=guard.error)
+        error = CheckpointError(
+            f"{path} cannot be loaded: {detail}", hint="use the model that saved it, or another checkpoint directory"
+        )
+        error.__cause__ = guard.error
+        return error
 
 
 def _verified_entry(path: Path) -> Entry:
@@ -134,46 +251,14 @@ def _verified_entry(path: Path) -> Entry:
     return entry
 
 
-def _note(team: Team, path: Path | None) -> None:
-    """Leave word of the run's checkpoint that is about to be read: whoever dies of it cannot say so any more."""
-    folder, directory = os.environ.get(ERROR_DIR_VARIABLE), os.environ.get("SLURMFT_CHECKPOINT_DIR")
-    if team.is_lead and folder and directory and (path is None or path.parent.absolute() == Path(directory).absolute()):
-        note_resuming(Path(folder), path.name if path is not None else "")
-
-
-def _apply(team: Team, trainee: Trainee, read: _Read, skipped: list[tuple[Path, str]]) -> LoadedCheckpoint:
-    entry = read.entry
-    trainee.apply(read.shared, read.own, restore_rng=read.is_own)
-    if not read.is_own:
-        log.warning(
-            "rank %d is not in %s (%d ranks): its random number generators stay as they are",
-            team.rank,
-            entry.path,
-            entry.world_size,
-        )
-    if team.is_lead:
-        log.info("loaded %s: step %d, %d skipped", entry.path, entry.step, len(skipped))
-        if entry.world_size != team.world_size:
-            log.warning("%d ranks saved, %d go on: data continues at the same place", entry.world_size, team.world_size)
-    return LoadedCheckpoint(
-        found=True,
-        step=entry.step,
-        metrics=entry.metrics,
-        path=entry.path,
-        world_size=entry.world_size,
-        extra=read.shared.get("extra", {}),
-        skipped=tuple(skipped),
-    )
-
-
-def _cannot_load(path: Path, damages: list[int], team: Team, guard: Guard) -> CheckpointError:
-    """An intact checkpoint that these objects cannot take: an older one would not fit either, so nobody walks on."""
-    failed = [rank for rank, damage in enumerate(damages) if damage]
-    detail = str(guard.error) if guard.error is not None else f"rank(s) {failed} could not; their logs show why"
-    if guard.error is not None:
-        log.error("rank %d cannot load %s", team.rank, path, exc_info=guard.error)
-    error = CheckpointError(
-        f"{path} cannot be loaded: {detail}", hint="use the model that saved it, or another checkpoint directory"
-    )
-    error.__cause__ = guard.error
-    return error
+def _disk_sources(path: Path, entry: Entry | None = None) -> dict[int, Source]:
+    """Every shard of a committed checkpoint, its index verified."""
+    entry = entry or _verified_entry(path)
+    sources = {}
+    for shard in range(entry.world_size):
+        name = index_file(shard)
+        if name not in entry.files or image_file(shard) not in entry.files:
+            raise Damaged(Damage.MISSING, name, "the marker does not list it")
+        index = verified_index(path / name, entry.files[name].size_bytes, entry.files[name].xxh3)
+        sources[shard] = Source(image=path / image_file(shard), index=index)
+    return sources

@@ -1,60 +1,66 @@
 """Saving and resuming a training run, on one process or on many.
 
-A save is a transaction of all ranks: rank 0 begins a folder, every rank writes, all learn whether all could, rank 0
-commits by writing the marker, all learn whether it could. Whatever happens before the marker leaves the older
-checkpoints as they were. Between these points ranks exchange a few integers and nothing else.
+A save begins with one exchange of integers between all ranks, and then each rank copies its part into shared memory;
+the training loop pays for nothing else. Each rank's writer process makes its part durable, and rank 0's commits the
+checkpoint once all parts are. Whatever happens before that leaves the older checkpoints as they were.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import operator
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, SupportsFloat
 
 import torch
 
-from slurmft.checkpoint.agreement import Guard, failure, record_from_row, record_to_row
-from slurmft.checkpoint.catalog import (
-    SHARED,
-    Catalog,
-    Entry,
-    FileRecord,
-    rank_file,
-    write_marker,
-)
-from slurmft.checkpoint.folders import begin_folder, prune, remove_folder, remove_left_overs
-from slurmft.checkpoint.loading import LoadedCheckpoint, load_first_usable
-from slurmft.checkpoint.payload import write_payload
-from slurmft.checkpoint.retention import BestMode, by_merit
-from slurmft.checkpoint.state import Stateful, Trainee, refuse_sharded
+from slurmft.checkpoint.agreement import Guard, failure
+from slurmft.checkpoint.catalog import Catalog
+from slurmft.checkpoint.fault_points import reached
+from slurmft.checkpoint.flat_keys import key_of
+from slurmft.checkpoint.flat_state import MODEL, FlatState, capture, plain_name, rank_key
+from slurmft.checkpoint.folders import own_generation, remove_left_overs
+from slurmft.checkpoint.just_in_time import JustInTime
+from slurmft.checkpoint.loading import FACTS, LoadedCheckpoint, Loading
+from slurmft.checkpoint.retention import by_merit
+from slurmft.checkpoint.snapshots import LaidOut, Snapshots
+from slurmft.checkpoint.state import Stateful, Trainee
 from slurmft.checkpoint.team import Team
+from slurmft.checkpoint.turns import Row, Turn, mismatch
+from slurmft.checkpoint.write_requests import BestMode, CommitOrder, Keep
 from slurmft.errors import CheckpointError, UsageError
-from slurmft.storage.checkpoint_names import MANIFEST, MAX_STEP, Identity
+from slurmft.policy.checkpoint_settings import CheckpointSettings
+from slurmft.storage.checkpoint_names import MAX_STEP, Identity
 from slurmft.storage.fence import check_fence
-from slurmft.storage.files import fsync_folder
+from slurmft.training.background import BACKGROUND, Outcome, weakly
 
 log = logging.getLogger(__name__)
 
 ATTEMPT_VARIABLE = "SLURMFT_ATTEMPT"
+ROOM_S = 60.0
+"""How long a save that must not be skipped waits for one of its two places."""
+
+LOOK_S = 0.05
+SPILL_FOLDER = ".staging"
 
 
 class CheckpointManager:
     """The checkpoints of one training run.
 
     Every method is a collective when torch.distributed is initialised: all ranks call it with the same arguments.
-    Replicated (DDP) models; model, optimizer, scheduler and scaler are written once, by rank 0. The directory lies on
-    a filesystem that every rank sees.
+    Replicated (DDP) and sharded (FSDP2) models; each rank writes its share. The directory lies on a filesystem that
+    every rank sees. What is not given here comes from the run's section ``checkpoint``, or its default.
 
     Args:
         keep_last_n: checkpoints of this many steps are kept (at least 1).
         save_best: keep the one with the best ``best_metric`` as well, however old.
         best_metric: a key of ``metrics``; checkpoints without it, or where it is not finite, are never best.
+        keep_every: keep those whose step is a multiple of it; 0: none for that reason.
+        async_save: train on while a checkpoint is written.
 
     Raises:
         UsageError: an argument makes no sense.
@@ -63,21 +69,33 @@ class CheckpointManager:
     def __init__(
         self,
         checkpoint_dir: Path | str,
-        keep_last_n: int = 3,
-        save_best: bool = True,
-        best_metric: str = "loss",
-        best_mode: BestMode = "min",
+        keep_last_n: int | None = None,
+        save_best: bool | None = None,
+        best_metric: str | None = None,
+        best_mode: BestMode | None = None,
+        *,
+        keep_every: int | None = None,
+        async_save: bool | None = None,
     ) -> None:
-        if keep_last_n < 1:
+        given = {
+            "keep_last_n": keep_last_n, "save_best": save_best, "best_metric": best_metric, "best_mode": best_mode,
+            "keep_every": keep_every, "async_save": async_save,
+        }  # fmt: skip
+        self.settings = CheckpointSettings.from_variables(os.environ).changed(given)
+        if self.settings.keep_last_n < 1:
             raise UsageError(f"keep_last_n is {keep_last_n}; at least 1 checkpoint must be kept")
-        if best_mode not in ("min", "max"):
+        if self.settings.best_mode not in ("min", "max"):
             raise UsageError(f"best_mode is {best_mode!r}; it is 'min' or 'max'")
         self.directory = Path(checkpoint_dir)
-        self.keep_last_n = keep_last_n
-        self.save_best = save_best
-        self.best_metric = best_metric
-        self.best_mode: BestMode = best_mode
         self._distrusted: set[Path] = set()
+        self._turn = Turn()
+        self._snapshots = Snapshots(
+            self.settings, spill=self.directory / SPILL_FOLDER, on_committed=weakly(self._on_committed),
+            on_failed=weakly(self._on_failed),
+        )  # fmt: skip
+        self._rescue: JustInTime | None = None
+        BACKGROUND.join(self)
+        self._finalizer = weakref.finalize(self, self._snapshots.close)  # at the end of the process at the latest
 
     def save(
         self,
@@ -90,32 +108,72 @@ class CheckpointManager:
         scaler: Stateful | None = None,
         loader: Stateful | None = None,
         extra: Mapping[str, Any] | None = None,
-    ) -> Path:
-        """Commit a checkpoint of ``step`` and return its folder; then remove what is no longer to be kept.
+        async_save: bool | None = None,
+    ) -> Path | None:
+        """Save ``step`` and return the folder of the checkpoint; then remove what is no longer to be kept.
 
-        On return the checkpoint is durable and every rank knows it. Random number generators are saved and not
-        disturbed. ``extra`` (rank 0's) takes plain values and tensors.
+        With ``async_save`` this returns as soon as the state is copied, and ``wait`` tells when it is durable; else it
+        is on return, and every rank knows it. Random number generators are saved and not disturbed. ``extra`` (rank
+        0's) takes plain values and tensors. None: it was skipped, as two earlier saves are still under way
+        (``checkpoint.when_busy``).
 
         Raises:
-            CheckpointError: nothing was committed, older checkpoints are untouched; raised by all ranks alike, with
-                the ranks that failed and why.
+            CheckpointError: nothing was saved, older checkpoints are untouched; raised by all ranks alike, with the
+                ranks that failed and why.
             Fenced: a newer attempt owns the run; nothing was committed.
-            UsageError: the model is sharded over ranks.
         """
-        refuse_sharded(model)
-        started_s = time.monotonic()
-        team = Team()
         trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
-        identity = self._begin(team, step)
+        team = Team()
+        prepared = self._agree(team, lambda: self._captured(team, trainee, extra, metrics or {}), step)
+        if prepared is None:
+            BACKGROUND.outcome = Outcome.SKIPPED
+            return None
+        identity = Identity(step, own_generation(), self._turn.commit)
         folder = self.directory / identity.folder_name
-        files = self._write(team, folder, trainee, extra, agrees=identity.step == step)
-        self._commit(team, identity, files, metrics or {})
-        if team.is_lead:
-            size_mib = sum(record.size_bytes for record in files.values()) / 2**20
-            seconds = time.monotonic() - started_s
-            log.info("committed %s: step %d, %.1f MiB, %.2f s", folder, step, size_mib, seconds)
-            self._prune()
+        is_async = self.settings.async_save if async_save is None else async_save
+        self._stage(team, prepared, identity, metrics or {}, urgent=BACKGROUND.is_urgent or not is_async)
+        BACKGROUND.outcome = Outcome.STAGED
+        self._arm(trainee, prepared.flat, extra)
+        if not is_async:
+            self.wait()
         return folder
+
+    def wait(self) -> None:
+        """Return when the newest save is durable; at once where there is none.
+
+        Raises:
+            CheckpointError: it is not, for a reason that may pass (it is given up; save again) or will not.
+            Fenced: a newer attempt owns the run.
+        """
+        identity = self._turn.awaited
+        if identity is None:
+            return
+        team = Team()
+        self._snapshots.hurry()
+        while True:
+            standing = self._snapshots.standing(identity)
+            rows = team.exchange(self._turn.progress_row(team, standing))
+            if any(row[1] for row in rows):
+                break
+            if rows[0][0]:
+                self._turn.awaited = None
+                self._note_committed(rows[0][0], rows[0][2] / 1e9)
+                return
+            self._snapshots.sleep(identity, LOOK_S)
+        self._turn.awaited = None
+        self._snapshots.give_up(identity)
+        guard = Guard()
+        with guard:
+            self._snapshots.raise_failure(identity)
+        what = f"{self.directory / identity.folder_name} was not committed"
+        raise failure(what, [row[1] for row in rows], team, guard)
+
+    def close(self) -> None:
+        """Let the writer finish, and let go of the memory; not a collective, and not needed at the end of a process."""
+        BACKGROUND.leave(self)
+        if self._rescue is not None:
+            self._rescue.disarm("the manager is closed")
+        self._finalizer()
 
     def load_latest(
         self,
@@ -126,18 +184,27 @@ class CheckpointManager:
         scaler: Stateful | None = None,
         loader: Stateful | None = None,
     ) -> LoadedCheckpoint:
-        """Resume from the newest checkpoint that every rank can verify; what is skipped is logged and returned.
+        """Resume from the newest state that every rank can verify: from memory where it is whole there, else from disk.
 
-        Nothing is loaded into the objects before every rank has read and verified its part. With the same world size,
-        training goes on bit for bit. With another one, the loader goes on at the global position, and ranks that have
-        no random state in the checkpoint keep theirs, with a warning.
+        What is skipped is logged and returned. Nothing is loaded into the objects before every rank has read and
+        verified its part. With the same world size, training goes on bit for bit. With another one, the loader goes on
+        at the global position, and ranks that have no random state in the checkpoint keep theirs, with a warning.
 
         Raises:
             CheckpointError: checkpoints exist and none is usable (each is named with its reason), or an intact one
                 does not fit the model or optimizer.
         """
         trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
-        return self._load(trainee, self._newest_first)
+        loading = Loading(self.directory, trainee)
+        loaded = self._loaded(loading, loading.newest())
+        if loaded.found:
+            self._arm(trainee, None, loaded.extra)
+        if loaded.found and not loaded.is_durable:
+            self.save(
+                model, optimizer, step=loaded.step, metrics=loaded.metrics, scheduler=scheduler, scaler=scaler,
+                loader=loader, extra=loaded.extra, async_save=True,
+            )  # fmt: skip
+        return loaded
 
     def load_best(
         self,
@@ -148,106 +215,175 @@ class CheckpointManager:
         scaler: Stateful | None = None,
         loader: Stateful | None = None,
     ) -> LoadedCheckpoint:
-        """As ``load_latest``, in order of ``best_metric`` instead of age.
+        """As ``load_latest``, in order of ``best_metric`` instead of age, and from disk.
 
         Raises:
             CheckpointError: as ``load_latest``; also when checkpoints exist and none has a finite ``best_metric``.
         """
         trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
-        return self._load(trainee, self._best_first)
+        loading = Loading(self.directory, trainee)
+        return self._loaded(loading, loading.first_of(self._best_first))
 
-    def _begin(self, team: Team, step: int) -> Identity:
-        guard, row = Guard(), [0, 0, 0]
-        if team.is_lead:
-            with guard:
-                if not 0 <= operator.index(step) <= MAX_STEP:
-                    raise UsageError(f"step is {step}; it counts completed steps")
-                check_fence()
-                remove_left_overs(self.directory, is_saving=True)
-                identity = begin_folder(self.directory, step)
-                row = [identity.step, identity.generation, identity.commit]
-        code, *row = team.from_lead([guard.code, *row])
-        if code:
-            raise failure(f"step {step} was not saved to {self.directory}", [code], team, guard)
-        return Identity(*row)
+    # What the session calls (training.background.Saver)
 
-    def _write(
-        self, team: Team, folder: Path, trainee: Trainee, extra: Mapping[str, Any] | None, *, agrees: bool
-    ) -> dict[str, FileRecord]:
-        guard, own, files = Guard(), FileRecord(0, "0" * 64), {}
+    def at_boundary(self, step: int) -> None:
+        """``step`` steps are complete."""
+        if self._rescue is not None:
+            self._rescue.at_boundary(step)
+
+    def before_update(self, step: int) -> None:
+        """This rank's random numbers for ``step`` are drawn."""
+        if self._rescue is not None:
+            self._rescue.before_update(step)
+
+    def rescue(self) -> None:
+        """A rank has failed: keep the last complete step where that can be had."""
+        if self._rescue is not None:
+            self._rescue.rescue()
+
+    # Saving
+
+    def _agree(self, team: Team, captured: Callable[[], FlatState], step: int) -> LaidOut | None:
+        """The state, ready to be copied on every rank; None when it is not to be copied now.
+
+        Raises:
+            CheckpointError: on some rank it is not ready; alike on all ranks.
+        """
+        guard, prepared = Guard(), None
         with guard:
-            if not agrees:
-                raise UsageError(f"rank {team.rank} saves another step than rank 0 does ({folder.name})")
-            with contextlib.suppress(FileExistsError):
-                # On a network filesystem this rank may still remember that the folder did not exist.
-                os.mkdir(folder)  # noqa: PTH102 - pathlib's exist_ok looks at that same stale memory
-            own = write_payload(folder / rank_file(team.rank), trainee.rank_payload())
-            if team.is_lead:
-                files[SHARED] = write_payload(folder / SHARED, trainee.shared_payload(extra))
-        rows = team.exchange([guard.code, *record_to_row(own)])
-        codes = [row[0] for row in rows]
-        if any(codes):
-            if team.is_lead:
-                remove_folder(folder)
-            raise failure(f"{folder} was not written", codes, team, guard)
-        return files | {rank_file(rank): record_from_row(row[1:]) for rank, row in enumerate(rows)}
-
-    def _commit(
-        self, team: Team, identity: Identity, files: Mapping[str, FileRecord], metrics: Mapping[str, SupportsFloat]
-    ) -> None:
-        guard, folder = Guard(), self.directory / identity.folder_name
-        if team.is_lead:
-            with guard:
-                entry = Entry(
-                    step=identity.step,
-                    path=folder,
-                    metrics={str(name): float(value) for name, value in metrics.items()},
-                    committed_at=datetime.now(UTC),
-                    generation=identity.generation,
-                    commit=identity.commit,
-                    attempt=os.environ.get(ATTEMPT_VARIABLE, ""),
-                    world_size=team.world_size,
-                    files=files,
+            if not 0 <= operator.index(step) <= MAX_STEP:
+                raise UsageError(f"step is {step}; it counts completed steps")
+            prepared = self._snapshots.prepare(captured(), rank=team.rank, world_size=team.world_size)
+            if team.is_lead and not self._turn.is_begun:
+                self._begin()
+        deadline_s = time.monotonic() + ROOM_S
+        while True:
+            rows = self._turn.exchange(team, guard, step, prepared)
+            if any(row[Row.CODE] for row in rows):
+                raise failure(
+                    f"step {step} was not saved to {self.directory}", [r[Row.CODE] for r in rows], team, guard
                 )
-                fsync_folder(folder)
-                check_fence()
-                write_marker(entry)
-                fsync_folder(self.directory)
-            if guard.error is not None:
-                remove_folder(folder)
-        (code,) = team.from_lead([guard.code])
-        if code:
-            raise failure(f"{folder} was not committed", [code], team, guard)
+            if problem := mismatch(rows):
+                raise CheckpointError(f"step {step} was not saved to {self.directory}: {problem}",
+                                      hint="all ranks save the same step of the same model")  # fmt: skip
+            self._note_committed(rows[0][Row.COMMITTED_STEP], rows[0][Row.COMMITTED_NS] / 1e9)
+            if prepared is None or not any(row[Row.IS_BUSY] for row in rows):
+                return prepared
+            if not BACKGROUND.is_urgent and self.settings.when_busy == "skip":
+                if team.is_lead:
+                    log.warning("step %d is not saved: two earlier saves are still being written", step)
+                return None
+            self._snapshots.make_room()
+            time.sleep(LOOK_S)
+            with guard:
+                prepared = self._snapshots.again(prepared)
+                if prepared.place is None and time.monotonic() > deadline_s:
+                    raise TimeoutError(110, f"two earlier saves are still being written after {ROOM_S:.0f} s")
 
-    def _prune(self) -> None:
-        with Guard() as guard:
-            committed = Catalog(self.directory).committed()
-            best = by_merit(committed, self.best_metric, self.best_mode) if self.save_best else []
-            best = [entry for entry in best if entry.path not in self._distrusted and not entry.quarantine]
-            prune(
-                self.directory,
-                keep_last_n=self.keep_last_n,
-                best=best[0] if best else None,
-                distrusted=self._distrusted,
-            )
-        if guard.error is not None:
-            log.warning("old checkpoints in %s were not removed: %s", self.directory, guard.error)
+    def _captured(
+        self, team: Team, trainee: Trainee, extra: Mapping[str, Any] | None, metrics: Mapping[str, SupportsFloat]
+    ) -> FlatState:
+        flat = capture(trainee, extra, rank=team.rank)
+        if team.is_lead:
+            flat.put(FACTS, {"metrics": _as_floats(metrics), "world_size": team.world_size})
+        return flat
 
-    def _load(self, trainee: Trainee, candidates: Callable[[], list[Identity]]) -> LoadedCheckpoint:
-        loaded = load_first_usable(self.directory, trainee, candidates)
+    def _begin(self) -> None:
+        """Rank 0, before its first save: whose directory it is, what was left in it, and where the counting goes on."""
+        check_fence()
+        remove_left_overs(self.directory, is_saving=True)
+        self._turn.begin(max((one.commit for one in Catalog(self.directory).identities()), default=0))
+
+    def _stage(
+        self, team: Team, prepared: LaidOut, identity: Identity, metrics: Mapping[str, SupportsFloat], *, urgent: bool
+    ) -> None:
+        """Copy, and hand over to the writer. What goes wrong here, all ranks learn of at the next save or ``wait``."""
+        self._turn.awaited = identity
+        reached("announced")
+        try:
+            self._snapshots.stage(prepared, identity)
+            if prepared.place is not None:
+                order = self._order(metrics) if team.is_lead else None
+                folder = self.directory / identity.folder_name
+                self._snapshots.submit(prepared.place, folder, identity, order, urgent=urgent)
+                reached("submitted")
+        except Exception as error:
+            log.exception("step %d was not copied", identity.step)
+            self._snapshots.failed_here(identity, error)
+
+    def _order(self, metrics: Mapping[str, SupportsFloat]) -> CommitOrder:
+        settings = self.settings
+        keep = Keep(
+            keep_last_n=settings.keep_last_n, keep_every=settings.keep_every,
+            best_metric=settings.best_metric if settings.save_best else "", best_mode=settings.best_mode,
+            distrusted=tuple(sorted(path.name for path in self._distrusted)),
+        )  # fmt: skip
+        return CommitOrder(
+            metrics=_as_floats(metrics),
+            attempt=os.environ.get(ATTEMPT_VARIABLE, ""),
+            keep=keep,
+        )
+
+    def _on_committed(self, identity: Identity, seconds: float) -> None:
+        log.info("committed %s: step %d, %.2f s", self.directory / identity.folder_name, identity.step, seconds)
+        self._turn.committed_here(identity.step, seconds)
+        self._note_committed(identity.step, seconds)
+
+    def _on_failed(self, step: int, number: int, text: str) -> None:
+        failures = self._turn.failed_here()
+        loud = log.critical if failures >= self.settings.max_failed_saves else log.warning
+        loud("step %d is not saved yet (failure %d in a row): %s; training goes on", step, failures, text)
+        if BACKGROUND.listener is not None:
+            BACKGROUND.listener.on_save_failed(step, number)
+
+    def _note_committed(self, step: int, seconds: float) -> None:
+        """Tell the session, once for each; 0 is no step."""
+        if self._turn.is_news(step) and BACKGROUND.listener is not None:
+            BACKGROUND.listener.on_saved(step, seconds)
+
+    # Just in time
+
+    def _arm(self, trainee: Trainee, flat: FlatState | None, extra: Mapping[str, Any] | None) -> None:
+        """Be ready to keep ``trainee``'s last complete step, where the node's memory outlives this process."""
+        if not self.settings.just_in_time or self._snapshots.arena.is_private or BACKGROUND.listener is None:
+            return
+        reason = "save() is given extra=, whose value between two saves nobody knows" if extra else ""
+        if flat is not None and flat.is_sharded:
+            reason = "the state is spread over ranks, and no other has it"
+        if self._rescue is None:
+            self._rescue = JustInTime(self._snapshots.arena.folder, weakly(self._keep))
+        self._rescue.arm(trainee, reason=reason)
+        if flat is not None and self._turn.awaited is not None:
+            self._rescue.saved(self._turn.awaited.step)
+
+    def _keep(
+        self, step: int, trainee: Trainee, own: Mapping[int, dict[str, Any]], buffers: Mapping[str, torch.Tensor]
+    ) -> None:
+        flat = capture(trainee, None, rank=0)
+        del flat.objects[rank_key(0)]  # of this moment, not of the boundary
+        for rank, state in own.items():
+            flat.put(rank_key(rank), state)
+        flat.tensors.update({key_of((MODEL, plain_name(name))): value for name, value in buffers.items()})
+        flat.put(FACTS, {"metrics": {}, "world_size": int(os.environ.get("WORLD_SIZE", "1"))})
+        self._snapshots.keep(flat, Identity(step, own_generation(), self._turn.commit + 1))
+
+    # Loading
+
+    def _loaded(self, loading: Loading, loaded: LoadedCheckpoint) -> LoadedCheckpoint:
         self._distrusted |= {path for path, _ in loaded.skipped}
+        self._turn.begin(loading.newest_commit)
         return loaded
-
-    def _newest_first(self) -> list[Identity]:
-        catalog = Catalog(self.directory)
-        return [one for one in catalog.identities() if (self.directory / one.folder_name / MANIFEST).exists()]
 
     def _best_first(self) -> list[Identity]:
         committed = Catalog(self.directory).committed()
-        ordered = by_merit(committed, self.best_metric, self.best_mode)
+        ordered = by_merit(committed, self.settings.best_metric, self.settings.best_mode)
         if committed and not ordered:
             raise CheckpointError(
-                f"no checkpoint in {self.directory} has a finite metric {self.best_metric!r}",
+                f"no checkpoint in {self.directory} has a finite metric {self.settings.best_metric!r}",
                 hint="pass metrics= to save(), or use load_latest",
             )
         return [Identity(entry.step, entry.generation, entry.commit) for entry in ordered]
+
+
+def _as_floats(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
+    return {str(name): float(value) for name, value in metrics.items()}

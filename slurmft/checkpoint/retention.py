@@ -6,14 +6,15 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from slurmft.checkpoint.catalog import Entry
+from slurmft.checkpoint.write_requests import BestMode
 
 KEPT_QUARANTINED = 2
 """Enough to look into why runs die from them."""
 
-BestMode = Literal["min", "max"]
+NEVER_REMOVED = 2
+"""The newest good checkpoint may turn out damaged when it is needed; then there is still one."""
 
 
 def by_merit(entries: Sequence[Entry], metric: str, mode: BestMode) -> list[Entry]:
@@ -38,23 +39,31 @@ class Retention:
 
 
 def decide(
-    newest_first: Sequence[Entry], *, keep_last_n: int, best: Entry | None, distrusted: Collection[Path]
+    newest_first: Sequence[Entry],
+    *,
+    keep_last_n: int,
+    keep_every: int = 0,
+    best: Entry | None = None,
+    distrusted: Collection[Path] = (),
 ) -> Retention:
-    """Keep the newest commits of ``keep_last_n`` different steps, and ``best``; the others may go.
+    """Keep the newest commits of ``keep_last_n`` different steps, those of every ``keep_every``th step, and ``best``.
 
     A distrusted checkpoint (a load found it damaged, or it is quarantined) does not count as one of the kept, so that
-    the last good one is never removed in its favour. It stays as evidence until it is older than every kept one; of the
-    quarantined ones, whatever their age, the newest ``KEPT_QUARANTINED`` stay.
+    the last good one is never removed in its favour. It stays as evidence until it is older than the newest
+    ``keep_last_n``; of the quarantined ones, whatever their age, the newest ``KEPT_QUARANTINED`` stay. The newest
+    ``NEVER_REMOVED`` good commits stay whatever is asked for.
     """
     quarantined = [entry.path for entry in newest_first if entry.quarantine]
     bad = {*distrusted, *quarantined}
-    kept: list[Entry] = []
-    for entry in newest_first:
-        is_new_step = all(entry.step != other.step for other in kept)
-        if len(kept) < keep_last_n and is_new_step and entry.path not in bad:
-            kept.append(entry)
-    oldest_kept = min((entry.commit for entry in kept), default=0)
-    stays = {entry.path for entry in kept} | ({best.path} if best else set())
-    stays |= {entry.path for entry in newest_first if entry.path in bad and entry.commit > oldest_kept}
-    stays = (stays - set(quarantined)) | set(quarantined[:KEPT_QUARANTINED])
+    good = [entry for entry in newest_first if entry.path not in bad]
+    newest_of_step: dict[int, Entry] = {}
+    for entry in good:
+        newest_of_step.setdefault(entry.step, entry)
+    last = list(newest_of_step.values())[:keep_last_n]
+    kept = {entry.path for entry in (*last, *good[:NEVER_REMOVED], *([best] if best else ()))}
+    if keep_every:
+        kept |= {entry.path for step, entry in newest_of_step.items() if step % keep_every == 0}
+    oldest_kept = min((entry.commit for entry in last), default=0)
+    evidence = {entry.path for entry in newest_first if entry.path in bad and entry.commit > oldest_kept}
+    stays = ((kept | evidence) - set(quarantined)) | set(quarantined[:KEPT_QUARANTINED])
     return Retention([entry for entry in reversed(newest_first) if entry.path not in stays], oldest_kept)

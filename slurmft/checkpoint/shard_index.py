@@ -6,11 +6,15 @@ torch.distributed.checkpoint reads. Its items follow each other without a gap, s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import xxhash
+
+from slurmft.checkpoint.damage import Damage, Damaged
 from slurmft.errors import StorageError
 from slurmft.storage.checkpoint_names import Identity
 from slurmft.storage.files import read_json, write_json
@@ -55,6 +59,9 @@ class Item:
     starts: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
     """Which part of the whole tensor this is: where it begins in each dimension, and its shape."""
+
+    path: tuple[str | int, ...] = ()
+    """The same key in its pieces: a string leads into a dict, a number into a list. Empty: the key is one piece."""
 
     digest: str = ""
     """xxh3_128 of the item's bytes in hex; empty until the writer has read them."""
@@ -110,10 +117,32 @@ def read_index(path: Path) -> ShardIndex | None:
         raise StorageError(f"{path} is not the index of a shard: {error!r}") from error
 
 
+def verified_index(path: Path, size_bytes: int, digest: str) -> ShardIndex:
+    """The index in a file whose bytes are exactly those of the marker.
+
+    Raises:
+        Damaged: they are not, or cannot be read.
+    """
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise Damaged(Damage.MISSING, path.name) from None
+    except OSError as error:
+        raise Damaged(Damage.UNREADABLE, path.name, str(error)) from error
+    if len(raw) != size_bytes:
+        raise Damaged(Damage.TRUNCATED, path.name)
+    if xxhash.xxh3_128_hexdigest(raw) != digest:
+        raise Damaged(Damage.CHANGED, path.name)
+    try:
+        return _index(json.loads(raw))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise Damaged(Damage.UNREADABLE, path.name, repr(error)) from error
+
+
 def _index(value: Mapping[str, Any]) -> ShardIndex:
     items = tuple(
         Item(**{**{name: item[name] for name in Item.__slots__},
-                **{name: tuple(item[name]) for name in ("shape", "starts", "sizes")}})
+                **{name: tuple(item[name]) for name in ("shape", "starts", "sizes", "path")}})
         for item in value["items"]
     )  # fmt: skip
     index = ShardIndex(
@@ -149,6 +178,10 @@ def _check(index: ShardIndex) -> None:
             type(t) is str for t in (item.key, item.dtype, item.digest)
         ):
             raise ValueError(f"item {item.key!r} is of no known kind")
+        if not all(type(piece) in (str, int) for piece in item.path) or (
+            item.path and ".".join(map(str, item.path)) != item.key
+        ):
+            raise ValueError(f"item {item.key!r} has another path")
         if not len(item.shape) == len(item.starts) == len(item.sizes):
             raise ValueError(f"item {item.key!r} has {len(item.shape)} dimensions and {len(item.sizes)} sizes")
         end = item.offset + item.length

@@ -10,9 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from slurmft.checkpoint.catalog import SHARED
-from slurmft.checkpoint.payload import Damage, Damaged
-from slurmft.errors import CheckpointError, UsageError
+from slurmft.checkpoint.plain_state import as_plain, original
+from slurmft.errors import CheckpointError
 from slurmft.training import rng
 
 log = logging.getLogger(__name__)
@@ -36,45 +35,19 @@ class Trainee:
     scaler: Stateful | None = None
     loader: Stateful | None = None
 
-    def shared_payload(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What is equal on every rank of a DDP run."""
-        payload: dict[str, Any] = {
-            "model": unwrapped(self.model).state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "extra": dict(extra or {}),
-        }
-        payload |= {name: part.state_dict() for name, part in self._shared_parts().items() if part is not None}
-        return payload
-
     def rank_payload(self) -> dict[str, Any]:
         """What each rank has for itself."""
         payload: dict[str, Any] = {"rng": rng.capture()}
         if self.loader is not None:
-            payload["loader"] = self.loader.state_dict()
+            payload["loader"] = as_plain(self.loader.state_dict())
         return payload
 
-    def check_fit(self, shared: Mapping[str, Any]) -> None:
-        """Return when ``shared`` can be loaded into these objects; looks at names and shapes and changes nothing.
+    def restore_rng(self, own: Mapping[str, Any]) -> None:
+        """Put the random number generators back to where ``rank_payload`` saw them."""
+        rng.restore(own["rng"])
 
-        Raises:
-            Damaged: it cannot; loading would stop half way.
-        """
-        if problem := _model_misfit(unwrapped(self.model), shared.get("model")):
-            raise Damaged(Damage.MISFIT, SHARED, problem)
-        if problem := _optimizer_misfit(self.optimizer, shared.get("optimizer")):
-            raise Damaged(Damage.MISFIT, SHARED, problem)
-
-    def apply(self, shared: Mapping[str, Any], own: Mapping[str, Any], *, restore_rng: bool) -> None:
-        """Load everything; the random number generators last, so that nothing draws from them in between."""
-        _load_part("loader", self.loader, own)  # first: it refuses other data, and then the model is still whole
-        unwrapped(self.model).load_state_dict(shared["model"])
-        self.optimizer.load_state_dict(shared["optimizer"])
-        for name, part in self._shared_parts().items():
-            _load_part(name, part, shared)
-        if restore_rng:
-            rng.restore(own["rng"])
-
-    def _shared_parts(self) -> dict[str, Stateful | None]:
+    def shared_parts(self) -> dict[str, Stateful | None]:
+        """What is equal on every rank beside model and optimizer, by the name that it is stored under."""
         return {"scheduler": self.scheduler, "scaler": self.scaler}
 
 
@@ -89,17 +62,15 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
             return model
 
 
-def refuse_sharded(model: torch.nn.Module) -> None:
-    """Raises UsageError for a model whose weights are spread over ranks: rank 0 would save only its own part."""
-    sharded = any(hasattr(weight, "device_mesh") for weight in model.parameters())
-    if sharded or any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        raise UsageError("CheckpointManager saves replicated (DDP) models; this one is sharded over ranks")
+def load_part(name: str, part: Stateful | None, payload: Mapping[str, Any]) -> None:
+    """Give ``part`` the state that was stored for it; what is on one side only is logged.
 
-
-def _load_part(name: str, part: Stateful | None, payload: Mapping[str, Any]) -> None:
+    Raises:
+        CheckpointError: it cannot take that state.
+    """
     if part is not None and name in payload:
         try:
-            part.load_state_dict(payload[name])
+            part.load_state_dict(original(payload[name]))
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"the {name} cannot take up the state that the checkpoint has for it: {error!r}",
@@ -109,36 +80,3 @@ def _load_part(name: str, part: Stateful | None, payload: Mapping[str, Any]) -> 
         log.warning("the checkpoint holds no %s state: the %s starts anew", name, name)
     elif name in payload:
         log.warning("the checkpoint holds %s state, and no %s was passed to load it into", name, name)
-
-
-def _model_misfit(model: torch.nn.Module, saved: Any) -> str:
-    if not isinstance(saved, dict):
-        return "no model state"
-    present = model.state_dict()
-    if missing := sorted(present.keys() - saved.keys()):
-        return f"it lacks {_some(missing)}"
-    if unknown := sorted(saved.keys() - present.keys()):
-        return f"this model has no {_some(unknown)}"
-    for name, value in present.items():
-        theirs = saved[name]
-        if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
-            continue
-        if not isinstance(theirs, torch.Tensor) or value.shape != theirs.shape:
-            return f"{name} is {_shape(theirs)} there and {_shape(value)} here"
-    return ""
-
-
-def _optimizer_misfit(optimizer: torch.optim.Optimizer, saved: Any) -> str:
-    if not isinstance(saved, dict) or not isinstance(saved.get("param_groups"), list):
-        return "no optimizer state"
-    here = [len(group["params"]) for group in optimizer.param_groups]
-    there = [len(group["params"]) for group in saved["param_groups"]]
-    return "" if here == there else f"parameters per optimizer group are {there} there and {here} here"
-
-
-def _shape(value: Any) -> str:
-    return str(list(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

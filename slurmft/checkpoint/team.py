@@ -29,6 +29,11 @@ class Team:
     def is_lead(self) -> bool:
         return self.rank == 0
 
+    @property
+    def device(self) -> torch.device:
+        """Where tensors must lie that are exchanged."""
+        return self._device
+
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         """Every rank's row, in rank order. Rows have equal lengths; each number fits in 64 bits, signed."""
         table = torch.zeros(self.world_size, len(row), dtype=torch.int64)

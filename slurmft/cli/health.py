@@ -7,11 +7,7 @@ import os
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from slurmft.cli.reading import printable
 from slurmft.errors import SlurmftError
 from slurmft.health.checker import CONTEXTS, keep, load_config, look, scene_here, told
 from slurmft.policy.node_health import Checkup, Status
@@ -78,7 +74,7 @@ def health(*, as_json: bool, context: str, level: int, config: Path | None, only
     if shared or found.status is not Status.OK:
         found, problems = keep(found, scene.config, share=shared and not only)
         for problem in problems:
-            click.echo(printable(f"slurmft: {problem}"), err=True)
+            click.echo(f"slurmft: {problem}".encode("utf-8", "backslashreplace"), err=True)
     if as_json:
         click.echo(json.dumps(told(found)))
     else:
@@ -87,6 +83,12 @@ def health(*, as_json: bool, context: str, level: int, config: Path | None, only
 
 
 def _print(found: Checkup) -> None:
+    from rich.console import Console  # a fifth of the time that a hook or a script with --json takes
+    from rich.table import Table
+    from rich.text import Text
+
+    from slurmft.cli.reading import printable
+
     table = Table(box=None, pad_edge=False)
     for title in ("check", "status", "detail"):
         table.add_column(title, overflow="fold", no_wrap=title != "detail")

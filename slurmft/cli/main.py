@@ -21,6 +21,7 @@ VERBS = {
     "exclude": ("excluding", "The nodes to keep away from: list them, say why, add, remove, forget what has faded"),
     "explain": ("reading", "Tell the run's story: each event, each decision and its reason, from the journal"),
     "health": ("health", "Look at this node: GPUs, memory, disks, filesystems, network, host, own probes"),
+    "hooks": ("hooks", "Slurm's hooks: show the lines for slurm.conf"),
     "inject": ("injecting", "Inject a fault into a running RUN, to see what follows"),
     "join": ("joining", "Lend nodes to a run: submit a job on whose nodes it trains too, from its next checkpoint on"),
     "lab": ("lab", "A real Slurm cluster on this machine, for tests and for trying things out (needs root)"),

@@ -91,20 +91,30 @@ def written_and_read(folder: Path, size: int, *, name: str, check: str = "disk-w
     except OSError as error:
         return _cannot_write(check, name, error)
     try:
-        with os.fdopen(descriptor, "r+b", buffering=0) as stream:
-            os.unlink(path)  # noqa: PTH108 - at once: whatever ends us leaves no file
-            stream.write(content)
-            os.fsync(stream.fileno())
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            stream.seek(0)
-            back = stream.read(size + 1)
+        os.unlink(path)  # noqa: PTH108 - at once: whatever ends us leaves no file
+        back = _through_the_disk(descriptor, content)
     except OSError as error:
         return _cannot_write(check, name, error)
+    finally:
+        os.close(descriptor)
     if back == content:
         return fine(check, f"{name}: {size} bytes came back", value=size, unit="B")
     return bad(check, Status.CRITICAL, f"{name}: what was read is not what was written", problem=Problem.HARDWARE,
                remedy="check the filesystem and its disk; smartctl -a")  # fmt: skip
+
+
+def _through_the_disk(descriptor: int, content: bytes) -> bytes:
+    left = memoryview(content)
+    while left:  # a disk that fills up takes a part, and refuses only the rest
+        left = left[os.write(descriptor, left) :]
+    os.fsync(descriptor)
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    pieces: list[bytes] = []
+    while piece := os.read(descriptor, 1 << 20):
+        pieces.append(piece)
+    return b"".join(pieces)
 
 
 def _cannot_write(check: str, name: str, error: OSError) -> ProbeResult:

@@ -52,16 +52,19 @@ def running_jobs(scene: Scene) -> frozenset[str] | None:
     """The jobs with a step on this node, by the titles of Slurm's own step daemons; None where one has no title yet."""
     found = set()
     for folder in scene.folders("proc", "[0-9]*"):
-        title = text_of(folder / "cmdline").replace("\0", " ").strip()
-        if not title.startswith("slurmstepd"):
-            if not title and text_of(folder / "comm").strip() == "slurmstepd":
-                return None
+        if text_of(folder / "comm").strip() != "slurmstepd":
             continue
-        match = _STEP.match(title)
-        if match is None:
+        step = step_of(text_of(folder / "cmdline"))
+        if step is None and process(folder) is not None:
             return None
-        found.add(match[1])
-    return frozenset(found)
+        found.add(step or "")
+    return frozenset(found - {""})
+
+
+def step_of(title: str) -> str | None:
+    """The job whose step daemon has this title, such as ``slurmstepd: [12.batch]``; None where it is none."""
+    match = _STEP.match(title)
+    return match[1] if match else None
 
 
 def process(folder: Path) -> Process | None:

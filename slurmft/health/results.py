@@ -65,15 +65,18 @@ def write_result(folder: Path, node: str, result: Checkup) -> Path:
 def read_results(folder: Path) -> Results:
     """Every node's looks; a folder that is not there holds none.
 
+    Only files of root, of this user, or of the folder's own owner are believed: a drain may follow from them.
+
     Raises:
         StorageUnavailable: the folder cannot be listed.
     """
     checkups: dict[str, list[Checkup]] = {}
     problems = []
     try:
+        trusted = {0, os.geteuid(), folder.stat().st_uid}
         names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(".json"))
     except FileNotFoundError:
-        names = []
+        return Results(checkups={})
     except OSError as error:
         raise StorageUnavailable(f"cannot list {folder}: {error.strerror or error}") from error
     for name in names:
@@ -81,7 +84,10 @@ def read_results(folder: Path) -> Results:
         if name.startswith("."):
             continue  # somebody's temporary file
         try:
-            checkups[node] = _stored(_path(folder, node), node)
+            path = _path(folder, node)
+            if (owner := path.lstat().st_uid) not in trusted:
+                raise StorageError(f"{path} belongs to user {owner}: not believed")
+            checkups[node] = _stored(path, node)
         except (StorageError, OSError) as error:
             problems.append(" ".join(str(error).split()))
     return Results(checkups=checkups, problems=tuple(problems))

@@ -21,7 +21,9 @@ from slurmft.launch.forensics import Forensics
 from slurmft.launch.gpus import VISIBLE_VARIABLE, visible_without
 from slurmft.launch.hang_watch import HangWatch
 from slurmft.launch.heartbeat import NOTHING, Slot
+from slurmft.launch.keeping import Keeping, look_after_regularly
 from slurmft.launch.notices import NoticeWatch
+from slurmft.launch.rescuing import rescue_on_node
 from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.striking import strike
 from slurmft.launch.timing_reports import TimingReports
@@ -35,6 +37,7 @@ from slurmft.storage.run_folder import RunFolder
 
 RECONNECT_PAUSE_S = 0.2
 LEASE_CHECK_S = 1.0
+KEEPER_LOOK_S = 5.0
 STOPPED_GRACE_S = 20.0
 """What a worker may still do after it has stopped at the agreed step: its finalizers."""
 
@@ -58,6 +61,7 @@ class Agent:
         self._lender = environment.get(LENDER_VARIABLE, "")
         self._taken_back = False
         self._workers = Workers(self._report_exit)
+        self._keeping = Keeping(self._workers.memory, config.checkpoint.peer_copies)
         self._channel: Channel | None = None
         self._port_holder: socket.socket | None = None
         self._term_count = 0
@@ -85,15 +89,17 @@ class Agent:
         lease = asyncio.create_task(self._watch_lease())
         hangs = asyncio.create_task(self._hangs.run())
         notices = asyncio.create_task(NoticeWatch(self._config, self._environment, self._report).run())
+        keeping = asyncio.create_task(look_after_regularly(self._keeping, KEEPER_LOOK_S))
         try:
             await asyncio.wait([serving, lease], return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
                 return EXIT_TEMPORARY if self._taken_back else serving.result()
             return LaunchError.exit_code
         finally:
-            for task in (reports, serving, lease, hangs, notices):
+            for task in (reports, serving, lease, hangs, keeping, notices):
                 task.cancel()
             await asyncio.gather(notices, return_exceptions=True)  # a plug-in is ended with it
+            self._keeping.close()
             self._workers.close()
             self._forensics.finish(LAST_FILES_S)
             if self._channel is not None:
@@ -186,11 +192,8 @@ class Agent:
                 return await self._agree(message)
             case "signal":
                 self._pass_on_term()
-            case "evidence":
-                folder, within_s = self._run.attempts / self._attempt, float(message["within_s"])
-                workers = list(self._workers.by_rank.values())
-                dumps_within_s = float(message.get("dumps_within_s", 0.0))
-                return {"ranks": await self._forensics.take_evidence(workers, folder, within_s, dumps_within_s)}
+            case "evidence" | "rescue":
+                return await self._before_the_kill(message)
             case "inject":
                 return strike(list(self._workers.by_rank.values()), message["order"], message["ranks"])
             case "kill":
@@ -212,6 +215,7 @@ class Agent:
         self._term_count, self._term_passed_on = 0, False
         ranks = range(message["first_rank"], message["first_rank"] + config.nproc_per_node)
         folder = self._run.attempts / self._attempt
+        self._begin_keeping(message, folder)
         self._workers.start(
             ranks,
             [worker_environment(config, environment, message, rank, self._attempt) for rank in ranks],
@@ -225,6 +229,26 @@ class Agent:
         self._timings = TimingReports(config.straggler_detection.report_time_interval, time.monotonic())
         self._hangs.begin(list(self._workers.by_rank.values()), learned=message.get("limits", {}))
         return {}
+
+    def _begin_keeping(self, message: Message, folder: Path) -> None:
+        address = self._channel.own_address if self._channel is not None else ""
+        self._keeping.begin(
+            folder,
+            generation=message["generation"],
+            place=message["first_rank"] // self._config.nproc_per_node,
+            nodes=message["nodes"],
+            hosts=[host for host in (self._host, address) if host],
+            secret=self._where()[2],
+        )
+
+    async def _before_the_kill(self, message: Message) -> dict[str, Any]:
+        """What workers know, and what they have, is kept."""
+        workers = list(self._workers.by_rank.values())
+        if message["kind"] == "rescue":
+            return {"step": await rescue_on_node(workers)}
+        folder, within_s = self._run.attempts / self._attempt, float(message["within_s"])
+        dumps_within_s = float(message.get("dumps_within_s", 0.0))
+        return {"ranks": await self._forensics.take_evidence(workers, folder, within_s, dumps_within_s)}
 
     async def _agree(self, message: Message) -> dict[str, Any]:
         """One step of the agreement on a stop (``policy.stop``)."""

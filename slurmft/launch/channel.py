@@ -41,6 +41,8 @@ class Channel:
         self._mine, self._theirs = (b"s", b"c") if is_server else (b"c", b"s")
         self._sent = self._received = 0
         self.peer = str((writer.get_extra_info("peername") or ("?",))[0])
+        self.own_address = str((writer.get_extra_info("sockname") or ("",))[0])
+        """This side's, at which the other's node surely finds this one."""
 
     def send(self, message: Message) -> None:
         """Queue one message; lost without notice when the peer is gone (its reader notices)."""

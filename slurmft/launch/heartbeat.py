@@ -23,8 +23,9 @@ from pathlib import Path
 from slurmft.policy.stop import NEVER, NOT_STARTED
 
 PAGE_VARIABLE = "SLURMFT_PAGE"
-STACKS_SUFFIX, FAULT_SUFFIX = ".stacks", ".fault"
-"""What lies beside a worker's page: the stacks that it tells (``launch.stacks``), and its newest fault."""
+STACKS_SUFFIX, FAULT_SUFFIX, RESCUE_SUFFIX = ".stacks", ".fault", ".rescue"
+"""What lies beside a worker's page: the stacks that it tells (``launch.stacks``), its newest fault, and the pipe at
+which it is asked to keep its state (``launch.rescuing``)."""
 
 MAGIC_V2 = 0x534C_5552_4D46_5402
 SLOTS = 1024
@@ -69,7 +70,16 @@ class Slot(IntEnum):
     OWN_WORK_DONE = 31  # W  steps whose first collective this rank has reached; 0 where nobody can tell
     OWN_STEPS = 32  # W  sections "step" that the worker itself has closed
     ATTACHED_AT_NS = 33  # W  monotonic time at which the worker attached
+    RESCUABLE = 34  # W  steps complete in this worker's memory, and in no checkpoint yet; NOTHING where there are none
+    RESCUING = 35  # W  monotonic time at which it began to keep them; 0 before
+    RESCUED = 36  # W  steps that are kept just in time on this node; NOTHING before
     FAULT = 63  # A  number of the newest fault that was injected into this worker; a file beside the page says which
+
+
+_WITHOUT_VALUE = (
+    Slot.SAVED, Slot.RESUMED, Slot.COMMITTED, Slot.ANSWERED, Slot.HOLDING, Slot.RESCUABLE, Slot.RESCUED,
+)  # fmt: skip
+"""What holds NOTHING on a new page."""
 
 
 class State(IntEnum):
@@ -112,7 +122,15 @@ class Page:
             os.close(descriptor)
         page[Slot.RANK], page[Slot.GENERATION] = rank, generation
         page[Slot.TICK] = NOT_STARTED
-        for slot in (Slot.SAVED, Slot.RESUMED, Slot.COMMITTED, Slot.ANSWERED, Slot.HOLDING):
+        for slot in (
+            Slot.SAVED,
+            Slot.RESUMED,
+            Slot.COMMITTED,
+            Slot.ANSWERED,
+            Slot.HOLDING,
+            Slot.RESCUABLE,
+            Slot.RESCUED,
+        ):
             page[slot] = NOTHING
         page[Slot.PROPOSED] = NEVER
         page.set_metric(float("nan"))
@@ -143,7 +161,15 @@ class Page:
     def private(cls) -> Page:
         """A page nobody reads: for a worker without an agent."""
         page = cls(mmap.mmap(-1, SIZE_BYTES))
-        for slot in (Slot.SAVED, Slot.RESUMED, Slot.COMMITTED, Slot.ANSWERED, Slot.HOLDING):
+        for slot in (
+            Slot.SAVED,
+            Slot.RESUMED,
+            Slot.COMMITTED,
+            Slot.ANSWERED,
+            Slot.HOLDING,
+            Slot.RESCUABLE,
+            Slot.RESCUED,
+        ):
             page[slot] = NOTHING
         page[Slot.PROPOSED] = NEVER
         return page

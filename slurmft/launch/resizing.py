@@ -51,4 +51,4 @@ class Resizing:
                 self._journal.append("will grow", nodes=list(new))
         if not new:
             return False
-        return self._seen.saved() != self._saved or self._config.checkpoint.interval_steps == 0
+        return self._seen.saved() != self._saved or not self._config.checkpoint.is_periodic

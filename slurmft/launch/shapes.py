@@ -187,6 +187,8 @@ def check_reply(kind: str, message: Message) -> None:
         _require_list(message, "workers", _DOING, "the reply to 'sections'")
     elif kind == "evidence":
         _require_list(message, "ranks", _EVIDENCE, "the reply to 'evidence'")
+    elif kind == "rescue":
+        _require(message, {"step": _SLOT}, "the reply to 'rescue'")
     elif kind == "inject":
         _require(message, _INJECTED, "the reply to 'inject'")
     elif kind in ("look", "propose") and not _are_looks(message.get("looks")):

@@ -28,6 +28,7 @@ from slurmft.launch.observations import Observations
 from slurmft.launch.own_signals import hearing
 from slurmft.launch.reclaimed import Reclaimed
 from slurmft.launch.remedies import batch_divisor_of
+from slurmft.launch.rescuing import rescue
 from slurmft.launch.resizing import Resizing
 from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.slow_nodes import SlowNodes
@@ -71,7 +72,6 @@ class Supervisor:
         self._launch_error = ""
         self.lost: list[str] = []
         """Nodes of this attempt whose agents are gone."""
-
         self._lost_early: list[str] = []
         """Nodes whose agents were gone before there was anything to do for them."""
 
@@ -86,7 +86,7 @@ class Supervisor:
         self._reclaimed = Reclaimed(config, start, crew, self.stops, accuser)
         self._slow = SlowNodes(config, start, self._seen, self.stops, accuser=accuser)
         self._complete_codes = codes_of(ExitAction.COMPLETE, config.exit_actions)
-        self._failed = False
+        self._failed = self._rescued = False
         self._look: asyncio.Future[Blame] | None = None
         self._node_states: Mapping[str, str] = {}
         self._escaped: Verdict | None = None
@@ -121,15 +121,12 @@ class Supervisor:
     async def _launch(self) -> None:
         await self._crew.muster(self._cluster)
         self._background.start(self._slurm.read_terms())
-        self._background.start(self._watch_processes())
-        self._background.start(self._watch_requests())
-        self._background.start(self._handle_events())
-        self._background.start(self._watch_agents())
+        own = (self._watch_processes, self._watch_requests, self._handle_events, self._watch_agents)
+        for watch in (*own, self._accuser.watch, self._resizing.watch):
+            self._background.start(watch())
         for link in self._pool.links.values():
             if link.channel is None:  # it hung up while nobody was looking
                 self._background.start(self._on_disconnect(link))
-        self._background.start(self._accuser.watch())
-        self._background.start(self._resizing.watch())
         await self._wait_for_agents()
         if self._over.is_set():
             return
@@ -265,6 +262,7 @@ class Supervisor:
 
     async def _kill_peers(self, grace_s: float) -> None:
         await self._last_look()
+        await self._rescue()
         await asyncio.sleep(grace_s)
         if not self._over.is_set():
             await self._kill_workers("a rank has failed; the others cannot go on without it")
@@ -370,8 +368,14 @@ class Supervisor:
 
     async def _kill_workers(self, reason: str, overdue: Mapping[int, str] | None = None) -> Blame:
         found = await self._last_look(overdue)
+        await self._rescue()
         await kill_workers(self._pool, self._journal, reason)
         return found
+
+    async def _rescue(self) -> None:
+        if self._config.checkpoint.just_in_time and not self._rescued:
+            self._rescued = True
+            await rescue(self._pool, self._journal)
 
     # The end
 

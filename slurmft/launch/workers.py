@@ -24,6 +24,7 @@ from slurmft.launch.heartbeat import PAGE_VARIABLE, STACKS_SUFFIX, Page, Slot, S
 from slurmft.launch.timing_page import TIMING_PAGE_VARIABLE, TimingPage
 from slurmft.launch.zygote import PACKET_BYTES
 from slurmft.policy.stop import Look
+from slurmft.storage.memory_folder import MEMORY_VARIABLE
 from slurmft.storage.processes import was_given
 
 PRELOAD = (
@@ -125,6 +126,9 @@ class Workers:
         self._on_exit = on_exit
         self.by_rank: dict[int, Worker] = {}
         self.folder, self._lock = _private_shared_folder()
+        self.memory = self.folder / "memory"
+        """Where workers keep snapshots, from one attempt to the next."""
+        self.memory.mkdir(mode=0o700)
         self._zygote: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._zygote_began_with: tuple[Mapping[str, str], bool] = {}, False
@@ -164,7 +168,8 @@ class Workers:
             worker = Worker(rank=rank, page=page, stacks=path.with_suffix(STACKS_SUFFIX))
             worker.stacks.unlink(missing_ok=True)
             self.by_rank[rank] = worker
-            pages = {PAGE_VARIABLE: str(path)} | (self._timing_page(worker, generation) if timed else {})
+            pages = {PAGE_VARIABLE: str(path), MEMORY_VARIABLE: str(self.memory)}
+            pages |= self._timing_page(worker, generation) if timed else {}
             pages[PIPE_VARIABLE] = environment.get(PIPE_VARIABLE) or pipe_prefix(self.folder)
             self._send(
                 {

@@ -38,10 +38,10 @@ def noted_batches(folder: Path) -> AskedBatches | None:
     return None
 
 
-def note_resuming(folder: Path, checkpoint: str) -> None:
-    """Leave the name of the checkpoint folder that is about to be read; a later one replaces it."""
+def note_resuming(folder: Path, checkpoint: str, *, source: str = "") -> None:
+    """Leave the name of the checkpoint folder that is about to be read, and from where; a later one replaces it."""
     with contextlib.suppress(OSError):
-        write_json(folder / RESUMING_FILE, {"checkpoint": checkpoint}, durable=False)
+        write_json(folder / RESUMING_FILE, {"checkpoint": checkpoint, "source": source}, durable=False)
 
 
 def noted_resuming(folder: Path) -> str | None:

@@ -1,7 +1,12 @@
-"""Bytes to train on, and a loader that knows exactly where it is.
+"""Data that goes on exactly where it was: the resumable sampler, and bytes to train on with a loader of their own.
 
-The order of samples depends on the corpus, the window and the seed only. A position is a number of samples over all
-ranks, so that a run may stop on four ranks and go on with two.
+``ElasticSampler`` with ``ElasticLoader`` serves torch's DataLoader and any data set with numbered samples, at any world
+size (``training.sampler``). torchdata's ``StatefulDataLoader``, and any object with ``state_dict`` and
+``load_state_dict``, can be given to a CheckpointManager as ``loader=`` as they are: each rank's state is saved, and the
+same number of ranks goes on from it.
+
+Of the bytes, the order of samples depends on the corpus, the window and the seed only. A position is a number of
+samples over all ranks, so that a run may stop on four ranks and go on with two.
 """
 
 from __future__ import annotations
@@ -20,6 +25,9 @@ from typing import Any
 import torch
 
 from slurmft.errors import DataError, UsageError
+from slurmft.training.sampler import ElasticLoader, ElasticSampler
+
+__all__ = ["ByteCorpus", "ElasticLoader", "ElasticSampler", "WindowLoader"]
 
 log = logging.getLogger(__name__)
 

@@ -92,10 +92,7 @@ class ElasticSampler(Sampler[list[int]]):
         return left // self.global_batch if self.tail == "drop" else -(-left // self.global_batch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch, consumed = self.epoch, self.consumed
-        for _ in range(len(self)):
-            yield self._part(epoch, consumed)
-            consumed += self.global_batch
+        return _Batches(self)
 
     def split(self, max_micro_batch: int | None = None) -> BatchSplit:
         """How the next global batch is spread: micro-batches and weights of the gradients.
@@ -178,6 +175,36 @@ class ElasticSampler(Sampler[list[int]]):
         mixed = hashlib.sha256(f"{self.seed} {epoch}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(mixed[:7], "big"))
         return torch.randperm(self.samples, generator=generator)
+
+
+class _Batches(Iterator[list[int]]):
+    """The batches from the sampler's position to the end of its epoch.
+
+    torchdata's StatefulDataLoader asks it where it is: where that loader is the one that is saved, it goes on there,
+    since the sampler itself stays at the beginning.
+    """
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        self._sampler, self._epoch, self._first = sampler, sampler.epoch, sampler.consumed
+        self._left, self._taken = len(sampler), 0
+
+    def __next__(self) -> list[int]:
+        if self._taken >= self._left:
+            raise StopIteration
+        part = self._sampler._part(self._epoch, self._first + self._taken * self._sampler.global_batch)
+        self._taken += 1
+        return part
+
+    def state_dict(self) -> dict[str, Any]:
+        """Batches that were taken since it began."""
+        return {"format": FORMAT, "taken": self._taken}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        """Go on behind them; raises DataError where there are fewer."""
+        taken = state_dict.get("taken")
+        if type(taken) is not int or not 0 <= taken <= self._left:
+            raise DataError(f"the sampler's state is no position: {taken!r} of {self._left} batches")
+        self._taken = taken
 
 
 class ElasticLoader(Iterator[Batch], Generic[Batch]):

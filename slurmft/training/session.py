@@ -11,13 +11,12 @@ srun, torchrun or python.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
@@ -26,15 +25,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slurmft.errors import CheckpointError
 from slurmft.launch.heartbeat import NOTHING, PAGE_VARIABLE, Page, Slot, State, StopAction
 from slurmft.launch.section_stack import Phase, SectionStack
 from slurmft.policy.batches import BatchSplit
 from slurmft.policy.stop import END, end_of_evaluation, tick_of
 from slurmft.policy.verdict import EXIT_RERUN_ELSEWHERE, EXIT_TEMPORARY, EXIT_VALIDATION_FAILED
-from slurmft.storage.patience import PASSING
 from slurmft.training import rng
 from slurmft.training.agreement import AgreementByAgent, AgreementByCollective
+from slurmft.training.background import BACKGROUND
 from slurmft.training.batches import Batches
 from slurmft.training.ddp import Rehearsal, settled_ddp
 from slurmft.training.groups import ProcessGroups
@@ -43,15 +41,13 @@ from slurmft.training.rank_log import log_with_rank
 from slurmft.training.rerun import RerunStateMachine
 from slurmft.training.rerun_data import RerunDataIterator
 from slurmft.training.rerun_reports import Departure
+from slurmft.training.saves import SAVE_RETRY_S, SaveFunction, Saves
 from slurmft.training.schedule import SaveSchedule
 from slurmft.training.sections import Sections
 from slurmft.training.signals import StopSignal
 from slurmft.training.stragglers import StragglerDetector
 
 Batch = TypeVar("Batch")
-SaveFunction = Callable[[int], Any]
-
-SAVE_RETRY_S = 1.0
 SAVE_TRIES_BEFORE_EXIT = 60
 
 log = logging.getLogger(__name__)
@@ -120,7 +116,7 @@ class Session(Sections):
         by_collective = AgreementByCollective(self._signal, groups.device, self.world_size)
         self._agreement = AgreementByAgent(self._page) if page is not None else by_collective
         self._faults = InjectedFaults(self._page)
-        self._save: SaveFunction | None = None
+        self._saves = Saves(self._page, self._sections, is_lead=self.is_lead)
         self._reruns: RerunStateMachine | None = None
         self._step = self._start = self._evaluations = self._safe_at_ns = 0
         self._page[Slot.STATE] = State.SETUP
@@ -143,7 +139,7 @@ class Session(Sections):
         """
         if start < 0:
             raise ValueError(f"start={start} is not a number of completed steps")
-        self._save, self._start = save, start
+        self._saves.function, self._start = save, start
         page = self._page
         page[Slot.RESUMED] = page[Slot.STEP] = start
         page[Slot.UNTIL] = until
@@ -151,10 +147,12 @@ class Session(Sections):
         saved = start if start else NOTHING  # resumed from it, so it is on disk
         page[Slot.SAVED] = NOTHING
         schedule = SaveSchedule(self._interval_steps, start)
+        if BACKGROUND.is_armed:
+            BACKGROUND.at_boundary(start)
         for step in range(start, until):
             self._step, self._evaluations = step, 0
             if schedule.is_due(step) and saved != step:
-                worked = self._save_now(step)
+                worked = self._saves.now(step, is_periodic=True)
                 schedule.done(step, worked=worked)
                 saved = step if worked else saved
             self._at_tick(tick_of(step), saved)
@@ -174,7 +172,8 @@ class Session(Sections):
             self._signal.chain_again()
             self._step_is_done(step + 1, start)
         if until > start:
-            self._save_at_end(until)
+            self._step = until
+            self._saves.at_end(until, lambda tries: self._at_tick(tick_of(until, 0, tries), None))
         self._sections.phase(Phase.NONE)
         page[Slot.TICK] = END
         page[Slot.STATE] = State.FINISHED
@@ -287,6 +286,8 @@ class Session(Sections):
     ) -> None:
         if error is not None and not isinstance(error, PlannedStop | SystemExit):
             self._page[Slot.STATE] = State.FAILED
+        if isinstance(error, Exception):
+            BACKGROUND.rescue()
         if self._reruns is not None and error is None:
             self._reruns.report()
         self._groups.close(orderly=kind is None or isinstance(error, PlannedStop | RerunElsewhere | ValidationFailed))
@@ -294,12 +295,16 @@ class Session(Sections):
     def _note_own_work(self) -> None:
         """From here on this rank waits for the others: where all of them stand still, it is not the one to blame."""
         self._page[Slot.OWN_WORK_DONE] = self._step + 1
+        if BACKGROUND.is_armed:
+            BACKGROUND.before_update(self._step + 1)
 
     def _step_is_done(self, step: int, start: int) -> None:
         page = self._page
         self._note_span()
         page[Slot.STEP] = step
         page.touch(Slot.PROGRESS_AT)
+        if BACKGROUND.is_armed:
+            BACKGROUND.at_boundary(step)
         if step == start + 1:
             page.touch(Slot.FIRST_STEP_AT)
             self._groups.after_first_step()
@@ -310,18 +315,16 @@ class Session(Sections):
             self._safe_at_ns = time.monotonic_ns()
             return
         step = self._step
-        if saved != step:
+        if saved != step or not self._saves.is_durable(step):
             if randomness is not None:
                 now = rng.capture()
                 rng.restore(randomness)
-            worked = self._save_now(step)
+            worked = self._saves.now(step)
             while not worked and action is StopAction.SAVE_AND_STOP:  # until it works, or the time of the stop is up
                 time.sleep(SAVE_RETRY_S)
-                worked = self._save_now(step)
+                worked = self._saves.now(step)
             if randomness is not None:
                 rng.restore(now)
-        else:
-            self._page[Slot.SAVED] = step
         self._agreement.answered(tick)
         if action is StopAction.SAVE_AND_STOP:
             self._page[Slot.STATE] = State.STOPPED
@@ -332,7 +335,7 @@ class Session(Sections):
         """All ranks leave alike; the machine has put everything back to what it was before the step."""
         step = self._step
         for _ in range(SAVE_TRIES_BEFORE_EXIT if departure.should_checkpoint else 0):
-            if self._save_now(step):
+            if self._saves.now(step):
                 break
             time.sleep(SAVE_RETRY_S)
         departure.write_verdict()
@@ -346,52 +349,6 @@ class Session(Sections):
         span_ns = time.monotonic_ns() - self._safe_at_ns
         slot = Slot.FIRST_STEP_NS if self._step == self._start else Slot.LONGEST_STEP_NS
         self._page[slot] = max(self._page[slot], span_ns)
-
-    def _save_at_end(self, until: int) -> None:
-        """Nothing is left to do but this save, so it is tried for as long as the job lives, with a stop at any time."""
-        self._step = until
-        for tries in itertools.count(1):
-            if self._save_now(until):
-                return
-            time.sleep(SAVE_RETRY_S)
-            self._at_tick(tick_of(until, 0, tries), None)
-
-    def _save_now(self, step: int) -> bool:
-        """Whether all ranks have saved. All of them learn of it alike, so all of them go on alike.
-
-        Raises:
-            CheckpointError: it failed for a reason that no waiting mends.
-        """
-        page = self._page
-        state = page[Slot.STATE]
-        page[Slot.STATE] = State.SAVING
-        if self._save is None:
-            raise RuntimeError("session.evaluating() needs session.steps() around it: only that knows how to save")
-        phase = self._sections.current_phase
-        self._sections.phase(Phase.CHECKPOINTING)
-        page[Slot.SAVE_BEGAN_NS] = began_ns = time.monotonic_ns()
-        try:
-            self._save(step)
-        except CheckpointError as error:
-            if error.errno not in PASSING:
-                raise
-            page[Slot.SAVE_ERRNO] = error.errno
-            page[Slot.SAVE_FAILURES] += 1
-            page[Slot.STATE] = state
-            if self.is_lead:
-                log.error("STEP %d WAS NOT SAVED: %s; training goes on, and the save will be tried again", step, error)
-            return False
-        finally:
-            page[Slot.SAVE_BEGAN_NS] = 0
-            self._sections.phase(phase)
-        page[Slot.SAVED_AT_NS] = saved_at_ns = time.monotonic_ns()
-        page[Slot.SAVE_NS] = took_ns = saved_at_ns - began_ns
-        page[Slot.SAVES] += 1
-        page[Slot.SAVED] = step
-        page[Slot.STATE] = state
-        if self.is_lead:
-            log.info("saved step %d in %.2f s", step, took_ns / 1e9)
-        return True
 
 
 def start_session(*, seed: int | None = None, backend: str | None = None) -> Session:

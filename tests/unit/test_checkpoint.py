@@ -190,8 +190,8 @@ def trusted_garbage(folder: Path) -> None:
 
 DAMAGES = [
     pytest.param(truncate, "shared.pt has the wrong size", id="truncated"),
-    pytest.param(flip("shared.pt"), "shared.pt has the wrong sha256", id="flipped-bit"),
-    pytest.param(flip("rank-00000.pt"), "rank-00000.pt has the wrong sha256", id="flipped-bit-of-rank-file"),
+    pytest.param(flip("shared.pt"), "shared.pt has the wrong checksum", id="flipped-bit"),
+    pytest.param(flip("rank-00000.pt"), "rank-00000.pt has the wrong checksum", id="flipped-bit-of-rank-file"),
     pytest.param(remove("shared.pt"), "shared.pt is missing", id="no-shared-file"),
     pytest.param(remove("rank-00000.pt"), "rank-00000.pt is missing", id="no-rank-file"),
     pytest.param(trusted_garbage, "shared.pt cannot be read", id="garbage-with-a-right-hash"),
@@ -324,7 +324,7 @@ def test_a_read_only_place_fails_the_save(tmp_path, run):
 
 
 def test_values_that_weights_only_would_refuse_are_refused_when_saving(three, run):
-    for value in (object(), lambda: 0, Path("x")):
+    for value in (object(), lambda: 0, ValueError("x")):
         with pytest.raises(CheckpointError):
             three.save(run.model, run.optimizer, step=4, extra={"value": value})
     assert steps(three.directory) == [3, 2, 1]

@@ -261,7 +261,7 @@ def test_a_fenced_attempt_is_told_so_on_every_rank(reports):
     ("name", "reason"),
     [
         ("no-rank-file", "rank-00001.pt is missing"),
-        ("bad-rank-file", "rank-00001.pt has the wrong sha256"),
+        ("bad-rank-file", "rank-00001.pt has the wrong checksum"),
         ("no-shared-file", "shared.pt is missing"),
     ],
 )

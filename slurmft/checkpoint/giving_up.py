@@ -1,0 +1,58 @@
+"""A save that a rank will not finish: it says so in the folder, so that nobody waits for it or writes more of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from slurmft.checkpoint.image_writing import is_temporary
+from slurmft.checkpoint.shard_index import image_file, index_file
+from slurmft.storage.checkpoint_names import MANIFEST
+
+_SUFFIX = "_0.gone"
+
+
+def note_file(shard: int) -> str:
+    """The small file that says that a shard will not come."""
+    return f"__{shard}{_SUFFIX}"
+
+
+def is_note(name: str) -> bool:
+    """Whether a file says so."""
+    return name.startswith("__") and name.endswith(_SUFFIX)
+
+
+def give_up(folder: Path, shard: int, reason: str) -> None:
+    """Free what the shard takes in the folder of a save that is not committed, and say so there; rank 0 frees it all.
+
+    Never raises: what stays is removed with the folder, after a later commit.
+    """
+    if (folder / MANIFEST).exists():
+        return
+    with contextlib.suppress(OSError):
+        # only rank 0 looks around: a listing for each of ten thousand ranks would be a storm
+        names = os.listdir(folder) if shard == 0 else [image_file(shard), index_file(shard)]  # noqa: PTH208
+        for name in names:
+            if not is_note(name):
+                with contextlib.suppress(OSError):
+                    (folder / name).unlink()
+        note = os.open(folder / note_file(shard), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with contextlib.closing(os.fdopen(note, "w", encoding="utf-8", errors="replace")) as stream:
+            stream.write(reason[:1000])
+
+
+def reason_of(folder: Path, note: str) -> str:
+    """Why the shard of a note will not come; empty where the disk had no room even for that."""
+    try:
+        return (folder / note).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def remove_temporary(folder: Path, names: list[str]) -> None:
+    """Remove what writers that were killed have left in a folder whose files are all in place."""
+    for name in names:
+        if is_temporary(name):
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()

@@ -1,0 +1,190 @@
+"""The keeper: one small process per node, the agent's child, that keeps copies of other nodes' shards in memory.
+
+Run as ``python -m slurmft.checkpoint.keeper MEMORY_FOLDER FD``: FD is a socket that listens already. It reads the key
+from ``copies.key`` and the run's generation from ``generation`` in the folder, takes copies into ``peers/``, and ends
+with its parent. No torch, nothing unpickled; whoever lacks the key is not listened to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from slurmft.checkpoint.memory_limits import fits
+from slurmft.checkpoint.offers import holdings_in, image_of
+from slurmft.checkpoint.shard_index import ShardIndex, read_index
+from slurmft.checkpoint.slots import Incoming, Mismatch, place_for, remove_stale, remove_unfinished
+from slurmft.checkpoint.wire import CHUNK_BYTES, BadCopy, Wire
+from slurmft.errors import StorageError
+from slurmft.policy.tiers import Tier
+from slurmft.storage.memory_folder import KEY_FILE, PEERS, read_generation
+
+MAX_CONNECTIONS = 64
+MAX_INDEX_BYTES = 64 << 20
+HANDSHAKE_S = 10.0
+COPY_S = 600.0
+"""The longest that one copy may take; a sender that says nothing is given up much earlier."""
+
+_BUSY_S = 5.0
+_PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger(__name__)
+
+
+class Refused(Exception):
+    """This copy is not taken; the sender is told why."""
+
+
+class Keeper:
+    """Takes copies into the memory folder of one node."""
+
+    def __init__(self, memory: Path, listener: socket.socket) -> None:
+        self._memory, self._listener = memory, listener
+        self._peers = memory / PEERS
+        self._peers.mkdir(mode=0o700, exist_ok=True)
+        remove_unfinished(self._peers)
+        self._secret = (memory / KEY_FILE).read_bytes()
+        self._shards: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._generation = 0
+        self._number = 0
+        self._changing = threading.Lock()
+
+    def serve(self) -> None:
+        """Take copies until the listening socket is closed."""
+        while True:
+            try:
+                connection, address = self._listener.accept()
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                log.error("no copies are taken any more: %s", error)
+                return
+            if not self._connections.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._serve_one, args=(connection, str(address[0])), daemon=True).start()
+
+    def _serve_one(self, connection: socket.socket, sender: str) -> None:
+        try:
+            with (
+                connection,
+                Wire(connection, self._secret, is_keeper=True, deadline=time.monotonic() + HANDSHAKE_S) as wire,
+            ):
+                try:
+                    self._take(wire)
+                except Refused as refusal:
+                    wire.send({"answer": str(refusal)})
+        except (BadCopy, Mismatch, StorageError, OSError) as error:
+            log.warning("a copy from %s was not taken: %s", sender, error)
+        finally:
+            self._connections.release()
+
+    def _take(self, wire: Wire) -> None:
+        length = wire.receive().get("index_bytes")
+        if type(length) is not int or not 0 < length <= MAX_INDEX_BYTES:
+            raise Refused("an index of that length is not taken")
+        wire.deadline = time.monotonic() + COPY_S
+        index = self._index(wire.receive_blob(length))
+        if not index.is_hashed:
+            raise Refused("the index has no digests")
+        lock = self._lock_of(index.shard)
+        if not lock.acquire(timeout=_BUSY_S):
+            raise Refused("busy with another copy of this shard")
+        try:
+            self._check(index)
+            self._receive(wire, index)
+        finally:
+            lock.release()
+
+    def _receive(self, wire: Wire, index: ShardIndex) -> None:
+        buffer = memoryview(bytearray(CHUNK_BYTES))
+        try:
+            with self._changing:  # no place may be cleared away between its choice and its first byte
+                incoming = Incoming(self._peers, index)
+            with incoming:
+                wire.send({"answer": "send"})
+                left = index.size_bytes
+                while left:
+                    chunk = buffer[: min(left, CHUNK_BYTES)]
+                    wire.receive_raw(chunk)
+                    incoming.write(chunk)
+                    left -= len(chunk)
+                with self._changing:
+                    incoming.finish()
+                    self._generation = max(self._generation, index.identity.generation)
+                    remove_stale(self._peers)
+        except Mismatch as error:
+            raise Refused(f"damaged on the way: {error}") from error
+        wire.send({"answer": "kept"})
+
+    def _lock_of(self, shard: int) -> threading.Lock:
+        with self._changing:
+            return self._shards[shard]
+
+    def _index(self, blob: bytes) -> ShardIndex:
+        with self._changing:
+            self._number += 1
+            path = self._peers / f".incoming-{self._number}"
+        try:
+            path.write_bytes(blob)
+            index = read_index(path)
+        except StorageError as error:
+            raise Refused(f"not an index: {error.what}") from error
+        except OSError as error:
+            raise Refused(f"no room: {error.strerror}") from error
+        finally:
+            path.unlink(missing_ok=True)
+        if index is None:
+            raise Refused("not an index")
+        return index
+
+    def _check(self, index: ShardIndex) -> None:
+        """Return when this copy is wanted.
+
+        Raises:
+            Refused: it is not.
+        """
+        fence = max(self._generation, read_generation(self._memory))
+        if index.identity.generation < fence:
+            raise Refused(f"generation {index.identity.generation} is over: this is generation {fence}")
+        for one in holdings_in(self._peers, Tier.PEER):
+            if one.index.shard != index.shard:
+                continue
+            if one.index.identity == index.identity:
+                raise Refused("kept")  # by an earlier try of which the sender has not heard the end
+            mine, theirs = one.index.identity, index.identity
+            if (mine.generation, mine.commit) > (theirs.generation, theirs.commit):
+                raise Refused(f"a newer one is here: {mine.folder_name}")
+        image = image_of(place_for(self._peers, index))
+        present = image.stat().st_size if image.exists() else 0
+        if reason := fits(max(index.size_bytes - present, 0), self._peers):
+            raise Refused(f"no room: {reason}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Take copies for as long as the parent lives."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # Slurm sends its TERM to the whole tree on some sites; only the agent answers to it
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="keeper: %(message)s", stream=sys.stderr)
+    os.nice(5)
+    memory, descriptor = Path(arguments[0]), int(arguments[1])
+    listener = socket.socket(fileno=descriptor)
+    listener.setblocking(True)
+    Keeper(memory, listener).serve()
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

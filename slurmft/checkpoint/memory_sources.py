@@ -1,0 +1,91 @@
+"""What the nodes of a restart hold in memory: offered, decided on by all ranks alike, brought where it is needed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from slurmft.checkpoint.offers import (
+    ROW_LENGTH,
+    Holding,
+    from_rows,
+    note_try,
+    scan,
+    to_row,
+    tries_of,
+)
+from slurmft.checkpoint.reading import Source
+from slurmft.checkpoint.supplying import fetched, remove_fetched, supply
+from slurmft.checkpoint.team import Team
+from slurmft.policy.supply import without
+from slurmft.policy.tiers import DISK, Committed, Decision, Name, choose
+from slurmft.storage.checkpoint_names import Identity
+from slurmft.storage.memory_folder import MEMORY_VARIABLE
+
+LOCAL_DIRECTORY_VARIABLE = "SLURMFT_CHECKPOINT_LOCAL_DIRECTORY"
+
+
+class MemorySources:
+    """The memory tiers of one load. Every method is a collective, but ``sources`` and ``close``.
+
+    Args:
+        committed: the newest checkpoint on disk; None where there is none.
+        generation: of this attempt.
+    """
+
+    def __init__(self, team: Team, committed: Committed | None, *, generation: int) -> None:
+        self._team, self._committed, self._generation = team, committed, generation
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self._node_lead = team.rank - local_rank if team.world_size > 1 else team.rank
+        told, disk = os.environ.get(MEMORY_VARIABLE), os.environ.get(LOCAL_DIRECTORY_VARIABLE)
+        self._memory = Path(told) if told else None
+        self._offers_for_node = team.rank == self._node_lead
+        self._held: list[Holding] = scan(self._memory, Path(disk) if disk else None) if told or disk else []
+        row = to_row(self._held, tries_of(self._memory)) if self._offers_for_node else [0] * ROW_LENGTH
+        self._offers = from_rows(team.exchange(row))
+        self._refused: dict[Name, str] = {}
+        self.reason = ""
+        """Why nothing was read from memory where something newer lay there; empty where nothing did."""
+
+    def decide(self) -> Decision | None:
+        """What to read, at least in part from memory; None where everything comes from disk."""
+        decision = choose(self._offers, self._committed, generation=self._generation, quarantined=[*self._refused])
+        self.reason = decision.reason if decision.skipped or self._refused else ""
+        if self._refused:
+            self.reason = "; ".join([decision.reason, *self._refused.values()])
+        if decision.name is None or all(supplier is DISK for supplier in decision.suppliers):
+            return None
+        return decision
+
+    def bring(self, decision: Decision) -> bool:
+        """Have every node fetch what it lacks; False where something did not arrive, and all must decide anew."""
+        identity = Identity(*(decision.name or (0, 0, 0)))
+        if not decision.is_committed and self._offers_for_node and self._memory is not None:
+            note_try(self._memory, decision.name or (0, 0, 0))
+        mine = {one.index.shard: one for one in self._held if one.index.identity == identity}
+        lacking = supply(
+            self._team, decision, self._offers, mine, wanted=range(len(decision.suppliers)), memory=self._memory,
+            node_lead=self._node_lead,
+        )  # fmt: skip
+        for one in lacking:
+            self._offers = without(self._offers, one.rank, decision.name or (0, 0, 0), [one.shard])
+        return not lacking
+
+    def sources(self, identity: Identity) -> dict[int, Source]:
+        """The shards that lie on this node now."""
+        name = (identity.step, identity.generation, identity.commit)
+        mine = {one.index.shard: one for one in self._held if one.index.identity == identity and one.index.is_hashed}
+        return {
+            shard: Source(image=one.image, index=one.index)
+            for shard, one in (fetched(self._memory, name) | mine).items()
+        }
+
+    def refuse(self, decision: Decision, reason: str) -> None:
+        """Some rank found this one damaged: never again."""
+        if decision.name is not None:
+            self._refused[decision.name] = f"step {decision.name[0]} in memory: {reason}"
+
+    def close(self) -> None:
+        """Give back what was fetched; every rank has read by now, as all have agreed on how it went."""
+        if self._offers_for_node:
+            remove_fetched(self._memory)

@@ -1,0 +1,191 @@
+"""What a node holds of the run's snapshots, as rows of integers that ranks exchange. No torch.
+
+    $SLURMFT_MEMORY_DIR/                the agent's, in shared memory
+        shard-<rank>.<a|b>.image/.json  what this node's ranks staged: image and index (checkpoint.shard_index)
+        peers/shard-<shard>.<a|b>.*     copies of other nodes' shards (checkpoint.keeper), or what was fetched
+        tries.json                      how often a run began with a snapshot of the memory
+
+A folder on the node's local disk looks like ``peers``. An index whose image is missing or too short, a file that
+is no index, a link, and whatever else lies there are passed over.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from stat import S_ISREG
+
+from slurmft.checkpoint.shard_index import MAX_INDEX_BYTES, ShardIndex, read_index
+from slurmft.errors import StorageError
+from slurmft.policy.tiers import Name, Offer, Tier
+from slurmft.storage.checkpoint_names import MAX_STEP, Identity
+from slurmft.storage.files import read_json, write_json
+from slurmft.storage.memory_folder import PEERS
+
+MAX_SNAPSHOTS = 4
+MAX_SHARDS = 64
+"""Of one snapshot on one node: its own ranks' and its peers'."""
+
+ROW_LENGTH = MAX_SNAPSHOTS * (5 + MAX_SHARDS // 2)
+MAX_WORLD = 1 << 20
+"""Shards of one snapshot; half a word holds a shard's number with its tier."""
+
+DIGEST_PATIENCE_S = 10.0
+_LOOK_S = 0.05
+_TRIES = "tries.json"
+_HALF = 32
+_TIER_BITS = 2
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holding:
+    """One shard of one snapshot that lies on this node, complete."""
+
+    index: ShardIndex
+    image: Path
+    index_path: Path
+    tier: Tier
+
+    @property
+    def name(self) -> Name:
+        return name_of(self.index.identity)
+
+
+def name_of(identity: Identity) -> Name:
+    """An identity as the decision sees it."""
+    return identity.step, identity.generation, identity.commit
+
+
+def image_of(index_path: Path) -> Path:
+    """The image that belongs to an index in a memory folder."""
+    return index_path.with_suffix(".image")
+
+
+def scan(
+    memory: Path | None, local_disk: Path | None = None, *, patience_s: float = DIGEST_PATIENCE_S,
+    still_hashing: Callable[[Holding], bool] = lambda _holding: True,
+) -> list[Holding]:  # fmt: skip
+    """Every shard that this node holds, newest first; one that lies there twice is listed once, memory before disk.
+
+    A writer may still be at work on the digests of what its rank has staged: this waits for them, for ``patience_s``
+    seconds at most, and only while ``still_hashing``. What has none then is listed all the same.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        found = _look(memory, local_disk)
+        unhashed = [one for one in found if not one.index.is_hashed]
+        if time.monotonic() >= deadline or not any(still_hashing(one) for one in unhashed):
+            return found
+        time.sleep(_LOOK_S)
+
+
+def to_row(holdings: Iterable[Holding], tries: Callable[[Name], int] = lambda _name: 0) -> list[int]:
+    """ROW_LENGTH integers: the newest MAX_SNAPSHOTS snapshots, each with its first MAX_SHARDS shards.
+
+    A snapshot whose digests are only partly there is told without the shards that lack them.
+    """
+    by_name: defaultdict[Name, list[Holding]] = defaultdict(list)
+    for one in holdings:
+        by_name[one.name].append(one)
+    row: list[int] = []
+    for name in sorted(by_name, key=lambda one: (one[2], one[1], one[0]), reverse=True)[:MAX_SNAPSHOTS]:
+        ones = by_name[name]
+        hashed = [one for one in ones if one.index.is_hashed] or ones
+        row += [*name, ones[0].index.shards, tries(name) << 1 | hashed[0].index.is_hashed]
+        row += _packed([(one.index.shard, one.tier) for one in hashed if one.index.shards == ones[0].index.shards])
+    return row + [0] * (ROW_LENGTH - len(row))
+
+
+def from_rows(rows: Sequence[Sequence[int]]) -> list[Offer]:
+    """The offers in all ranks' rows, in rank order."""
+    length = ROW_LENGTH // MAX_SNAPSHOTS
+    offers: list[Offer] = []
+    for rank, row in enumerate(rows):
+        for start in range(0, ROW_LENGTH, length):
+            step, generation, commit, shards, flags, *packed = row[start : start + length]
+            if shards:
+                name, held = (step, generation, commit), _unpacked(packed)
+                verified, tries = bool(flags & 1), flags >> 1
+                offers.append(Offer(rank=rank, name=name, shards=shards, held=held, verified=verified, tries=tries))
+    return offers
+
+
+def tries_of(memory: Path | None) -> Callable[[Name], int]:
+    """How often a run has begun with a snapshot, as this node remembers."""
+    counted = _tries(memory)
+    return lambda name: counted.get(Identity(*name).folder_name, 0)
+
+
+def note_try(memory: Path, name: Name) -> None:
+    """Remember that a run begins with this snapshot, which is on no disk; call before anything is loaded."""
+    counted, key = _tries(memory), Identity(*name).folder_name
+    try:
+        write_json(memory / _TRIES, {"tries": {key: counted.get(key, 0) + 1}}, durable=False)
+    except OSError as error:
+        log.warning("cannot note that a run begins with %s in memory: %s", key, error)
+
+
+def _tries(memory: Path | None) -> dict[str, int]:
+    try:
+        value = (read_json(memory / _TRIES) or {}).get("tries") if memory is not None else None
+    except StorageError:
+        return {}
+    known = value if isinstance(value, dict) else {}
+    return {key: count for key, count in known.items() if type(count) is int and 0 <= count < 1 << 31}
+
+
+def _packed(shards: Iterable[tuple[int, Tier]]) -> list[int]:
+    """Two shards in a word, each as its number plus one and its tier."""
+    words = [shard + 1 << _TIER_BITS | tier for shard, tier in sorted(shards)[:MAX_SHARDS]]
+    words += [0] * (MAX_SHARDS - len(words))
+    return [low | high << _HALF for low, high in zip(words[::2], words[1::2], strict=True)]
+
+
+def _unpacked(words: Iterable[int]) -> dict[int, Tier]:
+    mask = (1 << _HALF) - 1
+    halves = [half for word in words for half in (word & mask, word >> _HALF) if half]
+    return {(half >> _TIER_BITS) - 1: Tier(half & (1 << _TIER_BITS) - 1) for half in halves}
+
+
+def _look(memory: Path | None, local_disk: Path | None) -> list[Holding]:
+    places = [(memory, Tier.MEMORY), (memory / PEERS if memory else None, Tier.PEER), (local_disk, Tier.LOCAL_DISK)]
+    best: dict[tuple[Name, int], Holding] = {}
+    for folder, tier in places:
+        for one in holdings_in(folder, tier) if folder is not None else ():
+            known = best.get((one.name, one.index.shard))
+            if known is None or (one.index.is_hashed and not known.index.is_hashed):
+                best[one.name, one.index.shard] = one
+    return sorted(best.values(), key=lambda one: (-one.name[2], -one.name[1], -one.name[0], one.index.shard))
+
+
+def holdings_in(folder: Path, tier: Tier) -> list[Holding]:
+    """The complete shards in one folder."""
+    try:
+        paths = sorted(folder.glob("shard-*.json"))
+    except OSError:
+        return []
+    return [one for path in paths if (one := _holding(path, tier)) is not None]
+
+
+def _holding(path: Path, tier: Tier) -> Holding | None:
+    image = image_of(path)
+    try:
+        status = path.lstat()
+        if not S_ISREG(status.st_mode) or status.st_size > MAX_INDEX_BYTES:
+            return None
+        index = read_index(path)
+        status = image.lstat()
+    except (OSError, StorageError) as error:
+        log.debug("passing over %s: %s", path, error)
+        return None
+    if index is None or not S_ISREG(status.st_mode) or status.st_size < index.size_bytes:
+        return None
+    if index.shards > MAX_WORLD or max(name_of(index.identity)) > MAX_STEP:
+        return None
+    return Holding(index=index, image=image, index_path=path, tier=tier)

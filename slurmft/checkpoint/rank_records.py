@@ -1,0 +1,143 @@
+"""What one rank has for itself at the newest step boundaries, in shared memory, so that it outlives the rank.
+
+When a rank dies, healthy replicas still have the weights, and nobody has the dead rank's random numbers and its place
+in the data. Both are noted here twice a step: once when the rank reaches the step's first collective (``is_final``
+is 0 then: the step itself is not over), and once after the step.
+
+    <memory folder>/rank-<rank>.record     two records in turns, each: number, step, is final, length, JSON, number
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import random
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slurmft.errors import UsageError
+from slurmft.training import rng
+
+CAPACITY_BYTES = 256 * 1024
+_HEAD = struct.Struct("=qqqq")
+_NUMBER = struct.Struct("=q")
+_FIRST, _SECOND = 0, CAPACITY_BYTES
+
+
+def record_file(folder: Path, rank: int) -> Path:
+    """Where ``rank`` notes its own state."""
+    return folder / f"rank-{rank}.record"
+
+
+class RankRecord:
+    """The writing side: one rank's own.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        descriptor = os.open(record_file(folder, rank), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, 2 * CAPACITY_BYTES)
+            self._memory = mmap.mmap(descriptor, 2 * CAPACITY_BYTES)
+        finally:
+            os.close(descriptor)
+        self._number = 0
+        self._random = _RandomText()
+
+    def note(self, step: int, loader: dict[str, Any] | None, *, is_final: bool) -> bytes:
+        """Note this rank's generators and its place in the data as those of ``step``; returns what was noted.
+
+        Raises:
+            UsageError: the loader's state is more than JSON can hold.
+        """
+        text = b'{"rng":' + self._random.now() + b',"loader":' + _as_json(loader) + b"}"
+        if len(text) > CAPACITY_BYTES - _HEAD.size - _NUMBER.size:
+            raise UsageError(f"the loader's state has {len(text)} bytes")
+        self._number += 1
+        at, memory = (_FIRST, _SECOND)[self._number % 2], self._memory
+        _NUMBER.pack_into(memory, at + CAPACITY_BYTES - _NUMBER.size, 0)
+        _HEAD.pack_into(memory, at, self._number, step, is_final, len(text))
+        memory[at + _HEAD.size : at + _HEAD.size + len(text)] = text
+        _NUMBER.pack_into(memory, at + CAPACITY_BYTES - _NUMBER.size, self._number)
+        return text
+
+
+def read_record(folder: Path, rank: int, step: int, *, may_be_early: bool) -> dict[str, Any] | None:
+    """What ``rank`` had for itself after ``step`` steps, as a checkpoint holds it; None where that is not known.
+
+    Args:
+        may_be_early: a state noted at the step's first collective will do: nothing was drawn after it so far.
+    """
+    try:
+        memory = record_file(folder, rank).read_bytes()
+    except OSError:
+        return None
+    found: dict[bool, bytes] = {}
+    for at in (_FIRST, _SECOND):
+        block = memory[at : at + CAPACITY_BYTES]
+        if len(block) < CAPACITY_BYTES:
+            continue
+        number, noted, is_final, length = _HEAD.unpack_from(block)
+        (end,) = _NUMBER.unpack_from(block, CAPACITY_BYTES - _NUMBER.size)
+        if number and number == end and noted == step and 0 < length <= CAPACITY_BYTES - _HEAD.size - _NUMBER.size:
+            found[bool(is_final)] = block[_HEAD.size : _HEAD.size + length]
+    text = found.get(True) or (found.get(False) if may_be_early else None)
+    return None if text is None else _decoded(text)
+
+
+def _as_json(loader: dict[str, Any] | None) -> bytes:
+    try:
+        text = json.dumps(loader)
+        if json.loads(text) == loader:
+            return text.encode()
+    except (TypeError, ValueError, RecursionError):
+        pass
+    raise UsageError("the loader's state is not made of plain numbers, strings, lists and dicts")
+
+
+def _decoded(text: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+        state = value["rng"]
+        for name in ("torch", "cuda"):
+            if name in state:
+                state[name] = torch.frombuffer(bytearray.fromhex(state[name]), dtype=torch.uint8)
+    except (ValueError, KeyError, TypeError):
+        return None
+    return {"rng": state} | ({} if value.get("loader") is None else {"loader": value["loader"]})
+
+
+class _RandomText:
+    """This process's generators in JSON; a generator that was not used since the last time costs a comparison."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Any, str]] = {}
+
+    def now(self) -> bytes:
+        parts = [self._part("python", random.getstate(), json.dumps)]
+        parts.append(self._part("torch", torch.get_rng_state().numpy().tobytes(), _quoted))
+        if (numpy := sys.modules.get("numpy")) is not None:
+            state = numpy.random.get_state(legacy=False)
+            inner = state["state"]
+            key = (inner["key"].tobytes(), inner["pos"], state["has_gauss"], state["gauss"])
+            parts.append(self._part("numpy", key, lambda _: json.dumps(rng.plain(state))))
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            parts.append(self._part("cuda", torch.cuda.get_rng_state().numpy().tobytes(), _quoted))
+        return ("{" + ",".join(parts) + "}").encode()
+
+    def _part(self, name: str, state: Any, encode: Any) -> str:
+        known = self._known.get(name)
+        if known is None or known[0] != state:
+            known = self._known[name] = (state, f'"{name}":{encode(state)}')
+        return known[1]
+
+
+def _quoted(raw: bytes) -> str:
+    return f'"{raw.hex()}"'

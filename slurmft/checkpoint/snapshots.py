@@ -1,0 +1,311 @@
+"""One rank's snapshots on their way from the trainer's tensors to the disk.
+
+Copying into shared memory is all that the training loop waits for. What becomes of a copy, the writer process reports,
+and a thread of this process takes it in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from slurmft.checkpoint.arena import Arena, Place
+from slurmft.checkpoint.fault_points import reached
+from slurmft.checkpoint.flat_state import FlatState
+from slurmft.checkpoint.image import Layout
+from slurmft.checkpoint.memory_limits import fits
+from slurmft.checkpoint.objects import Packed
+from slurmft.checkpoint.shard_index import ShardIndex
+from slurmft.checkpoint.write_requests import CommitOrder, Report, WriteRequest
+from slurmft.checkpoint.writer_process import WriterProcess
+from slurmft.errors import CheckpointError, Fenced
+from slurmft.policy.checkpoint_settings import CheckpointSettings
+from slurmft.storage.checkpoint_names import Identity
+
+CLOSE_S = 600.0
+"""How long the end of a process waits for its last save; the memory that holds it would go with the process."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaidOut:
+    """A state that is about to be copied: everything but the copy is done."""
+
+    flat: FlatState
+    layout: Layout
+    packed: list[Packed]
+    place: Place | None
+    """Where to; None while both places are in use."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Standing:
+    """How far one snapshot is, as this rank knows."""
+
+    step: int
+    since: float
+    is_written: bool = False
+    is_committed: bool = False
+    errno: int = 0
+    """Why the newest try failed; 0 when it did not."""
+
+    problem: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.problem)
+
+
+class Snapshots:
+    """The places, the writer, and what became of each snapshot. Public methods but ``on_report`` for one thread.
+
+    Args:
+        spill: a folder for copies that do not fit into memory.
+        on_committed, on_failed: called in the reporting thread: step and seconds, or step and errno.
+    """
+
+    def __init__(
+        self, settings: CheckpointSettings, *, spill: Path, on_committed: Callable[[Identity, float], None],
+        on_failed: Callable[[int, int, str], None],
+    ) -> None:  # fmt: skip
+        self._settings, self._spill = settings, spill
+        self._on_committed, self._on_failed = on_committed, on_failed
+        self._arena: Arena | None = None
+        self._writer: WriterProcess | None = None
+        self._rank, self._world_size = 0, 1
+        self._layout: Layout | None = None
+        self._views: dict[Place, list[torch.Tensor]] = {}
+        self._known: dict[Identity, Standing] = {}
+        self._lock = threading.Lock()
+        self._fenced: Fenced | None = None
+        self._pid = os.getpid()
+
+    @property
+    def arena(self) -> Arena:
+        """Made when it is needed first."""
+        if self._arena is None:
+            self._arena = Arena(self._rank)
+        return self._arena
+
+    def prepare(self, flat: FlatState, *, rank: int, world_size: int) -> LaidOut:
+        """Lay ``flat`` out, and find a place for it.
+
+        Raises:
+            Fenced: a newer attempt owns the run; the writer has found out.
+            CheckpointError, UsageError: something in it cannot be saved.
+            OSError: there is no memory for it.
+        """
+        if self._fenced is not None:
+            raise self._fenced
+        if self._arena is not None and self._rank != rank:
+            raise RuntimeError("a manager cannot change its rank")
+        self._rank, self._world_size = rank, world_size
+        if self._layout is None or self._layout.shards != world_size or not self._layout.matches(flat.tensors):
+            self._layout = Layout.plan(flat.tensors, shard=rank, shards=world_size, paths=flat.paths)
+            self._views.clear()
+        packed = self._layout.pack(flat.objects)
+        if self._arena is None:
+            self._choose_memory(self._layout.capacity_bytes(packed))
+        place = self.arena.free(self._busy())
+        return LaidOut(flat=flat, layout=self._layout, packed=packed, place=place)
+
+    def again(self, prepared: LaidOut) -> LaidOut:
+        """The same with a place, where one has become free meanwhile."""
+        place = self.arena.free(self._busy())
+        return LaidOut(flat=prepared.flat, layout=prepared.layout, packed=prepared.packed, place=place)
+
+    def make_room(self) -> None:
+        """Give up what waits behind another one; a stop has something newer."""
+        for identity in self._unfinished()[1:]:
+            self._writer_process().abandon(identity)
+
+    def stage(self, prepared: LaidOut, identity: Identity) -> ShardIndex:
+        """Copy the state into its place. When this returns, the trainer may change it.
+
+        Raises:
+            OSError: there is no memory for it.
+        """
+        place, layout = prepared.place, prepared.layout
+        if place is None:
+            raise RuntimeError("no place is free")
+        memory = memoryview(place.begin(layout.capacity_bytes(prepared.packed)))
+        reached("slot emptied")
+        if place.layout is not layout:
+            layout.write_fixed(memory)
+            self._views[place] = layout.views(memory)
+            place.layout = layout
+        copy_into(self._views[place], layout.sources(prepared.flat.tensors))
+        reached("half staged")
+        index = layout.with_objects(memory, prepared.packed, identity=identity, paths=prepared.flat.paths)
+        reached("staged")
+        place.complete(index)
+        reached("index in place")
+        return index
+
+    def keep(self, flat: FlatState, identity: Identity) -> None:
+        """Copy all of a replicated state, hashed, to where the next attempt finds it; nothing is written to disk.
+
+        Raises:
+            OSError: there is no memory for it.
+            CheckpointError: something in it cannot be saved.
+        """
+        layout = Layout.plan(flat.tensors, shard=0, shards=1, paths=flat.paths)
+        packed = layout.pack(flat.objects)
+        place = self.arena.free(self._busy())
+        if place is None:
+            raise OSError(errno.EBUSY, "both places are in use")
+        memory = memoryview(place.begin(layout.capacity_bytes(packed)))
+        layout.write_fixed(memory)
+        place.layout = layout
+        copy_into(layout.views(memory), layout.sources(flat.tensors))
+        index = layout.with_objects(memory, packed, identity=identity, paths=flat.paths)
+        digests = [xxhash.xxh3_128_hexdigest(memory[one.offset : one.offset + one.length]) for one in index.items]
+        place.complete(index.with_digests(digests))
+
+    def submit(
+        self, place: Place, folder: Path, identity: Identity, order: CommitOrder | None, *, urgent: bool
+    ) -> None:
+        """Have the writer make what lies in ``place`` durable; rank 0 gives an ``order`` to commit it."""
+        with self._lock:
+            self._known[identity] = Standing(step=identity.step, since=time.monotonic())
+            for old in list(self._known)[:-8]:
+                del self._known[old]
+        self._writer_process().submit(
+            WriteRequest(
+                identity=identity, shard=self._rank, shards=self._world_size, snapshot=place.index, image=place.image,
+                folder=folder, commit=order, urgent=urgent, max_bytes_per_s=float(self._settings.bandwidth or 0),
+            )
+        )  # fmt: skip
+
+    def failed_here(self, identity: Identity, error: Exception) -> None:
+        """This rank could not copy its part; all others will wait for it, unless they are told."""
+        number = (isinstance(error, OSError) and error.errno) or 0
+        with self._lock:
+            self._known[identity] = Standing(
+                step=identity.step, since=time.monotonic(), errno=number, problem=str(error)
+            )
+
+    def standing(self, identity: Identity) -> Standing | None:
+        """How far a snapshot is; None for one that is not known here."""
+        with self._lock:
+            return self._known.get(identity)
+
+    def give_up(self, identity: Identity) -> None:
+        """Leave a snapshot that some rank could not write."""
+        if self._writer is not None:
+            self._writer.abandon(identity)
+
+    def hurry(self) -> None:
+        """Somebody waits."""
+        if self._writer is not None:
+            self._writer.hurry()
+
+    def raise_failure(self, identity: Identity) -> None:
+        """Raise what kept this rank from writing a snapshot; return where it was another rank.
+
+        Raises:
+            OSError, Fenced, CheckpointError: as it was reported.
+        """
+        if self._fenced is not None:
+            raise self._fenced
+        known = self.standing(identity)
+        if known is None or not known.problem:
+            return
+        if known.errno:
+            raise OSError(known.errno, known.problem)
+        raise CheckpointError(known.problem)
+
+    def sleep(self, identity: Identity, seconds: float) -> None:
+        """Return when there is something new to know of a snapshot, or after so many seconds."""
+        if self._writer is not None and identity in self._writer.unfinished():
+            self._writer.wait(identity, seconds)
+        else:
+            time.sleep(seconds)
+
+    def close(self) -> None:
+        """Let the writer finish. Memory of our own is waited for; an agent's outlives this process, and so the save."""
+        if os.getpid() != self._pid:
+            return  # a forked child, such as a loader's worker
+        if self._writer is not None:
+            is_private = self._arena is not None and self._arena.is_private
+            if not self._writer.close(CLOSE_S if is_private else 0.0) and is_private:
+                log.error("the last save did not become durable within %.0f s", CLOSE_S)
+            self._writer = None
+        if self._arena is not None:
+            self._views.clear()
+            self._arena.close()
+            self._arena = None
+        self._layout = None
+
+    def on_report(self, report: Report) -> None:
+        """Take in what the writer says."""
+        with self._lock:
+            standing = self._known.get(report.identity)
+            if standing is None:
+                return
+            if report.kind == "written":
+                standing.is_written, standing.errno, standing.problem = True, 0, ""
+            elif report.kind == "committed":
+                standing.is_committed, standing.errno, standing.problem = True, 0, ""
+            elif report.kind in ("failed", "abandoned", "superseded"):
+                standing.errno, standing.problem = report.errno, report.text or report.kind
+            if report.fenced:
+                self._fenced = Fenced(report.text)
+        if report.kind == "committed":
+            self._on_committed(report.identity, time.monotonic() - standing.since)
+        elif report.kind == "failed" and not report.fenced:
+            self._on_failed(report.identity.step, report.errno, report.text)
+
+    def _choose_memory(self, bytes_needed: int) -> None:
+        """Without room for two copies in memory they lie in files beside the checkpoints: slower, but no OOM."""
+        arena, ranks = self.arena, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        has_bytes = sum(place.image.stat().st_size for place in arena.places if place.image.exists())
+        if problem := fits(max(0, 2 * bytes_needed - has_bytes) * ranks, arena.folder):
+            log.warning("checkpoints are staged in %s instead of memory, which is slow: %s", self._spill, problem)
+            arena.close()
+            self._spill.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._arena = Arena(self._rank, self._spill)
+
+    def _busy(self) -> list[Identity]:
+        """Snapshots whose places the writer still reads."""
+        with self._lock:
+            return [one for one in self._unfinished() if not (known := self._known.get(one)) or not known.is_written]
+
+    def _unfinished(self) -> list[Identity]:
+        return self._writer.unfinished() if self._writer is not None else []
+
+    def _writer_process(self) -> WriterProcess:
+        if self._writer is None:
+            self._writer = WriterProcess(
+                on_report=self.on_report, stall_timeout_s=self._settings.stall_timeout_s, log=_writer_log(self._rank)
+            )
+        return self._writer
+
+
+def copy_into(views: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source into its view; from a GPU all at once, waiting for the last."""
+    with torch.no_grad():
+        if not any(source.is_cuda for source in sources):
+            for view, source in zip(views, sources, strict=True):
+                view.copy_(source)
+            return
+        for view, source in zip(views, sources, strict=True):
+            view.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+
+
+def _writer_log(rank: int) -> Path | None:
+    with contextlib.suppress(KeyError):
+        return Path(os.environ["SLURMFT_ERROR_DIR"]) / f"writer-{rank}.log"
+    return None

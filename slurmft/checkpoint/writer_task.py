@@ -1,0 +1,79 @@
+"""One save inside the writer process, what is told of it, and how the threads that work on it reach the worker."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from slurmft.checkpoint.politeness import Throttle
+from slurmft.checkpoint.write_requests import Report, ReportKind, WriteRequest, report_line
+
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+"""Between two tries of what may pass by itself; the last one goes on for ever."""
+
+
+class Outbox:
+    """Reports on their way to the worker; any thread may put one in, the listening one sends them."""
+
+    def __init__(self) -> None:
+        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lines: deque[bytes] = deque()
+
+    def put(self, report: Report) -> None:
+        """Have it sent."""
+        self._lines.append(report_line(report))
+        os.eventfd_write(self.wake, 1)
+
+    def take(self) -> bytes:
+        """All that waits to be sent."""
+        taken = bytearray()
+        while self._lines:
+            taken += self._lines.popleft()
+        return bytes(taken)
+
+
+@dataclass(eq=False, slots=True)
+class Task:
+    """A request, and what has become of it."""
+
+    request: WriteRequest
+    outbox: Outbox
+    throttle: Throttle = field(init=False)
+    leave: ReportKind | None = None
+    """Set by the listening thread: stop at the next piece, and report this."""
+
+    phase: str = ""
+    since: float = field(default_factory=time.monotonic)
+    woken: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.throttle = Throttle(0.0 if request.urgent else request.max_bytes_per_s)
+
+    def stop(self, kind: ReportKind) -> None:
+        """Have it left as soon as can be."""
+        self.leave = kind
+        self.woken.set()
+
+    def tell(self, kind: ReportKind, **details: Any) -> None:
+        """Report something of it."""
+        seconds = time.monotonic() - self.since
+        self.outbox.put(Report(kind=kind, identity=self.request.identity, seconds=seconds, **details))
+
+    def tell_failure(self, error: BaseException, *, final: bool, fenced: bool = False) -> None:
+        """Report what went wrong, in the phase that it is in."""
+        number = error.errno or 0 if isinstance(error, OSError) else 0
+        text = error.strerror or str(error) if isinstance(error, OSError) else str(getattr(error, "what", error))
+        self.tell("failed", final=final, phase=self.phase, errno=number, text=text or repr(error), fenced=fenced)
+
+
+class Left(Exception):
+    """The save is not to be gone on with; its kind is what to report."""
+
+    def __init__(self, kind: ReportKind, text: str = "") -> None:
+        super().__init__(text)
+        self.kind, self.text = kind, text

@@ -1,0 +1,45 @@
+"""``slurmft hooks``: Slurm's hooks on the nodes and on the controller."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+import slurmft
+from slurmft.errors import UsageError
+from slurmft.health import requeued
+from slurmft.health.hooks import HOOKS, slurm_conf_lines
+
+
+@click.group()
+def hooks() -> None:
+    """Slurm's hooks: show the lines for slurm.conf."""
+
+
+@hooks.command()
+def show() -> int:
+    """Print the lines for slurm.conf, for this installation."""
+    click.echo(slurm_conf_lines(Path(slurmft.__file__).resolve().parents[1] / "bin"), nl=False)
+    return 0
+
+
+@hooks.command(hidden=True)
+@click.argument("name")
+@click.argument("job", default="")
+def run(*, name: str, job: str) -> int:
+    """Be one of the hooks (what bin/slurmft-hook runs)."""
+    if name == "follow-requeue":
+        click.echo(_line(requeued.follow_quietly(job)))
+        return 0
+    if name not in HOOKS:
+        raise UsageError(f"there is no hook {name[:40]!r}", hint=f"hooks: {', '.join(HOOKS)}")
+    outcome = HOOKS[name](os.environ)
+    click.echo(_line(outcome.words))
+    return outcome.exit_code
+
+
+def _line(words: str) -> str:
+    """For the system log; whatever a probe said stays one line of ASCII."""
+    return " ".join(words.split()).encode("ascii", "backslashreplace").decode()

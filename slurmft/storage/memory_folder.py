@@ -1,0 +1,34 @@
+"""Names in the memory folder that an agent keeps for its node's snapshots: agent, keeper, writers and ranks share them.
+
+<agent's private folder in shared memory>/memory/     SLURMFT_MEMORY_DIR; outlives the workers, goes with the agent
+    copies.key      with which nodes prove to each other that they belong to the run
+    generation      of the newest attempt that this agent has started workers of
+    peers/          copies of other nodes' shards
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from pathlib import Path
+
+MEMORY_VARIABLE = "SLURMFT_MEMORY_DIR"
+KEY_FILE, GENERATION_FILE, PEERS = "copies.key", "generation", "peers"
+
+
+def copies_key(secret: bytes) -> bytes:
+    """The key for copies, from the secret of the control channel: whoever learns the one does not know the other."""
+    return hmac.new(secret, b"slurmft copies", hashlib.sha256).hexdigest().encode()
+
+
+def announcement(attempt_folder: Path, place: int) -> Path:
+    """The file in which the agent of the ``place``-th node of an attempt says where its keeper listens."""
+    return attempt_folder / f"keeper-{place}.json"
+
+
+def read_generation(memory: Path) -> int:
+    """Of the newest attempt that began on this node; 0 where nobody has said."""
+    try:
+        return max(0, int((memory / GENERATION_FILE).read_text(encoding="ascii")))
+    except (OSError, ValueError):
+        return 0
