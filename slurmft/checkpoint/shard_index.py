@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,7 +97,15 @@ def write_index(path: Path, index: ShardIndex, *, durable: bool, mode: int = 0o6
     Raises:
         OSError: it was not written.
     """
-    value = asdict(index) | {"identity": [index.identity.step, index.identity.generation, index.identity.commit]}
+    identity = index.identity
+    value = {
+        "identity": [identity.step, identity.generation, identity.commit],
+        # the training loop waits for this, and dataclasses.asdict copies every value
+        "items": [{name: getattr(item, name) for name in Item.__slots__} for item in index.items],
+        "shard": index.shard,
+        "shards": index.shards,
+        "size_bytes": index.size_bytes,
+    }
     write_json(path, value, mode=mode, durable=durable)
 
 
