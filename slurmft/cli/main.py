@@ -18,6 +18,7 @@ import slurmft
 from slurmft.errors import SlurmftError
 
 VERBS = {
+    "doctor": ("diagnosing", "Say what will and will not work on this cluster, and what to do about it"),
     "exclude": ("excluding", "The nodes to keep away from: list them, say why, add, remove, forget what has faded"),
     "explain": ("reading", "Tell the run's story: each event, each decision and its reason, from the journal"),
     "health": ("health", "Look at this node: GPUs, memory, disks, filesystems, network, host, own probes"),
