@@ -30,7 +30,8 @@ Exit codes:
 def doctor(*, config: Path | None, as_json: bool) -> int:
     """Say what will and will not work on this cluster, and what to do about it.
 
-    For the run of CONFIG, or for any. Asks Slurm a few questions and tries locks and replacing in the run folder's filesystem. Changes nothing.
+    For the run of CONFIG, or for any. Asks Slurm a few questions and tries locks and replacing in the run folder's
+    filesystem. Changes nothing.
     """
     settings = configuration.load(config) if config is not None else None
     found = diagnose(settings, os.environ, here=Path.cwd())
