@@ -18,6 +18,7 @@ _HOMES = {
     "ignore_strangers_term": "slurmft.training.signals",
     "record": "slurmft.training.record",
     "CheckpointManager": "slurmft.checkpoint",
+    "DistributedCheckpointManager": "slurmft.checkpoint",
     "ElasticSampler": "slurmft.training.sampler",
     "ElasticLoader": "slurmft.training.sampler",
     "HealthMonitor": "slurmft.training.health_monitor",

@@ -156,7 +156,10 @@ class CommitLane:
         task.phase = "waiting for the other ranks"
         folder = task.request.folder
         # a listing, not a look for each: a network filesystem remembers for a while that a file was not there
-        names = os.listdir(folder)  # noqa: PTH208 - names are all that is needed
+        try:
+            names = os.listdir(folder)  # noqa: PTH208 - names are all that is needed
+        except FileNotFoundError:
+            names = []
         self._page.tick(Lane.COMMIT)
         if notes := sorted(name for name in names if is_note(name)):
             if (reason := reason_of(folder, notes[0])) == "superseded":
@@ -167,6 +170,8 @@ class CommitLane:
                 pending.records |= _receipt(task, folder, shard)
                 del pending.missing[name]
                 self._page.tick(Lane.COMMIT)
+        if index_file(task.request.shard) in pending.missing:
+            raise Left("superseded", "its folder was removed")
         if pending.missing and time.monotonic() - task.since > RECEIPTS_TIMEOUT_S:
             shards = sorted(pending.missing.values())
             listed = ", ".join(map(str, shards[:8])) + (f" and {len(shards) - 8} more" if len(shards) > 8 else "")

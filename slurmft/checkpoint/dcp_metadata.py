@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from functools import cache
 
 from slurmft.checkpoint.shard_index import Item, ShardIndex, image_file
 
@@ -31,160 +31,117 @@ def metadata_bytes(indexes: Sequence[ShardIndex]) -> bytes:
         for item in index.items:
             stored.setdefault(item.key, []).append((index.shard, item))
     out = _Pickle()
-    with out.instance(_CLASSES, "Metadata"):
-        with out.entry("state_dict_metadata"), out.mapping():
-            for key, parts in stored.items():
-                out.value(key)
-                _put_kind(out, parts)
-        with out.entry("planner_data"), out.mapping():
-            for key, parts in stored.items():
-                out.value(key)
-                out.row(parts[0][1].path or (key,))
-        with out.entry("storage_data"), out.mapping():
-            for parts in stored.values():
-                _put_places(out, parts)
-        for name, value in (("storage_meta", None), ("version", _VERSION)):
-            out.value(name)
-            out.value(value)
-    return out.done()
+    kinds = _dict([(out.text(key), _kind(out, parts)) for key, parts in stored.items()])
+    paths = _dict([(out.text(key), out.path(parts[0][1].path or (key,))) for key, parts in stored.items()])
+    places = _dict([place for parts in stored.values() for place in _places(out, parts)])
+    return out.done(
+        out.instance(
+            _CLASSES, "Metadata", state_dict_metadata=kinds, planner_data=paths, storage_data=places,
+            storage_meta=pickle.NONE, version=out.text(_VERSION),
+        )
+    )  # fmt: skip
 
 
-def _put_kind(out: _Pickle, parts: Sequence[Part]) -> None:
+def _kind(out: _Pickle, parts: Sequence[Part]) -> bytes:
     first = parts[0][1]
     if first.kind == "object":
-        out.blank(_CLASSES, "BytesStorageMetadata")
-        return
-    with out.instance(_CLASSES, "TensorStorageMetadata"):
-        out.value("properties")
-        out.properties(first.dtype)
-        out.value("size")
-        out.size(first.shape)
-        with out.entry("chunks"), out.sequence():
-            for _, item in parts:
-                with out.instance(_CLASSES, "ChunkStorageMetadata"):
-                    out.value("offsets")
-                    out.size(item.starts)
-                    out.value("sizes")
-                    out.size(item.sizes)
+        return out.instance(_CLASSES, "BytesStorageMetadata")
+    chunks = [
+        out.instance(_CLASSES, "ChunkStorageMetadata", offsets=out.size(item.starts), sizes=out.size(item.sizes))
+        for _, item in parts
+    ]
+    return out.instance(
+        _CLASSES, "TensorStorageMetadata", properties=out.properties(first.dtype), size=out.size(first.shape),
+        chunks=_list(chunks),
+    )  # fmt: skip
 
 
-def _put_places(out: _Pickle, parts: Sequence[Part]) -> None:
-    for place, (shard, item) in enumerate(parts):
+def _places(out: _Pickle, parts: Sequence[Part]) -> list[tuple[bytes, bytes]]:
+    """For each part where it begins in the whole, and where its bytes lie."""
+    places = []
+    for number, (shard, item) in enumerate(parts):
         is_tensor = item.kind == "tensor"
-        with out.instance(_CLASSES, "MetadataIndex"):
-            out.value("fqn")
-            out.value(item.key)
-            out.value("index")
-            out.value(place if is_tensor else None)
-            out.value("offset")
-            if is_tensor:
-                out.size(item.starts)
-            else:
-                out.value(None)
-        with out.instance(_FILES, "_StorageInfo"):
-            for name, value in (("relative_path", image_file(shard)), ("offset", item.offset), ("length", item.length)):
-                out.value(name)
-                out.value(value)
+        address = out.instance(
+            _CLASSES, "MetadataIndex", fqn=out.text(item.key), index=_number(number) if is_tensor else pickle.NONE,
+            offset=out.size(item.starts) if is_tensor else pickle.NONE,
+        )  # fmt: skip
+        name = out.text(image_file(shard))
+        where = out.instance(
+            _FILES, "_StorageInfo", relative_path=name, offset=_number(item.offset), length=_number(item.length)
+        )
+        places.append((address, where))
+    return places
+
+
+def _number(value: int) -> bytes:
+    if value < 2**31:
+        return pickle.BININT + struct.pack("<i", value)
+    data = pickle.encode_long(value)
+    return pickle.LONG1 + bytes([len(data)]) + data
+
+
+def _dict(entries: Iterable[tuple[bytes, bytes]]) -> bytes:
+    return pickle.EMPTY_DICT + pickle.MARK + b"".join([key + value for key, value in entries]) + pickle.SETITEMS
+
+
+def _list(values: Iterable[bytes]) -> bytes:
+    return pickle.EMPTY_LIST + pickle.MARK + b"".join(values) + pickle.APPENDS
+
+
+def _tuple(values: Iterable[bytes]) -> bytes:
+    return pickle.MARK + b"".join(values) + pickle.TUPLE
 
 
 class _Pickle:
-    """Writes a pickle of protocol 2, value by value; classes by their names alone."""
+    """Pieces of a pickle of protocol 2. What comes up often is written once, in front, and then named by a number."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = [pickle.PROTO + b"\x02"]
-        self._memo: dict[tuple[str, object], bytes] = {}
+        self._front: list[bytes] = []
+        self.text = cache(self._text)
+        self.size = cache(self._size)
+        self.properties = cache(self._properties)
+        self._class = cache(self._find_class)
 
-    def done(self) -> bytes:
-        return b"".join([*self._parts, pickle.STOP])
+    def done(self, value: bytes) -> bytes:
+        """The whole pickle of ``value``."""
+        return b"".join([pickle.PROTO, b"\x02", *self._front, value, pickle.STOP])
 
-    def value(self, value: str | int | None) -> None:
-        if value is None:
-            self._parts.append(pickle.NONE)
-        elif isinstance(value, str):
-            self._once(("text", value), lambda: self._text(value))
-        elif -(2**31) <= value < 2**31:
-            self._parts.append(pickle.BININT + struct.pack("<i", value))
-        else:
-            data = pickle.encode_long(value)
-            self._parts.append(pickle.LONG1 + bytes([len(data)]) + data)
+    def path(self, pieces: Iterable[str | int]) -> bytes:
+        return _tuple([self.text(piece) if isinstance(piece, str) else _number(piece) for piece in pieces])
 
-    def row(self, values: Sequence[str | int]) -> None:
-        """A tuple."""
-        self._parts.append(pickle.MARK)
-        for value in values:
-            self.value(value)
-        self._parts.append(pickle.TUPLE)
+    def instance(self, module: str, name: str, **attributes: bytes) -> bytes:
+        """An object of one of torch's classes, made without its ``__init__``."""
+        made = self._class(module, name) + pickle.EMPTY_TUPLE + pickle.NEWOBJ
+        if not attributes:
+            return made
+        return made + _dict([(self.text(key), value) for key, value in attributes.items()]) + pickle.BUILD
 
-    @contextmanager
-    def sequence(self) -> Iterator[None]:
-        """A list of what is written meanwhile."""
-        self._parts.append(pickle.EMPTY_LIST + pickle.MARK)
-        yield
-        self._parts.append(pickle.APPENDS)
+    def _once(self, value: bytes) -> bytes:
+        number = struct.pack("<I", len(self._front))
+        self._front.append(value + pickle.LONG_BINPUT + number + pickle.POP)
+        return pickle.LONG_BINGET + number
 
-    @contextmanager
-    def mapping(self) -> Iterator[None]:
-        """A dict of what is written meanwhile: a key, its value, the next key."""
-        self._parts.append(pickle.EMPTY_DICT + pickle.MARK)
-        yield
-        self._parts.append(pickle.SETITEMS)
-
-    @contextmanager
-    def entry(self, key: str) -> Iterator[None]:
-        """What is written meanwhile is the value of ``key``."""
-        self.value(key)
-        yield
-
-    @contextmanager
-    def instance(self, module: str, name: str) -> Iterator[None]:
-        """An instance of a class, its attributes what is written meanwhile."""
-        self.blank(module, name)
-        with self.mapping():
-            yield
-        self._parts.append(pickle.BUILD)
-
-    def blank(self, module: str, name: str) -> None:
-        """An instance without attributes."""
-        self._name(module, name)
-        self._parts.append(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
-
-    def size(self, sizes: tuple[int, ...]) -> None:
-        """A torch.Size."""
-        self._once(("size", sizes), lambda: self._call("torch", "Size", lambda: self.row(sizes)))
-
-    def properties(self, dtype: str) -> None:
-        """A TensorProperties: dense, row by row, on the host."""
-
-        def write() -> None:
-            self.blank(_CLASSES, "TensorProperties")
-            self._parts.append(pickle.MARK)
-            self._name("torch", dtype)
-            self._call("torch.serialization", "_get_layout", lambda: self.value("torch.strided"))
-            self._parts.append(pickle.NEWFALSE)
-            self._call(_CLASSES, "_MEM_FORMAT_ENCODING", lambda: self.value(0))
-            self._parts.append(pickle.NEWFALSE + pickle.TUPLE + pickle.BUILD)
-
-        self._once(("properties", dtype), write)
-
-    def _call(self, module: str, name: str, argument: Callable[[], None]) -> None:
-        self._name(module, name)
-        argument()
-        self._parts.append(pickle.TUPLE1 + pickle.REDUCE)
-
-    def _name(self, module: str, name: str) -> None:
-        line = f"{module}\n{name}\n".encode()
-        self._once(("name", line), lambda: self._parts.append(pickle.GLOBAL + line))
-
-    def _text(self, value: str) -> None:
+    def _text(self, value: str) -> bytes:
         data = value.encode("utf-8", "surrogatepass")
-        self._parts.append(pickle.BINUNICODE + struct.pack("<I", len(data)) + data)
+        return self._once(pickle.BINUNICODE + struct.pack("<I", len(data)) + data)
 
-    def _once(self, what: tuple[str, object], write: Callable[[], None]) -> None:
-        """The first time written and numbered, from then on the number."""
-        if (known := self._memo.get(what)) is not None:
-            self._parts.append(known)
-            return
-        write()
-        number = struct.pack("<I", len(self._memo))
-        self._memo[what] = pickle.LONG_BINGET + number
-        self._parts.append(pickle.LONG_BINPUT + number)
+    def _find_class(self, module: str, name: str) -> bytes:
+        return self._once(pickle.GLOBAL + f"{module}\n{name}\n".encode())
+
+    def _call(self, module: str, name: str, argument: bytes) -> bytes:
+        return self._class(module, name) + argument + pickle.TUPLE1 + pickle.REDUCE
+
+    def _size(self, sizes: tuple[int, ...]) -> bytes:
+        return self._once(self._call("torch", "Size", _tuple(map(_number, sizes))))
+
+    def _properties(self, dtype: str) -> bytes:
+        """A TensorProperties: dense, row by row, on the host."""
+        state = [
+            self._class("torch", dtype),
+            self._call("torch.serialization", "_get_layout", self.text("torch.strided")),
+            pickle.NEWFALSE,
+            self._call(_CLASSES, "_MEM_FORMAT_ENCODING", _number(0)),
+            pickle.NEWFALSE,
+        ]
+        made = self._class(_CLASSES, "TensorProperties") + pickle.EMPTY_TUPLE + pickle.NEWOBJ
+        return self._once(made + _tuple(state) + pickle.BUILD)

@@ -52,11 +52,27 @@ class Pacing:
 
 
 def write_durably(task: Task, pace: Pacing) -> int:
-    """Image, metadata and receipt, all durable; returns the size of the image."""
-    request = task.request
+    """Image, metadata and receipt, all durable; returns the size of the image.
+
+    Raises:
+        Left: it is not to be gone on with.
+        OSError: it is not durable, and may be tried again.
+        StorageError: the snapshot is not there, or not the one that was announced.
+    """
     task.phase = "looking for an earlier try"
     if (size_bytes := _written_before(task, pace.look)) is not None:
         return size_bytes
+    try:
+        return _write(task, pace)
+    except FileNotFoundError:
+        # another writer of the same snapshot, taken for dead, has finished it and cleaned up
+        if (size_bytes := _written_before(task, pace.look)) is not None:
+            return size_bytes
+        raise
+
+
+def _write(task: Task, pace: Pacing) -> int:
+    request = task.request
     task.phase = "reading the image"
     with holding(request.image) as source:
         fingerprint, index = _staged(task)
@@ -73,7 +89,7 @@ def write_durably(task: Task, pace: Pacing) -> int:
                     _write_image(task, folder, view, mode, pace)
                     hashed, fingerprint = hashing.result()
                 task.phase = "writing the receipt"
-                if _fingerprint(request.snapshot) != fingerprint:
+                if _fingerprint(request.snapshot) != fingerprint and _was_changed(task, source, index, hashed):
                     raise StorageError(f"{request.image} was changed while it was written")
                 write_index(folder / index_file(request.shard), hashed, durable=True, mode=mode)
                 reached("receipt written")
@@ -126,6 +142,12 @@ def _staged(task: Task) -> tuple[_Fingerprint | None, ShardIndex]:
     return fingerprint, index
 
 
+def _was_changed(task: Task, source: int, *same: ShardIndex) -> bool:
+    """Not by another writer of the same snapshot, nor by a worker that took its whole memory folder away at its end."""
+    request = task.request
+    return read_index(request.snapshot) not in same and _is_in_place(request.image, source)
+
+
 @contextlib.contextmanager
 def _opened(folder: Path) -> Iterator[Path]:
     """The checkpoint folder, made if need be, by a name that stays with it: whatever replaces it is never written to.
@@ -142,6 +164,8 @@ def _opened(folder: Path) -> Iterator[Path]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield Path(f"/proc/self/fd/{descriptor}")
+        if not _is_in_place(folder, descriptor):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESTALE) and not _is_in_place(folder, descriptor):
             raise Left("superseded", "its folder was removed") from error
@@ -190,6 +214,7 @@ def _beside(work: Callable[[Pace], _Hashed], look: Pace) -> Iterator[Future[_Has
 def _hash(task: Task, index: ShardIndex, view: memoryview, fingerprint: _Fingerprint | None, look: Pace) -> _Hashed:
     """The index with digests, put in place of the one without at once: a restart from memory wants them."""
     if index.is_hashed:  # a writer before this one did it
+        task.on_hashed(task.request)
         return index, fingerprint
     hashed = index.with_digests(digests(view, index, look))
     snapshot = task.request.snapshot
@@ -197,6 +222,7 @@ def _hash(task: Task, index: ShardIndex, view: memoryview, fingerprint: _Fingerp
         try:
             write_index(snapshot, hashed, durable=False)
             fingerprint = _fingerprint(snapshot)
+            task.on_hashed(task.request)
         except OSError as error:
             log.warning("%s gets no digests: %s", snapshot, error)
     task.tell("hashed", size_bytes=index.size_bytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 
 VARIABLE = "SLURMFT_FAULT_POINT"
 ONCE_VARIABLE = "SLURMFT_FAULT_ONCE"
@@ -44,7 +45,7 @@ def reached(point: str) -> None:
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread must not run on until another is woken
     else:
         raise OSError(int(fault), os.strerror(int(fault)), point)
 

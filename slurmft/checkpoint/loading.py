@@ -88,7 +88,7 @@ class Loading:
         """
         candidates = self._agreed(self._newest_first)
         committed = self._newest_committed(candidates)
-        memory = MemorySources(self._team, committed, generation=own_generation())
+        memory = MemorySources(self._team, committed, directory=self._directory, generation=own_generation())
         try:
             while (decision := memory.decide()) is not None:
                 loaded = self._from_memory(memory, decision)

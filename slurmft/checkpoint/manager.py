@@ -59,7 +59,7 @@ class CheckpointManager:
         keep_last_n: checkpoints of this many steps are kept (at least 1).
         save_best: keep the one with the best ``best_metric`` as well, however old.
         best_metric: a key of ``metrics``; checkpoints without it, or where it is not finite, are never best.
-        keep_every: keep those whose step is a multiple of it; 0: none for that reason.
+        keep_every: keep the first at or after every multiple of so many steps; 0: none for that reason.
         async_save: train on while a checkpoint is written.
 
     Raises:
@@ -370,6 +370,8 @@ class CheckpointManager:
     # Loading
 
     def _loaded(self, loading: Loading, loaded: LoadedCheckpoint) -> LoadedCheckpoint:
+        team = Team()
+        self._snapshots.take_place(team.rank, team.world_size)
         self._distrusted |= {path for path, _ in loaded.skipped}
         self._turn.begin(loading.newest_commit)
         return loaded

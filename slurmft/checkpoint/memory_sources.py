@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
+from slurmft.checkpoint.copying import LOCAL_DIRECTORY_VARIABLE
+from slurmft.checkpoint.local_tier import local_folder
 from slurmft.checkpoint.offers import (
     ROW_LENGTH,
     Holding,
@@ -17,12 +20,13 @@ from slurmft.checkpoint.offers import (
 from slurmft.checkpoint.reading import Source
 from slurmft.checkpoint.supplying import fetched, remove_fetched, supply
 from slurmft.checkpoint.team import Team
+from slurmft.errors import StorageError
 from slurmft.policy.supply import without
 from slurmft.policy.tiers import DISK, Committed, Decision, Name, choose
 from slurmft.storage.checkpoint_names import Identity
 from slurmft.storage.memory_folder import MEMORY_VARIABLE
 
-LOCAL_DIRECTORY_VARIABLE = "SLURMFT_CHECKPOINT_LOCAL_DIRECTORY"
+log = logging.getLogger(__name__)
 
 
 class MemorySources:
@@ -30,17 +34,19 @@ class MemorySources:
 
     Args:
         committed: the newest checkpoint on disk; None where there is none.
+        directory: of the checkpoints.
         generation: of this attempt.
     """
 
-    def __init__(self, team: Team, committed: Committed | None, *, generation: int) -> None:
+    def __init__(self, team: Team, committed: Committed | None, *, directory: Path, generation: int) -> None:
         self._team, self._committed, self._generation = team, committed, generation
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._node_lead = team.rank - local_rank if team.world_size > 1 else team.rank
         told, disk = os.environ.get(MEMORY_VARIABLE), os.environ.get(LOCAL_DIRECTORY_VARIABLE)
         self._memory = Path(told) if told else None
+        self._local = _local_folder(Path(disk), directory) if disk else None
         self._offers_for_node = team.rank == self._node_lead
-        self._held: list[Holding] = scan(self._memory, Path(disk) if disk else None) if told or disk else []
+        self._held: list[Holding] = scan(self._memory, self._local) if told or disk else []
         row = to_row(self._held, tries_of(self._memory)) if self._offers_for_node else [0] * ROW_LENGTH
         self._offers = from_rows(team.exchange(row))
         self._refused: dict[Name, str] = {}
@@ -89,3 +95,11 @@ class MemorySources:
         """Give back what was fetched; every rank has read by now, as all have agreed on how it went."""
         if self._offers_for_node:
             remove_fetched(self._memory)
+
+
+def _local_folder(local_directory: Path, directory: Path) -> Path | None:
+    try:
+        return local_folder(local_directory, directory)
+    except (OSError, StorageError) as error:
+        log.warning("nothing is read from %s: %s", local_directory, error)
+        return None

@@ -1,4 +1,4 @@
-"""How a writer stays out of the way of the training beside it: lowest priority, and a cap on its bytes per second."""
+"""How a writer stays out of the way of the training beside it, and lets nobody disturb it before its work is done."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import contextlib
 import ctypes
 import os
 import platform
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+IGNORED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
+"""Slurm sends its TERM to the whole tree on some sites; the writer ends when its worker has, and its work is done."""
 
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273}
 """The number of the system call, which has no function in libc."""
@@ -16,9 +20,15 @@ _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273}
 _BEST_EFFORT, _LOWEST = 2 << 13, 7
 _NAP_S = 0.1
 
-
 NICE = 10
 """A tenth of a processor that training wants as well: at most 5 % of two. The lowest would take ten times as long."""
+
+
+def ignore_signals() -> None:
+    """From now on; those that came since the process was started are forgotten as well."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
 
 
 def yield_to_others() -> None:

@@ -46,7 +46,8 @@ def decide(
     best: Entry | None = None,
     distrusted: Collection[Path] = (),
 ) -> Retention:
-    """Keep the newest commits of ``keep_last_n`` different steps, those of every ``keep_every``th step, and ``best``.
+    """Keep the newest commits of ``keep_last_n`` different steps, the first at or after every multiple of
+    ``keep_every`` steps (saves that are spaced by time hit none), and ``best``.
 
     A distrusted checkpoint (a load found it damaged, or it is quarantined) does not count as one of the kept, so that
     the last good one is never removed in its favour. It stays as evidence until it is older than the newest
@@ -62,7 +63,8 @@ def decide(
     last = list(newest_of_step.values())[:keep_last_n]
     kept = {entry.path for entry in (*last, *good[:NEVER_REMOVED], *([best] if best else ()))}
     if keep_every:
-        kept |= {entry.path for step, entry in newest_of_step.items() if step % keep_every == 0}
+        first_since = {step // keep_every: entry for step, entry in sorted(newest_of_step.items(), reverse=True)}
+        kept |= {entry.path for entry in first_since.values() if entry.step >= keep_every}
     oldest_kept = min((entry.commit for entry in last), default=0)
     evidence = {entry.path for entry in newest_first if entry.path in bad and entry.commit > oldest_kept}
     stays = ((kept | evidence) - set(quarantined)) | set(quarantined[:KEPT_QUARANTINED])

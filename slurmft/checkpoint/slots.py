@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import xxhash
 
 from slurmft.checkpoint.offers import Holding, holdings_in, image_of, name_of
-from slurmft.checkpoint.shard_index import ShardIndex, write_index
+from slurmft.checkpoint.shard_index import Item, ShardIndex, write_index
 from slurmft.policy.tiers import Tier
 
 
@@ -23,10 +24,10 @@ class Mismatch(Exception):
 
 
 class Verifier:
-    """Compares an image that passes by, piece by piece, with the digests in its index."""
+    """Compares the items of an image that pass by, piece by piece, with their digests."""
 
-    def __init__(self, index: ShardIndex) -> None:
-        self._items = iter(index.items)
+    def __init__(self, items: Iterable[Item]) -> None:
+        self._items = iter(items)
         self._item = next(self._items, None)
         self._hash, self._done = xxhash.xxh3_128(), 0
 
@@ -66,15 +67,19 @@ class Incoming:
 
     As a context manager it leaves nothing of an image that was not finished.
 
+    Args:
+        items: those that come, in order; all of them unless given. The others are holes in the file.
+
     Raises:
         OSError: there is no room, or the folder is gone.
     """
 
-    def __init__(self, folder: Path, index: ShardIndex) -> None:
+    def __init__(self, folder: Path, index: ShardIndex, items: Sequence[Item] | None = None) -> None:
         self._index = index
         self._path = place_for(folder, index)
         self._path.unlink(missing_ok=True)
-        self._verifier = Verifier(index)
+        self._verifier = Verifier(index.items if items is None else items)
+        self._ranges = ranges_of(index.items if items is None else items)
         self._file = os.open(image_of(self._path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self._finished = False
 
@@ -104,8 +109,11 @@ class Incoming:
             OSError: they cannot be written.
         """
         self._verifier.feed(chunk)
-        while len(chunk):
-            chunk = chunk[os.write(self._file, chunk) :]
+        while chunk:
+            offset, length = self._ranges[0]
+            count = os.pwrite(self._file, chunk[:length], offset)
+            chunk = chunk[count:]
+            self._ranges[:1] = [(offset + count, length - count)] if count < length else []
 
     def finish(self, *, durable: bool = False) -> Holding:
         """The image is whole: from now on it is offered.
@@ -123,6 +131,17 @@ class Incoming:
         write_index(self._path, self._index, durable=durable)
         self._finished = True
         return Holding(index=self._index, image=image_of(self._path), index_path=self._path, tier=Tier.PEER)
+
+
+def ranges_of(items: Iterable[Item]) -> list[tuple[int, int]]:
+    """Where bytes of these items lie, as (offset, length), neighbours joined."""
+    ranges: list[tuple[int, int]] = []
+    for item in items:
+        if ranges and sum(ranges[-1]) == item.offset:
+            ranges[-1] = (ranges[-1][0], ranges[-1][1] + item.length)
+        elif item.length:
+            ranges.append((item.offset, item.length))
+    return ranges
 
 
 def place_for(folder: Path, index: ShardIndex) -> Path:

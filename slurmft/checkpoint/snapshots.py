@@ -28,7 +28,7 @@ from slurmft.checkpoint.objects import Packed
 from slurmft.checkpoint.shard_index import ShardIndex
 from slurmft.checkpoint.write_requests import CommitOrder, Report, WriteRequest
 from slurmft.checkpoint.writer_process import WriterProcess
-from slurmft.errors import CheckpointError, Fenced
+from slurmft.errors import CheckpointError, Fenced, UsageError
 from slurmft.policy.checkpoint_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import Identity
 
@@ -83,7 +83,8 @@ class Snapshots:
         self._on_committed, self._on_failed = on_committed, on_failed
         self._arena: Arena | None = None
         self._writer: WriterProcess | None = None
-        self._rank, self._world_size = 0, 1
+        self._rank, self._world_size = int(os.environ.get("RANK", "0")), 1
+        self._is_memory_chosen = False
         self._layout: Layout | None = None
         self._views: dict[Place, list[torch.Tensor]] = {}
         self._known: dict[Identity, Standing] = {}
@@ -108,17 +109,22 @@ class Snapshots:
         """
         if self._fenced is not None:
             raise self._fenced
-        if self._arena is not None and self._rank != rank:
-            raise RuntimeError("a manager cannot change its rank")
-        self._rank, self._world_size = rank, world_size
+        self.take_place(rank, world_size)
         if self._layout is None or self._layout.shards != world_size or not self._layout.matches(flat.tensors):
             self._layout = Layout.plan(flat.tensors, shard=rank, shards=world_size, paths=flat.paths)
             self._views.clear()
         packed = self._layout.pack(flat.objects)
-        if self._arena is None:
+        if not self._is_memory_chosen:
+            self._is_memory_chosen = True
             self._choose_memory(self._layout.capacity_bytes(packed))
         place = self.arena.free(self._busy())
         return LaidOut(flat=flat, layout=self._layout, packed=packed, place=place)
+
+    def take_place(self, rank: int, world_size: int) -> None:
+        """Which rank this is, of how many: its places in memory are named by it."""
+        if self._arena is not None and self._rank != rank:
+            raise UsageError(f"this checkpoint manager was rank {self._rank}'s, and now rank {rank} uses it")
+        self._rank, self._world_size = rank, world_size
 
     def again(self, prepared: LaidOut) -> LaidOut:
         """The same with a place, where one has become free meanwhile."""

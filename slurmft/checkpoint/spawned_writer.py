@@ -9,8 +9,10 @@ import socket
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
+from slurmft.checkpoint.politeness import IGNORED
 from slurmft.checkpoint.progress_page import ProgressPage
 
 _START = "import sys; sys.path.append(sys.argv.pop(1)); from slurmft.checkpoint.writer import main; main(sys.argv[1:])"
@@ -48,6 +50,7 @@ class SpawnedWriter:
         with contextlib.ExitStack() as stack:
             # its worker's own output may be a pipe, whose reader would wait for the writer's end
             output = subprocess.DEVNULL if log is None else stack.enter_context(log.open("ab"))
+            stack.enter_context(_blocked())
             process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, pass_fds=numbers
             )
@@ -118,6 +121,16 @@ class SpawnedWriter:
         with contextlib.suppress(OSError):
             os.close(self.page.descriptor)
             self.page.descriptor = -1
+
+
+@contextlib.contextmanager
+def _blocked() -> Iterator[None]:
+    """A child that is started meanwhile keeps signals pending until it can ignore them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _living: weakref.WeakSet[SpawnedWriter] = weakref.WeakSet()

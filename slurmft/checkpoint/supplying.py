@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slurmft.checkpoint.memory_limits import fits
 from slurmft.checkpoint.offers import Holding, holdings_in, name_of
-from slurmft.checkpoint.shard_index import MAX_INDEX_BYTES, ShardIndex, read_index
-from slurmft.checkpoint.slots import Incoming, Mismatch
+from slurmft.checkpoint.shard_index import MAX_INDEX_BYTES, Item, ShardIndex, read_index
+from slurmft.checkpoint.slots import Incoming, Mismatch, ranges_of
 from slurmft.checkpoint.team import Team
 from slurmft.errors import CheckpointError, StorageError
 from slurmft.policy.supply import Transfer, plan, rounds_of
@@ -62,7 +63,8 @@ def supply(
 
     Args:
         mine: this node's own shards of that snapshot (``offers.scan``); only asked of ranks that offered them.
-        wanted: the shards that this rank needs.
+        wanted: the shards that this rank needs every item of. Of all others it gets what is not spread over ranks:
+            with FSDP on as many ranks as saved, its own shard is enough.
         node_lead: the rank that offers and fetches for this rank's node: its local rank 0.
 
     Returns:
@@ -119,42 +121,51 @@ def _exchange_round(team: Team, out: Sequence[Transfer], into: Sequence[Transfer
 def _outgoing(
     transfers: Sequence[Transfer], mine: Mapping[int, Holding], device: torch.device
 ) -> Iterator[torch.Tensor]:
-    """The pieces of each shard: its lengths, its index, its image; zeros where something cannot be read."""
+    """The pieces of each shard: its lengths, its index, its items; zeros where something cannot be read."""
     for transfer in transfers:
-        blob, size_bytes, image = _opened(mine.get(transfer.shard))
+        blob, holding, image = _opened(mine.get(transfer.shard))
         try:
+            items = _items(holding.index, transfer) if holding is not None else []
+            size_bytes = sum(item.length for item in items)
             yield torch.tensor([len(blob), size_bytes], dtype=torch.int64).view(torch.uint8).to(device)
-            if not blob:
+            if holding is None:
                 continue
             for start in range(0, len(blob), CHUNK_BYTES):
                 yield torch.frombuffer(bytearray(blob[start : start + CHUNK_BYTES]), dtype=torch.uint8).to(device)
-            buffer = torch.empty(min(CHUNK_BYTES, size_bytes), dtype=torch.uint8)
+            buffer, places = torch.empty(min(CHUNK_BYTES, size_bytes), dtype=torch.uint8), ranges_of(items)
             for start in range(0, size_bytes, CHUNK_BYTES):
                 piece = buffer[: size_bytes - start]
-                _read(image, start, piece)
+                _read(image, places, piece)
                 yield piece.to(device)
         finally:
             if image >= 0:
                 os.close(image)
 
 
-def _opened(holding: Holding | None) -> tuple[bytes, int, int]:
-    """Index, length of the image, and its open file; nothing where this node has it no more."""
+def _items(index: ShardIndex, transfer: Transfer) -> list[Item]:
+    """What of a shard travels; both sides come to the same."""
+    return [one for one in index.items if transfer.is_whole or one.kind == "object" or one.sizes == one.shape]
+
+
+def _opened(holding: Holding | None) -> tuple[bytes, Holding | None, int]:
+    """Index and open image; nothing where this node has it no more."""
     if holding is None:
-        return b"", 0, -1
+        return b"", None, -1
     try:
         blob = holding.index_path.read_bytes()
-        return blob, holding.index.size_bytes, os.open(holding.image, os.O_RDONLY | os.O_CLOEXEC)
+        return blob, holding, os.open(holding.image, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         log.warning("shard %d cannot be supplied: %s", holding.index.shard, error)
-        return b"", 0, -1
+        return b"", None, -1
 
 
-def _read(image: int, start: int, piece: torch.Tensor) -> None:
+def _read(image: int, places: list[tuple[int, int]], piece: torch.Tensor) -> None:
+    """Fill ``piece`` from the first of ``places``, and take off what was read."""
     view = _view(piece)
     try:
-        while view and (count := os.preadv(image, [view], start)):
-            start, view = start + count, view[count:]
+        while view and (count := os.preadv(image, [view[: places[0][1]]], places[0][0])):
+            (offset, length), view = places[0], view[count:]
+            places[:1] = [(offset + count, length - count)] if count < length else []
     except OSError as error:
         log.warning("a shard cannot be read: %s", error)
     view[:] = bytes(len(view))  # the receiver will see by the digests that this is not it
@@ -200,9 +211,12 @@ class _Arrival:
             index = _parsed(blob, node.memory / FETCHED / f".index-{transfer.shard}")
             if name_of(index.identity) != node.name or index.shard != transfer.shard:
                 raise Mismatch("it is another one")
-            if index.size_bytes != size_bytes or not index.is_hashed:
+            items = _items(index, transfer)
+            if sum(item.length for item in items) != size_bytes or not index.is_hashed:
                 raise Mismatch("its index does not describe it")
-            self._incoming = Incoming(node.memory / FETCHED, index)
+            if reason := fits(size_bytes, node.memory):
+                raise StorageError(reason)  # it is read from disk instead, without a copy in memory
+            self._incoming = Incoming(node.memory / FETCHED, index, items)
         except (Mismatch, StorageError, OSError) as error:
             self._give_up(error)
 

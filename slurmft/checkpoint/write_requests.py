@@ -21,7 +21,7 @@ class Keep:
     """Checkpoints of this many steps."""
 
     keep_every: int = 0
-    """Also each one whose step is a multiple of this; 0: none for that reason."""
+    """Also the first one at or after every multiple of so many steps; 0: none for that reason."""
 
     best_metric: str = ""
     """Also the one that is best by this metric; empty: none for that reason."""

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -20,9 +19,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from slurmft.checkpoint.committing import CommitLane
+from slurmft.checkpoint.copying import CopyLane, Staged
 from slurmft.checkpoint.image_lane import ImageLane
+from slurmft.checkpoint.politeness import ignore_signals
 from slurmft.checkpoint.progress_page import Lane, ProgressPage
-from slurmft.checkpoint.write_requests import identity_from, request_from
+from slurmft.checkpoint.write_requests import WriteRequest, identity_from, request_from
 from slurmft.checkpoint.writer_task import Outbox, Task
 
 _RECEIVE_BYTES = 64 * 1024
@@ -40,6 +41,7 @@ class Writer:
         self._is_closing = False
         self._is_alone = False
         self._outbox = Outbox()
+        self._copies = CopyLane()
         self._commits = CommitLane(page)
         self._images = ImageLane(page, self._commits.add)
         worker.setblocking(False)
@@ -54,7 +56,7 @@ class Writer:
             if not self._is_closing:
                 continue
             ends_at = ends_at or time.monotonic() + lifetime_s
-            if self._images.is_idle() and self._commits.is_idle():
+            if self._images.is_idle() and self._commits.is_idle() and self._copies.is_idle():
                 self._send()
                 return 0
             if time.monotonic() > ends_at:
@@ -90,7 +92,7 @@ class Writer:
     def _obey(self, line: bytes) -> None:
         value = json.loads(line)
         if value["kind"] == "write":
-            task = Task(request_from(value), self._outbox)
+            task = Task(request_from(value), self._outbox, on_hashed=self._copy)
             (self._commits.add if task.request.is_written else self._images.offer)(task)
         elif value["kind"] == "abandon":
             identity = identity_from(value)
@@ -100,6 +102,11 @@ class Writer:
             self._images.hurry()
         elif value["kind"] == "close":
             self._is_closing = True
+
+    def _copy(self, request: WriteRequest) -> None:
+        cap, directory = None if request.urgent else request.max_bytes_per_s or None, request.folder.parent
+        staged = Staged(index=request.snapshot, image=request.image, checkpoint_dir=directory, bytes_per_s=cap)
+        self._copies.offer(staged)
 
     def _send(self) -> None:
         self._out += self._outbox.take()
@@ -116,9 +123,7 @@ class Writer:
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Serve one worker, then end."""
-    # Slurm sends its TERM to the whole tree on some sites; the writer ends when its worker has, and its work is done
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     logging.basicConfig(format="%(asctime)s %(levelname)s writer: %(message)s", level=logging.INFO)
     worker, page = socket.socket(fileno=int(arguments[0])), ProgressPage(int(arguments[1]))
     for descriptor in (worker.fileno(), page.descriptor):

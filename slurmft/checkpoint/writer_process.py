@@ -273,7 +273,7 @@ class WriterProcess:
     # -- the watching thread
 
     def _awaken(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
             os.eventfd_write(self._wake, 1)
 
     def _watch(self) -> None:

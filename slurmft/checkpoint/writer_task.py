@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,9 @@ class Task:
 
     request: WriteRequest
     outbox: Outbox
+    on_hashed: Callable[[WriteRequest], None] = lambda _: None
+    """Called once the snapshot in memory has its digests, and is as good as it will be on disk."""
+
     throttle: Throttle = field(init=False)
     leave: ReportKind | None = None
     """Set by the listening thread: stop at the next piece, and report this."""

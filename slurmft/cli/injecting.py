@@ -29,7 +29,7 @@ _FAULTS = """\b
   nan                        its next loss is NaN, once
   slow, leak                 every step from now on: 0.5 s longer; 32 MiB more, up to 512 MiB
   full-disk                  its next file that is made durable fails with ENOSPC, once
-  corrupt-newest-checkpoint  flips bytes in the newest committed checkpoint (of one rank's file with --rank)
+  corrupt-newest-checkpoint  flips bytes in the newest committed checkpoint (of another rank's part with --rank)
   partition, node-loss       only on a lab: says which `slurmft lab` command does it
 """
 
@@ -100,13 +100,14 @@ def _node_of(run: RunFolder, rank: int) -> str:
 
 
 def _corrupt_newest_checkpoint(run: RunFolder, order: Order) -> str:
-    from slurmft.checkpoint.catalog import SHARED, Catalog, rank_file
+    from slurmft.checkpoint.catalog import Catalog
+    from slurmft.checkpoint.shard_index import image_file
 
     folder = configuration.load(run.config).checkpoint_dir
     entries = Catalog(folder).committed()
     if not entries:
         raise UsageError(f"there is no committed checkpoint in {folder}", hint=f"slurmft save {run.path}")
-    name = SHARED if order.rank is None else rank_file(order.rank)
+    name = image_file(order.rank or 0)
     if name not in entries[0].files:
         raise UsageError(f"{entries[0].path} has no {name}", hint="its ranks: " + ", ".join(sorted(entries[0].files)))
     path = entries[0].path / name

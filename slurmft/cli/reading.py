@@ -18,6 +18,7 @@ from slurmft.cli.names import every_run, optional_run_argument, run_argument, ru
 from slurmft.errors import StorageError, UsageError
 from slurmft.launch.evidence_told import EVENT, look_told
 from slurmft.launch.overview import Overview, account_of, overviews, story
+from slurmft.launch.save_watch import saves_told
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import RunFolder
 
@@ -129,7 +130,7 @@ def explain(*, run: RunFolder, as_json: bool) -> int:
 
     Below it: what the newest look at all ranks before a kill has found (the culprit with its section and stack, its
     victims, and where the files lie), and whom the newest verdict blames, with suspects, evidence and the end of the
-    traceback.
+    traceback. Saves that keep failing (``checkpoint.max_failed_saves``) are named at the end.
     """
     told = story(run)
     if as_json:
@@ -140,6 +141,7 @@ def explain(*, run: RunFolder, as_json: bool) -> int:
         _tell(told.events)
         _tell_rows("the newest look at the ranks", look_told(told.events))
         _tell_rows("the newest verdict", account_of(told.events))
+        _tell_rows("SAVES KEEP FAILING", saves_told(told.events))
     return _tell_damage(run, told.unreadable, len(told.events))
 
 

@@ -24,7 +24,7 @@ GIVE_UP_S = 30.0
 
 _TOLD = frozenset({"stop requested", "requeued", "resubmitted", "starting anew", "first step", "worker failed",
                    "worker hung", "agent lost", "stop overdue", "stop without a save", "not continued",
-                   "save requested"})  # fmt: skip
+                   "save requested", "saves keep failing", "saves work again"})  # fmt: skip
 
 
 def watch(run: RunFolder, *, told: int, stop_on_interrupt: bool) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
+import select
 import signal
 import subprocess
+import time
 
 from slurmft.health.judging import bad, unknown
 from slurmft.health.scene import Scene
@@ -15,6 +18,7 @@ from slurmft.settings.health import UserProbe
 
 MAX_OUTPUT_BYTES = 64 * 1024
 MAX_DETAIL = 500
+POLL_S, GONE_S = 0.01, 0.2
 _PERFDATA = re.compile(r"\s*(?:'(?:[^']|'')*'|[^\s='|]+)=(-?\d{1,15}(?:\.\d{1,15})?)([A-Za-z%]{0,8})(?:;\S*)?(?=\s|$)")
 
 
@@ -35,14 +39,12 @@ def user_probe(scene: Scene, name: str, probe: UserProbe) -> ProbeResult:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         return unknown(name, f"{probe.command[0]}: {reason}", remedy="look at user_probes in the configuration")
-    try:
-        output, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        _end(process.pid)
+    output = _output_of(process, time.monotonic() + limit)
+    if process.poll() is None:
+        _end(process)
         return unknown(name, f"no answer within {limit:.1f} s", remedy="raise timeout_s, or make it faster")
-    finally:
-        _end(process.pid)  # what it has left in the background
-    return result_of_output(name, process.returncode, output[:MAX_OUTPUT_BYTES], probe)
+    _end(process)
+    return result_of_output(name, process.returncode, output, probe)
 
 
 def result_of_output(name: str, code: int, output: bytes, probe: UserProbe) -> ProbeResult:
@@ -71,8 +73,31 @@ def first_number(perfdata: str) -> tuple[float | None, str]:
     return (value, match[2]) if math.isfinite(value) else (None, "")
 
 
-def _end(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except OSError:
-        return
+def _output_of(process: subprocess.Popen[bytes], deadline: float) -> bytes:
+    """What it says until it ends or is too late: the beginning, however much it is. Not until the end of the stream,
+    which something that it has left in the background may hold open."""
+    assert process.stdout is not None
+    kept, descriptor = bytearray(), process.stdout.fileno()
+    ended = False
+    while time.monotonic() < deadline:
+        ready = select.select([descriptor], [], [], 0 if ended else POLL_S)[0]
+        piece = os.read(descriptor, 1 << 16) if ready else b""
+        kept += piece[: MAX_OUTPUT_BYTES - len(kept)]
+        if ended and not piece:
+            break
+        ended = process.poll() is not None
+        if ready and not piece:  # it has closed the stream, and may go on
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            break
+    return bytes(kept)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End it and all of its group; one that is stuck in the kernel is left behind."""
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GONE_S)
+    if process.stdout is not None:
+        process.stdout.close()

@@ -343,6 +343,7 @@ def _facts(worker: Worker) -> dict[str, Any]:
         "save_failures": page[Slot.SAVE_FAILURES],
         "save_errno": page[Slot.SAVE_ERRNO],
         "save_s": page[Slot.SAVE_NS] / 1e9,
+        "save_cost_s": page[Slot.SAVE_COST_NS] / 1e9,
         # a node's processes have one monotonic clock
         "saving_s": (time.monotonic_ns() - began_ns) / 1e9 if (began_ns := page[Slot.SAVE_BEGAN_NS]) else 0.0,
         "since_saved_s": (time.monotonic_ns() - page[Slot.SAVED_AT_NS]) / 1e9,

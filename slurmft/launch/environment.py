@@ -8,6 +8,7 @@ from typing import Any
 from slurmft.config import RunConfig
 from slurmft.launch import flight_recorder
 from slurmft.launch.workers import zygote_arguments
+from slurmft.policy.checkpoint_settings import MTBF_VARIABLE
 from slurmft.storage.fence import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE, EVIDENCE_VARIABLE, VERDICT_VARIABLE
 
@@ -63,6 +64,7 @@ def worker_environment(
         "TORCHELASTIC_ERROR_FILE": str(folder / f"torch-error.rank_{rank}"),
         "SLURMFT_CHECKPOINT_DIR": str(config.checkpoint_dir),
         **config.checkpoint.variables(),
+        MTBF_VARIABLE: str(start.get("mtbf_s", "")),
         "SLURMFT_BACKEND": config.nccl.backend,
         "SLURMFT_INIT_TIMEOUT_MINUTES": str(config.nccl.init_timeout_minutes),
         "SLURMFT_STEP_TIMEOUT_MINUTES": str(config.nccl.step_timeout_minutes),

@@ -9,7 +9,7 @@ from typing import Any
 
 from slurmft.config import RunConfig
 from slurmft.errors import SlurmError, UsageError
-from slurmft.policy import grace
+from slurmft.policy import checkpoint_interval, grace
 from slurmft.policy.grace import Finding, GraceNeed, GraceOffer, Severity
 from slurmft.scheduler import slurm
 from slurmft.scheduler.site import Partition, Site, parse_limit_s
@@ -63,8 +63,15 @@ def need_of(config: RunConfig) -> GraceNeed:
         cut_off=cut_off_s > (save_s or 0.0),
         start_s=max((one.start_s for one in measured if one.start_s is not None), default=None),
         step_s=next((one.step_s for one in reversed(measured) if one.step_s is not None), None),
-        interval_steps=config.checkpoint.interval_steps,
+        **_interval_of(config),
     )
+
+
+def _interval_of(config: RunConfig) -> dict[str, Any]:
+    section = config.checkpoint
+    if section.interval == "steps":
+        return {"interval_steps": section.interval_steps}
+    return {"interval_s": section.interval_seconds or checkpoint_interval.LONGEST_S}
 
 
 def _offers(config: RunConfig, options: Mapping[str, Any], environment: Mapping[str, str]) -> list[GraceOffer]:

@@ -73,6 +73,7 @@ class Slot(IntEnum):
     RESCUABLE = 34  # W  steps complete in this worker's memory, and in no checkpoint yet; NOTHING where there are none
     RESCUING = 35  # W  monotonic time at which it began to keep them; 0 before
     RESCUED = 36  # W  steps that are kept just in time on this node; NOTHING before
+    SAVE_COST_NS = 40  # W  what the newest save cost the training: its stall, and what steps took longer beside it
     FAULT = 63  # A  number of the newest fault that was injected into this worker; a file beside the page says which
 
 

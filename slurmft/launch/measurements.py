@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from slurmft.launch.channel import Message
-from slurmft.storage.timings import MAX_SAVES, Timings
+from slurmft.storage.timings import MAX_COSTS, MAX_SAVES, Timings
 
 SUSPENDED_S = 10.0
 """Agents report twice a second: after such a silence the job may have been suspended, and times in it are false."""
@@ -27,6 +27,8 @@ class Measurements:
 
         self._first_step_s = self._longest_step_s = 0.0
         self._saves_s: dict[int, float] = {}
+        self._cost_s = 0.0
+        self._costs_s: list[float] = []
         self._unfinished_s: dict[int, float] = {}
         self._saved_at_s: dict[int, float] = {}
         self._steps_from: tuple[float, int] | None = None
@@ -58,6 +60,7 @@ class Measurements:
             step_s=_rounded(self._mean_step_s()),
             saves_s=tuple(round(seconds, 3) for seconds in tuple(self._saves_s.values()) if seconds),
             unfinished_save_s=_rounded(self.unfinished_save_s),
+            costs_s=tuple(round(seconds, 4) for seconds in tuple(self._costs_s) if seconds),
         )
 
     def seconds_to_save(self, since_s: float) -> float | None:
@@ -79,6 +82,9 @@ class Measurements:
 
     def _note_saves(self, facts: Message, now_s: float) -> None:
         rank, number = facts["rank"], facts["saves"]
+        if rank == 0 and facts["save_cost_s"] != self._cost_s:
+            self._cost_s = facts["save_cost_s"]
+            self._costs_s = [*self._costs_s[-MAX_COSTS + 1 :], self._believed(self._cost_s)]
         self._unfinished_s[rank] = self._believed(facts["saving_s"])
         if number <= 0:
             return

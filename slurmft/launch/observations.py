@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from slurmft.errors import StorageError
 from slurmft.launch.channel import Message
 from slurmft.launch.heartbeat import State
 from slurmft.launch.measurements import Measurements
+from slurmft.launch.save_watch import SaveWatch
 from slurmft.policy.findings import WorkerEnd
 from slurmft.policy.symptoms import last_words
 from slurmft.policy.verdict import Action, steps_at_risk
@@ -31,17 +31,18 @@ class Observations:
     Args:
         workload: fingerprint under which what was measured is kept; nothing is kept when it is empty.
         history: the journal as it was before this attempt.
+        max_failed_saves: failed saves in a row after which it is said loudly.
     """
 
     def __init__(
         self, run: RunFolder, journal: Journal, attempt: Attempt, world_size: int,
-        *, workload: str, history: Sequence[Event],
+        *, workload: str, history: Sequence[Event], max_failed_saves: int = 3,
     ) -> None:  # fmt: skip
         self._run, self._journal, self._attempt, self.world_size = run, journal, attempt, world_size
         self._workload, self._history = workload, history
         self._ranks: dict[int, Message] = {}
         self._first_step_seen = False
-        self._save_failures = 0
+        self._saves = SaveWatch(journal, max_failed_saves)
         self._measured = Measurements(time.monotonic())
         self._timings_at_s = time.monotonic()
         self.ends: dict[int, WorkerEnd] = {}
@@ -80,7 +81,8 @@ class Observations:
         """Take in one agent's report."""
         self._ranks.update({facts["rank"]: facts for facts in ranks})
         self._measured.note(ranks, time.monotonic())
-        self._note_failed_saves()
+        if (lead := self._ranks.get(0)) is not None:
+            self._saves.note(lead)
         self._note_first_step()
 
     def note_exit(self, host: str, message: Message) -> WorkerEnd:
@@ -163,14 +165,8 @@ class Observations:
             saved=max(facts["saved"] for facts in ranks),
             state=State(min(facts["state"] for facts in ranks)).name.lower(),
             metric=metric if math.isfinite(metric) else None,
+            **self._saves.facts(),
         )
-
-    def _note_failed_saves(self) -> None:
-        lead = self._ranks.get(0)  # all ranks fail alike
-        if lead is not None and (failures := lead["save_failures"]) > self._save_failures:
-            self._save_failures = failures
-            reason = os.strerror(lead["save_errno"])
-            self._journal.append("save failed", step=lead["step"], reason=reason, failures=failures)
 
     def _note_first_step(self) -> None:
         times = [facts["first_step_at"] for facts in self._ranks.values()]

@@ -46,6 +46,9 @@ class Overview:
     at: float | None
     """Unix time of the progress report."""
 
+    failed_saves: int = 0
+    """Saves of a running attempt that failed in a row; 0 when the newest one was done."""
+
     def as_json(self) -> dict[str, Any]:
         """For scripts; the format only grows."""
         return {"format": 1, **asdict(self)}
@@ -63,6 +66,8 @@ class Progress:
     state: str | None = None
     attempt: str | None = None
     resumed: int | None = None
+    failed_saves: int | None = None
+    save_problem: str | None = None
     problem: str = ""
     """What is wrong with the report. It is news, no state: a run is none the worse for it."""
 
@@ -83,7 +88,7 @@ class Story:
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "at": (int, float), "step": (int,), "until": (int,), "saved": (int,), "metric": (int, float), "state": (str,),
-    "attempt": (str,), "resumed": (int,),
+    "attempt": (str,), "resumed": (int,), "failed_saves": (int,), "save_problem": (str,),
 }  # fmt: skip
 
 
@@ -165,6 +170,9 @@ def overview(run: RunFolder, records: Mapping[str, JobRecord] | None) -> Overvie
     state, detail = _state(run, owner, done, run.slurm_jobs(), records)
     if progress.problem:
         detail = f"{detail} ({progress.problem})"
+    failed = max(0, progress.failed_saves or 0) if state == "running" else 0
+    if failed:
+        detail = f"{detail}; SAVES FAIL: {failed} in a row, {progress.save_problem or 'reason unknown'}"
     return Overview(
         run=run.path.name,
         folder=str(run.path),
@@ -178,6 +186,7 @@ def overview(run: RunFolder, records: Mapping[str, JobRecord] | None) -> Overvie
         metric=progress.metric,
         attempts=owner.generation if owner is not None else 0,
         at=progress.at,
+        failed_saves=failed,
     )
 
 

@@ -66,7 +66,7 @@ _FACTS: Mapping[str, Check] = {
     "rank": _integer(0, 2**31 - 1), "state": _integer(min(State), max(State)), "attached": _flag, "step": _SLOT,
     "until": _SLOT, "saved": _SLOT, "resumed": _SLOT, "first_step_at": _time, "answered": _SLOT, "metric": _number,
     "first_step_s": _time, "longest_step_s": _time, "saves": _SLOT, "save_s": _time, "saving_s": _time,
-    "since_saved_s": _time, "save_failures": _SLOT, "save_errno": _integer(-(2**31), 2**31 - 1),
+    "save_cost_s": _time, "since_saved_s": _time, "save_failures": _SLOT, "save_errno": _integer(-(2**31), 2**31 - 1),
 }  # fmt: skip
 _EXIT: Mapping[str, Check] = {**_FACTS, "code": _integer(-128, 255), "killed": _flag}
 _SIGNAL: Mapping[str, Check] = {"name": _name}

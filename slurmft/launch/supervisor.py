@@ -20,6 +20,7 @@ from slurmft.launch.cluster import Cluster
 from slurmft.launch.crew import Crew
 from slurmft.launch.elsewhere import suspect_gpus_of, without_other_gpus
 from slurmft.launch.evidence import HURRIED_READ_S, READ_S, testimony_of
+from slurmft.launch.failure_history import facts_for_workers
 from slurmft.launch.grace import workload_of
 from slurmft.launch.hangs import Hangs
 from slurmft.launch.injecting import Injections
@@ -27,7 +28,6 @@ from slurmft.launch.last_look import HANG_DUMPS_S, take_evidence
 from slurmft.launch.observations import Observations
 from slurmft.launch.own_signals import hearing
 from slurmft.launch.reclaimed import Reclaimed
-from slurmft.launch.remedies import batch_divisor_of
 from slurmft.launch.rescuing import rescue
 from slurmft.launch.resizing import Resizing
 from slurmft.launch.sleeping import overslept_s
@@ -66,7 +66,7 @@ class Supervisor:
         self._pool = crew.pool
         self._seen = Observations(
             self._run, self._journal, self._cluster.attempt, config.world_size,
-            workload=workload_of(config), history=start.history,
+            workload=workload_of(config), history=start.history, max_failed_saves=config.checkpoint.max_failed_saves,
         )  # fmt: skip
         self._slurm = SlurmsWord(self._cluster, start.journal)
         self._launch_error = ""
@@ -188,7 +188,7 @@ class Supervisor:
                     "start",
                     timeout_s=START_S,
                     suspect_gpus=sorted(suspects),
-                    batch_divisor=batch_divisor_of(self._start.history),
+                    **facts_for_workers(self._start.history, self._config, nodes=len(members)),
                     attempt=str(self._cluster.attempt),
                     cycle=self._cluster.attempt.cycle,
                     first_rank=place * self._config.nproc_per_node,

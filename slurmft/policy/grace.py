@@ -162,12 +162,20 @@ class GraceNeed:
     """Mean time of a step with all that goes with it, to say what a lost one costs."""
 
     interval_steps: int = 0
-    """Steps between two periodic checkpoints; 0: there are none."""
+    """Steps between two periodic checkpoints; 0: there are none, or they are spaced by time."""
+
+    interval_s: float = 0.0
+    """Seconds between two periodic checkpoints, at most; 0 where they are spaced by steps."""
 
     @property
     def known(self) -> bool:
         """Both parts that count have been measured."""
         return self.longest_step_s is not None and self.save_s is not None
+
+    @property
+    def lead_s(self) -> int:
+        """What ``preemption.signal_lead_s`` should be at least."""
+        return _round_up(self.total_s + NOTICE_S)
 
     @property
     def total_s(self) -> float:
@@ -188,6 +196,8 @@ class GraceNeed:
     @property
     def at_risk(self) -> str:
         """What is done again when a stop's save does not come about."""
+        if self.interval_s > 0:
+            return f"the newest periodic checkpoint continues, and up to {_number(self.interval_s)} s are done again"
         if self.interval_steps == 0:
             return "everything since the newest save of a stop is done again (checkpoint.interval_steps is 0)"
         work = "" if self.step_s is None else f" ({_number(self.interval_steps * self.step_s)} s of work)"
@@ -280,7 +290,7 @@ def _about_limit(need: GraceNeed, offer: GraceOffer) -> list[str]:
     if not need.fits(offer.lead_s):
         told.append(
             f"{need}, but Slurm signals only {_number(offer.lead_s)} s before the time limit: "
-            f"set preemption.signal_lead_s to at least {_round_up(need.total_s + NOTICE_S)}"
+            f"set preemption.signal_lead_s to at least {need.lead_s}"
         )
     if offer.limit_s is None:
         return told

@@ -16,13 +16,15 @@ class Transfer:
     source: int
     target: int
     shard: int
+    is_whole: bool = True
+    """Every item of it; else only those that are not spread over ranks, which every rank needs."""
 
 
 def plan(decision: Decision, offers: Iterable[Offer], wanted: Iterable[tuple[int, Collection[int]]]) -> list[Transfer]:
     """What each node lacks of the decision's snapshot and somebody supplies; every shard once for each node.
 
     Args:
-        wanted: for each rank the rank that stands for its node, and the shards that it needs.
+        wanted: for each rank the rank that stands for its node, and the shards that it needs every item of.
     """
     held: defaultdict[int, set[int]] = defaultdict(set)
     for offer in offers:
@@ -32,10 +34,10 @@ def plan(decision: Decision, offers: Iterable[Offer], wanted: Iterable[tuple[int
     for node, shards in wanted:
         needed[node].update(shards)
     return sorted(
-        Transfer(source=source, target=node, shard=shard)
+        Transfer(source=source, target=node, shard=shard, is_whole=shard in shards)
         for node, shards in needed.items()
-        for shard in shards - held[node]
-        if (source := decision.suppliers[shard]) is not DISK and source != node
+        for shard, source in enumerate(decision.suppliers)
+        if source is not DISK and source != node and shard not in held[node]
     )
 
 

@@ -22,6 +22,9 @@ from slurmft.storage.files import read_json, write_json
 
 TIMINGS_FILE = "timings.json"
 MAX_SAVES = 1000
+MAX_COSTS = 50
+"""Of one attempt."""
+
 MAX_ATTEMPTS = 20
 MAX_BYTES = 1 << 20
 MAX_SIBLINGS = 50
@@ -48,7 +51,10 @@ class Timings:
     """Mean time of a step, with evaluations and saves."""
 
     saves_s: tuple[float, ...] = ()
-    """Each save's time on its slowest rank, oldest first."""
+    """Each save's time on its slowest rank until it was durable, oldest first."""
+
+    costs_s: tuple[float, ...] = ()
+    """What saves cost the training on rank 0, oldest first: the stall, and what steps took longer beside the write."""
 
     unfinished_save_s: float | None = None
     """How far a save had got that was cut off: it needs longer than that."""
@@ -140,6 +146,7 @@ def _timings(facts: Mapping[str, Any]) -> Timings:
         **{name: None if facts.get(name) is None else _seconds(facts[name])
            for name in ("longest_step_s", "first_step_s", "start_s", "step_s", "unfinished_save_s")},
         saves_s=tuple(_seconds(value) for value in facts.get("saves_s", ()))[-MAX_SAVES:],
+        costs_s=tuple(_seconds(value) for value in facts.get("costs_s", ()))[-MAX_COSTS:],
     )  # fmt: skip
 
 

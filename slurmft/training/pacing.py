@@ -27,24 +27,25 @@ class SavePace:
     Args:
         tell: brings rank 0's integers to all ranks; used only where the interval is no number of steps.
         is_writing: whether a checkpoint is being written beside the training, as far as this rank knows.
+        on_cost: on rank 0, is told the seconds that each save has cost the training.
     """
 
     def __init__(
         self, settings: CheckpointSettings, start: int, *, nodes: int = 1, is_lead: bool = True,
         tell: Tell = lambda row: row, is_writing: Callable[[], bool] = lambda: False,
-        now_ns: Callable[[], int] = time.monotonic_ns,
+        on_cost: Callable[[float], None] = lambda _: None, now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:  # fmt: skip
         self._tell, self._is_writing, self._now_ns = tell, is_writing, now_ns
         self._step = start
         self._by_steps = SaveSchedule(settings.interval_steps, start) if settings.interval == "steps" else None
         self._told = ToldSchedule(start)
         spacing = _spacing(settings, nodes)
-        self._timer = SaveTimer(spacing, now_ns=now_ns()) if is_lead and self._by_steps is None else None
+        self._timer = SaveTimer(spacing, now_ns=now_ns(), on_cost=on_cost) if is_lead else None
 
     @classmethod
     def from_environment(
         cls, start: int, device: torch.device, *, is_writing: Callable[[], bool] = lambda: False,
-        environment: Mapping[str, str] = os.environ,
+        on_cost: Callable[[float], None] = lambda _: None, environment: Mapping[str, str] = os.environ,
     ) -> SavePace:  # fmt: skip
         """As the agent says (``SLURMFT_CHECKPOINT_*``); every 100 steps without one.
 
@@ -62,15 +63,16 @@ class SavePace:
             is_lead=not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0,
             tell=tell,
             is_writing=is_writing,
+            on_cost=on_cost,
         )
 
     def is_due(self, step: int) -> bool:
         """Whether a periodic save is due before ``step`` begins. Now and then a small collective."""
-        if self._by_steps is not None:
-            return self._by_steps.is_due(step)
         if self._timer is not None and step > self._step:
             self._timer.step_done(self._now_ns(), is_writing=self._is_writing())
         self._step = step
+        if self._by_steps is not None:
+            return self._by_steps.is_due(step)
         if self._told.is_look(step):
             row = self._timer.row(self._now_ns()) if self._timer is not None else (0, 0)
             self._told.take(step, self._tell(row))
@@ -81,12 +83,12 @@ class SavePace:
 
         ``began_ns`` is of the monotonic clock; the save has stopped the training from then until now.
         """
-        if self._by_steps is not None:
-            self._by_steps.done(step, worked=worked)
-            return
         if self._timer is not None:
             self._timer.saved(self._now_ns(), began_ns=began_ns, worked=worked)
-        self._told.done(step)
+        if self._by_steps is not None:
+            self._by_steps.done(step, worked=worked)
+        else:
+            self._told.done(step)
 
 
 def _spacing(settings: CheckpointSettings, nodes: int) -> Spacing:

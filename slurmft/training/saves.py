@@ -8,11 +8,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from slurmft.errors import CheckpointError
-from slurmft.launch.heartbeat import Page, Slot, State
+from slurmft.launch.heartbeat import NOTHING, Page, Slot, State
 from slurmft.launch.section_stack import Phase, SectionStack
 from slurmft.storage.patience import PASSING
 from slurmft.training.background import BACKGROUND, Outcome
+from slurmft.training.pacing import SavePace
 
 SaveFunction = Callable[[int], Any]
 
@@ -27,8 +30,19 @@ class Saves:
     def __init__(self, page: Page, sections: SectionStack, *, is_lead: bool) -> None:
         self._page, self._sections, self._is_lead = page, sections, is_lead
         self._listener = BACKGROUND.listener = PageListener(page)
+        self._staged = NOTHING
+        self._failures_then = 0
         self.function: SaveFunction | None = None
         """The trainer's own."""
+
+        self.pace: SavePace | None = None
+        """When to save periodically; is told of every save."""
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the newest save that was staged is neither durable nor given up, as far as this rank knows."""
+        page = self._page
+        return self._staged > page[Slot.SAVED] and page[Slot.SAVE_FAILURES] == self._failures_then
 
     def now(self, step: int, *, is_periodic: bool = False) -> bool:
         """Whether all ranks have saved; a periodic save may become durable later, any other one is when this returns.
@@ -50,7 +64,7 @@ class Saves:
         except CheckpointError as error:
             page[Slot.STATE] = state
             self._failed(step, error)
-            return False
+            return self._ended(step, began_ns, worked=False)
         finally:
             page[Slot.SAVE_BEGAN_NS] = 0
             self._sections.phase(phase)
@@ -60,7 +74,21 @@ class Saves:
             self._listener.on_saved(step, took_s)
             if self._is_lead:
                 log.info("saved step %d in %.2f s", step, took_s)
-        return BACKGROUND.outcome is not Outcome.SKIPPED
+        elif BACKGROUND.outcome is Outcome.STAGED:
+            self._staged, self._failures_then = step, page[Slot.SAVE_FAILURES]
+        return self._ended(step, began_ns, worked=BACKGROUND.outcome is not Outcome.SKIPPED)
+
+    def begin(self, start: int, function: SaveFunction, device: torch.device) -> SavePace:
+        """The trainer's loop begins at step ``start`` and saves with ``function``; returns when it is to do so.
+
+        Raises:
+            ConfigError: a variable of the agent cannot be read.
+        """
+        self.function = function
+        self.pace = SavePace.from_environment(
+            start, device, is_writing=lambda: self.is_writing, on_cost=self._listener.on_cost
+        )
+        return self.pace
 
     def is_durable(self, step: int) -> bool:
         """Wait for what was staged at this step, or was read from memory; whether it is on disk now."""
@@ -79,6 +107,11 @@ class Saves:
                 return
             time.sleep(SAVE_RETRY_S)
             at_tick(tries)
+
+    def _ended(self, step: int, began_ns: int, *, worked: bool) -> bool:
+        if self.pace is not None:
+            self.pace.done(step, began_ns=began_ns, worked=worked)
+        return worked
 
     def _failed(self, step: int, error: CheckpointError) -> None:
         """Note it; raises ``error`` where no waiting mends its reason."""
@@ -107,6 +140,10 @@ class PageListener:
         """One more save failed that will be tried again."""
         self._page[Slot.SAVE_ERRNO] = errno
         self._page[Slot.SAVE_FAILURES] += 1
+
+    def on_cost(self, seconds: float) -> None:
+        """So long the newest save that is over has kept this rank from training."""
+        self._page[Slot.SAVE_COST_NS] = int(seconds * 1e9)
 
     def on_rescuable(self, step: int) -> None:
         """The state after ``step`` steps is whole in memory, and in no checkpoint; a negative one: there is none."""

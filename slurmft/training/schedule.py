@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Protocol
 
@@ -128,11 +128,12 @@ class Automatic:
 class SaveTimer:
     """Rank 0's part: how long steps take, what saves cost, and how many steps remain until the next one.
 
-    Times are nanoseconds of one monotonic clock, read before each step; ``now_ns`` never goes back.
+    Times are nanoseconds of one monotonic clock, read before each step; ``now_ns`` never goes back. ``on_cost`` is told
+    the seconds that each save has cost the training, once they are known.
     """
 
-    def __init__(self, spacing: Spacing, *, now_ns: int) -> None:
-        self._spacing = spacing
+    def __init__(self, spacing: Spacing, *, now_ns: int, on_cost: Callable[[float], None] = lambda _: None) -> None:
+        self._spacing, self._on_cost = spacing, on_cost
         self._from_ns = self._step_began_ns = now_ns
         self._pause_ns = 0
         self._steps_ns: deque[int] = deque(maxlen=STEPS_REMEMBERED)
@@ -150,11 +151,13 @@ class SaveTimer:
         self._step_began_ns = now_ns
         self._steps_ns.append(took_ns)
         self._steps_seen += 1
+        if self._cost_ns is None:
+            if not is_writing:
+                self._quiet_ns.append(took_ns)
+            return
+        # it began while the newest save was written, or right behind its stall
+        self._cost_ns += max(0, took_ns - int(median(self._quiet_ns))) if self._quiet_ns else 0
         if not is_writing:
-            self._quiet_ns.append(took_ns)
-        elif self._quiet_ns and self._cost_ns is not None:
-            self._cost_ns += max(0, took_ns - int(median(self._quiet_ns)))
-        if self._cost_ns is not None and not is_writing:
             self._settle()
 
     def saved(self, now_ns: int, *, began_ns: int, worked: bool) -> None:
@@ -185,6 +188,7 @@ class SaveTimer:
     def _settle(self) -> None:
         if self._cost_ns is not None:
             self._spacing.cost(self._cost_ns / 1e9)
+            self._on_cost(self._cost_ns / 1e9)
             self._cost_ns = None
 
     def _interval_ns(self) -> int:

@@ -42,7 +42,6 @@ from slurmft.training.rerun import RerunStateMachine
 from slurmft.training.rerun_data import RerunDataIterator
 from slurmft.training.rerun_reports import Departure
 from slurmft.training.saves import SAVE_RETRY_S, SaveFunction, Saves
-from slurmft.training.schedule import SaveSchedule
 from slurmft.training.sections import Sections
 from slurmft.training.signals import StopSignal
 from slurmft.training.stragglers import StragglerDetector
@@ -105,7 +104,6 @@ class Session(Sections):
         self.world_size = int(environment.get("WORLD_SIZE", "1"))
         self.device = groups.device
         self.checkpoint_dir = Path(environment.get("SLURMFT_CHECKPOINT_DIR", "checkpoints"))
-        self._interval_steps = int(environment.get("SLURMFT_CHECKPOINT_INTERVAL_STEPS", "100"))
         self._groups = groups
         self._batches = Batches()
         self._signal = StopSignal.install()
@@ -129,8 +127,8 @@ class Session(Sections):
     def steps(self, *, start: int, until: int, save: SaveFunction) -> Iterator[int]:
         """The numbers of the steps to do: ``start`` up to ``until - 1``.
 
-        ``save(step)`` is called on every rank, with the number of steps that are complete: every
-        ``checkpoint.interval_steps``, when somebody asks for it, before a stop, and at the end. A stop raises
+        ``save(step)`` is called on every rank, with the number of steps that are complete: as often as
+        ``checkpoint.interval`` says, when somebody asks for it, before a stop, and at the end. A stop raises
         PlannedStop here, after the save, on all ranks at the same step.
 
         Raises:
@@ -139,21 +137,19 @@ class Session(Sections):
         """
         if start < 0:
             raise ValueError(f"start={start} is not a number of completed steps")
-        self._saves.function, self._start = save, start
-        page = self._page
+        self._start, page = start, self._page
         page[Slot.RESUMED] = page[Slot.STEP] = start
         page[Slot.UNTIL] = until
         page[Slot.STATE] = State.TRAINING
         saved = start if start else NOTHING  # resumed from it, so it is on disk
         page[Slot.SAVED] = NOTHING
-        schedule = SaveSchedule(self._interval_steps, start)
+        pace = self._saves.begin(start, save, self.device)
         if BACKGROUND.is_armed:
             BACKGROUND.at_boundary(start)
         for step in range(start, until):
             self._step, self._evaluations = step, 0
-            if schedule.is_due(step) and saved != step:
+            if pace.is_due(step) and saved != step:
                 worked = self._saves.now(step, is_periodic=True)
-                schedule.done(step, worked=worked)
                 saved = step if worked else saved
             self._at_tick(tick_of(step), saved)
             self._sections.phase(Phase.STEP)

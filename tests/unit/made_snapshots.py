@@ -29,10 +29,16 @@ def stage(
     folder: Path, name: str = "shard-0.a", *, shard: int = 0, shards: int = 2,
     identity: tuple[int, int, int] = (40, 3, 4), size: int = 3_000_000, hashed: bool = True, slack: int = 4096,
 ) -> tuple[Path, Path]:  # fmt: skip
-    """An image and its index in ``folder``; returns their paths, index first. The file is longer than the image."""
+    """An image and its index in ``folder``; returns their paths, index first. The file is longer than the image.
+
+    A third of it is one object, the rest this shard's part of a tensor that is spread over all shards.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     data = os.urandom(size)
     items = items_of(data, [size // 3, 0, size - size // 3])
+    part = replace(items[2], kind="tensor", dtype="uint8", shape=(shards * items[2].length,),
+                   starts=(shard * items[2].length,), sizes=(items[2].length,))  # fmt: skip
+    items = (*items[:2], part)
     if not hashed:
         items = tuple(replace(item, digest="") for item in items)
     index = ShardIndex(identity=Identity(*identity), shard=shard, shards=shards, size_bytes=size, items=items)

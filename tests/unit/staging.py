@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import random
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +18,6 @@ from slurmft.checkpoint.catalog import Catalog, Entry, read_entry
 from slurmft.checkpoint.shard_index import Item, ShardIndex, image_file, index_file, read_index, write_index
 from slurmft.checkpoint.write_requests import CommitOrder, Keep, WriteRequest
 from slurmft.storage.checkpoint_names import Identity
-
-METADATA = b"what torch would read"
 
 
 @dataclass
@@ -84,3 +85,11 @@ def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def quick_folder() -> Iterator[Path]:
+    """A folder in memory, where a sync costs nothing; its name would need quotes in a shell."""
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="slurmft test's \n", dir=base) as folder:
+        yield Path(folder)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import xxhash
 
+from slurmft.checkpoint.catalog import Entry, FileRecord, write_marker
 from slurmft.checkpoint.dcp_metadata import METADATA_FILE, metadata_bytes
 from slurmft.checkpoint.flat_state import FlatState, capture
 from slurmft.checkpoint.image import Layout
@@ -45,6 +48,35 @@ def commit(folder: Path, ranks: int = 1) -> list[ShardIndex]:
     indexes = [read_index(folder / index_file(shard)) for shard in range(ranks)]
     (folder / METADATA_FILE).write_bytes(metadata_bytes(indexes))
     return indexes
+
+
+def publish(directory: Path, identity: Identity, trainee: Trainee, *, metrics=None, ranks: int = 1) -> Path:
+    """A committed checkpoint, marker and all, saved as if by ``ranks`` ranks."""
+    folder = directory / identity.folder_name
+    folder.mkdir(parents=True)
+    for rank in range(ranks):
+        memory, index = stage(capture(trainee, None, rank=rank), shard=rank, shards=ranks)
+        write(folder, memory, replace(index, identity=identity))
+    commit(folder, ranks)
+    files = {}
+    for path in folder.iterdir():
+        raw = path.read_bytes()
+        is_image = path.suffix == ".distcp"
+        files[path.name] = FileRecord(len(raw), "" if is_image else xxhash.xxh3_128_hexdigest(raw))
+    write_marker(
+        Entry(
+            step=identity.step,
+            path=folder,
+            metrics=metrics or {},
+            committed_at=datetime(2030, 1, 1, tzinfo=UTC),
+            generation=identity.generation,
+            commit=identity.commit,
+            attempt="",
+            world_size=ranks,
+            files=files,
+        )
+    )
+    return folder
 
 
 def load(folder: Path, trainee: Trainee, *, rank: int = 0, ranks: int = 1) -> Prepared:

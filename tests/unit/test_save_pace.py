@@ -31,6 +31,7 @@ class Ranks:
 
     ranks: int = 3
     writes_ns: int = 0
+    on_cost: Callable[[float], None] = lambda _: None
     now_ns: int = 0
     words: int = 0
     tried: list[tuple[int, int]] = field(default_factory=list)
@@ -44,6 +45,7 @@ class Ranks:
                 self.given, self.start, is_lead=rank == 0, tell=self._lead_says if rank == 0 else self._heard,
                 now_ns=lambda rank=rank: self.now_ns + rank * 77 * S,
                 is_writing=lambda: self.now_ns < self._written_at_ns,
+                on_cost=self.on_cost,
             ) for rank in range(self.ranks)
         ]  # fmt: skip
 
@@ -152,6 +154,14 @@ def test_steps_that_are_slower_while_a_save_is_written_are_part_of_its_cost():
     ranks.train(20_000)
     wanted_s = plan(0.01 + 1.0, 86_400.0).interval_s  # ten steps took 0.1 s longer each
     assert ranks.gaps_s()[-1] == pytest.approx(wanted_s, rel=0.1)
+
+
+def test_what_a_save_costs_is_told_by_steps_too():
+    told: list[float] = []
+    ranks = Ranks(CheckpointSettings(interval_steps=10), writes_ns=S, on_cost=told.append)
+    ranks.step_ns = lambda step: S // 5 if ranks.now_ns < ranks._written_at_ns else S // 10
+    ranks.train(38)
+    assert told == pytest.approx([0.01 + 5 * 0.1] * 3)
 
 
 def test_by_itself_it_goes_by_the_prior_where_no_supervisor_says_how_often_it_fails():

@@ -44,6 +44,7 @@ def scenario(prepare, wanted=range(3), after=None, committed=None, chunk=64 * 10
     memory.mkdir(parents=True)
     prepare(memory)
     sources = {path.name: digest(path, 300_000 + rank) for path in memory.glob("*.image")}
+    thirds = {path.name: digest(path, 100_000) for path in memory.glob("*.image")}
     holdings = scan(memory, patience_s=0)
     mine = {one.index.shard: one for one in holdings if one.name == NAME}
     offers = from_rows(team.exchange(to_row(holdings)))
@@ -59,8 +60,13 @@ def scenario(prepare, wanted=range(3), after=None, committed=None, chunk=64 * 10
         for one in failed:
             offers = without(offers, one.rank, decision.name, [one.shard])
     got = supplying.fetched(memory, decision.name)
+    held = {shard: one.image.stat().st_blocks * 512 for shard, one in got.items()}
     report[name] = {
-        "sources": sources, "rounds": rounds, "name": decision.name, "suppliers": decision.suppliers,
+        "sources": sources, "thirds": thirds, "rounds": rounds, "name": decision.name, "suppliers": decision.suppliers,
+        "held": held,
+        "first_third": {shard: digest(one.image, 100_000) for shard, one in got.items()},
+        "rests": {shard: one.image.read_bytes()[101_000:] == bytes(one.index.size_bytes - 101_000)
+                  for shard, one in got.items()},
         "got": {shard: digest(one.image, one.index.size_bytes) for shard, one in got.items()},
         "left": sorted(path.name for path in (memory / "fetched").iterdir()) if (memory / "fetched").exists() else [],
     }
@@ -153,8 +159,13 @@ def test_each_node_gets_what_it_lacks_byte_for_byte(reports, name):
         assert len(one["left"]) == 4
 
 
-def test_nothing_travels_that_nobody_needs(reports):
-    assert [one["left"] for one in of(reports, "only_its_own")] == [[], [], []]
+def test_of_shards_that_are_spread_over_ranks_only_the_common_items_travel(reports):
+    found = of(reports, "only_its_own")
+    for rank, one in enumerate(found):
+        others = [other for other in range(3) if other != rank]
+        assert one["first_third"] == {str(other): found[other]["thirds"][f"shard-{other}.a.image"] for other in others}
+        assert one["rests"] == {str(other): True for other in others}, "the rest is a hole"
+        assert all(held < 200_000 for held in one["held"].values())
 
 
 def test_a_node_without_memory_gets_all_of_it_and_copies_of_peers_serve(reports):

@@ -225,10 +225,12 @@ def test_each_node_gets_what_it_lacks_once():
     assert plan(decision, BOTH, wanted) == [
         Transfer(source=0, target=2, shard=0),
         Transfer(source=0, target=2, shard=1),
+        Transfer(source=0, target=4, shard=0, is_whole=False),
         Transfer(source=0, target=4, shard=1),
         Transfer(source=2, target=0, shard=2),
         Transfer(source=2, target=0, shard=3),
         Transfer(source=2, target=4, shard=2),
+        Transfer(source=2, target=4, shard=3, is_whole=False),
     ]
 
 

@@ -16,7 +16,7 @@ from slurmft.storage import timings
 from slurmft.storage.timings import MAX_ATTEMPTS, MAX_SAVES, TIMINGS_FILE, Timings, earlier, p99_save_s, read, write
 
 WORK = "w0rk"
-SOME = Timings(longest_step_s=0.8, first_step_s=9.0, start_s=14.0, step_s=0.5, saves_s=(0.2, 0.3))
+SOME = Timings(longest_step_s=0.8, first_step_s=9.0, start_s=14.0, step_s=0.5, saves_s=(0.2, 0.3), costs_s=(0.01,))
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_a_first_step_counts_where_there_was_no_other(tmp_path):
 
 def report(rank: int = 0, **changes: float) -> dict[str, float]:
     quiet = {"step": 0, "first_step_s": 0.0, "longest_step_s": 0.0, "saves": 0, "save_s": 0.0, "saving_s": 0.0,
-             "since_saved_s": 0.0}  # fmt: skip
+             "since_saved_s": 0.0, "save_cost_s": 0.0}  # fmt: skip
     return {"rank": rank, **quiet, **changes}
 
 
@@ -254,6 +254,13 @@ def test_a_time_in_which_the_job_stood_still_is_no_step():
     measured.note([report(0, longest_step_s=still_s + 0.2, saves=1, save_s=still_s + 1)], 1.5 + still_s)
     measured.note([report(0, longest_step_s=still_s + 0.2, saves=2, save_s=0.3)], 2.0 + still_s)
     assert (measured.timings().longest_step_s, measured.timings().saves_s) == (0.5, (0.3,))
+
+
+def test_what_saves_cost_is_kept_once_each_and_only_from_rank_0():
+    measured = Measurements(0.0)
+    for at, cost_s in enumerate([0.0, 0.2, 0.2, 0.3, 0.3, 0.2]):
+        measured.note([report(0, save_cost_s=cost_s), report(1, save_cost_s=9.0 + at)], at / 2)
+    assert measured.timings().costs_s == (0.2, 0.3, 0.2)
 
 
 def test_how_long_a_stops_save_took():

@@ -1,0 +1,138 @@
+"""What a checkpoint costs the training: ours, torch's, NVRx's, and what the machine can do at best, in one run.
+
+    python bench/checkpoint --output bench/results/checkpoint.md     # 8 minutes; nothing else should run meanwhile
+
+nvidia-resiliency-ext takes part where ``--nvrx`` names a folder that holds it:
+``pip install --no-deps --target FOLDER nvidia-resiliency-ext==0.4.1 defusedxml nvidia-ml-py pynvml``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import table
+import torch
+from methods import AS_IT_COMES, METHODS, SLURMFT
+from plot import picture
+from state import SHAPES
+from trials import Place, Result, floors, many, measure
+
+import slurmft
+
+SIZES = ("1 GB", "4 GB")
+FULL, PART = "1 GB", ("slurmft", "torch.save", AS_IT_COMES, "DCP async_save, thread, shared-memory")
+ROOM = 4.5
+TIMED_LOADS = ("slurmft", "torch.save", "DCP save")
+EARLIER = (10, 100, 1000)
+
+HOW = """\
+Each method has a process of its own, a fresh folder and two threads; between its saves a small model trains (forward,
+backward and Adam, {step_ms:.0f} ms a step), while it writes and some steps longer. Right after each call all values are
+changed in place, as a step would; the last save is loaded by another process and compared with digests taken before the
+call: "torn values".
+
+- "Stall" is the call. "Durable after" is from the call until the files are on the disk (fsync; ours: until the marker
+  is renamed into place). "Training lost" is the stall and what the steps during the write took longer.
+- Memory is anonymous and shared memory of all processes of a method, each page once, at most, beyond what there was
+  before the first save. Page cache is not counted.
+- All write to the same disk, with the page cache as it is, and remove the save before the last one.
+- Load: by a fresh process. "cold": the page cache forgets the files first (the disk of a virtual machine may not).
+  "restart": the optimizer has no state yet, so a part of the memory is new. "in place": it has.
+- Floors: the same bytes in the same tensors, measured before and after the methods.
+
+Seconds; median [least, most]."""
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def chosen(args: argparse.Namespace, size: str) -> list[str]:
+    names = [name for name in METHODS if args.nvrx or not name.startswith("nvidia")]
+    if size != FULL:
+        names = [name for name in names if name.startswith(PART) and name != "slurmft, async_save=False"]
+    return [name for name in names if not args.methods or any(word in name for word in args.methods.split(","))]
+
+
+def one_size(size: str, args: argparse.Namespace, place: Place) -> tuple[list[Result], dict[str, list[float]]]:
+    is_full = size == FULL
+    rounds = 3 if is_full else 2
+    best = floors(size, place, rounds)
+    say(f"{size}: floors")
+    results = []
+    for name in chosen(args, size):
+        limit_s = args.limit if is_full else 1.5 * args.limit
+        timed = name.startswith(TIMED_LOADS)
+        try:
+            found = measure(
+                name, size, place, saves=args.saves, limit_s=limit_s, rounds=rounds, timed_loads=timed
+            )  # fmt: skip
+        except RuntimeError as error:
+            say(f"{size}: {name}: left out: {error}")
+            continue
+        results.append(found)
+        stalls, durables = table.spread(table.later(found, "stall"), 3), table.spread(table.later(found, "durable"))
+        say(f"{size}: {name}: stall {stalls}, durable {durables}, {found.wrong} of {found.compared} torn")
+    for name, seconds in floors(size, place, rounds).items():
+        best[name] += seconds
+    return results, best
+
+
+def report(sizes: dict[str, tuple[list[Result], dict[str, list[float]]]], counted: list[str], took_s: float) -> str:
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, slurmft {slurmft.__version__}"
+    normal = next((each.normal for results, _ in sizes.values() for each in results), [0.0])
+    lines = [
+        "# Checkpoints", "", HOW.format(step_ms=1000 * table.middle(normal)), "",
+        f"`python bench/checkpoint` on {os.cpu_count()} cores, {platform.system()}, {versions}; "
+        f"{took_s / 60:.0f} minutes.", "",
+    ]  # fmt: skip
+    for size, (results, best) in sizes.items():
+        size_bytes = results[0].bytes if results else 0
+        lines += [f"## A state of {size} ({size_bytes / 1e9:.2f} GB)", ""]
+        lines += table.target_rows(results, best) + table.save_rows(results)
+        lines += table.load_rows(results, best) + table.floor_rows(best, size_bytes)
+    return "\n".join([*lines, *counted])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench/checkpoint", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sizes", default=",".join(SIZES), help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--saves", type=int, default=5, help="after the first one")
+    parser.add_argument(
+        "--limit", type=float, default=20, help="seconds for the saves of a method; at least 3 are done"
+    )
+    parser.add_argument("--methods", help="words of names, with commas between them")
+    parser.add_argument("--nvrx", type=Path, help="where nvidia-resiliency-ext is installed")
+    parser.add_argument("--disk", type=Path, default=Path("build"), help="the folder to write to")
+    parser.add_argument("--no-many", action="store_true", help="leave out the cost beside many earlier checkpoints")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    args.disk.mkdir(exist_ok=True)
+    place = Place(disk=args.disk.resolve(), memory=Path("/dev/shm"), packages=args.nvrx and args.nvrx.resolve())
+    began, sizes = time.monotonic(), {}
+    for size in args.sizes.split(","):
+        needed = ROOM * 1e9 * float(size.split()[0]) if "GB" in size else 0
+        if psutil.virtual_memory().available < needed:
+            say(f"{size}: left out, it needs {needed / 1e9:.0f} GB of free memory")
+            continue
+        sizes[size] = one_size(size, args, place)
+    counted = []
+    if not args.no_many:
+        found = {SLURMFT: many(SLURMFT, place, earlier=list(EARLIER), rounds=15)}
+        counted = ["## Beside many earlier checkpoints, a state of 12 MB", "", *table.many_rows(found)]
+    text = report(sizes, counted, time.monotonic() - began)
+    if args.output:
+        args.output.with_suffix(".svg").write_text(picture(sizes))
+        args.output.write_text(f"{text}\n![stall and durability]({args.output.stem}.svg)\n")
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

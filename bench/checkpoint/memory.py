@@ -1,0 +1,59 @@
+"""How much memory a family of processes has, each page counted once."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+
+import psutil
+
+EVERY_S = 0.05
+
+
+class Watch:
+    """The most that a process, its children and those that work for its folder had since ``start``."""
+
+    def __init__(self, pid: int, folder: Path, memory: Path) -> None:
+        self.pid, self.folder, self.memory = pid, folder, memory
+        self.most_bytes = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self.most_bytes = max(self.most_bytes, self.now_bytes())
+            self._over.wait(EVERY_S)
+
+    def now_bytes(self) -> int:
+        """Anonymous memory, and shared memory: what is mapped, or all files in the memory folder if that is more."""
+        own = shared = 0
+        for pid in self._family():
+            with contextlib.suppress(OSError):
+                rows = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines())
+                of = {row[0]: int(row[1]) << 10 for row in rows if row[0].startswith("Pss_")}
+                own, shared = own + of.get("Pss_Anon:", 0), shared + of.get("Pss_Shmem:", 0)
+        files = 0
+        for path in self.memory.rglob("*"):
+            with contextlib.suppress(OSError):
+                files += path.stat().st_blocks * 512
+        return own + max(shared, files)
+
+    def _family(self) -> set[int]:
+        """A writer may be a session of its own, but it is told where to write."""
+        with contextlib.suppress(psutil.Error):
+            family = {self.pid, *(each.pid for each in psutil.Process(self.pid).children(recursive=True))}
+            for each in psutil.process_iter(["cmdline"]):
+                words = " ".join(each.info["cmdline"] or ())
+                if str(self.folder) in words or str(self.memory) in words:
+                    family.add(each.pid)
+            return family
+        return set()

@@ -1,0 +1,137 @@
+"""What was measured as tables in Markdown, and what was asked beside what was found."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from methods import AS_IT_COMES, SLURMFT
+from trials import IN_MEMORY, ON_DISK, Result
+
+COPY, RESTART_COPY = "copy into warm shared memory", "copy, as after a restart"
+WRITES = ("write, O_DIRECT", "write, buffered")
+READS = {
+    "cold, restart": "read, cold, as after a restart",
+    "cached, restart": "read, cached, as after a restart",
+    "cached, in place": "read, cached, into warm memory",
+}
+Floors = Mapping[str, Sequence[float]]
+
+
+def middle(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    if not values:
+        return "-"
+    return f"{middle(values):.{digits}f} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
+
+
+def verdict(hit: bool) -> str:
+    return "met" if hit else "**missed**"
+
+
+def later(result: Result, what: str) -> list[float]:
+    """Of all saves but the first, which may set things up."""
+    return [each[what] for each in result.rounds[1:]]
+
+
+def slow_down(result: Result) -> float | None:
+    """Median step while a save was on its way, over the median of the others; None when none was."""
+    within = [seconds for each in result.rounds[1:] for seconds in each["within"]]
+    return middle(within) / middle(result.normal) if within else None
+
+
+def floor_rows(floors: Floors, size_bytes: int) -> list[str]:
+    lines = ["| floor | seconds | GB/s |", "|---|---|---|"]
+    for name, seconds in floors.items():
+        lines.append(f"| {name} | {spread(seconds, 3)} | {size_bytes / 1e9 / middle(seconds):.1f} |")
+    return [*lines, ""]
+
+
+def save_rows(results: Sequence[Result]) -> list[str]:
+    lines = [
+        "| method | first save stalls | later saves stall | durable after | step while it writes, x normal "
+        "| training lost per save | memory beside the state, x state | torn values | saves |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for each in results:
+        slow = slow_down(each)
+        torn = f"**{each.wrong} of {each.compared} tensors**" if each.wrong else "none"
+        lines.append(
+            f"| {each.name} | {each.rounds[0]['stall']:.2f} | {spread(later(each, 'stall'), 3)} "
+            f"| {spread(later(each, 'durable'))} | {'-' if slow is None else f'{slow:.2f}'} "
+            f"| {spread(each.lost[1:])} | {each.extra_bytes / each.bytes:.2f} | {torn} | {len(each.rounds)} |"
+        )
+    return [*lines, ""]
+
+
+def load_rows(results: Sequence[Result], floors: Floors) -> list[str]:
+    columns = [*ON_DISK, *IN_MEMORY]
+    lines = [f"| load | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    bare = [spread(floors[READS[each]]) for each in ON_DISK] + [spread(floors[RESTART_COPY]), spread(floors[COPY], 3)]
+    lines.append(f"| floor | {' | '.join(bare)} |")
+    for result in results:
+        if len(result.loads) > 1:
+            seconds = [spread(result.loads.get(each, ()), 3 if each in IN_MEMORY else 2) for each in columns]
+            lines.append(f"| {result.name} | {' | '.join(seconds)} |")
+    return [*lines, ""]
+
+
+def target_rows(results: Sequence[Result], floors: Floors) -> list[str]:
+    """The targets of issue and README, of the asynchronous save."""
+    by_name = {each.name: each for each in results}
+    ours = by_name.get(SLURMFT)
+    if ours is None:
+        return []
+    copy, write = middle(floors[COPY]), min(middle(floors[each]) for each in WRITES)
+    stall, durable = middle(later(ours, "stall")), middle(later(ours, "durable"))
+    rows = [
+        ("stall from the second save on, x copy floor", "<= 1.3", stall / copy, stall <= 1.3 * copy),
+        ("durable, x raw write with fsync", "<= 1.25", durable / write, durable <= 1.25 * write),
+    ]
+    if AS_IT_COMES in by_name:
+        ratio = middle(later(by_name[AS_IT_COMES], "stall")) / stall
+        rows.append(("stall of DCP's async_save as it comes, x ours", ">= 3", ratio, ratio >= 3))
+    best = [middle(later(each, "stall")) for name, each in by_name.items() if name.startswith("DCP async_save")]
+    if best:
+        rows.append(("stall of DCP's best configuration, x ours", "> 1", min(best) / stall, min(best) > stall))
+    slow = slow_down(ours)
+    if slow is not None:
+        rows.append(("training step while it writes, x normal", "<= 1.05", slow, slow <= 1.05))
+    rows += _load_targets(ours, floors)
+    extra = ours.extra_bytes / ours.bytes
+    rows.append(("memory beside the state, x state", "<= 2", extra, extra <= 2))
+    rows.append(("torn values", "0", ours.wrong, not ours.wrong))
+    lines = ["| asked | target | measured | |", "|---|---|---|---|"]
+    return [*lines, *(f"| {what} | {asked} | {found:.2f} | {verdict(hit)} |" for what, asked, found, hit in rows), ""]
+
+
+def _load_targets(ours: Result, floors: Floors) -> list[tuple[str, str, float, bool]]:
+    rows = []
+    for name, floor in READS.items():
+        if name in ours.loads:
+            rate = middle(floors[floor]) / middle(ours.loads[name])
+            rows.append((f"load from disk ({name}), x rate of the raw read", ">= 0.8", rate, rate >= 0.8))
+    for name, floor in zip(IN_MEMORY, (RESTART_COPY, COPY), strict=True):
+        if name in ours.loads:
+            times = middle(ours.loads[name]) / middle(floors[floor])
+            rows.append((f"load from memory ({name.split(', ')[1]}), x copy floor", "<= 1.5", times, times <= 1.5))
+    return rows
+
+
+def many_rows(found: Mapping[str, Mapping[int, Sequence[tuple[float, float]]]]) -> list[str]:
+    lines = [
+        "| earlier checkpoints in the directory | method | the call, ms | durable after, ms |",
+        "|---|---|---|---|",
+    ]
+    for name, by_count in found.items():
+        for earlier, seconds in by_count.items():
+            stalls, durables = ([1000 * each[which] for each in seconds] for which in (0, 1))
+            lines.append(f"| {earlier} | {name} | {spread(stalls, 1)} | {spread(durables, 1)} |")
+    ratios = [
+        f"{name}: {middle([each[1] for each in last]) / middle([each[1] for each in first]):.2f}"
+        for name, (first, *_, last) in ((name, tuple(each.values())) for name, each in found.items())
+    ]
+    return [*lines, "", f"With the most earlier ones, x the fewest, until durable: {'; '.join(ratios)}.", ""]

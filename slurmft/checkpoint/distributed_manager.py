@@ -1,0 +1,139 @@
+"""The checkpoint manager under the names that many training scripts use already, for those who come from there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, SupportsFloat
+
+import torch
+
+from slurmft.checkpoint.agreement import Guard, failure
+from slurmft.checkpoint.catalog import Catalog
+from slurmft.checkpoint.folders import prune
+from slurmft.checkpoint.manager import CheckpointManager
+from slurmft.checkpoint.state import Stateful
+from slurmft.checkpoint.team import Team
+from slurmft.errors import UsageError
+
+_EPOCH = "epoch"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """Where a script goes on."""
+
+    step: int = 0
+    """Steps that are complete; 0 when there is no checkpoint yet."""
+
+    epoch: int = 0
+    """What ``save_checkpoint(epoch=...)`` was given; 0 where nothing was."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+    """The folder; None when there is no checkpoint yet."""
+
+
+class DistributedCheckpointManager:
+    """``save_checkpoint``, ``load_checkpoint`` and ``cleanup_old_checkpoints`` over a ``CheckpointManager``.
+
+    Every method is called by all ranks, also where scripts are used to asking for rank 0 first. Options are those of
+    ``CheckpointManager``, which is at hand as ``manager``.
+    """
+
+    def __init__(self, checkpoint_dir: Path | str, **options: Any) -> None:
+        self.manager = CheckpointManager(checkpoint_dir, **options)
+
+    def save_checkpoint(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        step: int,
+        *,
+        epoch: int | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        scheduler: Stateful | None = None,
+        scaler: Stateful | None = None,
+        loader: Stateful | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Path | None:
+        """``CheckpointManager.save``; the epoch is kept as well.
+
+        An epoch, like ``extra``, is what it was at the last save: saving just in time is off then. It can often be
+        computed from the step.
+
+        Raises:
+            CheckpointError: nothing was saved, older checkpoints are untouched.
+            UsageError: ``extra`` has a key ``epoch``.
+        """
+        kept = dict(extra or {})
+        if _EPOCH in kept:
+            raise UsageError("extra has a key 'epoch'", hint="pass epoch= instead")
+        if epoch is not None:
+            kept[_EPOCH] = int(epoch)
+        return self.manager.save(
+            model, optimizer, step=step, metrics=metrics, scheduler=scheduler, scaler=scaler, loader=loader,
+            extra=kept or None,
+        )  # fmt: skip
+
+    def load_checkpoint(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        which: Literal["latest", "best"] = "latest",
+        *,
+        scheduler: Stateful | None = None,
+        scaler: Stateful | None = None,
+        loader: Stateful | None = None,
+    ) -> TrainingState:
+        """Load into the objects and say where to go on: at step 0 when there is no checkpoint yet.
+
+        Raises:
+            CheckpointError: checkpoints exist and none is usable, or they do not fit the objects.
+            UsageError: ``which`` is neither.
+        """
+        if which not in ("latest", "best"):
+            raise UsageError(f"which is {which!r}; it is 'latest' or 'best'")
+        load = self.manager.load_latest if which == "latest" else self.manager.load_best
+        loaded = load(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
+        extra = dict(loaded.extra)
+        epoch = extra.pop(_EPOCH, 0)
+        return TrainingState(
+            step=loaded.step, epoch=epoch if type(epoch) is int else 0, metrics=loaded.metrics, extra=extra,
+            path=loaded.path,
+        )  # fmt: skip
+
+    def cleanup_old_checkpoints(self, keep_last_n: int | None = None) -> int:
+        """Remove all but the newest ``keep_last_n`` (the manager's own number when empty) and what else is kept: the
+        best one, every ``keep_every`` steps, and always the newest two good ones. Returns how many are gone.
+
+        Every save does so by itself; this is for a lower number. Saves under way are waited for.
+
+        Raises:
+            CheckpointError: a save under way failed, or the folder cannot be read.
+            UsageError: ``keep_last_n`` is not positive.
+        """
+        if keep_last_n is not None and keep_last_n < 1:
+            raise UsageError(f"keep_last_n is {keep_last_n}; at least 1 checkpoint must be kept")
+        self.manager.wait()
+        team, guard, gone = Team(), Guard(), 0
+        if team.is_lead:
+            with guard:
+                keep = self.manager._order({}).keep
+                before = len(Catalog(self.manager.directory).committed())
+                prune(self.manager.directory, replace(keep, keep_last_n=keep_last_n or keep.keep_last_n))
+                gone = before - len(Catalog(self.manager.directory).committed())
+        code, gone = team.from_lead([guard.code, gone])
+        if code:
+            raise failure(f"old checkpoints in {self.manager.directory} were not removed", [code], team, guard)
+        return gone
+
+    def wait(self) -> None:
+        """``CheckpointManager.wait``: return when everything is durable."""
+        self.manager.wait()
+
+    def close(self) -> None:
+        """``CheckpointManager.close``."""
+        self.manager.close()
