@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test soak check lint lab bench bench-exclusions bench-stragglers bench-rerun bench-recovery bench-fleet bench-checkpoint clean
+.PHONY: help install quickstart test soak check lint lab bench bench-exclusions bench-sweep bench-stragglers bench-rerun bench-recovery bench-fleet bench-checkpoint clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -77,6 +77,9 @@ bench: install ## measure every ending and what slurmft costs, into bench/result
 
 bench-exclusions: install ## measure the exclusion list, into bench/results/ (half a minute)
 	@$(BIN)/python bench/exclusions --output bench/results/exclusions.md
+
+bench-sweep: install ## measure one sweep over 10,000 nodes, into bench/results/ (a minute)
+	@$(BIN)/python bench/sweep --output bench/results/sweep.md
 
 bench-stragglers: install ## measure what straggler detection costs (20 s, nothing else running)
 	@$(BIN)/python bench/stragglers --output bench/results/stragglers.md

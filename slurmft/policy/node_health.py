@@ -281,7 +281,7 @@ def _verdict(node: str, looks: Sequence[Checkup], rules: HealthRules, shared: fr
         return NodeVerdict(node=node, condition=Condition.HEALTHY, at=at, clean=clean)
     outcomes: dict[str, list[ProbeResult]] = {}
     for look in looks:
-        for result in look.results:
+        for result in _once(look.results):
             if result.status is not Status.UNKNOWN:
                 outcomes.setdefault(result.name, []).append(result)
     worst_of: tuple[int, ProbeResult, int] | None = None
@@ -301,6 +301,16 @@ def _verdict(node: str, looks: Sequence[Checkup], rules: HealthRules, shared: fr
         node=node, condition=Condition.SICK if sick else Condition.SUSPECT, check=result.name, problem=result.problem,
         detail=result.detail, remedy=result.remedy, failed=len(failures), looked=looked, clean=clean, at=at,
     )  # fmt: skip
+
+
+def _once(results: Iterable[ProbeResult]) -> Iterable[ProbeResult]:
+    """One result of each name, the gravest: what one look says twice it has still seen once."""
+    by_name: dict[str, ProbeResult] = {}
+    for result in results:
+        other = by_name.get(result.name)
+        if other is None or _SEVERITY[result.status] > _SEVERITY[other.status]:
+            by_name[result.name] = result
+    return by_name.values()
 
 
 def _rank(
