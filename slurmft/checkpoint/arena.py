@@ -10,7 +10,6 @@ last one.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import fcntl
 import mmap
@@ -110,7 +109,7 @@ class Arena:
 
 
 def private_folder() -> Path:
-    """A folder in shared memory for a process without an agent; it goes when the process ends.
+    """A folder in shared memory for a process without an agent; ``Arena.close`` removes it, after the last save.
 
     What was left by one that was killed is removed first: a lock tells the living from the dead.
     """
@@ -122,5 +121,4 @@ def private_folder() -> Path:
     folder = Path(tempfile.mkdtemp(dir=root, prefix=_PREFIX))
     held = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(held, fcntl.LOCK_EX)  # held until this process ends
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

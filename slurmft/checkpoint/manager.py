@@ -26,6 +26,7 @@ from slurmft.checkpoint.flat_state import MODEL, FlatState, capture, plain_name,
 from slurmft.checkpoint.folders import own_generation, remove_left_overs
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.loading import FACTS, LoadedCheckpoint, Loading
+from slurmft.checkpoint.memory_sources import same_state
 from slurmft.checkpoint.offers import forget_others
 from slurmft.checkpoint.retention import by_merit
 from slurmft.checkpoint.snapshots import LaidOut, Snapshots
@@ -126,13 +127,16 @@ class CheckpointManager:
         """
         trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
         team = Team()
-        prepared = self._agree(team, lambda: self._captured(team, trainee, extra, metrics or {}), step)
+        is_async = self.settings.async_save if async_save is None else async_save
+        may_skip = is_async and not BACKGROUND.is_urgent and self.settings.when_busy == "skip"
+        prepared = self._agree(
+            team, lambda: self._captured(team, trainee, extra, metrics or {}), step, may_skip=may_skip
+        )
         if prepared is None:
             BACKGROUND.outcome = Outcome.SKIPPED
             return None
         identity = Identity(step, own_generation(), self._turn.commit)
         folder = self.directory / identity.folder_name
-        is_async = self.settings.async_save if async_save is None else async_save
         self._stage(team, prepared, identity, metrics or {}, urgent=BACKGROUND.is_urgent or not is_async)
         BACKGROUND.outcome = Outcome.STAGED
         self._arm(trainee, prepared.flat, extra)
@@ -203,10 +207,12 @@ class CheckpointManager:
         if loaded.found:
             self._arm(trainee, None, loaded.extra)
         if loaded.found and not loaded.is_durable:
-            self.save(
+            again = self.save(
                 model, optimizer, step=loaded.step, metrics=loaded.metrics, scheduler=scheduler, scaler=scaler,
                 loader=loader, extra=loaded.extra, async_save=True,
             )  # fmt: skip
+            if loaded.path is not None and again is not None:
+                same_state(loaded.path.name, again.name)
         return loaded
 
     def load_best(
@@ -246,7 +252,7 @@ class CheckpointManager:
 
     # Saving
 
-    def _agree(self, team: Team, captured: Callable[[], FlatState], step: int) -> LaidOut | None:
+    def _agree(self, team: Team, captured: Callable[[], FlatState], step: int, *, may_skip: bool) -> LaidOut | None:
         """The state, ready to be copied on every rank; None when it is not to be copied now.
 
         Raises:
@@ -272,7 +278,7 @@ class CheckpointManager:
             self._note_committed(rows[0][Row.COMMITTED_STEP], rows[0][Row.COMMITTED_NS] / 1e9)
             if prepared is None or not any(row[Row.IS_BUSY] for row in rows):
                 return prepared
-            if not BACKGROUND.is_urgent and self.settings.when_busy == "skip":
+            if may_skip:
                 if team.is_lead:
                     log.warning("step %d is not saved: two earlier saves are still being written", step)
                 return None
@@ -356,7 +362,11 @@ class CheckpointManager:
 
     def _arm(self, trainee: Trainee, flat: FlatState | None, extra: Mapping[str, Any] | None) -> None:
         """Be ready to keep ``trainee``'s last complete step, where the node's memory outlives this process."""
-        if not self.settings.just_in_time or self._snapshots.arena.is_private or BACKGROUND.listener is None:
+        if not self.settings.just_in_time or BACKGROUND.listener is None:
+            return
+        team = Team()
+        self._snapshots.take_place(team.rank, team.world_size)
+        if self._snapshots.arena.is_private:
             return
         reason = "save() is given extra=, whose value between two saves nobody knows" if extra else ""
         if flat is not None and flat.is_sharded:

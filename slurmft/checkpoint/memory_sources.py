@@ -13,6 +13,7 @@ from slurmft.checkpoint.offers import (
     ROW_LENGTH,
     Holding,
     from_rows,
+    inherit_tries,
     note_try,
     scan,
     to_row,
@@ -28,6 +29,12 @@ from slurmft.storage.checkpoint_names import Identity
 from slurmft.storage.memory_folder import MEMORY_VARIABLE
 
 log = logging.getLogger(__name__)
+
+
+def same_state(old: str, new: str) -> None:
+    """A state that lay in memory only is saved again, under another name: the tries are those of the state."""
+    if (memory := os.environ.get(MEMORY_VARIABLE)) and os.environ.get("LOCAL_RANK", "0") == "0":
+        inherit_tries(Path(memory), old, new)
 
 
 class MemorySources:

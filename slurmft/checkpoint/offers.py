@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
@@ -129,9 +129,21 @@ def note_try(memory: Path, name: Name, *, generation: int) -> None:
     However often an attempt of this ``generation`` says so, it counts once.
     """
     counted, key = _read_tries(memory), Identity(*name).folder_name
-    generations = [one for one in counted.get(key, []) if one != generation] + [generation]
+    _note_tries(memory, counted, key, [*counted.get(key, []), generation])
+
+
+def inherit_tries(memory: Path, old: str, new: str) -> None:
+    """Remember that ``new`` is the same state as ``old``; both are names of checkpoint folders."""
+    counted = _read_tries(memory)
+    _note_tries(memory, counted, new, [*counted.get(old, []), *counted.get(new, [])])
+
+
+def _note_tries(memory: Path, counted: Mapping[str, list[int]], key: str, generations: Sequence[int]) -> None:
+    others = {name: numbers for name, numbers in counted.items() if name != key}
+    newest = dict(list(others.items())[-2 * MAX_SNAPSHOTS :])
+    each_once = list(dict.fromkeys(generations))
     try:
-        write_json(memory / _TRIES, {"tries": {key: generations[-MAX_COUNTED:]}}, durable=False)
+        write_json(memory / _TRIES, {"tries": {**newest, key: each_once[-MAX_COUNTED:]}}, durable=False)
     except OSError as error:
         log.warning("cannot note that a run begins with %s in memory: %s", key, error)
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 SCRIPT = """
-import os, random, signal, sys, time
+import os, random, select, signal, sys, time
 import torch
 from slurmft.checkpoint import Catalog, CheckpointManager
 
@@ -16,6 +16,20 @@ folder, chance = sys.argv[1], random.Random(int(sys.argv[2]))
 def objects():
     model = torch.nn.Linear(256, 256)
     return model, torch.optim.SGD(model.parameters(), momentum=0.9)
+
+def writers(child):
+    return [int(pid) for pid in open(f"/proc/{child}/task/{child}/children").read().split()]
+
+def end(pid, number):
+    # a process that is not our child
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    if number:
+        signal.pidfd_send_signal(handle, number)
+    assert select.select([handle], [], [], 60)[0], "a writer did not end by itself"
+    os.close(handle)
 
 def save_for_ever(step, pipe):
     model, optimizer = objects()
@@ -37,12 +51,17 @@ for kill in range(20):
     for _ in range(chance.randrange(1, 4)):
         last = int.from_bytes(os.read(receive, 8), "big")
     time.sleep(chance.random() * 0.02)  # the length of about one save: a random place in it, not a wait for something
+    own, alone = writers(child), kill % 4 == 3
     os.kill(child, signal.SIGKILL)
+    for pid in own:  # as the end of a job does; else it finishes by itself
+        end(pid, 0 if alone else signal.SIGKILL)
     os.waitpid(child, 0)
     while told := os.read(receive, 8):
         last = int.from_bytes(told, "big")
     os.close(receive)
-    unfinished += len(Catalog(folder).scan().uncommitted)
+    left = len(Catalog(folder).scan().uncommitted)
+    assert not alone or not left, "a writer whose worker died left a save unfinished"
+    unfinished += left
     model, optimizer = objects()
     loaded = CheckpointManager(folder).load_latest(model, optimizer)
     assert not loaded.skipped, loaded.skipped

@@ -23,8 +23,9 @@ from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from slurmft.checkpoint import CheckpointManager, manager
+from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.catalog import Catalog
+from slurmft.checkpoint.fault_points import VARIABLE
 from slurmft.training.data import ByteCorpus, WindowLoader
 
 root, rank = Path(sys.argv[1]), int(sys.argv[2])
@@ -50,11 +51,11 @@ def scenario(name):
         dist.barrier()
     return run
 
-def save(checkpoints, step):
+def save(checkpoints, step, **parts):
     x, _ = next(loader)
     model(x.float()).pow(2).mean().backward()
     optimizer.step()
-    return checkpoints.save(model, optimizer, step=step, metrics={"loss": step}, loader=loader)
+    return checkpoints.save(model, optimizer, step=step, metrics={"loss": step}, loader=loader, **parts)
 
 def load(checkpoints):
     loaded = checkpoints.load_latest(model, optimizer, loader=loader)
@@ -73,49 +74,67 @@ def _(checkpoints, folder):
     return result | {"same": bool((plain.weight == weights).all()), "position": loader.position == position,
                      "rng": [random.random(), float(torch.rand(()))] == random_now, "draw": random_now}
 
-def failing(bad_rank, error, folder, checkpoints):
+def failing(bad_rank, fault, folder, checkpoints, **parts):
+    # a save of step 2 that meets the fault on one rank, and one of step 3 that does not
     save(checkpoints, 1)
-    real = manager.write_payload
-    def broken(path, payload):
-        if rank == bad_rank:
-            path.write_bytes(b"half")
-            raise error
-        return real(path, payload)
-    manager.write_payload = broken
+    if rank == bad_rank:
+        os.environ[VARIABLE] = fault  # a new manager's writer inherits it
+    second = CheckpointManager(folder)
     try:
-        save(checkpoints, 2)
+        save(second, 2, **parts)
         return {"error": None}
     except Exception as error:
-        dist.barrier()  # rank 0 cleans up before it raises
-        return {"error": type(error).__name__, "text": str(error), "left": sorted(p.name for p in folder.iterdir())
-                } | load(checkpoints)
-    finally:
-        manager.write_payload = real
+        result = {"error": type(error).__name__, "text": str(error), "errno": getattr(error, "errno", None)}
+        result["committed"] = [entry.step for entry in Catalog(folder).committed()]
+        second.close()
+        dist.barrier()
+        os.environ.pop(VARIABLE, None)
+        result |= load(checkpoints)
+        save(CheckpointManager(folder), 3)
+        return result | {"then": Catalog(folder).committed()[0].step}
 
 for bad_rank in (0, 1):
     @scenario(f"full-{bad_rank}")
     def _(checkpoints, folder):
-        return failing(bad_rank, OSError(errno.ENOSPC, "full"), folder, checkpoints)
+        return failing(bad_rank, f"image half written={errno.ENOSPC}", folder, checkpoints)
+
+@scenario("no-memory-1")
+def _(checkpoints, folder):
+    return failing(1, f"half staged={errno.ENOMEM}", folder, checkpoints)
+
+@scenario("marker-0")
+def _(checkpoints, folder):
+    return failing(0, f"before marker={errno.EIO}", folder, checkpoints)
+
+class Buggy:
+    def state_dict(self):
+        if rank == 1:
+            raise ValueError("a bug in a state_dict")
+        return {}
+
+    def load_state_dict(self, state):
+        pass
 
 @scenario("bug-1")
 def _(checkpoints, folder):
-    return failing(1, ValueError("a bug in a state_dict"), folder, checkpoints)
+    return failing(-1, "", folder, checkpoints, scaler=Buggy())
 
-@scenario("marker")
+@scenario("fenced-late")
 def _(checkpoints, folder):
-    save(checkpoints, 1)
-    real = manager.write_marker
-    def broken(entry):
-        real(entry)
-        raise OSError(errno.EIO, "gone")
-    manager.write_marker = broken
+    late = root / "late"
+    if rank == 0:
+        late.mkdir()
+    dist.barrier()
+    os.environ.update(SLURMFT_RUN_FOLDER=str(late), SLURMFT_GENERATION="8")
     try:
+        save(checkpoints, 1)
+        if rank == 0:
+            (late / "owner.json").write_text('{"format": 1, "generation": 9}')
+        dist.barrier()
         save(checkpoints, 2)
         return {"error": None}
-    except Exception as error:
-        return {"error": type(error).__name__, "text": str(error)} | load(checkpoints)
     finally:
-        manager.write_marker = real
+        del os.environ["SLURMFT_RUN_FOLDER"], os.environ["SLURMFT_GENERATION"]
 
 @scenario("steps-differ")
 def _(checkpoints, folder):
@@ -139,26 +158,32 @@ def damaged(checkpoints, damage):
     dist.barrier()
     return load(checkpoints)
 
-@scenario("no-rank-file")
-def _(checkpoints, folder):
-    return damaged(checkpoints, lambda path: (path / "rank-00001.pt").unlink())
+for shard in (0, 1):
+    for name in (f"__{shard}_0.distcp", f"__{shard}_0.json"):
+        @scenario(f"no-{name}")
+        def _(checkpoints, folder):
+            return damaged(checkpoints, lambda path: (path / name).unlink())
 
-@scenario("bad-rank-file")
+        @scenario(f"bad-{name}")
+        def _(checkpoints, folder):
+            return damaged(checkpoints, lambda path: (path / name).write_bytes(b"x" * (path / name).stat().st_size))
+
+@scenario("bad-own")
 def _(checkpoints, folder):
+    # only rank 1 reads what rank 1 had for itself
     def damage(path):
-        size = (path / "rank-00001.pt").stat().st_size
-        (path / "rank-00001.pt").write_bytes(b"x" * size)
+        index = json.loads((path / "__1_0.json").read_text())
+        [item] = [item for item in index["items"] if item["key"] == "slurmft.rank.1"]
+        with (path / "__1_0.distcp").open("r+b") as stream:
+            stream.seek(item["data_offset"] + item["data_length"] // 2)
+            stream.write(b"?")
     return damaged(checkpoints, damage)
-
-@scenario("no-shared-file")
-def _(checkpoints, folder):
-    return damaged(checkpoints, lambda path: (path / "shared.pt").unlink())
 
 @scenario("none-usable")
 def _(checkpoints, folder):
     save(checkpoints, 1)
     if rank == 0:
-        (Catalog(folder).committed()[0].path / "rank-00001.pt").unlink()
+        (Catalog(folder).committed()[0].path / "__1_0.distcp").unlink()
     dist.barrier()
     return load(checkpoints)
 
@@ -211,6 +236,9 @@ def reports(root):
     return [json.loads((root / f"report-{rank}.json").read_text()) for rank in (0, 1)]
 
 
+FILES = ["__0_0.distcp", "__0_0.json", "__1_0.distcp", "__1_0.json"]
+
+
 def test_two_ranks_save_once_and_resume_exactly(reports, root):
     for report in reports:
         assert report["plain"]["step"] == 1
@@ -218,34 +246,41 @@ def test_two_ranks_save_once_and_resume_exactly(reports, root):
     assert reports[0]["plain"]["draw"] != reports[1]["plain"]["draw"]
     [entry] = Catalog(root / "plain").committed()
     assert entry.world_size == 2
-    assert sorted(path.name for path in entry.path.iterdir()) == [
-        "manifest.json",
-        "rank-00000.pt",
-        "rank-00001.pt",
-        "shared.pt",
-    ]
-    assert not any(name.startswith("module.") for name in torch.load(entry.path / "shared.pt")["model"])
+    names = [".metadata", "__0_0.distcp", "__0_0.json", "__1_0.distcp", "__1_0.json", "manifest.json"]
+    assert sorted(path.name for path in entry.path.iterdir()) == names
+    indexes = [json.loads((entry.path / f"__{shard}_0.json").read_text()) for shard in (0, 1)]
+    keys = [[item["key"] for item in index["items"] if item["kind"] == "tensor"] for index in indexes]
+    assert not set(keys[0]) & set(keys[1]) and all(keys), "each rank writes its share, and none twice"
+    assert {"model.weight", "model.bias", "optimizer.state.weight.exp_avg"} < {*keys[0], *keys[1]}
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_a_full_disk_on_one_rank_is_the_same_error_on_all(reports, bad_rank):
     seen = [report[f"full-{bad_rank}"] for report in reports]
     assert seen[0] == seen[1]
-    assert seen[0]["error"] == "CheckpointError"
+    assert (seen[0]["error"], seen[0]["errno"]) == ("CheckpointError", errno.ENOSPC)
     assert f"rank {bad_rank}: {os.strerror(errno.ENOSPC)}" in seen[0]["text"]
-    assert seen[0]["left"] == ["step-00000001.g0.c1"] and seen[0]["step"] == 1
+    assert (seen[0]["committed"], seen[0]["step"], seen[0]["then"]) == ([1], 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("no-memory-1", errno.ENOMEM), ("marker-0", errno.EIO)],
+    ids=["no memory for the copy", "no marker"],
+)
+def test_any_error_of_the_system_has_its_number_on_all_ranks(reports, name, number):
+    seen = [report[name] for report in reports]
+    assert seen[0] == seen[1]
+    assert (seen[0]["error"], seen[0]["errno"]) == ("CheckpointError", number)
+    assert f"rank {name[-1]}: {os.strerror(number)}" in seen[0]["text"]
+    assert (seen[0]["committed"], seen[0]["step"], seen[0]["then"]) == ([1], 1, 3)
 
 
 def test_any_other_failure_of_one_rank_reaches_all(reports):
     mine, theirs = reports[1]["bug-1"], reports[0]["bug-1"]
     assert "rank 1: ValueError: a bug in a state_dict" in mine["text"]
     assert "rank 1: an error that its log shows" in theirs["text"]
-    assert mine["step"] == theirs["step"] == 1
-
-
-def test_a_marker_that_may_not_be_durable_is_taken_back(reports):
-    for report in reports:
-        assert report["marker"]["error"] == "CheckpointError" and report["marker"]["step"] == 1
+    assert mine["step"] == theirs["step"] == 1 and mine["then"] == theirs["then"] == 3
 
 
 def test_ranks_at_different_steps_commit_nothing(reports, root):
@@ -257,12 +292,17 @@ def test_a_fenced_attempt_is_told_so_on_every_rank(reports):
     assert [report["fenced"]["error"] for report in reports] == ["Fenced", "Fenced"]
 
 
+def test_an_attempt_fenced_after_its_first_save_is_told_so_on_every_rank(reports, root):
+    assert [report["fenced-late"]["error"] for report in reports] == ["Fenced", "Fenced"]
+    assert [entry.step for entry in Catalog(root / "fenced-late").committed()] == [1]
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("no-rank-file", "rank-00001.pt is missing"),
-        ("bad-rank-file", "rank-00001.pt has the wrong checksum"),
-        ("no-shared-file", "shared.pt is missing"),
+        *((f"no-{name}", f"{name} is missing") for name in FILES),
+        *((f"bad-{name}", f"{name} has the wrong checksum") for name in FILES),
+        ("bad-own", "__1_0.distcp has the wrong checksum"),
     ],
 )
 def test_damage_seen_by_one_rank_makes_all_go_back(reports, name, reason):
@@ -273,7 +313,7 @@ def test_damage_seen_by_one_rank_makes_all_go_back(reports, name, reason):
 
 def test_nothing_usable_is_the_same_error_on_all(reports):
     assert reports[0]["none-usable"] == reports[1]["none-usable"]
-    assert "rank-00001.pt is missing" in reports[0]["none-usable"]["text"]
+    assert "__1_0.distcp is missing" in reports[0]["none-usable"]["text"]
 
 
 def test_a_model_that_fits_on_one_rank_only_fails_on_both(reports):
