@@ -21,6 +21,8 @@ VERBS = {
     "advise": ("advising", "Recommend the signal lead and the checkpoint interval of CONFIG, from what was measured"),
     "checkpoint": ("checkpoints", "The checkpoints of a run: list them, verify, export, remove"),
     "doctor": ("diagnosing", "Say what will and will not work on this cluster, and what to do about it"),
+    "drill": ("drilling", "Try a preemption: a small job with your own options gets the real signal, and a table says "
+              "what came of it"),
     "exclude": ("excluding", "The nodes to keep away from: list them, say why, add, remove, forget what has faded"),
     "explain": ("reading", "Tell the run's story: each event, each decision and its reason, from the journal"),
     "health": ("health", "Look at this node: GPUs, memory, disks, filesystems, network, host, own probes"),

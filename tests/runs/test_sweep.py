@@ -80,6 +80,7 @@ def site(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Site]:
             lab.run_as_admin(["scontrol", "update", f"NodeName={node}", "State=RESUME"])
 
 
+@pytest.mark.soak
 def test_a_sick_node_is_drained_avoided_and_returns_after_probation(site: Site) -> None:
     lab, nodes = site.lab, site.lab.nodes
     site.sick("n2")
