@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test soak check lint lab bench bench-exclusions bench-stragglers bench-rerun bench-recovery bench-fleet bench-checkpoint clean
+.PHONY: help install quickstart test soak check lint lab bench bench-exclusions bench-sweep bench-stragglers bench-rerun bench-recovery bench-fleet bench-checkpoint clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -78,6 +78,9 @@ bench: install ## measure every ending and what slurmft costs, into bench/result
 bench-exclusions: install ## measure the exclusion list, into bench/results/ (half a minute)
 	@$(BIN)/python bench/exclusions --output bench/results/exclusions.md
 
+bench-sweep: install ## measure one sweep over 10,000 nodes, into bench/results/ (a minute)
+	@$(BIN)/python bench/sweep --output bench/results/sweep.md
+
 bench-stragglers: install ## measure what straggler detection costs (20 s, nothing else running)
 	@$(BIN)/python bench/stragglers --output bench/results/stragglers.md
 
@@ -88,9 +91,10 @@ bench-recovery: install ## measure recovery from kill -9 beside torchrun and ft_
 bench-fleet: install ## measure the control channel with 2,000 simulated agents (a minute, nothing else running)
 	@$(BIN)/python bench/fleet --output bench/results/fleet.md
 
-bench-checkpoint: install ## measure what checkpoints cost beside torch's and NVRx's (10 minutes, nothing else running)
+bench-checkpoint: install ## measure what checkpoints cost beside torch's and NVRx's (root; 20 minutes, nothing else running)
 	@$(BIN)/pip install --quiet --no-deps --target build/nvrx nvidia-resiliency-ext==0.4.1 defusedxml nvidia-ml-py pynvml
 	@$(BIN)/python bench/checkpoint --nvrx build/nvrx --output bench/results/checkpoint.md
+	@$(BIN)/python bench/checkpoint --exercise --lab --output bench/results/checkpoint-exercise.md
 
 bench-rerun: install ## measure what the re-run state machine costs (10 s, nothing else running)
 	@$(BIN)/python bench/rerun --output bench/results/rerun.md

@@ -36,6 +36,7 @@ from slurmft.settings.elastic import ElasticConfig
 from slurmft.settings.exclusions import ExclusionsConfig
 from slurmft.settings.fault_tolerance import FaultToleranceConfig
 from slurmft.settings.nccl import NcclConfig
+from slurmft.settings.notices import NoticesConfig
 from slurmft.settings.oom import OomConfig
 from slurmft.settings.preemption import PreemptionConfig
 from slurmft.settings.reruns import RerunConfig
@@ -185,6 +186,7 @@ class RunConfig(_Section):
     preemption: PreemptionConfig = Field(default_factory=PreemptionConfig)
     nccl: NcclConfig = Field(default_factory=NcclConfig)
     oom: OomConfig = Field(default_factory=OomConfig)
+    notices: NoticesConfig = Field(default_factory=NoticesConfig)
     rerun: RerunConfig = Field(default_factory=RerunConfig)
     elastic: ElasticConfig = Field(default_factory=ElasticConfig)
     exclusions: ExclusionsConfig = Field(default_factory=ExclusionsConfig)

@@ -1,6 +1,6 @@
 """What a checkpoint costs the training: ours, torch's, NVRx's, and what the machine can do at best, in one run.
 
-    python bench/checkpoint --output bench/results/checkpoint.md     # 8 minutes; nothing else should run meanwhile
+    python bench/checkpoint --output bench/results/checkpoint.md     # 11 minutes; nothing else should run meanwhile
 
 nvidia-resiliency-ext takes part where ``--nvrx`` names a folder that holds it:
 ``pip install --no-deps --target FOLDER nvidia-resiliency-ext==0.4.1 defusedxml nvidia-ml-py pynvml``.
@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import signal
 import sys
 import time
 from pathlib import Path
 
+import exercise
 import psutil
 import table
 import torch
@@ -62,16 +64,15 @@ def chosen(args: argparse.Namespace, size: str) -> list[str]:
 
 def one_size(size: str, args: argparse.Namespace, place: Place) -> tuple[list[Result], dict[str, list[float]]]:
     is_full = size == FULL
-    rounds = 3 if is_full else 2
+    rounds = 2 if is_full else 1
     best = floors(size, place, rounds)
     say(f"{size}: floors")
     results = []
     for name in chosen(args, size):
-        limit_s = args.limit if is_full else 1.5 * args.limit
         timed = name.startswith(TIMED_LOADS)
         try:
             found = measure(
-                name, size, place, saves=args.saves, limit_s=limit_s, rounds=rounds, timed_loads=timed
+                name, size, place, saves=args.saves, limit_s=args.limit, rounds=rounds, timed_loads=timed
             )  # fmt: skip
         except RuntimeError as error:
             say(f"{size}: {name}: left out: {error}")
@@ -100,6 +101,18 @@ def report(sizes: dict[str, tuple[list[Result], dict[str, list[float]]]], counte
     return "\n".join([*lines, *counted])
 
 
+def exercise_report(args: argparse.Namespace) -> str:
+    where = "two nodes of a Slurm cluster that is built for it on" if args.lab else "two ranks without Slurm on"
+    about = (
+        f"A small model with DDP and Adam on {where} one machine of {os.cpu_count()} cores, {exercise.EPOCHS} epochs "
+        f"of {exercise.STEPS_PER_EPOCH} steps. Once without a fault (median of {args.rounds}), and once with `kill -9` "
+        f"of rank 1 after step {exercise.KILL_AFTER}."
+    )
+    command = f"`python bench/checkpoint --exercise{' --lab' * args.lab}`, torch {torch.__version__}."
+    rows = exercise.measure(args.rounds, say, on_lab=args.lab)
+    return "\n".join(["# Saving every 1, 5 and 10 epochs", "", about, "", command, "", *rows])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench/checkpoint", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", default=",".join(SIZES), help=f"of {', '.join(SHAPES)}")
@@ -111,8 +124,18 @@ def main() -> None:
     parser.add_argument("--nvrx", type=Path, help="where nvidia-resiliency-ext is installed")
     parser.add_argument("--disk", type=Path, default=Path("build"), help="the folder to write to")
     parser.add_argument("--no-many", action="store_true", help="leave out the cost beside many earlier checkpoints")
+    parser.add_argument(
+        "--exercise", action="store_true", help="only this: save every 1, 5 and 10 epochs, with a fault"
+    )
+    parser.add_argument("--lab", action="store_true", help="the exercise on a real Slurm cluster (root), not just here")
+    parser.add_argument("--rounds", type=int, default=2, help="of the exercise")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun is cleaned up
+    if args.exercise:
+        text = exercise_report(args)
+        args.output.write_text(text) if args.output else print(text)
+        return
     args.disk.mkdir(exist_ok=True)
     place = Place(disk=args.disk.resolve(), memory=Path("/dev/shm"), packages=args.nvrx and args.nvrx.resolve())
     began, sizes = time.monotonic(), {}
@@ -125,7 +148,7 @@ def main() -> None:
     counted = []
     if not args.no_many:
         found = {SLURMFT: many(SLURMFT, place, earlier=list(EARLIER), rounds=15)}
-        counted = ["## Beside many earlier checkpoints, a state of 12 MB", "", *table.many_rows(found)]
+        counted = ["## Beside many earlier checkpoints, a state of 1 MB", "", *table.many_rows(found)]
     text = report(sizes, counted, time.monotonic() - began)
     if args.output:
         args.output.with_suffix(".svg").write_text(picture(sizes))

@@ -28,6 +28,9 @@ class Method:
 
     def __init__(self, state: State, folder: Path) -> None:
         self.state, self.folder = state, folder
+        self.source = "disk"
+        """Where the newest load read from, in words."""
+
         self._committed_at: float | None = None
 
     def path(self, number: int) -> Path:
@@ -78,7 +81,9 @@ class Slurmft(Method):
         return None
 
     def load(self, state: State) -> None:
-        CheckpointManager(self.folder, keep_last_n=self.KEEP).load_latest(state.model, state.optimizer)
+        """From memory where the snapshot lies there still, else from disk."""
+        loaded = CheckpointManager(self.folder, keep_last_n=self.KEEP).load_latest(state.model, state.optimizer)
+        self.source = loaded.source
 
     def forget(self, number: int) -> None:
         """It prunes by itself."""

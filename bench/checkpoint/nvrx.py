@@ -45,4 +45,5 @@ class Nvrx(DcpSave):
 
     def close(self) -> None:
         self.queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
-        self.queue.persistent_caller.close()
+        if self.queue.persistent_caller is not None:  # it has none before its first save
+            self.queue.persistent_caller.close()

@@ -10,7 +10,7 @@ from methods import SLURMFT
 from table import COPY, WRITES, Floors, later, middle
 from trials import Result
 
-WIDTH, PANEL, LEFT, RIGHT, TOP, BOTTOM = 920, 400, 70, 330, 50, 50
+WIDTH, PANEL, LEFT, RIGHT, TOP, BOTTOM = 980, 400, 70, 390, 50, 50
 TICKS_S = (0.03, 0.1, 0.3, 1, 3, 10, 30)
 OURS, OTHERS, FLOOR = "#2a7f62", "#6b7c93", "#c05621"
 

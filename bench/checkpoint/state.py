@@ -27,6 +27,7 @@ SHAPES = {
     "1 GB": Shape(layers=11, width=768, vocabulary=8192),
     "4 GB": Shape(layers=26, width=1024, vocabulary=8192),
     "12 MB": Shape(layers=2, width=192, vocabulary=512),
+    "1 MB": Shape(layers=1, width=64, vocabulary=256),
 }
 TRAINED = Shape(layers=3, width=256, vocabulary=1024)
 

@@ -90,7 +90,11 @@ def loads(order: dict[str, Any]) -> dict[str, Any]:
             if "restart" in circumstance:
                 state.forget_optimizer()
                 floors.give_back()
+            for tries in Path(order["memory"]).rglob("tries.json"):  # else memory is given up after some restarts
+                tries.unlink()
             found.setdefault(circumstance, []).append(floors.timed(lambda: method.load(state)))
+            if ("memory" in circumstance) != method.source.startswith("memory"):
+                raise RuntimeError(f"{circumstance}: it was loaded from {method.source}")
     method.close()
     digests = order["digests"]
     loaded = state.digests()
@@ -106,7 +110,7 @@ def floor(order: dict[str, Any]) -> dict[str, Any]:
 
 def many(order: dict[str, Any]) -> dict[str, Any]:
     """What a save costs when so many others are in the directory: seconds of the call, and until it is durable."""
-    state, found = State(SHAPES["12 MB"]).step_once(), {}
+    state, found = State(SHAPES["1 MB"]).step_once(), {}
     make = SlurmftKeepingAll if order["method"].startswith("slurmft") else METHODS[order["method"]]
     method = make(state, Path(order["folder"]))
     last = max(order["earlier"]) + order["rounds"]

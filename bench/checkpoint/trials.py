@@ -116,6 +116,9 @@ def run(order: dict[str, Any], place: Place) -> tuple[dict[str, Any], int]:
         watch = Watch(process.pid, folder, memory)
         try:
             answer, before = _listen(process, watch)
+        except BaseException:
+            process.kill()
+            raise
         finally:
             watch.stop()
             file.unlink()

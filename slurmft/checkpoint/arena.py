@@ -16,9 +16,13 @@ import mmap
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+
+from slurmft.checkpoint.holding import is_held
 from slurmft.checkpoint.shard_index import ShardIndex, read_index, write_index
 from slurmft.errors import StorageError
 from slurmft.storage.checkpoint_names import Identity
@@ -38,6 +42,7 @@ class Place:
         self.image = folder / f"{name}.image"
         self.index = folder / f"{name}.json"
         self.memory: mmap.mmap | None = None
+        self._warming: threading.Thread | None = None
         self.layout: object = None
         """Whose fixed bytes the image has already; the user's of ``begin`` to set."""
 
@@ -54,10 +59,25 @@ class Place:
         """
         self.index.unlink(missing_ok=True)
         self.holds = None
+        if self._warming is not None:
+            self._warming.join()
+            self._warming = None
         if self.memory is None or len(self.memory) < size_bytes:
             self._map(size_bytes)
         assert self.memory is not None
         return self.memory
+
+    def warm(self, size_bytes: int) -> None:
+        """Make room in the background, where nothing lies here yet: new pages cost more than the copy into them."""
+        if self.memory is None and self.holds is None and self._warming is None:
+            self._warming = threading.Thread(target=self._warm, args=(size_bytes,), daemon=True, name="slurmft-warm")
+            self._warming.start()
+
+    def _warm(self, size_bytes: int) -> None:
+        with contextlib.suppress(OSError):  # who needs the place meets it again, and tells
+            self._map(size_bytes)
+            if self.memory is not None:
+                torch.frombuffer(self.memory, dtype=torch.uint8).zero_()
 
     def complete(self, index: ShardIndex) -> None:
         """The image is whole: say what it is."""
@@ -91,10 +111,18 @@ class Arena:
         self.places = [Place(self.folder, f"shard-{rank}.{name}") for name in PLACES]
 
     def free(self, busy: Iterable[Identity]) -> Place | None:
-        """The place whose snapshot is the older one; None where both are ``busy``: somebody still reads them."""
+        """The place whose snapshot is the older one; None where both are ``busy``: somebody still reads them.
+
+        So does, maybe, the writer of a worker that has died, which its successor knows nothing of but by its lock.
+        """
         taken = set(busy)
-        free = [place for place in self.places if place.holds is None or place.holds not in taken]
+        free = [place for place in self.places if place.holds not in taken and not is_held(place.image)]
         return min(free, key=lambda place: -1 if place.holds is None else place.holds.commit, default=None)
+
+    def warm_up(self, size_bytes: int) -> None:
+        """Make room in every place that was never used."""
+        for place in self.places:
+            place.warm(size_bytes)
 
     def close(self) -> None:
         """Let go of the memory; a folder of our own goes with it."""

@@ -26,14 +26,8 @@ from slurmft.errors import NewerFormat, StorageError
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, read_quarantine
 from slurmft.storage.files import read_json, write_json
 
-SHARED = "shared.pt"
 MAX_MARKER_BYTES = 64 * 1024 * 1024
 """A marker has some 170 bytes for each rank."""
-
-
-def rank_file(rank: int) -> str:
-    """The name of the file that ``rank`` writes."""
-    return f"rank-{rank:05d}.pt"
 
 
 @dataclass(frozen=True, slots=True)

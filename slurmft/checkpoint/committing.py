@@ -126,11 +126,10 @@ class CommitLane:
                 self._commit(pending)
         except Left as left:
             task.tell(left.kind, final=True, phase=task.phase, text=left.text)
-            self._end(pending, "superseded")
+            self._end(pending, None if left.is_lost else "superseded")
         except Fenced as error:
             task.tell_failure(error, final=True, fenced=True)
-            with self._changed:
-                self._pending.remove(pending)  # what lies there belongs to a newer attempt, and so does its removal
+            self._end(pending, None)  # what lies there belongs to a newer attempt, and so does its removal
         except (OSError, StorageError) as error:
             number = error.errno if isinstance(error, OSError) else errno.EIO
             final = number not in PASSING
@@ -171,7 +170,7 @@ class CommitLane:
                 del pending.missing[name]
                 self._page.tick(Lane.COMMIT)
         if index_file(task.request.shard) in pending.missing:
-            raise Left("superseded", "its folder was removed")
+            raise Left("superseded", "its folder was removed", is_lost=True)
         if pending.missing and time.monotonic() - task.since > RECEIPTS_TIMEOUT_S:
             shards = sorted(pending.missing.values())
             listed = ", ".join(map(str, shards[:8])) + (f" and {len(shards) - 8} more" if len(shards) > 8 else "")
@@ -221,10 +220,12 @@ class CommitLane:
             problems = [str(error)]
         task.tell("pruned", phase=task.phase, text="; ".join(problems[:8]))
 
-    def _end(self, pending: _Pending, reason: str) -> None:
+    def _end(self, pending: _Pending, reason: str | None) -> None:
+        """It will not be committed; with a reason, its folder is cleared, too."""
         with self._changed:
             self._pending.remove(pending)
-        give_up(pending.task.request.folder, pending.task.request.shard, reason)
+        if reason is not None:
+            give_up(pending.task.request.folder, pending.task.request.shard, reason)
 
 
 def _receipt(task: Task, folder: Path, shard: int) -> Mapping[str, FileRecord]:

@@ -83,7 +83,7 @@ def _write(task: Task, pace: Pacing) -> int:
             with _opened(request.folder) as folder:
                 reached("folder made")
                 if request.shard and (folder / note_file(0)).exists():
-                    raise Left("superseded", "rank 0 has given it up")
+                    raise Left("superseded", "rank 0 has given it up", is_lost=True)
                 mode = folder.stat().st_mode & 0o666
                 with _beside(lambda look: _hash(task, index, view, fingerprint, look), pace.look) as hashing:
                     _write_image(task, folder, view, mode, pace)
@@ -168,7 +168,7 @@ def _opened(folder: Path) -> Iterator[Path]:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESTALE) and not _is_in_place(folder, descriptor):
-            raise Left("superseded", "its folder was removed") from error
+            raise Left("superseded", "its folder was removed", is_lost=True) from error
         raise
     finally:
         os.close(descriptor)

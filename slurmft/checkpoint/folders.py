@@ -104,14 +104,15 @@ class Pruner:
         for identity in identities:
             path = self._directory / identity.folder_name
             try:
-                entry = known.get(identity) or read_entry(path)
+                if (entry := known.get(identity)) is None and (entry := read_entry(path)) is not None:
+                    entry = replace(entry, files={})  # ten thousand ranks make long lists
             except StorageError as error:
                 unreadable.append((identity, error.what))
                 continue
             if entry is None:
                 uncommitted.append(identity)
             else:
-                self._known[identity] = replace(entry, files={})  # ten thousand ranks make long lists
+                self._known[identity] = entry
         return unreadable, uncommitted
 
     def _decide(self, keep: Keep) -> Retention:

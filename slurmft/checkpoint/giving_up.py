@@ -8,7 +8,9 @@ from pathlib import Path
 
 from slurmft.checkpoint.image_writing import is_temporary
 from slurmft.checkpoint.shard_index import image_file, index_file
+from slurmft.errors import StorageError
 from slurmft.storage.checkpoint_names import MANIFEST
+from slurmft.storage.fence import check_fence
 
 _SUFFIX = "_0.gone"
 
@@ -26,9 +28,14 @@ def is_note(name: str) -> bool:
 def give_up(folder: Path, shard: int, reason: str) -> None:
     """Free what the shard takes in the folder of a save that is not committed, and say so there; rank 0 frees it all.
 
-    Never raises: what stays is removed with the folder, after a later commit.
+    Never raises: what stays is removed with the folder, after a later commit. Nothing is touched that may be committed:
+    a shard whose receipt is there, and whatever a newer attempt has taken over.
     """
-    if (folder / MANIFEST).exists():
+    try:
+        check_fence()
+    except StorageError:
+        return
+    if (folder / MANIFEST).exists() or (shard and (folder / index_file(shard)).exists()):
         return
     with contextlib.suppress(OSError):
         # only rank 0 looks around: a listing for each of ten thousand ranks would be a storm

@@ -7,6 +7,7 @@ by a copy, so that staging a save costs that copy and nothing else. Knows memory
 from __future__ import annotations
 
 import hashlib
+import io
 import mmap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,7 +130,8 @@ class Layout:
 
     def capacity_bytes(self, packed: Sequence[Packed]) -> int:
         """What a slot should have: objects may grow."""
-        return self.tensor_bytes + 2 * (self.size_bytes(packed) - self.tensor_bytes) + SPARE_OBJECT_BYTES
+        objects_bytes = self.size_bytes(packed) - self.tensor_bytes
+        return self.tensor_bytes + objects_bytes + objects_bytes // 4 + SPARE_OBJECT_BYTES
 
     def write_fixed(self, memory: Memory) -> None:
         """Put the bytes around the tensors into ``memory``: once for each slot and layout.
@@ -158,7 +160,8 @@ class Layout:
 
     def sources(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """This rank's own tensor for each of ``items``, in the same order; nothing is copied."""
-        return [local(tensors[item.key]) for item in self.items]
+        with torch.no_grad():  # or a DTensor's part would become a node of the graph
+            return [local(tensors[item.key]) for item in self.items]
 
     def with_objects(
         self,
@@ -257,9 +260,10 @@ def _chunk(key: str, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def _row(key: str, tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a layout depends on; compared at every save, and of the same repr on every rank."""
     if isinstance(tensor, DTensor):
-        return key, str(tensor.dtype), tuple(tensor.shape), str(tensor.placements), tuple(tensor.device_mesh.shape)
-    return key, str(tensor.dtype), tuple(tensor.shape)
+        return key, tensor.dtype, tensor.shape, tensor.placements, tensor.device_mesh.shape
+    return key, tensor.dtype, tensor.shape
 
 
 def _view(whole: torch.Tensor, item: Item) -> torch.Tensor:
@@ -286,7 +290,7 @@ class _Recorder:
 
     def seek(self, count: int, whence: int) -> int:
         if whence != 1 or self.data_bytes:
-            raise CheckpointError(f"torch {torch.__version__} writes its archives in a way that is not known here")
+            raise ValueError("not left open once")
         self.data_bytes = count
         return count
 
@@ -303,10 +307,31 @@ def _archive(dtype: torch.dtype, sizes: tuple[int, ...]) -> _Archive:
         return known
     recorder = _Recorder()
     blank = torch.empty(sizes, dtype=dtype)  # never touched: costs address space only
-    with skip_data():
-        torch.save(blank, cast("IO[bytes]", recorder))
-    if recorder.data_bytes != blank.nbytes or (blank.nbytes and len(recorder.head) % ALIGNMENT):
+    try:
+        with skip_data():
+            torch.save(blank, cast("IO[bytes]", recorder))
+        archive = _Archive(bytes(recorder.head), bytes(recorder.tail), recorder.data_bytes)
+    except (ValueError, RuntimeError):
+        archive = None
+    if archive is None or not _is_usable(archive, blank):
+        archive = _cut_archive(blank)  # skip_data is young, and may change
+    if not _is_usable(archive, blank):
         raise CheckpointError(f"torch {torch.__version__} writes its archives in a way that is not known here")
-    archive = _Archive(bytes(recorder.head), bytes(recorder.tail), recorder.data_bytes)
     _archives[dtype, sizes] = archive
     return archive
+
+
+def _is_usable(archive: _Archive, tensor: torch.Tensor) -> bool:
+    return archive.data_bytes == tensor.nbytes and not (tensor.nbytes and len(archive.head) % ALIGNMENT)
+
+
+def _cut_archive(tensor: torch.Tensor) -> _Archive:
+    """The same by way of a whole archive, in memory."""
+    stream = io.BytesIO()
+    torch.save(tensor, stream)
+    if not tensor.nbytes:
+        return _Archive(stream.getvalue(), b"", 0)
+    stream.seek(0)
+    start: int = torch._C.PyTorchFileReader(stream).get_record_offset("data/0")  # type: ignore[attr-defined]
+    whole = stream.getbuffer()
+    return _Archive(bytes(whole[:start]), bytes(whole[start + tensor.nbytes :]), tensor.nbytes)

@@ -134,6 +134,8 @@ class ImageLane:
             except Left as left:
                 reason = "superseded"
                 task.tell(left.kind, final=True, phase=task.phase, text=left.text)
+                if left.is_lost:
+                    return False
             except OSError as error:
                 passes = error.errno in PASSING
                 if passes and self._waiting is None:

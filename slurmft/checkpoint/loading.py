@@ -6,14 +6,17 @@ reads and verifies its part, and all agree on how that went before any of them c
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurmft.checkpoint import landing
+from torch.distributed.tensor import DTensor
+
+from slurmft.checkpoint import holding, landing
 from slurmft.checkpoint.agreement import Guard, damage_report, failure
 from slurmft.checkpoint.catalog import Catalog, Entry, read_entry
 from slurmft.checkpoint.damage import Damage, Damaged
@@ -22,10 +25,10 @@ from slurmft.checkpoint.memory_sources import MemorySources
 from slurmft.checkpoint.offers import MAX_WORLD
 from slurmft.checkpoint.reading import Source, Stored
 from slurmft.checkpoint.shard_index import image_file, index_file, verified_index
-from slurmft.checkpoint.state import Trainee
+from slurmft.checkpoint.state import Trainee, unwrapped
 from slurmft.checkpoint.team import Team
 from slurmft.errors import CheckpointError, NewerFormat, StorageError
-from slurmft.policy.tiers import Committed, Decision
+from slurmft.policy.tiers import Committed, Decision, Name
 from slurmft.storage.attempt_facts import note_resuming
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, read_quarantine
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
@@ -78,6 +81,7 @@ class Loading:
         self._team = Team()
         self._skipped: list[tuple[Path, str]] = []
         self._found: set[int] = set()
+        self._is_sparing = any(isinstance(one, DTensor) for one in unwrapped(trainee.model).parameters())
         self.newest_commit = 0
         """Of all that was seen; saves are counted on from it."""
 
@@ -88,8 +92,9 @@ class Loading:
             CheckpointError: there are candidates and none is usable, or an intact one does not fit.
         """
         candidates = self._agreed(self._newest_first)
-        committed = self._newest_committed(candidates)
-        memory = MemorySources(self._team, committed, directory=self._directory, generation=own_generation())
+        committed, quarantined = self._newest_committed(candidates)
+        memory = MemorySources(self._team, committed, directory=self._directory, generation=own_generation(),
+                               quarantined=quarantined)  # fmt: skip
         try:
             while (decision := memory.decide()) is not None:
                 loaded = self._from_memory(memory, decision)
@@ -111,7 +116,8 @@ class Loading:
         identity = Identity(*(decision.name or (0, 0, 0)))
         path, guard, prepared = self._directory / identity.folder_name, Guard(), None
         self._note(path if decision.is_committed else None, decision.reason)
-        if not memory.bring(decision):
+        wanted = self._wanted(decision)
+        if not memory.bring(decision, wanted):
             return None
         with guard:
             disk = _disk_sources(path) if decision.is_committed else {}
@@ -122,10 +128,19 @@ class Loading:
         if any(damage in (Damage.MISFIT, _OTHER) for damage, _ in rows):
             raise self._cannot_load(path, [damage for damage, _ in rows], guard)
         if prepared is None or any(damage != Damage.NONE for damage, _ in rows):
-            memory.refuse(decision, damage_report(rows, self._team, guard))
+            if len(wanted) < len(decision.suppliers):
+                self._is_sparing = False  # its parts are spread in another way now: with all of them it may work
+            else:
+                memory.refuse(decision, damage_report(rows, self._team, guard))
             return None
         facts = prepared.shared.get(FACTS, {})
         return self._apply(path, prepared, identity, facts, decision.reason, is_durable=decision.is_committed)
+
+    def _wanted(self, decision: Decision) -> range:
+        """The shards that this rank needs whole: its own, where the state is spread as it was when it was saved."""
+        if self._is_sparing and len(decision.suppliers) == self._team.world_size:
+            return range(self._team.rank, self._team.rank + 1)
+        return range(len(decision.suppliers))
 
     def _check_own(self, prepared: landing.Prepared) -> None:
         """Raises Damaged where this rank's own state is lost with its node, although it had one."""
@@ -137,7 +152,7 @@ class Loading:
         for identity in candidates:
             path, guard, prepared, entry = self._directory / identity.folder_name, Guard(), None, None
             self._note(path, reason or "disk")
-            with guard:
+            with guard, self._kept(path):
                 entry = _verified_entry(path)
                 stored = Stored(_disk_sources(path, entry).values())
                 prepared = landing.prepare(self._trainee, stored, rank=self._team.rank)
@@ -160,6 +175,14 @@ class Loading:
             hint="move the folder away to start anew, or bring back an intact copy",
         )
 
+    @contextlib.contextmanager
+    def _kept(self, path: Path) -> Iterator[None]:
+        """The checkpoint is not removed while it is read, as far as the filesystem has locks."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                stack.enter_context(holding.reading(path))
+            yield
+
     def _agreed(self, candidates: Callable[[], list[Identity]]) -> list[Identity]:
         team, guard, found = self._team, Guard(), list[Identity]()
         if team.is_lead:
@@ -180,18 +203,23 @@ class Loading:
         catalog = Catalog(self._directory)
         return [one for one in catalog.identities() if (self._directory / one.folder_name / MANIFEST).exists()]
 
-    def _newest_committed(self, candidates: Sequence[Identity]) -> Committed | None:
-        """The newest one whose marker can be believed; its bytes have not been looked at."""
-        row = [0, 0, 0, 0]
+    def _newest_committed(self, candidates: Sequence[Identity]) -> tuple[Committed | None, list[Name]]:
+        """The newest one whose marker can be believed, its bytes not looked at; and newer ones in quarantine."""
+        row, marked = [0, 0, 0, 0], list[int]()
         for identity in candidates if self._team.is_lead else ():
             try:
                 entry = _verified_entry(self._directory / identity.folder_name)
-            except Damaged:
+            except Damaged as error:
+                if error.damage in _QUARANTINE:
+                    marked += (identity.step, identity.generation, identity.commit)
                 continue
             row = [identity.step, identity.generation, identity.commit, entry.world_size]
             break
-        step, generation, commit, world_size = self._team.from_lead(row)
-        return Committed(name=(step, generation, commit), shards=world_size) if world_size else None
+        step, generation, commit, world_size, count = self._team.from_lead([*row, len(marked)])
+        numbers = self._team.from_lead(marked or [0] * count) if count else []
+        quarantined = [(numbers[n], numbers[n + 1], numbers[n + 2]) for n in range(0, count, 3)]
+        newest = Committed(name=(step, generation, commit), shards=world_size) if world_size else None
+        return newest, quarantined
 
     def _note(self, path: Path | None, source: str) -> None:
         """Leave word of what of the run's is about to be read: whoever dies of it cannot say so any more."""

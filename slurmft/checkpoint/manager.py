@@ -27,6 +27,7 @@ from slurmft.checkpoint.folders import own_generation, remove_left_overs
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.loading import FACTS, LoadedCheckpoint, Loading
 from slurmft.checkpoint.memory_sources import same_state
+from slurmft.checkpoint.offers import forget_others
 from slurmft.checkpoint.retention import by_merit
 from slurmft.checkpoint.snapshots import LaidOut, Snapshots
 from slurmft.checkpoint.state import Stateful, Trainee
@@ -37,6 +38,7 @@ from slurmft.errors import CheckpointError, UsageError
 from slurmft.policy.checkpoint_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import MAX_STEP, Identity
 from slurmft.storage.fence import check_fence
+from slurmft.storage.memory_folder import MEMORY_VARIABLE
 from slurmft.training.background import BACKGROUND, Outcome, weakly
 
 log = logging.getLogger(__name__)
@@ -161,7 +163,8 @@ class CheckpointManager:
                 break
             if rows[0][0]:
                 self._turn.awaited = None
-                self._note_committed(rows[0][0], rows[0][2] / 1e9)
+                self._note_committed(identity.step, rows[0][2] / 1e9)
+                self._forget_others(identity.commit)
                 return
             self._snapshots.sleep(identity, LOOK_S)
         self._turn.awaited = None
@@ -346,6 +349,14 @@ class CheckpointManager:
         """Tell the session, once for each; 0 is no step."""
         if self._turn.is_news(step) and BACKGROUND.listener is not None:
             BACKGROUND.listener.on_saved(step, seconds)
+
+    def _forget_others(self, commit: int) -> None:
+        """Give back the memory of ranks that have left this node, now that this commit is durable."""
+        memory, local_rank = os.environ.get(MEMORY_VARIABLE), int(os.environ.get("LOCAL_RANK", "0"))
+        if memory and not local_rank:
+            first = int(os.environ.get("RANK", "0"))
+            ranks = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            forget_others(Path(memory), ranks, older_than=commit)
 
     # Just in time
 

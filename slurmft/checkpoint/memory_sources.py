@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from slurmft.checkpoint.copying import LOCAL_DIRECTORY_VARIABLE
@@ -43,9 +44,13 @@ class MemorySources:
         committed: the newest checkpoint on disk; None where there is none.
         directory: of the checkpoints.
         generation: of this attempt.
+        quarantined: checkpoints that runs died from; their copies in memory are no better.
     """
 
-    def __init__(self, team: Team, committed: Committed | None, *, directory: Path, generation: int) -> None:
+    def __init__(
+        self, team: Team, committed: Committed | None, *, directory: Path, generation: int,
+        quarantined: Collection[Name] = (),
+    ) -> None:  # fmt: skip
         self._team, self._committed, self._generation = team, committed, generation
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._node_lead = team.rank - local_rank if team.world_size > 1 else team.rank
@@ -57,12 +62,15 @@ class MemorySources:
         row = to_row(self._held, tries_of(self._memory)) if self._offers_for_node else [0] * ROW_LENGTH
         self._offers = from_rows(team.exchange(row))
         self._refused: dict[Name, str] = {}
+        self._quarantined = frozenset(quarantined)
         self.reason = ""
         """Why nothing was read from memory where something newer lay there; empty where nothing did."""
 
     def decide(self) -> Decision | None:
         """What to read, at least in part from memory; None where everything comes from disk."""
-        decision = choose(self._offers, self._committed, generation=self._generation, quarantined=[*self._refused])
+        decision = choose(
+            self._offers, self._committed, generation=self._generation, quarantined=self._quarantined | {*self._refused}
+        )
         self.reason = decision.reason if decision.skipped or self._refused else ""
         if self._refused:
             self.reason = "; ".join([decision.reason, *self._refused.values()])
@@ -70,16 +78,19 @@ class MemorySources:
             return None
         return decision
 
-    def bring(self, decision: Decision) -> bool:
-        """Have every node fetch what it lacks; False where something did not arrive, and all must decide anew."""
+    def bring(self, decision: Decision, wanted: Collection[int]) -> bool:
+        """Have every node fetch what it lacks; False where something did not arrive, and all must decide anew.
+
+        Args:
+            wanted: the shards that this rank needs whole; of others it gets what is not spread over ranks.
+        """
         identity = Identity(*(decision.name or (0, 0, 0)))
         if not decision.is_committed and self._offers_for_node and self._memory is not None:
-            note_try(self._memory, decision.name or (0, 0, 0))
+            note_try(self._memory, decision.name or (0, 0, 0), generation=self._generation)
         mine = {one.index.shard: one for one in self._held if one.index.identity == identity}
         lacking = supply(
-            self._team, decision, self._offers, mine, wanted=range(len(decision.suppliers)), memory=self._memory,
-            node_lead=self._node_lead,
-        )  # fmt: skip
+            self._team, decision, self._offers, mine, wanted=wanted, memory=self._memory, node_lead=self._node_lead
+        )
         for one in lacking:
             self._offers = without(self._offers, one.rank, decision.name or (0, 0, 0), [one.shard])
         return not lacking

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
@@ -37,6 +37,7 @@ MAX_WORLD = 1 << 20
 DIGEST_PATIENCE_S = 10.0
 _LOOK_S = 0.05
 _TRIES = "tries.json"
+MAX_COUNTED = 100
 _HALF = 32
 _TIER_BITS = 2
 
@@ -118,38 +119,58 @@ def from_rows(rows: Sequence[Sequence[int]]) -> list[Offer]:
 
 def tries_of(memory: Path | None) -> Callable[[Name], int]:
     """How often a run has begun with a snapshot, as this node remembers."""
-    counted = _tries(memory)
-    return lambda name: counted.get(Identity(*name).folder_name, 0)
+    counted = _read_tries(memory)
+    return lambda name: len(counted.get(Identity(*name).folder_name, []))
 
 
-def note_try(memory: Path, name: Name) -> None:
-    """Remember that a run begins with this snapshot, which is on no disk; call before anything is loaded."""
-    counted, key = _tries(memory), Identity(*name).folder_name
-    _note_tries(memory, counted, key, counted.get(key, 0) + 1)
+def note_try(memory: Path, name: Name, *, generation: int) -> None:
+    """Remember that a run begins with this snapshot, which is on no disk; call before anything is loaded.
+
+    However often an attempt of this ``generation`` says so, it counts once.
+    """
+    counted, key = _read_tries(memory), Identity(*name).folder_name
+    _note_tries(memory, counted, key, [*counted.get(key, []), generation])
 
 
 def inherit_tries(memory: Path, old: str, new: str) -> None:
     """Remember that ``new`` is the same state as ``old``; both are names of checkpoint folders."""
-    counted = _tries(memory)
-    _note_tries(memory, counted, new, max(counted.get(old, 0), counted.get(new, 0)))
+    counted = _read_tries(memory)
+    _note_tries(memory, counted, new, [*counted.get(old, []), *counted.get(new, [])])
 
 
-def _note_tries(memory: Path, counted: Mapping[str, int], key: str, tries: int) -> None:
-    others = {name: count for name, count in counted.items() if name != key}
+def _note_tries(memory: Path, counted: Mapping[str, list[int]], key: str, generations: Sequence[int]) -> None:
+    others = {name: numbers for name, numbers in counted.items() if name != key}
     newest = dict(list(others.items())[-2 * MAX_SNAPSHOTS :])
+    each_once = list(dict.fromkeys(generations))
     try:
-        write_json(memory / _TRIES, {"tries": {**newest, key: tries}}, durable=False)
+        write_json(memory / _TRIES, {"tries": {**newest, key: each_once[-MAX_COUNTED:]}}, durable=False)
     except OSError as error:
         log.warning("cannot note that a run begins with %s in memory: %s", key, error)
 
 
-def _tries(memory: Path | None) -> dict[str, int]:
+def forget_others(memory: Path, ranks: Collection[int], *, older_than: int) -> None:
+    """Give back the memory of ranks that are not on this node any more, once a newer commit is durable.
+
+    Args:
+        ranks: of this node now.
+        older_than: the number of that commit; snapshots of it and later ones stay.
+    """
+    own = {f"shard-{rank}." for rank in ranks}
+    for one in holdings_in(memory, Tier.MEMORY):
+        if not one.index_path.name.startswith(tuple(own)) and one.name[2] < older_than:
+            one.index_path.unlink(missing_ok=True)
+            one.image.unlink(missing_ok=True)
+
+
+def _read_tries(memory: Path | None) -> dict[str, list[int]]:
+    """The generations that began with each snapshot."""
     try:
         value = (read_json(memory / _TRIES) or {}).get("tries") if memory is not None else None
     except StorageError:
         return {}
     known = value if isinstance(value, dict) else {}
-    return {key: count for key, count in known.items() if type(count) is int and 0 <= count < 1 << 31}
+    lists = {key: one for key, one in known.items() if isinstance(one, list)}
+    return {key: [number for number in one if type(number) is int] for key, one in lists.items()}
 
 
 def _packed(shards: Iterable[tuple[int, Tier]]) -> list[int]:

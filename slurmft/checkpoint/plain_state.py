@@ -17,6 +17,9 @@ import torch
 from slurmft.errors import CheckpointError
 
 TAG = "__slurmft__"
+MAX_JSON_TENSOR_BYTES = 64 * 1024
+"""Larger ones are data and no position: as text, they would cost more than they are worth."""
+
 _SIMPLE = (bool, int, float, str, type(None))
 
 
@@ -30,7 +33,11 @@ def as_plain(value: Any) -> Any:
 
 
 def as_json(value: Any) -> Any:
-    """As ``as_plain``, in types that survive JSON unchanged: tuples, tensors, bytes and keys too."""
+    """As ``as_plain``, in types that survive JSON unchanged: tuples, small tensors, bytes and keys too.
+
+    Raises:
+        CheckpointError: it contains itself, or is nested too deeply.
+    """
     return _guarded(_Encoder(is_json=True).encode, value)
 
 
@@ -66,7 +73,7 @@ class _Encoder:
             items = [self.encode(each) for each in value]
             return {TAG: "tuple", "items": items} if self._is_json else tuple(items)
         if isinstance(value, torch.Tensor):
-            return _tensor(value) if self._is_json and _is_dense(value) else value
+            return _tensor(value) if self._is_json and _is_small(value) else value
         if kind.__module__ == "numpy" and hasattr(value, "dtype"):
             return self._numpy(value)
         return self._other(value)
@@ -108,8 +115,9 @@ def _is_simple_key(key: Any) -> bool:
     return type(key) in _SIMPLE or (type(key) is tuple and all(map(_is_simple_key, key)))
 
 
-def _is_dense(value: torch.Tensor) -> bool:
-    return type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized
+def _is_small(value: torch.Tensor) -> bool:
+    fits = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized
+    return fits and value.nbytes <= MAX_JSON_TENSOR_BYTES
 
 
 def _tensor(value: torch.Tensor) -> dict[str, Any]:

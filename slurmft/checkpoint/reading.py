@@ -26,6 +26,9 @@ from slurmft.checkpoint.objects import from_bytes
 from slurmft.checkpoint.placing import Box
 from slurmft.checkpoint.shard_index import Item, ShardIndex, image_file, index_file
 
+MAX_THREADS = 4
+"""Of one rank: the ranks of a node read at the same time."""
+
 HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -92,7 +95,7 @@ class Stored:
                 raise Damaged(Damage.MISSING, image_file(shard))
             if (source.index.identity, source.index.shards) != (self.identity, self.shards):
                 raise Damaged(Damage.UNREADABLE, index_file(shard), "it belongs to another checkpoint")
-        self._threads = threads or min(4, os.cpu_count() or 1)
+        self._threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._pieces: dict[str, list[_Piece]] = {}
         for shard in range(self.shards):
             for item in by_shard[shard].index.items:

@@ -138,14 +138,13 @@ def _send(index_path: Path, image_path: Path, peer: Peer, secret: bytes, pace: _
 
 def _send_image(wire: Wire, image: int, index: ShardIndex, index_path: Path, pace: _Pace) -> None:
     present = index_path.stat().st_ino
-    buffer = memoryview(bytearray(CHUNK_BYTES))
     sent, since_s = 0, time.monotonic()
     while sent < index.size_bytes:
         pace.before(sent, since_s)
-        count = os.preadv(image, [buffer[: index.size_bytes - sent]], sent)
-        if not count or not _is_still(index_path, present):  # what was read may be of the next snapshot
+        count = min(CHUNK_BYTES, index.size_bytes - sent)
+        wire.send_file(image, sent, count)
+        if not _is_still(index_path, present):  # what was sent may be of the next snapshot
             raise Superseded("a newer snapshot is being staged")
-        wire.send_raw(buffer[:count])
         sent += count
 
 

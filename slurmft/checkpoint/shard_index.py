@@ -17,7 +17,7 @@ import xxhash
 from slurmft.checkpoint.damage import Damage, Damaged
 from slurmft.errors import StorageError
 from slurmft.storage.checkpoint_names import Identity
-from slurmft.storage.files import read_json, write_json
+from slurmft.storage.files import FORMAT, read_json, write_json
 
 MAX_INDEX_BYTES = 256 << 20
 
@@ -142,7 +142,10 @@ def verified_index(path: Path, size_bytes: int, digest: str) -> ShardIndex:
     if xxhash.xxh3_128_hexdigest(raw) != digest:
         raise Damaged(Damage.CHANGED, path.name)
     try:
-        return _index(json.loads(raw))
+        value = json.loads(raw)
+        if value["format"] > FORMAT:
+            raise Damaged(Damage.NEWER, path.name)
+        return _index(value)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise Damaged(Damage.UNREADABLE, path.name, repr(error)) from error
 
@@ -186,6 +189,8 @@ def _check(index: ShardIndex) -> None:
             type(t) is str for t in (item.key, item.dtype, item.digest)
         ):
             raise ValueError(f"item {item.key!r} is of no known kind")
+        if not (item.dtype.isidentifier() if item.kind == "tensor" else not item.dtype):  # it goes into .metadata
+            raise ValueError(f"item {item.key!r} has the dtype {item.dtype[:40]!r}")
         if not all(type(piece) in (str, int) for piece in item.path) or (
             item.path and ".".join(map(str, item.path)) != item.key
         ):

@@ -160,6 +160,7 @@ class Snapshots:
         reached("staged")
         place.complete(index)
         reached("index in place")
+        self.arena.warm_up(layout.capacity_bytes(prepared.packed))
         return index
 
     def keep(self, flat: FlatState, identity: Identity) -> None:

@@ -65,7 +65,7 @@ class WriteRequest:
     """Only to be committed: a writer before this one has written the image. Set by the client."""
 
 
-ReportKind = Literal["hashed", "written", "committed", "failed", "abandoned", "superseded", "pruned"]
+ReportKind = Literal["hashed", "written", "committed", "failed", "abandoned", "superseded", "pruned", "stalled"]
 FINAL_KINDS = frozenset({"committed", "abandoned", "superseded"})
 
 

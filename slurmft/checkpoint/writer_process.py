@@ -34,6 +34,9 @@ from slurmft.errors import UsageError
 from slurmft.storage.checkpoint_names import Identity
 
 STALL_TIMEOUT_S = 30.0
+WARN_AFTER_S = 5.0
+"""Without progress for so long, a save is reported as ``stalled``; nothing is done about it yet."""
+
 LIFETIME_S = 600.0
 MAX_TRIES = 3
 """Writers that may die or stall over one snapshot before it is given up."""
@@ -84,6 +87,7 @@ class WriterProcess:
         self._moved: dict[Lane, tuple[tuple[bool, int], float]] = {}
         self._looked_at = time.monotonic()
         self._start_again_at = 0.0
+        self._warned = False
         self._closing = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         with self._changed:
@@ -174,6 +178,7 @@ class WriterProcess:
     def _start(self) -> None:
         """Start a writer and hand over what is unfinished; try again later where that fails."""
         self._start_again_at = math.inf
+        self._stuck = [writer for writer in self._stuck if not writer.is_gone()]
         if len(self._stuck) >= MAX_STUCK:
             self._failed_try("starting the writer", errno.ETIMEDOUT, "earlier writers hang in the filesystem")
             return
@@ -257,8 +262,21 @@ class WriterProcess:
                 self._moved[lane] = (state, now)
         rest_s = {lane: now - since for lane, (_, since) in self._moved.items()}
         busy = [rest_s[lane] for lane, (at_work, _) in counts.items() if at_work]
-        if max(busy, default=min(rest_s.values())) > self._stall_timeout_s:
+        still_s = max(busy, default=min(rest_s.values()))
+        if still_s > self._stall_timeout_s:
             self._replace_stalled(writer)
+        elif still_s < WARN_AFTER_S:
+            self._warned = False
+        elif not self._warned:
+            self._warned = True
+            self._warn(still_s)
+
+    def _warn(self, still_s: float) -> None:
+        text = f"the writer has made no progress for {still_s:.0f} s: the filesystem may hang"
+        log.warning("%s", text)
+        for identity, save in self._saves.items():
+            seconds = time.monotonic() - save.since
+            self._note(Report(kind="stalled", identity=identity, seconds=seconds, errno=errno.ETIMEDOUT, text=text))
 
     def _replace_stalled(self, writer: SpawnedWriter) -> None:
         log.error("the checkpoint writer (process %d) stands still; it is replaced", writer.pid)

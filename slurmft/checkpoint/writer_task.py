@@ -78,6 +78,8 @@ class Task:
 class Left(Exception):
     """The save is not to be gone on with; its kind is what to report."""
 
-    def __init__(self, kind: ReportKind, text: str = "") -> None:
+    def __init__(self, kind: ReportKind, text: str = "", *, is_lost: bool = False) -> None:
         super().__init__(text)
         self.kind, self.text = kind, text
+        self.is_lost = is_lost
+        """Its folder is gone, or rank 0 has given it up: what is there now is not ours to remove."""

@@ -186,10 +186,11 @@ def verify_(*, where: Place, as_json: bool, step: int | None, only_newest: bool)
         _refuse_nothing(where, found, step)
     checked = []
     for entry in entries:
-        if (problems := _verified(entry, quiet=as_json)) is not None:
+        problems = _verified(entry, quiet=as_json)
+        if problems is not None:
             checked.append((entry, problems))
-            if not as_json:
-                _tell(entry, problems)
+        if not as_json:
+            _tell(entry, problems)
     if as_json:
         checks = [_entry_json(entry) | {"problems": [p.text for p in problems]} for entry, problems in checked]
         _print_json(directory=str(where.directory), checkpoints=checks,
@@ -201,7 +202,10 @@ def verify_(*, where: Place, as_json: bool, step: int | None, only_newest: bool)
     return CheckpointError.exit_code if is_damaged else 0
 
 
-def _tell(entry: Entry, problems: Sequence[Problem]) -> None:
+def _tell(entry: Entry, problems: Sequence[Problem] | None) -> None:
+    if problems is None:
+        click.echo(f"{entry.path.name}: removed meanwhile")
+        return
     state = f"damaged, {len(problems)} problem(s)" if problems else "intact"
     click.echo(f"{entry.path.name}: {state} ({_size(entry.size_bytes)}, {entry.world_size} ranks)")
     for problem in problems:
@@ -227,6 +231,8 @@ def export(
         raise UsageError(f"there is no folder {out.absolute().parent}", hint="make it first")
     from slurmft.checkpoint import exporting
 
+    if sys.stderr.isatty():
+        click.echo(f"reading {_size(entry.size_bytes)} of {entry.path}", err=True)
     write = exporting.export_torch if form == "torch" else exporting.export_safetensors
     with _kept(entry) as is_there:
         if not is_there:

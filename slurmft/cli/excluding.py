@@ -75,6 +75,16 @@ def _open(file: Path | None, config: Path | None) -> _Opened:
     return _Opened(ExclusionList(path, _mode_of(path, settings)), settings.rules(), path)
 
 
+def opened_list(file: Path | None, config: Path | None) -> tuple[ExclusionList, Rules]:
+    """The list that --file and --config mean, for other verbs.
+
+    Raises:
+        SlurmftError: the configuration cannot be read, or the cluster's name is needed and not known.
+    """
+    opened = _open(file, config)
+    return opened.list, opened.rules
+
+
 def _mode_of(path: Path, settings: ExclusionsConfig) -> int:
     """A list keeps the mode that it has: without --config nobody knows that it is a group's."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import click
@@ -30,6 +31,8 @@ def show() -> int:
 @click.argument("job", default="")
 def run(*, name: str, job: str) -> int:
     """Be one of the hooks (what bin/slurmft-hook runs)."""
+    # slurmctld starts its scripts with all signals blocked, and whatever we start would inherit that
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if name == "follow-requeue":
         click.echo(_line(requeued.follow_quietly(job)))
         return 0

@@ -20,6 +20,9 @@ from slurmft.errors import SlurmftError
 VERBS = {
     "advise": ("advising", "Recommend the signal lead and the checkpoint interval of CONFIG, from what was measured"),
     "checkpoint": ("checkpoints", "The checkpoints of a run: list them, verify, export, remove"),
+    "doctor": ("diagnosing", "Say what will and will not work on this cluster, and what to do about it"),
+    "drill": ("drilling", "Try a preemption: a small job with your own options gets the real signal, and a table says "
+              "what came of it"),
     "exclude": ("excluding", "The nodes to keep away from: list them, say why, add, remove, forget what has faded"),
     "explain": ("reading", "Tell the run's story: each event, each decision and its reason, from the journal"),
     "health": ("health", "Look at this node: GPUs, memory, disks, filesystems, network, host, own probes"),
@@ -36,6 +39,8 @@ VERBS = {
     "status": ("reading", "Show what runs are doing: RUN, or all below SLURMFT_RUNS (default: runs)"),
     "stop": ("verbs", "Save, then end the run; it is not requeued"),
     "submit": ("submitting", "Submit a run, or continue one that has stopped"),
+    "sweep": ("sweeping", "One look at the cluster, for cron: sick nodes are excluded and drained, healthy ones "
+              "return, lost runs go on"),
 }  # fmt: skip
 """Verb -> its module in slurmft.cli, which has a command of that name, and the first sentence of its help."""
 

@@ -23,6 +23,7 @@ GIVE_UP_S = 30.0
 """A run that has left no decision and no job for this long has ended badly."""
 
 _TOLD = frozenset({"stop requested", "requeued", "resubmitted", "starting anew", "first step", "worker failed",
+                   "state kept just in time",
                    "worker hung", "agent lost", "stop overdue", "stop without a save", "not continued",
                    "save requested", "saves keep failing", "saves work again"})  # fmt: skip
 

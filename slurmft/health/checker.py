@@ -31,7 +31,8 @@ CONTEXTS = ("manual", "prolog", "epilog", "healthcheck", "cron")
 WRITE_S = 2.0
 """Seconds that writing the result to a folder may take, which may hang."""
 
-CHECK_S = 20.0
+CHECK_S = (20.0, 600.0)
+"""Seconds that a program waits for its answer: of level 1, and of level 2."""
 
 
 def load_config(path: Path | None, environment: Mapping[str, str]) -> HealthConfig:
@@ -157,26 +158,27 @@ class HealthChecker:
         self._config, self._level, self._only = config, level, tuple(only)
         load_config(config, os.environ)
 
-    def check_health(self, timeout_s: float = CHECK_S) -> dict[str, Any]:
+    def check_health(self, timeout_s: float | None = None) -> dict[str, Any]:
         """``{"healthy": bool, "checks": [...], "timestamp": ...}``.
 
         healthy is False when a check is CRITICAL; a check that could not look makes a node neither healthy nor sick, so
         it says nothing. Each check has name, status, detail, value, unit, evidence, remedy. Never raises because of
         what the node is like: when the probes cannot run at all, the only check is UNKNOWN and says why.
         """
+        limit_s = timeout_s if timeout_s is not None else CHECK_S[self._level > 1]
         argv = [sys.executable, "-P", "-m", "slurmft", "health", "--json", "--level", str(self._level)]
         argv += ["--config", str(self._config)] if self._config is not None else []
         argv += [word for name in self._only for word in ("--only", name)]
         found: Any = None
         reason = ""
         try:
-            done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=timeout_s,
+            done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=limit_s,
                                   check=False, stdin=subprocess.DEVNULL)  # fmt: skip
             reason = " ".join(done.stderr.split())[-300:]
             with contextlib.suppress(ValueError):
                 found = json.loads(done.stdout)
         except subprocess.TimeoutExpired:
-            reason = f"no answer within {timeout_s:.0f} s"
+            reason = f"no answer within {limit_s:.0f} s"
         except OSError as error:
             reason = error.strerror or str(error)
         if not isinstance(found, dict) or not {"healthy", "checks", "timestamp"} <= set(found):

@@ -30,7 +30,7 @@ def filesystems(scene: Scene) -> ProbeResult:
     wanted = list(dict.fromkeys(wanted))[: MAX_MOUNTS + len(required)]
     if not wanted:
         return fine("filesystems", "no shared filesystem is mounted")
-    limit = limits.answer_s * scene.patience
+    limit = scene.stretched(limits.answer_s)
     errands = [
         Errand(name=str(path), limit_s=limit, task=lambda path=path: _ask(path))  # type: ignore[misc]
         for path in wanted

@@ -73,6 +73,8 @@ def epilog_slurmctld(environment: Mapping[str, str]) -> Outcome:
     job = environment.get("SLURM_JOB_ID", "")
     if not job.isdecimal():
         return Outcome(words="there is no SLURM_JOB_ID: nothing to do")
+    if environment.get("SLURM_JOB_RESTART_COUNT") == "0":  # a requeue has counted already when we are called
+        return Outcome(words=f"job {job} has never been requeued")
     requeued.follow_in_background(job)
     return Outcome(words=f"following job {job}")
 
@@ -110,7 +112,8 @@ Prolog={scripts}/slurmft-prolog
 Epilog={scripts}/slurmft-epilog
 PrologEpilogTimeout=60
 
-# On the controller, optional: requeued jobs begin at once instead of after 121 s. One squeue per job that ends.
+# On the controller, optional: requeued jobs begin at once instead of after 121 s. One squeue per job that ends, a few
+# where it is requeued. A slurmctld that had no EpilogSlurmctld must be restarted to take it; reconfigure is not enough.
 EpilogSlurmctld={scripts}/slurmft-epilog-slurmctld
 """
 

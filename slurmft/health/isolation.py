@@ -103,6 +103,7 @@ def _be_child(errand: Errand, writer: int) -> None:
             os.setpgid(0, 0)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         # whoever waits for the end of our output must not wait for a child that was left behind
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):

@@ -98,9 +98,9 @@ def _job(folder: Path) -> str:
 
 def orphaned_memory(scene: Scene, *, uid: int | None = None) -> list[tuple[Path, int]]:
     """Objects in /dev/shm that nobody uses any more, of this user or of all, each with its bytes."""
-    alive = {each.uid for each in processes(scene)}
-    found = []
-    for path in scene.folders("dev/shm"):
+    found, candidates = [], scene.folders("dev/shm")
+    alive = _users_with_processes(scene) if candidates else frozenset()
+    for path in candidates:
         with contextlib.suppress(OSError):
             facts = path.lstat()
             if facts.st_uid == 0 or (uid is not None and facts.st_uid != uid):
@@ -114,6 +114,14 @@ def orphaned_memory(scene: Scene, *, uid: int | None = None) -> list[tuple[Path,
             elif LIBRARIES.match(path.name) and stat.S_ISREG(facts.st_mode) and facts.st_uid not in alive:
                 found.append((path, facts.st_blocks * 512))
     return found
+
+
+def _users_with_processes(scene: Scene) -> frozenset[int]:
+    users = set()
+    for folder in scene.folders("proc", "[0-9]*"):
+        with contextlib.suppress(OSError):
+            users.add(folder.stat().st_uid)
+    return frozenset(users)
 
 
 def lock_is_free(path: Path) -> bool:

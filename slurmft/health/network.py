@@ -154,7 +154,7 @@ def names(scene: Scene) -> ProbeResult:
     """Names that must resolve, all at the same time."""
     limits = scene.config.network
     wanted, own = list(limits.resolve), own_name(scene)
-    limit = limits.resolve_s * scene.patience
+    limit = scene.stretched(limits.resolve_s)
     errands = [Errand(name=name, limit_s=limit, task=lambda name=name: _resolve(name))  # type: ignore[misc]
                for name in dict.fromkeys(wanted or [own])]  # fmt: skip
     return judge_names(run_all(errands), required=bool(wanted))

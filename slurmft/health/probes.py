@@ -10,7 +10,9 @@ from slurmft.health import disk, filesystems, gpu, gpu_work, host, memory, netwo
 from slurmft.health.scene import Scene
 from slurmft.health.user_probes import user_probe
 from slurmft.policy.node_health import ProbeResult
-from slurmft.settings.health import UserProbe
+from slurmft.settings.health import HealthConfig, UserProbe
+
+MOMENT_S = 0.3
 
 Found = ProbeResult | Sequence[ProbeResult] | None
 """What a probe returns: one result, several, or none where there is nothing of its kind."""
@@ -29,10 +31,16 @@ class Probe:
     is_patient: bool = True
     """Its limit grows with the patience of the context."""
 
+    waits: Callable[[HealthConfig], float] = lambda _: 0.0
+    """Seconds that it waits by itself, as the configuration says: it must live to tell what did not answer."""
+
     def limit(self, scene: Scene) -> float:
         """Seconds that it may take here."""
         base = max(scene.config.probe_limit_s(name, self.limit_s) for name in self.names)
-        return base * (scene.patience if self.is_patient else 1.0)
+        own = self.waits(scene.config)
+        if not self.is_patient:
+            return base
+        return scene.stretched(max(base - MOMENT_S, own)) + MOMENT_S if own else scene.stretched(base)
 
 
 PROBES = (
@@ -46,10 +54,10 @@ PROBES = (
     Probe(names=("disk-space",), look=disk.disk_space),
     Probe(names=("read-only",), look=disk.read_only),
     Probe(names=("disk-write",), look=disk.disk_write),
-    Probe(names=("filesystems",), look=filesystems.filesystems),
+    Probe(names=("filesystems",), look=filesystems.filesystems, waits=lambda config: config.filesystems.answer_s),
     Probe(names=("links",), look=network.links),
     Probe(names=("infiniband",), look=network.infiniband),
-    Probe(names=("names",), look=network.names),
+    Probe(names=("names",), look=network.names, waits=lambda config: config.network.resolve_s),
     Probe(names=gpu.NAMES, look=gpu.gpus),
     Probe(names=("gpu-matmul", "gpu-memory"), look=gpu_work.gpu_compute, limit_s=gpu_work.WORK_S, level=2,
           is_patient=False),
@@ -81,4 +89,4 @@ def _user_probe(name: str, probe: UserProbe) -> Probe:
         return user_probe(scene, name, probe)
 
     # it ends its program itself; a moment more, so that it can say so
-    return Probe(names=(name,), look=look, limit_s=probe.timeout_s + 0.3, level=probe.level)
+    return Probe(names=(name,), look=look, limit_s=probe.timeout_s, level=probe.level, waits=lambda _: probe.timeout_s)

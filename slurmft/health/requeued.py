@@ -47,11 +47,14 @@ def follow(
     deadline, pause = now() + FOLLOW_S, FIRST_PAUSE_S
     while now() < deadline:
         record = look(job)
-        if record is None or (record.state != "COMPLETING" and not waits_for_slurm(record, now())):
+        if record is None:
             return False
-        if record.state != "COMPLETING":
+        if waits_for_slurm(record, now()):
             begin(job, SOONEST_S)
             return True
+        # right after COMPLETING it is PENDING for a moment for no reason
+        if record.state != "COMPLETING" and (record.state, record.reason) != ("PENDING", "None"):
+            return False
         sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_S)
     return False

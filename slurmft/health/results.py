@@ -1,6 +1,7 @@
 """Results of the probes on a shared folder: one file for each node, which only that node's probes write.
 
     <folder>/<node>.json   {"format": 1, "node": ..., "checkups": [newest last, at most KEEP]}
+    a checkup              {"node", "at", "context", "level", "ok": [names], "results": [whatever is not OK]}
 
 Written atomically; of two writers at once on one node (a prolog beside the HealthCheckProgram) one may lose its look,
 never the file. A reader leaves out what it cannot believe and says so.
@@ -8,6 +9,7 @@ never the file. A reader leaves out what it cannot believe and says so.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -56,7 +58,7 @@ def write_result(folder: Path, node: str, result: Checkup) -> Path:
         before = []  # damaged or newer: this look is worth more than what nobody can read
     kept = sorted([*before, result], key=lambda each: each.at)[-KEEP:]
     try:
-        write_json(path, {"node": node, "checkups": [checkup_json(each) for each in kept]}, mode=0o644, durable=False)
+        write_json(path, {"node": node, "checkups": [_brief(each) for each in kept]}, mode=0o644, durable=False)
     except OSError as error:
         raise StorageUnavailable(f"cannot write {path}: {error.strerror or error}") from error
     return path
@@ -100,6 +102,14 @@ def checkup_json(checkup: Checkup) -> dict[str, Any]:
             "level": checkup.level}  # fmt: skip
 
 
+def _brief(checkup: Checkup) -> dict[str, Any]:
+    """For the shared folder: of what is OK only the name, since a sweep reads the files of ten thousand nodes."""
+    value = checkup_json(checkup)
+    value["ok"] = [result.name for result in checkup.results if result.status is Status.OK]
+    value["results"] = [each for each in value["results"] if each["status"] != Status.OK.name]
+    return value
+
+
 def result_json(result: ProbeResult) -> dict[str, Any]:
     """A result as plain values; ``result_of`` reads it back."""
     return {**asdict(result), "status": result.status.name, "evidence": list(result.evidence)}
@@ -120,9 +130,16 @@ def checkup_of(value: Any) -> Checkup:
         raise ValueError(f"at={str(at)[:40]} is no time")
     if not isinstance(results, list) or len(results) > MAX_RESULTS:
         raise ValueError("its results are no list, or too many")
-    level, context = value.get("level", 1), value.get("context", "")
-    return Checkup(node=node, at=float(at), results=tuple(result_of(each) for each in results),
+    level, context, fine = value.get("level", 1), value.get("context", ""), value.get("ok", [])
+    if not isinstance(fine, list) or len(fine) > MAX_RESULTS or not all(isinstance(name, str) for name in fine):
+        raise ValueError("what is OK is no list of names, or too long")
+    return Checkup(node=node, at=float(at), results=(*map(result_of, results), *map(_fine, fine)),
                    context=str(context)[:40], level=level if type(level) is int else 1)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1000)
+def _fine(name: str) -> ProbeResult:
+    return ProbeResult(name=_text(name), status=Status.OK, detail="")
 
 
 def result_of(value: Any) -> ProbeResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,11 @@ MAX_BYTES = 1 << 20
 
 PATIENCE: Mapping[str, float] = {"healthcheck": 10.0, "cron": 5.0}
 """Context -> how many times longer than usual things may take: Slurm gives HealthCheckProgram 60 s."""
+
+
+LONGEST_S: Mapping[str, float] = {"prolog": 5.0, "epilog": 5.0, "healthcheck": 40.0}
+"""Context -> seconds that no probe may exceed: bin/slurmft-prolog has 10 s in all, bin/slurmft-healthcheck 50 s. What
+is cut short is unknown; without this, one slow probe would take all the others' results with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +43,10 @@ class Scene:
     def patience(self) -> float:
         """How many times longer than usual things may take."""
         return PATIENCE.get(self.context, 1.0)
+
+    def stretched(self, limit_s: float) -> float:
+        """A limit as it is here: with patience, and inside of what the hook around us has."""
+        return min(limit_s * self.patience, LONGEST_S.get(self.context, math.inf))
 
     def path(self, name: str) -> Path:
         """``proc/loadavg`` below the root."""

@@ -28,7 +28,7 @@ def user_probe(scene: Scene, name: str, probe: UserProbe) -> ProbeResult:
     It is in a group of processes of its own, which is ended with it; it has no input, and the environment that we have,
     with ``SLURMFT_HEALTH_CONTEXT`` and ``SLURMFT_HEALTH_LEVEL``.
     """
-    limit = probe.timeout_s * scene.patience
+    limit = scene.stretched(probe.timeout_s)
     environment = {**scene.environment, "SLURMFT_HEALTH_CONTEXT": scene.context,
                    "SLURMFT_HEALTH_LEVEL": str(scene.level)}  # fmt: skip
     try:

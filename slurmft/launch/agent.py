@@ -22,6 +22,7 @@ from slurmft.launch.gpus import VISIBLE_VARIABLE, visible_without
 from slurmft.launch.hang_watch import HangWatch
 from slurmft.launch.heartbeat import NOTHING, Slot
 from slurmft.launch.keeping import Keeping, look_after_regularly
+from slurmft.launch.notices import NoticeWatch
 from slurmft.launch.rescuing import rescue_on_node
 from slurmft.launch.sleeping import overslept_s
 from slurmft.launch.striking import strike
@@ -87,6 +88,7 @@ class Agent:
         serving = asyncio.create_task(self._serve())
         lease = asyncio.create_task(self._watch_lease())
         hangs = asyncio.create_task(self._hangs.run())
+        notices = asyncio.create_task(NoticeWatch(self._config, self._environment, self._report).run())
         keeping = asyncio.create_task(look_after_regularly(self._keeping, KEEPER_LOOK_S))
         try:
             await asyncio.wait([serving, lease], return_when=asyncio.FIRST_COMPLETED)
@@ -94,8 +96,9 @@ class Agent:
                 return EXIT_TEMPORARY if self._taken_back else serving.result()
             return LaunchError.exit_code
         finally:
-            for task in (reports, serving, lease, hangs, keeping):
+            for task in (reports, serving, lease, hangs, keeping, notices):
                 task.cancel()
+            await asyncio.gather(notices, return_exceptions=True)  # a plug-in is ended with it
             self._keeping.close()
             self._workers.close()
             self._forensics.finish(LAST_FILES_S)

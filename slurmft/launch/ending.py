@@ -134,6 +134,9 @@ class Ending:
     def _where_to(self, verdict: Verdict, decision: Decision, *, may_stay: bool) -> Decision:
         """The decision, as far as there are nodes for it. What may not go on here, and cannot elsewhere, ends."""
         if not isinstance(self.cluster, SlurmCluster):
+            if verdict.cause is Cause.RECLAIMED:
+                reason = f"{verdict.reason}; there is no queue to go on through: start it again elsewhere"
+                return replace(decision, action=Action.STOP, reason=reason)
             why = "there are no other nodes"
             return self._without_others(verdict, decision, why) if decision.elsewhere else decision
         if (

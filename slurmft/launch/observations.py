@@ -17,6 +17,7 @@ from slurmft.policy.findings import WorkerEnd
 from slurmft.policy.symptoms import last_words
 from slurmft.policy.verdict import Action, steps_at_risk
 from slurmft.storage import timings
+from slurmft.storage.attempt_facts import noted_source
 from slurmft.storage.journal import Event, Journal
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.storage.verdicts import read_verdict
@@ -176,6 +177,8 @@ class Observations:
         resumed, step = self.reached()
         self._measured.first_step_done(step, time.monotonic())
         facts = since_last_stop(self._history, max(times))
+        if source := noted_source(self._run.attempts / str(self._attempt)):
+            facts["source"] = source
         self._journal.append("first step", resumed_from=resumed, **facts)
 
 

@@ -48,7 +48,7 @@ class Reviver:
 
     def lost(self, link: AgentLink, *, hung_up: bool) -> None:
         """Deal with a lost agent; ``hung_up``: its connection was closed, so its node lives."""
-        if link.lender or link.node in self._tasks:
+        if link.lender or link.leaving or link.node in self._tasks:
             return
         if hung_up:
             self._roster.returning.add(link.node)

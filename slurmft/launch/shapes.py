@@ -85,6 +85,9 @@ _DOING: Mapping[str, Check] = {
     "own_work": _SLOT, "stopped": _flag, "holding": _flag, "warming_up": _flag,
     "sections": lambda value: _are_held(value, DEPTH + 1), "elsewhere": lambda value: _are_held(value, ELSEWHERE),
 }  # fmt: skip
+_NOTICE: Mapping[str, Check] = {
+    "source": _name, "ends": _flag, "what": _name, "left_s": lambda value: _time(value) and value >= 0,
+}  # fmt: skip
 _LOOK = (_flag, _SLOT, _flag, _SLOT)
 _CODE = _integer(-128, 255)
 
@@ -165,6 +168,8 @@ def check_report(message: Message) -> None:
             _require(message, {"sections": lambda value: _are_held(value, MAX_NAMES)}, "a report of durations")
         case "signal":
             _require(message, _SIGNAL, "a signal's report")
+        case "notice":
+            _require(message, _NOTICE, "a notice")
         case "hello" | "connected" | "disconnected" as kind:
             raise BadMessage(f"{kind!r} is no report")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 
 from slurmft.config import RunConfig
@@ -102,17 +103,30 @@ class Stops:
         else:
             self.background.start(self._save_now(who))
 
-    def stop_for(self, cause: Cause, reason: str) -> None:
+    def on_notice(self, cause: Cause, reason: str, *, left_s: float) -> None:
+        """A node will be gone in ``left_s`` seconds: stop before that, even if a stop is under way."""
+        stop_s = max(1.0, left_s - REQUEUE_COST_S)
+        if self.planned is None:
+            self.stop_for(cause, reason, within_s=stop_s)
+            return
+        if self.planned is Cause.RESIZED and cause is not Cause.RESIZED:  # the save is under way; what follows changes
+            self.planned, self.reason = cause, reason
+        self._end_by(time.monotonic() + stop_s)
+
+    def stop_for(self, cause: Cause, reason: str, *, within_s: float = math.inf) -> None:
         """Begin a stop that has no deadline of Slurm's."""
         self.planned = cause
         stopping = asyncio.create_task(self._agreed_stop())
-        left_s = self._section.stop_timeout_s
+        left_s = min(within_s, self._section.stop_timeout_s)
         self.background.start(self._stop(cause, reason, stopping, at_s=time.monotonic(), left_s=left_s))
 
     def _hurry(self) -> None:
-        if self._timer is not None and (self._timer.when() or 0.0) > self._slurm.kill_at_s:
+        self._end_by(self._slurm.kill_at_s)
+
+    def _end_by(self, at_s: float) -> None:
+        if self._timer is not None and (self._timer.when() or 0.0) > at_s:
             with contextlib.suppress(RuntimeError):  # its time was up meanwhile
-                self._timer.reschedule(self._slurm.kill_at_s)
+                self._timer.reschedule(at_s)
 
     async def _stop_for_signal(self, name: str, where: str, at_s: float) -> None:
         # the save must not wait for Slurm's answers: they only say why, and how long there is

@@ -27,6 +27,7 @@ from slurmft.launch.injecting import Injections
 from slurmft.launch.last_look import HANG_DUMPS_S, take_evidence
 from slurmft.launch.observations import Observations
 from slurmft.launch.own_signals import hearing
+from slurmft.launch.reclaimed import Reclaimed
 from slurmft.launch.rescuing import rescue
 from slurmft.launch.resizing import Resizing
 from slurmft.launch.sleeping import overslept_s
@@ -82,6 +83,7 @@ class Supervisor:
         self._hangs = Hangs(config, start, self._pool)
         self._injections = Injections(config, start, self._pool, self._background)
         self._resizing = Resizing(config, start, crew, self._seen, self.stops)
+        self._reclaimed = Reclaimed(config, start, crew, self.stops, accuser)
         self._slow = SlowNodes(config, start, self._seen, self.stops, accuser=accuser)
         self._complete_codes = codes_of(ExitAction.COMPLETE, config.exit_actions)
         self._failed = self._rescued = False
@@ -119,15 +121,12 @@ class Supervisor:
     async def _launch(self) -> None:
         await self._crew.muster(self._cluster)
         self._background.start(self._slurm.read_terms())
-        self._background.start(self._watch_processes())
-        self._background.start(self._watch_requests())
-        self._background.start(self._handle_events())
-        self._background.start(self._watch_agents())
+        own = (self._watch_processes, self._watch_requests, self._handle_events, self._watch_agents)
+        for watch in (*own, self._accuser.watch, self._resizing.watch):
+            self._background.start(watch())
         for link in self._pool.links.values():
             if link.channel is None:  # it hung up while nobody was looking
                 self._background.start(self._on_disconnect(link))
-        self._background.start(self._accuser.watch())
-        self._background.start(self._resizing.watch())
         await self._wait_for_agents()
         if self._over.is_set():
             return
@@ -232,6 +231,8 @@ class Supervisor:
                     self._background.start(self._on_hang(link, message))
                 case "durations":
                     self._hangs.note(message)
+                case "notice":
+                    self._reclaimed.note(link, message)
                 case "signal" if link.lender:
                     self._resizing.leave(link)
                 case "signal":
@@ -401,7 +402,7 @@ class Supervisor:
                 saved=self._seen.saved(),
                 planned=self.stops.planned,
                 planned_reason=self.stops.reason,
-                planned_suspects=self._slow.suspects,
+                planned_suspects=(*self._slow.suspects, *self._reclaimed.suspects),
                 lost_nodes=tuple(self.lost),
                 hang=self._hangs.found,
                 node_states=self._node_states,

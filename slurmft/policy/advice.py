@@ -18,6 +18,8 @@ from slurmft.policy.checkpoint_interval import (
 from slurmft.policy.grace import GraceNeed
 
 NEWEST_SAVES = 20
+SHORTEST_STEP_S = 1e-6
+"""A step that is said to take less was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +88,7 @@ def advise(measured: Measured, *, nodes: int, setting: Setting) -> Advice:
         mtbf_s=mean_s,
         lead_s=measured.need.lead_s if measured.need.known else None,
         plan=best,
-        steps=max(1, round(best.interval_s / step_s)) if best is not None and step_s > 0 else None,
+        steps=max(1, round(best.interval_s / step_s)) if best is not None and step_s > SHORTEST_STEP_S else None,
         now=Plan(interval_s=now_s, cost_s=best.cost_s, mtbf_s=mean_s, durable_s=durable_s) if best and now_s else None,
         is_cost_known=cost_s is not None,
     )

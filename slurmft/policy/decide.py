@@ -25,7 +25,11 @@ from slurmft.policy.verdict import (
 HOPELESS = frozenset({EXIT_USAGE, EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND})
 """Exit codes that another try, on whatever node, would only repeat."""
 
-PATIENT = frozenset({Cause.PREEMPTED, Cause.SIGNALLED, Cause.REQUEUED, Cause.REQUEUED_BY_USER, Cause.RESIZED})
+PATIENT = frozenset(
+    {
+        Cause.PREEMPTED, Cause.SIGNALLED, Cause.REQUEUED, Cause.REQUEUED_BY_USER, Cause.RESIZED, Cause.RECLAIMED,
+    }
+)  # fmt: skip
 """Ends that say nothing about the run: it may be ended like this any number of times before it gets anywhere."""
 
 AVOIDING = PLANNED | {

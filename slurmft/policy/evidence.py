@@ -30,6 +30,12 @@ class Kind(StrEnum):
     """Attempts died from the same checkpoint, all on this node."""
 
     COMMUNICATION = "communication"
+    RECLAIMED = "reclaimed"
+    """Its cloud has announced to take the machine away."""
+
+    AT_RISK = "at risk"
+    """Its cloud has said that it may."""
+
     HEALTH = "health check"
     PASSED = "health check passed"
     FORGIVEN = "forgiven"

@@ -197,7 +197,8 @@ class GraceNeed:
     def at_risk(self) -> str:
         """What is done again when a stop's save does not come about."""
         if self.interval_s > 0:
-            return f"the newest periodic checkpoint continues, and up to {_number(self.interval_s)} s are done again"
+            work = f"{_number(self.interval_s)} s of work"
+            return f"the newest periodic checkpoint continues, and up to {work} are done again"
         if self.interval_steps == 0:
             return "everything since the newest save of a stop is done again (checkpoint.interval_steps is 0)"
         work = "" if self.step_s is None else f" ({_number(self.interval_steps * self.step_s)} s of work)"

@@ -277,9 +277,11 @@ def _verdict(node: str, looks: Sequence[Checkup], rules: HealthRules, shared: fr
     if not looks:
         return NodeVerdict(node=node, condition=Condition.UNKNOWN)
     at, clean = looks[0].at, _clean(looks)
+    if clean == len(looks):  # nearly every node of a cluster: nothing to weigh
+        return NodeVerdict(node=node, condition=Condition.HEALTHY, at=at, clean=clean)
     outcomes: dict[str, list[ProbeResult]] = {}
     for look in looks:
-        for result in look.results:
+        for result in _once(look.results):
             if result.status is not Status.UNKNOWN:
                 outcomes.setdefault(result.name, []).append(result)
     worst_of: tuple[int, ProbeResult, int] | None = None
@@ -301,6 +303,16 @@ def _verdict(node: str, looks: Sequence[Checkup], rules: HealthRules, shared: fr
     )  # fmt: skip
 
 
+def _once(results: Iterable[ProbeResult]) -> Iterable[ProbeResult]:
+    """One result of each name, the gravest: what one look says twice it has still seen once."""
+    by_name: dict[str, ProbeResult] = {}
+    for result in results:
+        other = by_name.get(result.name)
+        if other is None or _SEVERITY[result.status] > _SEVERITY[other.status]:
+            by_name[result.name] = result
+    return by_name.values()
+
+
 def _rank(
     failed: Sequence[ProbeResult], newest: Sequence[ProbeResult], rules: HealthRules, shared: frozenset[str]
 ) -> int:
@@ -314,8 +326,8 @@ def _rank(
 def _clean(looks: Sequence[Checkup]) -> int:
     count = 0
     for look in looks:
-        seen = [result.status for result in look.results if result.status is not Status.UNKNOWN]
-        if Status.CRITICAL in seen or not seen:
+        seen = {result.status for result in look.results}
+        if Status.CRITICAL in seen or not seen - {Status.UNKNOWN}:
             break
         count += 1
     return count

@@ -20,11 +20,13 @@ HOUR_S = 3600.0
 
 WEIGHTS: Mapping[str, float] = MappingProxyType({
     Kind.RERUN_PERSISTENT: 2.0,
+    Kind.RECLAIMED: 2.0,
     Kind.RERUN_UNDECIDED: 0.6,
     Kind.RERUN_TRANSIENT: 0.4,
     Kind.HEALTH: 0.8,
     Kind.NODE_LOST: 0.6,
     Kind.STRAGGLER: 0.5,
+    Kind.AT_RISK: 0.5,
     Kind.REPEATED_DEATH: 0.5,
     Kind.HANG: 0.3,
     Kind.CRASH: 0.25,
@@ -34,7 +36,8 @@ WEIGHTS: Mapping[str, float] = MappingProxyType({
     Kind.PASSED: -0.3,
     Kind.FORGIVEN: -1_000_000.0,
 })  # fmt: skip
-"""Weight of one observation where its source says nothing else. Alone, only a persistent error reaches 1."""
+"""Weight of one observation where its source says nothing else. Alone, only a persistent error reaches 1, and for
+half an hour what is no suspicion: a cloud has announced to take the node away."""
 
 HALF_LIFE_HOURS: Mapping[str, float] = MappingProxyType({
     Kind.RERUN_PERSISTENT: 30 * DAY_H,
@@ -42,6 +45,8 @@ HALF_LIFE_HOURS: Mapping[str, float] = MappingProxyType({
     Kind.RERUN_TRANSIENT: 7 * DAY_H,
     Kind.HEALTH: 2 * DAY_H,
     Kind.NODE_LOST: 3 * DAY_H,
+    Kind.RECLAIMED: 0.5,
+    Kind.AT_RISK: 1.0,
     Kind.STRAGGLER: 3 * DAY_H,
     Kind.REPEATED_DEATH: 3 * DAY_H,
     Kind.HANG: 2 * DAY_H,

@@ -20,6 +20,7 @@ class Cause(StrEnum):
     REQUEUED_BY_USER = "requeued by user"
     REQUEUED = "requeued by Slurm"
     RESIZED = "resized"
+    RECLAIMED = "node reclaimed"
     WORKER_ERROR = "worker error"
     SIGNAL_CRASH = "signal crash"
     HOST_OUT_OF_MEMORY = "out of host memory"
@@ -40,7 +41,7 @@ class Cause(StrEnum):
 PLANNED = frozenset(
     {
         Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.SIGNALLED, Cause.STOPPED_BY_USER, Cause.REQUEUED_BY_USER,
-        Cause.REQUEUED, Cause.RESIZED,
+        Cause.REQUEUED, Cause.RESIZED, Cause.RECLAIMED,
     }
 )  # fmt: skip
 """Causes that never spend the failure budget (design, ordering rule 7)."""

@@ -71,6 +71,14 @@ def parse_site(text: str) -> Site:
     )
 
 
+def parse_configuration(text: str) -> dict[str, str]:
+    """Every ``Key = value`` in the output of ``scontrol show config``; under ``as of`` its time."""
+    facts = dict(re.findall(r"^(\w+)\s*=[ \t]*(.*?)[ \t]*$", text, re.MULTILINE))
+    if match := re.search(r"^Configuration data as of (\S+)", text, re.MULTILINE):
+        facts["as of"] = match[1]
+    return facts
+
+
 def parse_limit_s(text: str) -> float | None:
     """Seconds of a time limit as sbatch takes it, in the whole minutes that Slurm makes of it: infinite where there is
     none, None where it is not known or cannot be read."""

@@ -24,7 +24,14 @@ from slurmft.scheduler.parsing import (
     parse_named,
     parse_pairs,
 )
-from slurmft.scheduler.site import Partition, Site, parse_job_times, parse_partitions, parse_site
+from slurmft.scheduler.site import (
+    Partition,
+    Site,
+    parse_configuration,
+    parse_job_times,
+    parse_partitions,
+    parse_site,
+)
 
 PATIENCE_S = 30.0
 JOBS_AT_ONCE = 2000
@@ -142,6 +149,24 @@ def site(*, timeout_s: float = 3.0) -> Site:
         SlurmError: Slurm refused or did not answer.
     """
     return parse_site(command.run(["scontrol", "show", "config"], timeout_s=timeout_s))
+
+
+def configuration(*, timeout_s: float = 10.0) -> dict[str, str]:
+    """All that ``scontrol show config`` says, by key; ``as of`` is when. For advice, not for decisions.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+    """
+    return parse_configuration(command.run(["scontrol", "show", "config"], timeout_s=timeout_s))
+
+
+def admin_level(user: str) -> str | None:
+    """The user's level in the accounting, such as Operator; None where that does not tell or does not exist."""
+    argv = ["sacctmgr", "-n", "-P", "show", "user", user, "format=AdminLevel"]
+    try:
+        return command.run(argv, timeout_s=5.0).strip().partition("\n")[0] or None
+    except SlurmError:
+        return None
 
 
 def preempt_mode(partition: str) -> str:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from slurmft.policy import plain_values as plain
 from slurmft.policy.checkpoint_settings import PREFIX
@@ -29,7 +29,11 @@ def _as_bytes(value: Any) -> Any:
     return int(float(form[1]) * _UNITS[form[2]])
 
 
-Rate = Annotated[Positive, BeforeValidator(_as_bytes)]
+Rate = Annotated[
+    Positive,
+    BeforeValidator(_as_bytes),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}]}),
+]
 
 
 class CheckpointConfig(Section):

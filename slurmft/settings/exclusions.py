@@ -29,7 +29,8 @@ class ExclusionsConfig(Section):
     """Permissions of the list's files, in octal: 0600 for one user, 0660 for a group."""
 
     threshold: _Score = 1.0
-    """Score from which on a node is excluded: a proven persistent error has 2, anything else alone less than 1."""
+    """Score from which on a node is excluded: a proven persistent error has 2, and for half an hour a node that
+    its cloud takes away is above 1; anything else alone is below."""
 
     probation: _Score = 0.25
     """Score from which on a node is on probation; below it, it is free."""

@@ -268,7 +268,8 @@ class HealthConfig(Section):
     """Probes that do not run."""
 
     limits_s: dict[Text, Limit] = Field(default_factory=dict)
-    """Seconds that single probes may take, where they differ from their own."""
+    """Seconds that single probes may take, where they differ from their own, such as {gpu-count: 10} (all that the
+    driver is asked) where it takes long to wake up: persistence mode is off."""
 
     host: HostLimits = Field(default_factory=HostLimits)
     memory: MemoryLimits = Field(default_factory=MemoryLimits)

@@ -53,5 +53,14 @@ def noted_resuming(folder: Path) -> str | None:
     return None
 
 
+def noted_source(folder: Path) -> str:
+    """Where the attempt's state was read from, in words; empty where nothing was, or nobody has said."""
+    with contextlib.suppress(StorageError):
+        source = (read_json(folder / RESUMING_FILE) or {}).get("source")
+        if isinstance(source, str):
+            return source[:500]
+    return ""
+
+
 def _positive(*values: object) -> bool:
     return all(type(value) is int and value > 0 for value in values)

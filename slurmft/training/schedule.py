@@ -143,7 +143,10 @@ class SaveTimer:
         self._steps_seen = 0
 
         self._cost_ns: int | None = None
-        """Of the newest save, so far."""
+        """The stall of the newest save, until all of its cost is known."""
+
+        self._excess_ns = 0
+        """What the steps beside its write took more, or less by chance, than quiet ones."""
 
     def step_done(self, now_ns: int, *, is_writing: bool) -> None:
         """A step ended at ``now_ns``; a checkpoint was or was not being written beside it."""
@@ -156,7 +159,7 @@ class SaveTimer:
                 self._quiet_ns.append(took_ns)
             return
         # it began while the newest save was written, or right behind its stall
-        self._cost_ns += max(0, took_ns - int(median(self._quiet_ns))) if self._quiet_ns else 0
+        self._excess_ns += took_ns - int(median(self._quiet_ns)) if self._quiet_ns else 0
         if not is_writing:
             self._settle()
 
@@ -187,9 +190,10 @@ class SaveTimer:
 
     def _settle(self) -> None:
         if self._cost_ns is not None:
-            self._spacing.cost(self._cost_ns / 1e9)
-            self._on_cost(self._cost_ns / 1e9)
-            self._cost_ns = None
+            seconds = (self._cost_ns + max(0, self._excess_ns)) / 1e9
+            self._cost_ns, self._excess_ns = None, 0
+            self._spacing.cost(seconds)
+            self._on_cost(seconds)
 
     def _interval_ns(self) -> int:
         return max(1, round(self._spacing.seconds(step_s=self._step_ns() / 1e9) * 1e9))

@@ -28,7 +28,7 @@ def test_a_peer_has_what_a_dead_node_had(lab: Lab, new_run: NewRun, undisturbed:
         fault_tolerance={"num_in_job_restarts": 3},
     )
     run.submit()
-    eventually(lambda: copies_made(run) >= 4, 60, run.story)
+    eventually(lambda: copies_made(run) >= 4, 90, run.story)
     hosts = run.events("agents ready")[0].details["hosts"]
     lab.kill_node(hosts[1])
     try:
@@ -43,6 +43,7 @@ def test_a_peer_has_what_a_dead_node_had(lab: Lab, new_run: NewRun, undisturbed:
 def test_where_the_peer_is_lost_too_the_disk_is_read(lab: Lab, new_run: NewRun) -> None:
     """Of three nodes in a ring, the second's copies lie with the third."""
     run = new_run(
+        steps=40,
         nodes=3,
         nproc_per_node=1,
         elastic={"min_nodes": 1},
@@ -50,7 +51,7 @@ def test_where_the_peer_is_lost_too_the_disk_is_read(lab: Lab, new_run: NewRun) 
         fault_tolerance={"num_in_job_restarts": 3},
     )
     run.submit()
-    eventually(lambda: copies_made(run) >= 3, 60, run.story)
+    eventually(lambda: copies_made(run) >= 3, 90, run.story)
     run.wait_for_step(25)
     hosts = run.events("agents ready")[0].details["hosts"]
     for host in hosts[1:]:

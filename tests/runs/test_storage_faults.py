@@ -99,14 +99,17 @@ FAULTS = [
 def test_a_disk_that_takes_nothing_at_a_periodic_save(
     new_run: NewRun, undisturbed: str, disk: SmallDisk, breaks: Fault, mends: Fault, number: int
 ) -> None:
-    run = new_run(delay=0.3, checkpoint={"directory": str(disk.path / "checkpoints"), "interval_steps": 10})
+    section = {"directory": str(disk.path / "checkpoints"), "interval_steps": 10, "max_failed_saves": 2}
+    run = new_run(delay=0.3, checkpoint=section)
     run.submit()
     eventually(lambda: Catalog(disk.path / "checkpoints").committed(), 60, run.story)
     breaks(disk)
     failed = run.wait_for("save failed")
     assert failed.details["reason"] == os.strerror(number)
     assert Catalog(disk.path / "checkpoints").committed()[0].step < failed.details["step"]
+    assert os.strerror(number) in run.wait_for("saves keep failing").details["reason"]
     mends(disk)
+    run.wait_for("saves work again")
     run.wait_until_done()
     assert len(run.events("attempt started")) == 1, "training went on"
     assert Catalog(disk.path / "checkpoints").scan().uncommitted == []

@@ -34,7 +34,8 @@ def test_importing_the_package_and_reading_a_catalog_needs_no_torch(tmp_path):
 def test_the_public_names_are_exactly_these():
     import slurmft.checkpoint
 
-    assert dir(slurmft.checkpoint) == ["Catalog", "CheckpointManager", "Entry", "LoadedCheckpoint"]
+    names = ["Catalog", "CheckpointManager", "DistributedCheckpointManager", "Entry", "LoadedCheckpoint"]
+    assert dir(slurmft.checkpoint) == names
     assert all(getattr(slurmft.checkpoint, name) for name in dir(slurmft.checkpoint))
     with pytest.raises(AttributeError):
         slurmft.checkpoint.Nothing  # noqa: B018

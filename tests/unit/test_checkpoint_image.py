@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import pickle
 import time
+from dataclasses import replace
 
 import pytest
 import stored_state
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
@@ -18,6 +21,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
+from slurmft.checkpoint import image
 from slurmft.checkpoint.assignment import spread
 from slurmft.checkpoint.damage import Damage, Damaged
 from slurmft.checkpoint.dcp_metadata import metadata_bytes
@@ -28,9 +32,9 @@ from slurmft.checkpoint.landing import prepare
 from slurmft.checkpoint.objects import ObjectPacker, from_bytes
 from slurmft.checkpoint.placing import Box
 from slurmft.checkpoint.reading import Source, Stored, Target
-from slurmft.checkpoint.shard_index import image_file, index_file
+from slurmft.checkpoint.shard_index import image_file, index_file, read_index, verified_index
 from slurmft.checkpoint.state import Trainee
-from slurmft.errors import CheckpointError, UsageError
+from slurmft.errors import CheckpointError, StorageError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -166,6 +170,23 @@ def test_every_kind_of_dense_tensor(tmp_path, tensor):
         assert found.dtype == tensor.dtype and found.shape == tensor.shape
         same_bits = found.contiguous().view(-1).view(torch.uint8), tensor.resolve_conj().contiguous().view(-1)
         assert torch.equal(same_bits[0], same_bits[1].view(torch.uint8))
+
+
+@pytest.mark.parametrize("sizes", [(), (0, 2), (3, 5)], ids=["scalar", "empty", "matrix"])
+def test_without_skip_data_the_archive_has_the_same_form(sizes, monkeypatch):
+    def refused(*_arguments, **_more):
+        raise RuntimeError("not in this version")
+
+    usual = image._archive(torch.float32, sizes)
+    monkeypatch.setattr(image, "_archives", {})
+    monkeypatch.setattr(image, "skip_data", refused)
+    other = image._archive(torch.float32, sizes)
+    assert (len(other.head), other.data_bytes, len(other.tail)) == (len(usual.head), usual.data_bytes, len(usual.tail))
+    values = torch.arange(other.data_bytes, dtype=torch.uint8)
+    for archive in (usual, other):
+        whole = archive.head + values.numpy().tobytes() + archive.tail
+        back = torch.load(io.BytesIO(whole.ljust(archive.length, b"\0")), weights_only=True)
+        assert torch.equal(back.reshape(-1).view(torch.uint8), values)
 
 
 @pytest.mark.parametrize(
@@ -566,3 +587,65 @@ def test_an_index_keeps_its_paths(tmp_path):
     assert {item.path for item in index.items} >= {("optimizer", "param_groups", 1, "lr"), ("model", "inner.weight")}
     assert (tmp_path / "c" / index_file(0)).exists()
     prepare(trainee(), Stored.in_folder(tmp_path / "c", [again]), rank=0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"dtype": "float32\nos\nsystem"}, id="dtype-that-would-be-code-in-a-pickle"),
+        pytest.param({"dtype": ""}, id="no-dtype"),
+        pytest.param({"path": ["model", "other"]}, id="other-path"),
+        pytest.param({"path": ["model", 1.5]}, id="path-of-a-fraction"),
+        pytest.param({"offset": 64}, id="gap"),
+        pytest.param({"data_offset": 10**9}, id="outside"),
+        pytest.param({"data_length": -1}, id="negative"),
+        pytest.param({"length": True}, id="bool"),
+        pytest.param({"sizes": [2]}, id="dimensions"),
+        pytest.param({"kind": "code"}, id="kind"),
+        pytest.param({"key": 3}, id="key"),
+    ],
+)
+def test_an_index_that_makes_no_sense_is_refused(tmp_path, change):
+    state = FlatState(tensors={"model.t": torch.ones(2, 3)}, paths={"model.t": ("model", "t")})
+    stored_state.write(tmp_path, *stored_state.stage(state))
+    path = tmp_path / index_file(0)
+    value = json.loads(path.read_text())
+    value["items"][0] |= change
+    path.write_text(json.dumps(value))
+    with pytest.raises(StorageError, match="is not the index of a shard"):
+        read_index(path)
+
+
+def test_an_index_of_a_newer_slurmft_says_so(tmp_path):
+    path = tmp_path / "index.json"
+    path.write_text('{"format": 99, "items": "of another kind"}')
+    raw = path.read_bytes()
+    with pytest.raises(Damaged) as caught:
+        verified_index(path, len(raw), xxhash.xxh3_128_hexdigest(raw))
+    assert caught.value.damage is Damage.NEWER
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dtype": "Tensor"}, {"dtype": "no_such"}, {"dtype": "float64"}, {"shape": (2, 4)}, {"starts": (1, 0)},
+     {"shape": (3, 3)}],
+    ids=["no-dtype-of-torch", "unknown-dtype", "other-width", "part-missing", "outside", "row-missing"],
+)  # fmt: skip
+def test_items_that_do_not_cover_their_tensor_are_damage(tmp_path, change):
+    _, index = stored_state.stage(FlatState(tensors={"model.t": torch.ones(2, 3)}))
+    wrong = replace(index, items=(replace(index.items[0], **change),))
+    with pytest.raises(Damaged, match=r"__0_0\.json cannot be read: .*model\.t"):
+        Stored.in_folder(tmp_path, [wrong])
+
+
+def test_odd_names_come_back(tmp_path):
+    model = torch.nn.ModuleDict(
+        {name: torch.nn.Linear(1, 1) for name in ("a b", "quote'\"", "line\nbreak", "\u00fc\u4e2d", "0")}
+    )
+    one, other = (Trainee(model, torch.optim.SGD(model.parameters(), momentum=0.5)) for _ in range(2))
+    stored_state.save(tmp_path / "c", one, extra={"line\nbreak": "\ud800"})
+    stored_state.commit(tmp_path / "c")
+    prepared = stored_state.load(tmp_path / "c", other)
+    prepared.apply()
+    assert prepared.extra == {"line\nbreak": "\ud800"}
+    dcp.load({"model": get_model_state_dict(model)}, checkpoint_id=tmp_path / "c")

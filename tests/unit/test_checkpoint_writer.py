@@ -20,8 +20,9 @@ import pytest
 from staging import Memory, quick_folder, until
 
 from slurmft.checkpoint import writer_process
+from slurmft.checkpoint.arena import Arena
 from slurmft.checkpoint.catalog import Catalog
-from slurmft.checkpoint.giving_up import note_file
+from slurmft.checkpoint.giving_up import give_up, note_file
 from slurmft.checkpoint.holding import is_held, reading
 from slurmft.checkpoint.image_lane import POLITE_BYTES
 from slurmft.checkpoint.politeness import NICE
@@ -197,6 +198,9 @@ def test_the_image_is_held_while_it_is_read_and_no_longer(memory, start):
     client.submit(request)
     until(lambda: client.progress().done_bytes)
     assert is_held(request.image)
+    successor = Arena(0, memory.memory)  # of a worker that knows nothing of this writer
+    taken, free = successor.places
+    assert (taken.image, successor.free([])) == (request.image, free)
     client.hurry()
     ended(client, request)
     assert not is_held(request.image)
@@ -332,6 +336,24 @@ def test_who_gives_up_lets_nobody_wait(memory, start):
     until(lambda: not requests[0].folder.exists())
 
 
+@pytest.mark.parametrize("case", ["committed", "receipt", "fenced", "neither"])
+def test_giving_up_touches_nothing_that_may_be_committed(memory, monkeypatch, case):
+    folder = memory.checkpoints / "step-00000001.g0.c1"
+    folder.mkdir(parents=True)
+    (folder / image_file(1)).touch()
+    if case == "committed":
+        (folder / "manifest.json").touch()
+    if case == "receipt":
+        (folder / index_file(1)).touch()
+    if case == "fenced":
+        write_json(memory.checkpoints / "owner.json", {"generation": 8})
+        monkeypatch.setenv("SLURMFT_RUN_FOLDER", str(memory.checkpoints))
+        monkeypatch.setenv("SLURMFT_GENERATION", "7")
+    give_up(folder, 1, "superseded")
+    assert (folder / image_file(1)).exists() == (case != "neither")
+    assert (folder / note_file(1)).exists() == (case == "neither")
+
+
 def test_pruning_keeps_what_is_being_read_the_best_and_every_so_many_steps(memory, start):
     client = start()
     keep = Keep(keep_last_n=1, keep_every=10, best_metric="loss")
@@ -384,11 +406,14 @@ def test_what_is_large_yields_to_whoever_trains_and_what_is_urgent_does_not(memo
 
 def test_while_it_idles_nothing_runs(start):
     client = start()
-    until(lambda: Path(f"/proc/{client.pid}/wchan").exists())
-    time.sleep(0.3)  # past its start
-    before = Path(f"/proc/{client.pid}/schedstat").read_text()
-    time.sleep(0.3)
-    assert Path(f"/proc/{client.pid}/schedstat").read_text() == before
+
+    def is_asleep() -> bool:
+        spent = [task.joinpath("schedstat").read_text() for task in Path(f"/proc/{client.pid}/task").iterdir()]
+        time.sleep(0.5)
+        later = [task.joinpath("schedstat").read_text() for task in Path(f"/proc/{client.pid}/task").iterdir()]
+        return len(spent) == 3 and spent == later
+
+    until(is_asleep)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in range(1, 9))])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import errno
+import itertools
 import os
 import shutil
 import signal
@@ -54,11 +55,14 @@ def ended(client: WriterProcess, request: WriteRequest) -> Report:
 
 def left_overs(memory: Memory) -> list[str]:
     """Files that belong to no committed checkpoint."""
-    return [
-        path.name
-        for path in memory.checkpoints.rglob("*")
-        if path.name.endswith((".tmp", ".gone")) or (path.is_dir() and not (path / MANIFEST).exists())
-    ]
+    try:
+        return [
+            path.name
+            for path in memory.checkpoints.rglob("*")
+            if path.name.endswith((".tmp", ".gone")) or (path.is_dir() and not (path / MANIFEST).exists())
+        ]
+    except FileNotFoundError:
+        return ["being removed"]
 
 
 @pytest.mark.parametrize("point", ALL_POINTS)
@@ -83,11 +87,10 @@ def test_killed_at_a_named_point_it_leaves_the_earlier_checkpoint_and_another_wr
     once.unlink()
     client.submit(second)
     assert ended(client, second).kind == "committed"
-    until(lambda: any(report.kind == "pruned" for report in client.poll()) or point in ("before pruning", "pruned"))
-    assert once.exists(), "the point was never reached"
+    until(once.exists)  # it was killed there
     assert memory.steps() == [2, 1]
-    after_the_end = point in ("before pruning", "pruned")  # then the save is over, and nobody has to be told
-    if not after_the_end:
+    if point not in ("before pruning", "pruned"):  # where the save is over, and nobody has to be told
+        until(lambda: any(report.kind == "pruned" for report in client.poll()))
         assert seen and seen[0] in ([1], [2, 1]), seen
         assert left_overs(memory) == []
 
@@ -111,8 +114,20 @@ def test_a_point_that_nobody_asked_for_does_nothing(monkeypatch):
         fault_points.reached("image written")
 
 
-@pytest.mark.parametrize("point", ["folder made", "image written", "hashed", "receipt written", "before marker"])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES], ids=["passing", "final"])
+@pytest.mark.parametrize(
+    ("point", "number"),
+    [
+        pytest.param("folder made", errno.ENOSPC, id="folder-passing"),
+        pytest.param("image written", errno.ENOSPC, id="image-passing"),
+        pytest.param("before marker", errno.ENOSPC, id="marker-passing"),
+        pytest.param("receipt written", errno.ENOSPC, id="receipt-passing", marks=pytest.mark.soak),
+        pytest.param("hashed", errno.ENOSPC, id="hash-passing", marks=pytest.mark.soak),
+        pytest.param("image written", errno.EACCES, id="image-final"),
+        pytest.param("before marker", errno.EACCES, id="marker-final"),
+        pytest.param("folder made", errno.EACCES, id="folder-final", marks=pytest.mark.soak),
+        pytest.param("hashed", errno.EACCES, id="hash-final", marks=pytest.mark.soak),
+    ],
+)
 def test_an_error_is_told_once_and_tried_again_where_it_may_pass(memory, clients, monkeypatch, point, number):
     monkeypatch.setenv(VARIABLE, f"{point}={number}")
     monkeypatch.setenv(ONCE_VARIABLE, str(memory.memory.parent / "once"))
@@ -144,31 +159,41 @@ def test_what_cannot_be_written_gives_way_to_what_is_newer(memory, clients, monk
 
 def test_a_stopped_writer_is_noticed_told_and_replaced(memory, clients):
     heard: list[Report] = []
-    clients.append(client := WriterProcess(stall_timeout_s=1.0, on_report=heard.append))
+    clients.append(client := WriterProcess(stall_timeout_s=2.0, on_report=heard.append))
     request = memory.stage(1, size_bytes=10**6, max_bytes_per_s=4e6)
     client.submit(request)
     until(lambda: client.progress().done_bytes)
     os.kill(client.pid, signal.SIGSTOP)
     assert ended(client, request).kind == "committed"
-    assert [(each.kind, each.errno, each.final) for each in heard if each.kind == "failed"] == [
-        ("failed", errno.ETIMEDOUT, False)
-    ]
+    assert {(each.errno, each.final) for each in heard if each.kind == "failed"} == {(errno.ETIMEDOUT, False)}
     assert memory.steps() == [1] and left_overs(memory) == []
 
 
+def test_before_that_it_is_told_that_nothing_moves(memory, clients, monkeypatch):
+    monkeypatch.setattr(writer_process, "WARN_AFTER_S", 0.5)
+    clients.append(client := WriterProcess(stall_timeout_s=60.0))
+    request = memory.stage(1, size_bytes=10**6, max_bytes_per_s=4e6)
+    client.submit(request)
+    until(lambda: client.progress().done_bytes)
+    os.kill(client.pid, signal.SIGSTOP)
+    until(lambda: any(each.kind == "stalled" and not each.final for each in client.poll()))
+    os.kill(client.pid, signal.SIGCONT)
+    assert ended(client, request).kind == "committed"
+
+
 def test_a_slow_writer_is_not_taken_for_a_stalled_one(memory, clients):
-    clients.append(client := WriterProcess(stall_timeout_s=0.8))
-    request = memory.stage(1, size_bytes=10**6, max_bytes_per_s=5e5)
+    clients.append(client := WriterProcess(stall_timeout_s=2.0))
+    request = memory.stage(1, size_bytes=10**6, max_bytes_per_s=2.5e5)
     client.submit(request)
     report = ended(client, request)
-    assert report.kind == "committed" and report.seconds > 1.9
+    assert report.kind == "committed" and report.seconds > 3.9
     assert "failed" not in {each.kind for each in client.poll()}
 
 
 def test_waiting_for_other_ranks_is_no_stall(memory, clients):
-    clients.append(client := WriterProcess(stall_timeout_s=1.5))
+    clients.append(client := WriterProcess(stall_timeout_s=2.5))
     client.submit(request := memory.stage(1, shards=2))
-    assert client.wait(request.identity, 3.5) is None
+    assert client.wait(request.identity, 4.5) is None
     assert "failed" not in {each.kind for each in client.poll()}
     clients.append(other := WriterProcess())
     other.submit(memory.stage(1, shard=1, shards=2))
@@ -279,6 +304,52 @@ def test_a_read_only_disk_is_waited_for(memory, small_disk, clients):
     until(lambda: any(each.errno == errno.EROFS and not each.final for each in client.poll()))
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
     assert ended(client, request).kind == "committed"
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of its own that can be frozen, for root."""
+    image, path = tmp_path / "disk.img", tmp_path / "disk"
+    with image.open("wb") as stream:
+        stream.truncate(64 << 20)
+    path.mkdir()
+    if os.geteuid() or not shutil.which("mkfs.ext4") or not shutil.which("fsfreeze"):
+        pytest.skip("no right or no tools to make a filesystem")
+    subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
+    if subprocess.run(["mount", "-o", "loop", str(image), str(path)], capture_output=True, check=False).returncode:
+        pytest.skip("no loop devices")
+    yield path
+    subprocess.run(["fsfreeze", "-u", str(path)], capture_output=True, check=False)
+    until(lambda: subprocess.run(["umount", str(path)], capture_output=True, check=False).returncode == 0)
+
+
+@pytest.mark.soak
+def test_a_filesystem_that_hangs_fails_saves_and_blocks_nothing(memory, disk, clients):
+    """A process inside it cannot be killed; not more than two are left there."""
+    hung = Memory(memory.memory, disk / "checkpoints")
+    clients.append(client := WriterProcess(stall_timeout_s=2.0))
+    first, second, third = (hung.stage(number, slot=str(number)) for number in (1, 2, 3))
+    client.submit(first)
+    assert ended(client, first).kind == "committed"
+    subprocess.run(["fsfreeze", "-f", str(disk)], check=True)
+    client.submit(second)
+    assert ended(client, second).errno == errno.ETIMEDOUT
+    client.submit(third)
+    report = client.wait(third.identity, 1.0)
+    assert report is not None and "earlier writers hang" in report.text
+    started = time.monotonic()
+    clients.append(other := WriterProcess())
+    other.submit(third)
+    assert other.close(0.5) is False and time.monotonic() - started < 2
+    subprocess.run(["fsfreeze", "-u", str(disk)], check=True)
+    until((hung.checkpoints / third.folder.name / MANIFEST).exists)  # it has finished alone
+    later = itertools.count(4)
+
+    def saves_again() -> bool:
+        client.submit(request := hung.stage(next(later)))
+        return ended(client, request).kind == "committed"
+
+    until(saves_again)
 
 
 def test_pauses_grow_and_stay_below_the_time_that_counts_as_a_stall():

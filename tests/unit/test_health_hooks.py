@@ -57,6 +57,7 @@ def config(tmp_path):
 FAULTS = {
     "no interpreter": ("/no/such/python", "there is no /no/such/python"),
     "it crashes": ("echo Traceback >&2; exit 1", "it failed (1): Traceback"),
+    "an unfinished line": ("printf 'no end'; exit 1", "it failed (1): no end"),
     "usage": ("exit 2", "it failed (2): "),
     "killed": ("kill -SEGV $$", "it failed (139): "),
     "no shell": ("exit 126", "it failed (126): "),
@@ -95,6 +96,18 @@ def test_a_hook_that_hangs_is_left_behind_in_time(tmp_path):
     assert "no answer within 1 s" in done.stderr
     assert time.monotonic() - began < 5
     assert list(tmp_path.glob("slurmft-hook*")) == []
+
+
+@pytest.mark.parametrize(("body", "code"), [("exit 0", 0), (f"exit {REFUSED}", 1)], ids=["well", "refuses"])
+def test_with_all_signals_blocked_it_ends_all_the_same(tmp_path, body, code):
+    """As slurmctld starts its scripts."""
+
+    def block() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
+
+    done = subprocess.run([BIN / "slurmft-hook", "prolog", "5"], timeout=20, check=False, preexec_fn=block,
+                          env={"SLURMFT_PYTHON": python(tmp_path, body), "TMPDIR": str(tmp_path)})  # fmt: skip
+    assert done.returncode == code
 
 
 def test_a_full_disk_for_temporary_files_does_not_stop_it(tmp_path):
@@ -300,6 +313,8 @@ class World:
     [
         ([record("COMPLETING"), record("PENDING", "BeginTime", 1121.0)], True),
         ([record("PENDING", "BeginTime", 1121.0)], True),
+        ([record("COMPLETING"), record("PENDING", "None", 1121.0), record("PENDING", "BeginTime", 1121.0)], True),
+        ([record("PENDING", "None", 1121.0)], False),
         ([record("PENDING", "BeginTime", 5000.0)], False),
         ([record("PENDING", "BeginTime", 1002.0)], False),
         ([record("PENDING", "BeginTime", None)], False),
@@ -311,7 +326,8 @@ class World:
         ([record("COMPLETING")], False),
         ([record("RUNNING")], False),
     ],
-    ids=["completing, then waits", "waits", "put off on purpose", "begins at once anyway", "no time", "held",
+    ids=["completing, then waits", "waits", "for no reason at first", "never a reason",
+         "put off on purpose", "begins at once anyway", "no time", "held",
          "waits for nodes", "ended", "forgotten", "unknown", "completes for ever", "runs"],
 )  # fmt: skip
 def test_which_jobs_begin_at_once(answers, begins):
@@ -333,9 +349,9 @@ def test_a_slurm_that_does_not_answer_is_told(monkeypatch):
 
 
 def test_a_program_asks_for_the_nodes_health(tmp_path, config):
-    found = HealthChecker(Path(config(CRITICAL)), only=("bad", "load")).check_health()
+    found = HealthChecker(Path(config(CRITICAL)), only=("bad", "uptime")).check_health()
     assert found["healthy"] is False
-    assert {each["name"]: each["status"] for each in found["checks"]} == {"load": "OK", "bad": "CRITICAL"}
+    assert {each["name"]: each["status"] for each in found["checks"]} == {"uptime": "OK", "bad": "CRITICAL"}
     assert found["timestamp"].endswith("+00:00")
 
 
@@ -348,7 +364,7 @@ def test_a_checker_that_cannot_look_says_so_and_accuses_nobody(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("arguments", "text", "code"),
     [
-        (["--only", "load"], "", 0),
+        (["--only", "uptime"], "", 0),
         (["--only", "bad"], CRITICAL, 2),
         (["--only", "nonsense"], "", 3),
         (["--nonsense"], "", 3),

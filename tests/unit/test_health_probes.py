@@ -246,6 +246,63 @@ def test_a_full_disk_is_critical(tmp_path):
         subprocess.run(["umount", tmp_path], check=True)
 
 
+@pytest.mark.skipif(os.geteuid() != 0 or not Path("/dev/loop-control").exists(), reason="needs a filesystem to freeze")
+def test_a_disk_that_takes_no_writes_is_late_and_holds_nobody_up(tmp_path):
+    image, folder = tmp_path / "image", tmp_path / "frozen"
+    folder.mkdir()
+    with image.open("wb") as stream:
+        stream.truncate(16 << 20)
+    subprocess.run(["mkfs.ext4", "-q", image], check=True)
+    if subprocess.run(["mount", "-o", "loop", image, folder], check=False, capture_output=True).returncode:
+        pytest.skip("no loop device can be mounted here")
+    try:
+        subprocess.run(["fsfreeze", "--freeze", folder], check=True)
+        config = HealthConfig(disk={"write_to": (folder,)}, limits_s={"disk-write": 0.3})
+        began = time.monotonic()
+        found = look(Scene(node="n1", now=time.time(), config=config), only=["disk-write", "uptime"])
+        assert time.monotonic() - began < 10
+        status = {result.name: result.status for result in found.results}
+        assert status == {"uptime": OK, "disk-write": UNKNOWN}
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", folder], check=True)
+        deadline = time.monotonic() + 10  # the one that was left behind wakes up, and ends
+        while subprocess.run(["umount", folder], check=False, capture_output=True).returncode:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("answer_s", "context", "limit"),
+    [(1.2, "manual", 1.5), (5, "manual", 5.3), (5, "cron", 25.3), (30, "prolog", 5.3), (5, "healthcheck", 40.3)],
+)
+def test_a_probe_lives_longer_than_what_it_waits_for(answer_s, context, limit):
+    probe = next(probe for probe in PROBES if probe.names == ("filesystems",))
+    config = HealthConfig(filesystems={"answer_s": answer_s})
+    assert probe.limit(Scene(node="n1", now=0, context=context, config=config)) == pytest.approx(limit)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not Path("/dev/fuse").exists(), reason="needs a filesystem of ours")
+def test_a_filesystem_that_hangs_is_critical_and_holds_nobody_up(tmp_path):
+    """A FUSE filesystem whose server never answers."""
+    folder = tmp_path / "a hanging one"
+    folder.mkdir()
+    server = os.open("/dev/fuse", os.O_RDWR)
+    options = f"fd={server},rootmode=40000,user_id=0,group_id=0,allow_other"
+    subprocess.run(["mount", "-i", "-t", "fuse", "-o", options, "none", folder], check=True, pass_fds=(server,))
+    try:
+        config = HealthConfig(filesystems={"paths": (folder, Path("/")), "answer_s": 0.4, "detect": False})
+        began = time.monotonic()
+        found = look(Scene(node="n1", now=time.time(), config=config), only=["filesystems", "uptime"])
+        assert time.monotonic() - began < 10
+        results = {result.name: result for result in found.results}
+        assert results["uptime"].status is OK
+        assert results["filesystems"].status is CRITICAL
+        assert results["filesystems"].detail == f"{folder} hangs (no answer within 0.4 s)"
+    finally:
+        os.close(server)
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
 def test_each_source_of_a_shared_filesystem_is_asked_once(tree):
     found = list(mounts(tree({"proc/self/mountinfo": MOUNTINFO.format("rw")})))
     assert [str(path) for path in filesystems.found_points(found)] == ["/home", "/scratch"]

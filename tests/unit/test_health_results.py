@@ -27,6 +27,15 @@ def test_what_is_written_comes_back(tmp_path):
     assert read_results(tmp_path / "a b").checkups == {"n1": [LOOK]}
 
 
+def test_of_what_is_well_only_the_name_is_kept(tmp_path):
+    fine = ProbeResult(name="load", status=Status.OK, detail="load 1", value=1.0)
+    path = write_result(tmp_path, "n1", replace(LOOK, results=(fine, FAILED)))
+    assert "load 1" not in path.read_text()
+    assert read_results(tmp_path).checkups["n1"][0].results == (
+        FAILED, ProbeResult(name="load", status=Status.OK, detail=""),
+    )  # fmt: skip
+
+
 def test_only_the_newest_looks_are_kept(tmp_path):
     for at in range(KEEP + 5):
         write_result(tmp_path, "n1", replace(LOOK, at=float(at)))
@@ -112,7 +121,8 @@ def test_two_writers_at_once_leave_a_whole_file(tmp_path):
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
-        st.sampled_from(["name", "status", "detail", "value", "evidence", "at", "node", "results", "problem"]), inner),
+        st.sampled_from(["name", "status", "detail", "value", "evidence", "at", "node", "results", "problem",
+                         "ok"]), inner),
     max_leaves=12,
 )  # fmt: skip
 

@@ -295,7 +295,7 @@ def test_a_stream_that_ends_early_leaves_nothing(tmp_path, node, key):
         wire.send({"index_bytes": len(blob)})
         wire.send_blob(blob)
         assert wire.receive() == {"answer": "send"}
-        wire.send_raw(image.read_bytes()[:2_000_000])
+        wire._send_all(image.read_bytes()[:2_000_000])
     deadline = time.monotonic() + 5
     while len(node.files()) > 2 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -436,7 +436,7 @@ def test_peers_follow_from_the_place_in_the_run(tmp_path):
 
 def test_lines_are_json_and_nothing_else(node):
     with connected(node) as wire:
-        wire.send_raw((4).to_bytes(4, "big"))
+        wire._send_all((4).to_bytes(4, "big"))
         wire.send_blob(b"\x80\x04N.")  # a pickle
         with pytest.raises((BadCopy, OSError)):
             wire.receive()

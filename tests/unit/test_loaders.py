@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from slurmft.checkpoint import CheckpointManager
+from slurmft.checkpoint.plain_state import as_json, original
 from slurmft.training.data import ElasticLoader, ElasticSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own
@@ -89,6 +91,23 @@ def test_a_stateful_data_loader_goes_on_in_the_middle_of_an_epoch(kind, workers,
     resumed = iter(again)
     assert [next(resumed).tolist() for _ in range(AFTER)] == expected
     assert loaded.step == BEFORE
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_its_state_survives_as_text_too(kind):
+    """In which form it is noted at every step, so that a dead rank's place in the data is known."""
+    torch.manual_seed(1)
+    loader = loader_of(kind, 0)
+    batches = iter(loader)
+    for _ in range(BEFORE):
+        next(batches)
+    text = json.dumps(as_json(loader.state_dict()))
+    expected = [next(batches).tolist() for _ in range(AFTER)]
+    torch.manual_seed(2)
+    again = loader_of(kind, 0)
+    again.load_state_dict(original(json.loads(text)))
+    resumed = iter(again)
+    assert [next(resumed).tolist() for _ in range(AFTER)] == expected
 
 
 class Position:

@@ -17,6 +17,7 @@ from slurmft.checkpoint.offers import (
     MAX_SNAPSHOTS,
     ROW_LENGTH,
     Holding,
+    forget_others,
     from_rows,
     note_try,
     scan,
@@ -170,24 +171,37 @@ def test_shards_without_digests_are_not_told_beside_those_with(tmp_path):
     assert [(offer.name[0], set(offer.held), offer.verified) for offer in offers] == [(50, {1}, False), (40, {0}, True)]
 
 
+def test_ranks_that_went_elsewhere_give_their_memory_back_once_something_newer_is_durable(tmp_path):
+    for rank in (0, 1, 10):
+        stage(tmp_path, f"shard-{rank}.a", shard=rank, shards=11)
+        stage(tmp_path, f"shard-{rank}.b", shard=rank, shards=11, identity=(60, 3, 6))
+    stage(tmp_path / "peers", "shard-7.a", shard=7, shards=11)
+    forget_others(tmp_path, [1], older_than=6)
+    assert sorted(path.name for path in tmp_path.glob("*.image")) == [
+        "shard-0.b.image", "shard-1.a.image", "shard-1.b.image", "shard-10.b.image",
+    ]  # fmt: skip
+    assert len(list(tmp_path.glob("*.json"))) == 4
+    assert len(list((tmp_path / "peers").iterdir())) == 2
+
+
 def test_tries_are_counted_for_each_snapshot(tmp_path):
     name, other = (40, 3, 4), (50, 3, 5)
-    for _ in range(2):
-        note_try(tmp_path, name)
+    for generation in (3, 4, 4):
+        note_try(tmp_path, name, generation=generation)
     assert (tries_of(tmp_path)(name), tries_of(tmp_path)(other), tries_of(None)(name)) == (2, 0, 0)
-    note_try(tmp_path, other)
+    note_try(tmp_path, other, generation=5)
     assert tries_of(tmp_path)(other) == 1
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', '{"format": 1, "tries": {"step-00000040.g3.c4": NaN}}',
-                                  '{"format": 1, "tries": {"step-00000040.g3.c4": -1}}'])  # fmt: skip
+                                  '{"format": 1, "tries": {"step-00000040.g3.c4": [null, "4", NaN]}}'])  # fmt: skip
 def test_a_damaged_count_is_none(tmp_path, text):
     (tmp_path / "tries.json").write_text(text)
     assert tries_of(tmp_path)((40, 3, 4)) == 0
-    note_try(tmp_path, (40, 3, 4))
+    note_try(tmp_path, (40, 3, 4), generation=5)
     assert tries_of(tmp_path)((40, 3, 4)) == 1
 
 
 def test_a_count_that_cannot_be_written_is_no_error(tmp_path, caplog):
-    note_try(tmp_path / "none", (40, 3, 4))
+    note_try(tmp_path / "none", (40, 3, 4), generation=5)
     assert "cannot note" in caplog.text

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.checkpoint.plain_state import TAG, as_json, as_plain, original
+from slurmft.checkpoint.plain_state import MAX_JSON_TENSOR_BYTES, TAG, as_json, as_plain, original
 from slurmft.errors import CheckpointError
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
@@ -87,6 +87,11 @@ def test_what_is_read_only_or_of_the_other_byte_order_keeps_its_values():
     frozen.setflags(write=False)
     swapped = np.arange(3, dtype=">i4")
     assert original(as_plain(frozen)).tolist() == original(as_plain(swapped)).tolist() == [0, 1, 2]
+
+
+def test_a_large_tensor_is_no_text():
+    large = torch.zeros(MAX_JSON_TENSOR_BYTES + 1, dtype=torch.uint8)
+    assert as_json({"batch": large})["batch"] is large
 
 
 class Odd:

@@ -49,9 +49,10 @@ ROWS = [
     (verdict(C.STOPPED_BY_USER), fresh(), STOP, 75, NONE, False),
     (replace(verdict(C.STOPPED_BY_USER), last_step=15), fresh(), STOP, 74, NONE, False),
     *[(verdict(cause), each, CONTINUE, 75, NODES, False)
-      for cause in (C.PREEMPTED, C.SIGNALLED, C.REQUEUED, C.REQUEUED_BY_USER) for each in (fresh(), spent(), stuck())],
+      for cause in (C.PREEMPTED, C.SIGNALLED, C.REQUEUED, C.REQUEUED_BY_USER, C.RECLAIMED)
+      for each in (fresh(), spent(), stuck())],
     *[(replace(verdict(cause), last_step=15), fresh(), CONTINUE, 74, NODES, False)
-      for cause in (C.PREEMPTED, C.SIGNALLED, C.REQUEUED, C.REQUEUED_BY_USER, C.TIME_LIMIT)],
+      for cause in (C.PREEMPTED, C.SIGNALLED, C.REQUEUED, C.REQUEUED_BY_USER, C.RECLAIMED, C.TIME_LIMIT)],
     *[(verdict(C.RESIZED), each, Action.RESTART, 75, NONE, False) for each in (fresh(), spent(), stuck())],
     (verdict(C.PREEMPTED, blame=False), fresh(), CONTINUE, 75, NONE, False),
     (verdict(C.TIME_LIMIT), fresh(), CONTINUE, 75, NODES, False),

@@ -186,6 +186,21 @@ def test_what_it_runs_is_the_workload(changes):
     assert workload_of(validate(CONFIG | changes, source="")) != workload_of(validate(CONFIG, source=""))
 
 
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        ({"interval": "seconds", "interval_seconds": 600}, "up to 600 s of work are done again"),
+        ({"interval": "auto"}, "up to 3600 s of work are done again"),
+        ({"interval_steps": 7}, "up to 7 steps are done again"),
+        ({"interval_steps": 0}, "everything since the newest save of a stop is done again"),
+    ],
+    ids=["seconds", "auto", "steps", "none"],
+)
+def test_what_is_at_risk_depends_on_how_saves_are_spaced(section, text, tmp_path):
+    config = validate(CONFIG | {"run_folder": str(tmp_path), "checkpoint": section}, source="")
+    assert text in need_of(config).at_risk
+
+
 def test_the_need_is_gathered_from_all_attempts(tmp_path):
     config = validate(CONFIG | {"run_folder": str(tmp_path), "checkpoint": {"interval_steps": 7}}, source="")
     assert not need_of(config).known

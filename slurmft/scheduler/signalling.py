@@ -1,0 +1,36 @@
+"""Disturbing a job of one's own on purpose: the signal of a preemption, or a preemption."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slurmft.scheduler import command
+
+
+def signal_argv(job_id: str) -> list[str]:
+    """What sends SIGTERM to the processes of the job's steps."""
+    return ["scancel", "--signal=TERM", job_id]
+
+
+def signal_job(job_id: str) -> None:
+    """Send SIGTERM to the processes of the job's steps, as the beginning of a grace does; the job stays.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+    """
+    command.run(signal_argv(job_id))
+
+
+def preempt_argv(nodes: str, partition: str) -> list[str]:
+    """What submits a job of one second that wants just these nodes (a hostlist), whole."""
+    return ["sbatch", "--parsable", f"--partition={partition}", f"--nodelist={nodes}", "--exclusive", "--time=1",
+            "--job-name=slurmft-drill-preemptor", "--output=/dev/null", "--no-requeue", "--wrap=sleep 1"]  # fmt: skip
+
+
+def preempt(nodes: str, partition: str) -> str:
+    """Submit it; returns its id.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+    """
+    return command.run(preempt_argv(nodes, partition), folder=Path("/")).strip().split(";")[0]
