@@ -318,7 +318,7 @@ def test_what_is_only_in_memory_is_loaded_and_saved_again(folder, uncommitted, m
     assert (loaded.step, loaded.is_durable, loaded.metrics, loaded.extra) == (2, False, {"loss": 2.0}, {"name": "x"})
     assert "memory" in loaded.source and same(uncommitted, fresh.tensors())
     tries = json.loads((memory / "tries.json").read_text())["tries"]
-    assert tries == {"step-00000002.g0.c2": 1, "step-00000002.g0.c3": 1}
+    assert tries == {"step-00000002.g0.c2": [0], "step-00000002.g0.c3": [0]}, "generations that began with it"
     checkpoints.wait()
     [newest, older] = Catalog(folder).committed()
     assert (newest.step, newest.metrics, older.step) == (2, {"loss": 2.0}, 1)
@@ -326,9 +326,10 @@ def test_what_is_only_in_memory_is_loaded_and_saved_again(folder, uncommitted, m
     assert (again.step, again.is_durable) == (2, True)
 
 
-def test_a_state_that_is_never_committed_is_begun_with_only_so_often(folder, uncommitted):
+def test_a_state_that_is_never_committed_is_begun_with_only_so_often(folder, uncommitted, monkeypatch):
     begun = []
-    for _ in range(4):
+    for generation in range(1, 5):
+        monkeypatch.setenv("SLURMFT_GENERATION", str(generation))
         checkpoints, _, loaded = load(folder)
         begun.append(loaded.step)
         checkpoints.close()
