@@ -55,6 +55,7 @@ class Node:
         )  # fmt: skip
         for rank in range(ranks):
             await self.until(lambda path=self.folder / f"rank-{rank}.log": path.exists() and path.read_text())
+            await self.until(lambda rank=rank: self.pid(rank))  # the zygote's word may come later than the worker's
             if "time.sleep(" in text:  # from the word to the sleep is a moment of its own
                 await self.until(lambda rank=rank: (seen := view(self.pid(rank))) is not None and seen.state == "S")
 
