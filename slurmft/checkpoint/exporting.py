@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from slurmft.checkpoint.damage import Damaged
 from slurmft.checkpoint.flat_keys import Path as KeyPath
 from slurmft.checkpoint.flat_keys import key_of, unflatten
 from slurmft.checkpoint.flat_state import GROUPS, MODEL, OPTIMIZER, STATE
+from slurmft.checkpoint.holding import reading
 from slurmft.checkpoint.reading import Stored, Target, fresh
 from slurmft.checkpoint.shard_index import index_file, verified_index
 from slurmft.errors import CheckpointError, UsageError
@@ -82,6 +83,13 @@ def export_safetensors(entry: Entry, out: Path, *, with_optimizer: bool) -> int:
 def _read(entry: Entry, *, with_optimizer: bool) -> dict[KeyPath, Any]:
     """Every value of the model, and of the optimizer, verified."""
     parts = (MODEL, OPTIMIZER) if with_optimizer else (MODEL,)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # then nobody knows that it is in use: the newest two stay in any case
+            stack.enter_context(reading(entry.path))
+        return _values(entry, parts)
+
+
+def _values(entry: Entry, parts: Collection[str]) -> dict[KeyPath, Any]:
     try:
         stored = Stored.in_folder(
             entry.path,

@@ -134,6 +134,8 @@ class JustInTime:
             step = self._step
             if self._trainee is None or not self._is_whole or step <= self._kept:
                 return
+            if self._buffers and self._rank and 0 in self._local:
+                return  # buffers are each rank's own, and rank 0's count: DDP sends them to all before every step
             self._kept = step
             try:
                 os.close(os.open(self._folder / f"rescue-{_generation()}-{step}", os.O_CREAT | os.O_EXCL, 0o600))

@@ -35,6 +35,11 @@ from slurmft.storage.checkpoint_names import Identity
 CLOSE_S = 600.0
 """How long the end of a process waits for its last save; the memory that holds it would go with the process."""
 
+FAILING_S = 20.0
+"""The same for one that the disk refuses."""
+
+LOOK_S = 0.5
+
 log = logging.getLogger(__name__)
 
 
@@ -248,15 +253,27 @@ class Snapshots:
         if os.getpid() != self._pid:
             return  # a forked child, such as a loader's worker
         if self._writer is not None:
-            is_private = self._arena is not None and self._arena.is_private
-            if not self._writer.close(CLOSE_S if is_private else 0.0) and is_private:
-                log.error("the last save did not become durable within %.0f s", CLOSE_S)
+            if self._arena is not None and self._arena.is_private:
+                self._finish(self._writer)
+            self._writer.close(0.0)
             self._writer = None
         if self._arena is not None:
             self._views.clear()
             self._arena.close()
             self._arena = None
         self._layout = None
+
+    def _finish(self, writer: WriterProcess) -> None:
+        """Wait for the last save; one that fails again and again is not worth the whole time."""
+        began = time.monotonic()
+        while left := writer.unfinished():
+            standing = self.standing(left[-1])
+            patience_s = FAILING_S if standing is not None and standing.problem else CLOSE_S
+            if time.monotonic() - began > patience_s:
+                problem = standing.problem if standing is not None else ""
+                log.error("%s did not become durable within %.0f s: %s", left[-1].folder_name, patience_s, problem)
+                return
+            writer.wait(left[-1], LOOK_S)
 
     def on_report(self, report: Report) -> None:
         """Take in what the writer says."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import xxhash
 
 from slurmft.checkpoint.catalog import Entry
 from slurmft.checkpoint.damage import Damage, Damaged
+from slurmft.checkpoint.holding import reading
 from slurmft.checkpoint.image_file import ImageFile
 from slurmft.checkpoint.shard_index import Item, ShardIndex, image_file, index_file, verified_index
 
@@ -35,6 +37,13 @@ def verify(entry: Entry, tick: Callable[[int], None] = lambda _size_bytes: None)
     Args:
         tick: told of the bytes that have been read since the last call; from several threads.
     """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # then nobody knows that it is in use: the newest two stay in any case
+            stack.enter_context(reading(entry.path))
+        return _problems(entry, tick)
+
+
+def _problems(entry: Entry, tick: Callable[[int], None]) -> list[Problem]:
     problems = []
     shards = {name for shard in range(entry.world_size) for name in (image_file(shard), index_file(shard))}
     missing = sorted(shards - entry.files.keys())
