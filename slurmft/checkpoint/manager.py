@@ -7,6 +7,7 @@ checkpoint once all parts are. Whatever happens before that leaves the older che
 
 from __future__ import annotations
 
+import errno
 import logging
 import operator
 import os
@@ -128,16 +129,14 @@ class CheckpointManager:
         trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
         team = Team()
         is_async = self.settings.async_save if async_save is None else async_save
-        may_skip = is_async and not BACKGROUND.is_urgent and self.settings.when_busy == "skip"
-        prepared = self._agree(
-            team, lambda: self._captured(team, trainee, extra, metrics or {}), step, may_skip=may_skip
-        )
+        urgent = BACKGROUND.is_urgent or not is_async
+        prepared = self._agree(team, lambda: self._captured(team, trainee, extra, metrics or {}), step, urgent=urgent)
         if prepared is None:
             BACKGROUND.outcome = Outcome.SKIPPED
             return None
         identity = Identity(step, own_generation(), self._turn.commit)
         folder = self.directory / identity.folder_name
-        self._stage(team, prepared, identity, metrics or {}, urgent=BACKGROUND.is_urgent or not is_async)
+        self._stage(team, prepared, identity, metrics or {}, urgent=urgent)
         BACKGROUND.outcome = Outcome.STAGED
         self._arm(trainee, prepared.flat, extra)
         if not is_async:
@@ -252,7 +251,7 @@ class CheckpointManager:
 
     # Saving
 
-    def _agree(self, team: Team, captured: Callable[[], FlatState], step: int, *, may_skip: bool) -> LaidOut | None:
+    def _agree(self, team: Team, captured: Callable[[], FlatState], step: int, *, urgent: bool) -> LaidOut | None:
         """The state, ready to be copied on every rank; None when it is not to be copied now.
 
         Raises:
@@ -278,16 +277,19 @@ class CheckpointManager:
             self._note_committed(rows[0][Row.COMMITTED_STEP], rows[0][Row.COMMITTED_NS] / 1e9)
             if prepared is None or not any(row[Row.IS_BUSY] for row in rows):
                 return prepared
-            if may_skip:
+            if not urgent and self.settings.when_busy == "skip":
                 if team.is_lead:
                     log.warning("step %d is not saved: two earlier saves are still being written", step)
                 return None
-            self._snapshots.make_room()
+            if urgent:
+                self._snapshots.make_room()
             time.sleep(LOOK_S)
             with guard:
                 prepared = self._snapshots.again(prepared)
                 if prepared.place is None and time.monotonic() > deadline_s:
-                    raise TimeoutError(110, f"two earlier saves are still being written after {ROOM_S:.0f} s")
+                    raise TimeoutError(
+                        errno.ETIMEDOUT, f"two earlier saves are still being written after {ROOM_S:.0f} s"
+                    )
 
     def _captured(
         self, team: Team, trainee: Trainee, extra: Mapping[str, Any] | None, metrics: Mapping[str, SupportsFloat]
