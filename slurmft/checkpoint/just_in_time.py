@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from slurmft.checkpoint.folders import own_generation
 from slurmft.checkpoint.plain_state import as_json
 from slurmft.checkpoint.rank_records import RankRecord, read_record
 from slurmft.checkpoint.state import Trainee, unwrapped
@@ -78,7 +79,7 @@ class JustInTime:
                 return self._disarm(reason)
             if self._record is None:
                 try:
-                    self._record = RankRecord(self._folder, self._rank)
+                    self._record = RankRecord(self._folder, self._rank, own_generation())
                 except OSError as error:
                     return self._disarm(f"no memory for it: {error}")
                 hook = register_optimizer_step_pre_hook(weakly(self._before_optimizer))
@@ -125,7 +126,7 @@ class JustInTime:
             return
         began = time.thread_time()
         with contextlib.suppress(UsageError, CheckpointError):
-            self._early = step, self._record.note(step, self._loader_state(), is_final=False)
+            self._early = step, self._record.note(step, self._loader_state(), is_final=False, is_steady=self._is_steady)
         self._spent_s += time.thread_time() - began
 
     def rescue(self) -> None:
@@ -138,7 +139,7 @@ class JustInTime:
                 return  # buffers are each rank's own, and rank 0's count: DDP sends them to all before every step
             self._kept = step
             try:
-                os.close(os.open(self._folder / f"rescue-{_generation()}-{step}", os.O_CREAT | os.O_EXCL, 0o600))
+                os.close(os.open(self._folder / f"rescue-{own_generation()}-{step}", os.O_CREAT | os.O_EXCL, 0o600))
             except FileExistsError:
                 return  # another rank of this node does it
             except OSError as error:
@@ -161,7 +162,7 @@ class JustInTime:
             raise UsageError("the learning rate was changed before the weights were")
         states: dict[int, dict[str, Any]] = {}
         for rank in self._local:
-            state = read_record(self._folder, rank, step, may_be_early=self._is_steady)
+            state = read_record(self._folder, rank, step, own_generation())
             if state is None:
                 raise UsageError(f"what rank {rank} had for itself after step {step} is not known")
             states[rank] = state
@@ -232,7 +233,3 @@ def _rates(trainee: Trainee) -> list[Any]:
     """What a scheduler changes; some trainers call theirs at the beginning of a step."""
     groups = [value for group in trainee.optimizer.param_groups for value in group.values() if type(value) is float]
     return [*groups, getattr(trainee.scheduler, "last_epoch", None)]
-
-
-def _generation() -> str:
-    return os.environ.get("SLURMFT_GENERATION", "0")

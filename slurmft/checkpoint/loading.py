@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from slurmft.checkpoint.damage import Damage, Damaged
 from slurmft.checkpoint.folders import own_generation, remove_left_overs
 from slurmft.checkpoint.memory_sources import MemorySources
 from slurmft.checkpoint.offers import MAX_WORLD
+from slurmft.checkpoint.rank_records import read_record
 from slurmft.checkpoint.reading import Source, Stored
 from slurmft.checkpoint.shard_index import image_file, index_file, verified_index
 from slurmft.checkpoint.state import Trainee, unwrapped
@@ -31,6 +32,7 @@ from slurmft.errors import CheckpointError, NewerFormat, StorageError
 from slurmft.policy.tiers import Committed, Decision, Name
 from slurmft.storage.attempt_facts import note_resuming
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, read_quarantine
+from slurmft.storage.memory_folder import MEMORY_VARIABLE
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
 
 FACTS = "slurmft.facts"
@@ -123,7 +125,7 @@ class Loading:
             disk = _disk_sources(path) if decision.is_committed else {}
             stored = Stored((disk | memory.sources(identity)).values())
             prepared = landing.prepare(self._trainee, stored, rank=self._team.rank)
-            self._check_own(prepared)
+            prepared = self._with_own(prepared, identity)
         rows = self._team.exchange(guard.damage_row)
         if any(damage in (Damage.MISFIT, _OTHER) for damage, _ in rows):
             raise self._cannot_load(path, [damage for damage, _ in rows], guard)
@@ -142,11 +144,21 @@ class Loading:
             return range(self._team.rank, self._team.rank + 1)
         return range(len(decision.suppliers))
 
-    def _check_own(self, prepared: landing.Prepared) -> None:
-        """Raises Damaged where this rank's own state is lost with its node, although it had one."""
-        saved_by = prepared.shared.get(FACTS, {}).get("world_size", 0)
-        if self._team.rank < saved_by and not prepared.is_own:
-            raise Damaged(Damage.MISSING, image_file(self._team.rank), f"what rank {self._team.rank} had for itself")
+    def _with_own(self, prepared: landing.Prepared, identity: Identity) -> landing.Prepared:
+        """With what this rank had for itself, from its own notes where nobody has stored them with the weights.
+
+        Raises:
+            Damaged: it is lost with its node, although there was some.
+        """
+        facts, rank = prepared.shared.get(FACTS, {}), self._team.rank
+        if rank >= facts.get("world_size", 0) or prepared.is_own:
+            return prepared
+        memory = os.environ.get(MEMORY_VARIABLE)
+        if memory and facts.get("just_in_time"):
+            own = read_record(Path(memory), rank, identity.step, identity.generation)
+            if own is not None:
+                return replace(prepared, own=own, is_own=True)
+        raise Damaged(Damage.MISSING, image_file(rank), f"what rank {rank} had for itself")
 
     def _from_disk(self, candidates: Sequence[Identity], reason: str) -> LoadedCheckpoint:
         for identity in candidates:

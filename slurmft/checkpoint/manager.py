@@ -336,7 +336,7 @@ class CheckpointManager:
         )
 
     def _on_committed(self, identity: Identity, seconds: float) -> None:
-        log.info("committed %s: step %d, %.2f s", self.directory / identity.folder_name, identity.step, seconds)
+        log.info("saved step %d in %.2f s: %s", identity.step, seconds, self.directory / identity.folder_name)
         self._turn.committed_here(identity.step, seconds)
         self._note_committed(identity.step, seconds)
 
@@ -387,7 +387,8 @@ class CheckpointManager:
         for rank, state in own.items():
             flat.put(rank_key(rank), state)
         flat.tensors.update({key_of((MODEL, plain_name(name))): value for name, value in buffers.items()})
-        flat.put(FACTS, {"metrics": {}, "world_size": int(os.environ.get("WORLD_SIZE", "1"))})
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        flat.put(FACTS, {"metrics": {}, "world_size": world_size, "just_in_time": True})
         self._snapshots.keep(flat, Identity(step, own_generation(), self._turn.commit + 1))
 
     # Loading

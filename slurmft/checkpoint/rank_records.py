@@ -4,7 +4,7 @@ When a rank dies, healthy replicas still have the weights, and nobody has the de
 in the data. Both are noted here twice a step: once when the rank reaches the step's first collective (``is_final``
 is 0 then: the step itself is not over), and once after the step.
 
-    <memory folder>/rank-<rank>.record     two records in turns, each: number, step, is final, length, JSON, number
+    <memory folder>/rank-<rank>.record     two in turns: number, step, kind, generation, length, JSON, number again
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from slurmft.errors import UsageError
 from slurmft.training import rng
 
 CAPACITY_BYTES = 256 * 1024
-_HEAD = struct.Struct("=qqqq")
+_HEAD = struct.Struct("=qqqqq")
+_EARLY, _STEADY, _FINAL = range(3)
+"""Kinds: of a step that is not over; of one that is not over, where nothing was ever drawn after such a note; final."""
+
 _NUMBER = struct.Struct("=q")
 _FIRST, _SECOND = 0, CAPACITY_BYTES
 
@@ -35,24 +38,26 @@ def record_file(folder: Path, rank: int) -> Path:
 
 
 class RankRecord:
-    """The writing side: one rank's own.
+    """The writing side: one rank's own, in one attempt.
 
     Raises:
         OSError: there is no room for it.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, generation: int) -> None:
         descriptor = os.open(record_file(folder, rank), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, 2 * CAPACITY_BYTES)
             self._memory = mmap.mmap(descriptor, 2 * CAPACITY_BYTES)
         finally:
             os.close(descriptor)
-        self._number = 0
+        self._number, self._generation = 0, generation
         self._random = _RandomText()
 
-    def note(self, step: int, loader: dict[str, Any] | None, *, is_final: bool) -> bytes:
+    def note(self, step: int, loader: dict[str, Any] | None, *, is_final: bool, is_steady: bool = True) -> bytes:
         """Note this rank's generators and its place in the data as those of ``step``; returns what was noted.
+
+        ``is_steady``: so far, nothing was drawn in a step after a note that was not final.
 
         Raises:
             UsageError: the loader's state is more than JSON can hold.
@@ -63,32 +68,38 @@ class RankRecord:
         self._number += 1
         at, memory = (_FIRST, _SECOND)[self._number % 2], self._memory
         _NUMBER.pack_into(memory, at + CAPACITY_BYTES - _NUMBER.size, 0)
-        _HEAD.pack_into(memory, at, self._number, step, is_final, len(text))
+        kind = _FINAL if is_final else _STEADY if is_steady else _EARLY
+        _HEAD.pack_into(memory, at, self._number, step, kind, self._generation, len(text))
         memory[at + _HEAD.size : at + _HEAD.size + len(text)] = text
         _NUMBER.pack_into(memory, at + CAPACITY_BYTES - _NUMBER.size, self._number)
         return text
 
 
-def read_record(folder: Path, rank: int, step: int, *, may_be_early: bool) -> dict[str, Any] | None:
-    """What ``rank`` had for itself after ``step`` steps, as a checkpoint holds it; None where that is not known.
+def read_record(folder: Path, rank: int, step: int, generation: int) -> dict[str, Any] | None:
+    """What ``rank`` had for itself after ``step`` steps of that attempt, as a checkpoint holds it.
 
-    Args:
-        may_be_early: a state noted at the step's first collective will do: nothing was drawn after it so far.
+    A state that was noted at the step's first collective will do where nothing was ever drawn after one. None where it
+    is not known.
     """
     try:
         memory = record_file(folder, rank).read_bytes()
     except OSError:
         return None
-    found: dict[bool, bytes] = {}
+    found: dict[int, bytes] = {}
     for at in (_FIRST, _SECOND):
         block = memory[at : at + CAPACITY_BYTES]
         if len(block) < CAPACITY_BYTES:
             continue
-        number, noted, is_final, length = _HEAD.unpack_from(block)
+        number, noted, kind, by, length = _HEAD.unpack_from(block)
         (end,) = _NUMBER.unpack_from(block, CAPACITY_BYTES - _NUMBER.size)
-        if number and number == end and noted == step and 0 < length <= CAPACITY_BYTES - _HEAD.size - _NUMBER.size:
-            found[bool(is_final)] = block[_HEAD.size : _HEAD.size + length]
-    text = found.get(True) or (found.get(False) if may_be_early else None)
+        if (
+            number
+            and number == end
+            and (noted, by) == (step, generation)
+            and 0 < length <= CAPACITY_BYTES - _HEAD.size - _NUMBER.size
+        ):
+            found[kind] = block[_HEAD.size : _HEAD.size + length]
+    text = found.get(_FINAL) or found.get(_STEADY)
     return None if text is None else _decoded(text)
 
 

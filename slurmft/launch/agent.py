@@ -333,6 +333,7 @@ def _facts(worker: Worker) -> dict[str, Any]:
         "step": page[Slot.STEP],
         "until": page[Slot.UNTIL],
         "saved": page[Slot.SAVED],
+        "durable": page[Slot.DURABLE],
         "resumed": page[Slot.RESUMED],
         "first_step_at": page[Slot.FIRST_STEP_AT] / 1e9,
         "answered": page[Slot.ANSWERED],

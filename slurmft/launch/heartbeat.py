@@ -74,11 +74,12 @@ class Slot(IntEnum):
     RESCUING = 35  # W  monotonic time at which it began to keep them; 0 before
     RESCUED = 36  # W  steps that are kept just in time on this node; NOTHING before
     SAVE_COST_NS = 40  # W  what the newest save cost the training: its stall, and what steps took longer beside it
+    DURABLE = 41  # W  step of the newest checkpoint that a manager has committed for all ranks, in this attempt
     FAULT = 63  # A  number of the newest fault that was injected into this worker; a file beside the page says which
 
 
 _WITHOUT_VALUE = (
-    Slot.SAVED, Slot.RESUMED, Slot.COMMITTED, Slot.ANSWERED, Slot.HOLDING, Slot.RESCUABLE, Slot.RESCUED,
+    Slot.SAVED, Slot.RESUMED, Slot.COMMITTED, Slot.ANSWERED, Slot.HOLDING, Slot.RESCUABLE, Slot.RESCUED, Slot.DURABLE,
 )  # fmt: skip
 """What holds NOTHING on a new page."""
 

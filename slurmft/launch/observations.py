@@ -70,9 +70,11 @@ class Observations:
         return max((facts["until"] for facts in list(self._ranks.values())), default=0)
 
     def saved(self) -> int | None:
-        """Newest step that every rank has saved; None when there is none."""
-        steps = [facts["saved"] for facts in self._ranks.values() if facts["attached"]]
-        return min(steps) if len(steps) == self.world_size and min(steps) >= 0 else None
+        """Newest step that every rank has saved, or one has committed for all; None when there is none."""
+        ranks = [facts for facts in self._ranks.values() if facts["attached"]]
+        by_all = min((facts["saved"] for facts in ranks), default=-1) if len(ranks) == self.world_size else -1
+        newest = max([by_all, *(facts["durable"] for facts in ranks)])
+        return newest if newest >= 0 else None
 
     def all_answered(self, tick: int) -> bool:
         """Every rank has done what was agreed for ``tick``."""

@@ -64,7 +64,8 @@ def _are_held(sections: Any, most: int) -> bool:
 _SLOT = _integer(-(2**63), 2**63 - 1)
 _FACTS: Mapping[str, Check] = {
     "rank": _integer(0, 2**31 - 1), "state": _integer(min(State), max(State)), "attached": _flag, "step": _SLOT,
-    "until": _SLOT, "saved": _SLOT, "resumed": _SLOT, "first_step_at": _time, "answered": _SLOT, "metric": _number,
+    "until": _SLOT, "saved": _SLOT, "durable": _SLOT,
+    "resumed": _SLOT, "first_step_at": _time, "answered": _SLOT, "metric": _number,
     "first_step_s": _time, "longest_step_s": _time, "saves": _SLOT, "save_s": _time, "saving_s": _time,
     "save_cost_s": _time, "since_saved_s": _time, "save_failures": _SLOT, "save_errno": _integer(-(2**31), 2**31 - 1),
 }  # fmt: skip

@@ -71,7 +71,7 @@ class Saves:
         page[Slot.STATE] = state
         if BACKGROUND.outcome is Outcome.DONE:
             took_s = (time.monotonic_ns() - began_ns) / 1e9
-            self._listener.on_saved(step, took_s)
+            self._listener.on_saved(step, took_s, for_all=False)
             if self._is_lead:
                 log.info("saved step %d in %.2f s", step, took_s)
         elif BACKGROUND.outcome is Outcome.STAGED:
@@ -128,13 +128,18 @@ class PageListener:
     def __init__(self, page: Page) -> None:
         self._page = page
 
-    def on_saved(self, step: int, seconds: float) -> None:
-        """The newest checkpoint on disk is that of ``step``, ``seconds`` after it was asked for."""
+    def on_saved(self, step: int, seconds: float, *, for_all: bool = True) -> None:
+        """The newest checkpoint on disk is that of ``step``, ``seconds`` after it was asked for.
+
+        A manager's is one of all ranks; of a trainer's own nobody knows whether the others have theirs.
+        """
         page = self._page
         page[Slot.SAVED_AT_NS] = time.monotonic_ns()
         page[Slot.SAVE_NS] = int(seconds * 1e9)
         page[Slot.SAVES] += 1
         page[Slot.SAVED] = max(page[Slot.SAVED], step)
+        if for_all:
+            page[Slot.DURABLE] = max(page[Slot.DURABLE], step)
 
     def on_save_failed(self, _step: int, errno: int) -> None:
         """One more save failed that will be tried again."""

@@ -646,7 +646,8 @@ def test_the_secret_is_in_no_line():
 # authentic and malformed: whoever knows the secret may still be broken
 
 FACTS: Message = {
-    "rank": 0, "state": 2, "attached": True, "step": 5, "until": 9, "saved": -1, "resumed": 0, "first_step_at": 1.5,
+    "rank": 0, "state": 2, "attached": True, "step": 5, "until": 9, "saved": -1, "durable": -1,
+    "resumed": 0, "first_step_at": 1.5,
     "answered": -1, "metric": 0.25, "first_step_s": 0.5, "longest_step_s": 0.25, "saves": 0, "save_s": 0.0,
     "saving_s": 0.0, "since_saved_s": 1.0, "save_failures": 0, "save_errno": 0, "save_cost_s": 0.0,
 }  # fmt: skip

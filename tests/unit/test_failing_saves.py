@@ -56,7 +56,8 @@ def test_an_alarm_is_raised_and_taken_back_in_turns_and_rarely(most, deltas):
 
 def facts(*, step: int, failures: int = 0, saves: int = 0, saved: int = -1) -> dict:
     return {
-        "rank": 0, "state": State.TRAINING, "attached": True, "step": step, "until": 90, "saved": saved, "resumed": 0,
+        "rank": 0, "state": State.TRAINING, "attached": True, "step": step, "until": 90, "saved": saved, "durable": -1,
+        "resumed": 0,
         "first_step_at": 0.0, "answered": -1, "metric": 0.5, "first_step_s": 0.0, "longest_step_s": 0.0,
         "saves": saves, "save_s": 0.0, "saving_s": 0.0, "since_saved_s": 0.0, "save_failures": failures,
         "save_errno": errno.ENOSPC, "save_cost_s": 0.0,

@@ -21,7 +21,8 @@ ATTEMPT = Attempt(job="7", restart=0)
 
 def facts(rank: int, *, resumed: int = 0, step: int = 0, saved: int = -1, attached: bool = True) -> dict:
     return {
-        "rank": rank, "state": State.TRAINING, "attached": attached, "step": step, "until": 90, "saved": saved,
+        "rank": rank, "state": State.TRAINING, "attached": attached, "step": step, "until": 90,
+        "saved": saved, "durable": -1,
         "resumed": resumed, "first_step_at": 0.0, "answered": -1, "metric": 0.5,
         "first_step_s": 0.0, "longest_step_s": 0.0, "saves": 0, "save_s": 0.0, "saving_s": 0.0, "since_saved_s": 0.0,
         "save_failures": 0, "save_errno": 0, "save_cost_s": 0.0,
