@@ -204,6 +204,7 @@ def test_a_supervisor_killed_after_its_decision_leaves_an_ended_job(
     assert run.folder.jobs() == [job]
 
 
+@pytest.mark.soak
 def test_an_exclusion_that_escapes_is_repeated(lab: Lab, blaming: Callable[..., Run]) -> None:
     """Somebody takes the exclusion away while the job waits."""
     run = blaming("n1", preemption={"requeue_delay_s": 6})
@@ -252,6 +253,7 @@ def patient_lab() -> Iterator[Lab]:
         building.purge(folder)
 
 
+@pytest.mark.soak
 def test_a_dead_node_that_slurm_has_not_noticed_holds_nothing_up(patient_lab: Lab, undisturbed: str) -> None:
     lab = patient_lab
     run = Run(lab, lab.home / "run")

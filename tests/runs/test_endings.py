@@ -56,6 +56,7 @@ def test_the_supervisor_is_killed(lab: Lab, new_run: NewRun, undisturbed: str) -
     assert_continued(run, undisturbed)
 
 
+@pytest.mark.soak
 def test_nobody_is_left_to_act_but_cron(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     """The guardian is killed as well: Slurm ends the job with its batch step, and requeues nothing."""
     run = new_run(delay=0.3)
@@ -109,6 +110,7 @@ def test_seven_preemptions_in_a_row(lab: Lab, new_run: NewRun, undisturbed: str)
     assert len(run.events("attempt started")) == 8
 
 
+@pytest.mark.soak
 def test_requeuehold_and_release(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
     job = run.submit()
@@ -121,6 +123,7 @@ def test_requeuehold_and_release(lab: Lab, new_run: NewRun, undisturbed: str) ->
     assert_continued(run, undisturbed)
 
 
+@pytest.mark.soak
 def test_suspend_and_resume(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     """Longer than anybody's patience; nobody may take the other one's silence for death afterwards."""
     run = new_run(fault_tolerance={"supervisor_lease_s": 4})

@@ -115,6 +115,7 @@ def test_ctrl_c_saves_and_ends(tmp_path: Path) -> None:
     assert "Ctrl-C" in decision.details["reason"]
 
 
+@pytest.mark.soak
 def test_a_second_submission_is_refused_while_it_runs(tmp_path: Path) -> None:
     run = LocalRun(tmp_path / "twice", command=[*TRAINER, "--steps", "4000", "--step-delay", "0.05"])
     run.submit()

@@ -40,6 +40,7 @@ def test_a_peer_has_what_a_dead_node_had(lab: Lab, new_run: NewRun, undisturbed:
     assert run.digest() == undisturbed
 
 
+@pytest.mark.soak
 def test_where_the_peer_is_lost_too_the_disk_is_read(lab: Lab, new_run: NewRun) -> None:
     """Of three nodes in a ring, the second's copies lie with the third."""
     run = new_run(

@@ -126,6 +126,7 @@ def test_a_killed_srun_costs_seconds_and_no_steps_that_were_saved(lab: Lab, new_
     assert run.digest() == undisturbed
 
 
+@pytest.mark.soak
 def test_a_stop_outlives_the_attempt_that_could_not_finish_it(lab: Lab, new_run: NewRun) -> None:
     run = new_run()
     job = run.submit()

@@ -59,6 +59,7 @@ def test_preemption(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     eventually(lambda: run.job_states() == {job: "COMPLETED"}, 20, lambda: f"{run.job_states()}\n{run.story()}")
 
 
+@pytest.mark.soak
 def test_term_three_times_in_a_row(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
     job = run.submit()

@@ -86,6 +86,7 @@ def test_a_transient_error_costs_one_rerun_in_place(validated: Callable[..., Run
     assert run.digest() == clean
 
 
+@pytest.mark.soak
 def test_a_result_that_is_the_same_everywhere_acquits_the_node(validated: Callable[..., Run]) -> None:
     run = validated(error_injection_step=4, error_injection_type="correct_result", error_injection_rank=0)
     job = run.submit()

@@ -55,7 +55,7 @@ def test_killed_workers_come_back_at_once(new_run: NewRun, undisturbed: str, ran
     assert seconds_to_first_step(run, 1) < AT_ONCE_S, run.story()
 
 
-@pytest.mark.parametrize("faults", [8, pytest.param(20, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("faults", [4, pytest.param(20, marks=pytest.mark.soak)])
 def test_many_faults_in_a_row(new_run: NewRun, undisturbed: str, faults: int) -> None:
     """A seeded sequence; each comes as soon as there is a new step, so that most of them lose work."""
     run = new_run(fault_tolerance={"num_in_job_restarts": 3}, checkpoint={"interval_steps": 5})

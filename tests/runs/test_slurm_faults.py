@@ -41,6 +41,7 @@ def test_slurm_does_not_answer_for_half_a_minute(lab: Lab, new_run: NewRun, undi
     assert run.digest() == undisturbed
 
 
+@pytest.mark.soak
 def test_an_answer_after_the_timeout_is_no_second_requeue(
     lab: Lab, new_run: NewRun, undisturbed: str, moody: Path
 ) -> None:
@@ -63,6 +64,7 @@ def test_a_successor_that_was_submitted_unheard_is_found(
     assert run.digest() == undisturbed
 
 
+@pytest.mark.soak
 def test_a_site_that_refuses_requeueing_gets_a_successor_once(
     lab: Lab, new_run: NewRun, undisturbed: str, moody: Path
 ) -> None:
