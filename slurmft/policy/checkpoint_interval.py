@@ -22,6 +22,9 @@ PRIOR_NODE_DAYS = 50.0
 comparison: 419 interruptions in 54 days on 16,384 GPUs, which are 264 node-days each with 8 GPUs to a node ("The Llama
 3 Herd of Models", 2024)."""
 
+MOST_S = 1e12
+"""Longer than anything lasts; sums of such numbers are numbers still."""
+
 SHORTEST_S, LONGEST_S = 1.0, 3600.0
 """Nobody wants to lose more than an hour, whatever the formula says; a save that costs nothing was measured badly."""
 
@@ -128,7 +131,7 @@ def typical_cost_s(costs_s: list[float]) -> float | None:
 
 
 def _finite(value: float) -> float:
-    return value if math.isfinite(value) and value > 0 else 0.0
+    return min(value, MOST_S) if math.isfinite(value) and value > 0 else 0.0
 
 
 def duration(seconds: float) -> str:
