@@ -29,14 +29,13 @@ from slurmft.checkpoint.plain_state import as_json
 from slurmft.checkpoint.rank_records import RankRecord, read_record
 from slurmft.checkpoint.state import Trainee, unwrapped
 from slurmft.errors import CheckpointError, UsageError
-from slurmft.launch.heartbeat import PAGE_VARIABLE, RESCUE_SUFFIX
+from slurmft.launch.heartbeat import IN_UPDATE, NOTHING, PAGE_VARIABLE, RESCUE_SUFFIX
 from slurmft.training.background import BACKGROUND, weakly
 
 MAX_SHARE = 0.05
 """Of the time of a step, which the notes at its boundaries may take; about 0.1 ms of processor time."""
 
 TRIAL_STEPS = 50
-NOTHING = -1
 
 log = logging.getLogger(__name__)
 
@@ -187,8 +186,8 @@ class JustInTime:
 
     def _tell(self) -> None:
         if BACKGROUND.listener is not None:
-            can = self._trainee is not None and self._is_whole and self._step > self._kept
-            BACKGROUND.listener.on_rescuable(self._step if can else NOTHING)
+            can = self._trainee is not None and self._step > self._kept - (not self._is_whole)
+            BACKGROUND.listener.on_rescuable((self._step if self._is_whole else IN_UPDATE) if can else NOTHING)
 
     def _account(self, began: float, step: int) -> None:
         now = time.perf_counter()

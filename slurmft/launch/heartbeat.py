@@ -30,7 +30,7 @@ which it is asked to keep its state (``launch.rescuing``)."""
 MAGIC_V2 = 0x534C_5552_4D46_5402
 SLOTS = 1024
 SIZE_BYTES = SLOTS * 8
-NOTHING = -1
+NOTHING, IN_UPDATE = -1, -2
 
 
 class Slot(IntEnum):
@@ -70,7 +70,7 @@ class Slot(IntEnum):
     OWN_WORK_DONE = 31  # W  steps whose first collective this rank has reached; 0 where nobody can tell
     OWN_STEPS = 32  # W  sections "step" that the worker itself has closed
     ATTACHED_AT_NS = 33  # W  monotonic time at which the worker attached
-    RESCUABLE = 34  # W  steps complete in this worker's memory, and in no checkpoint yet; NOTHING where there are none
+    RESCUABLE = 34  # W  steps complete in its memory, and in no checkpoint; NOTHING, or IN_UPDATE until the step's end
     RESCUING = 35  # W  monotonic time at which it began to keep them; 0 before
     RESCUED = 36  # W  steps that are kept just in time on this node; NOTHING before
     SAVE_COST_NS = 40  # W  what the newest save cost the training: its stall, and what steps took longer beside it
@@ -124,15 +124,7 @@ class Page:
             os.close(descriptor)
         page[Slot.RANK], page[Slot.GENERATION] = rank, generation
         page[Slot.TICK] = NOT_STARTED
-        for slot in (
-            Slot.SAVED,
-            Slot.RESUMED,
-            Slot.COMMITTED,
-            Slot.ANSWERED,
-            Slot.HOLDING,
-            Slot.RESCUABLE,
-            Slot.RESCUED,
-        ):
+        for slot in _WITHOUT_VALUE:
             page[slot] = NOTHING
         page[Slot.PROPOSED] = NEVER
         page.set_metric(float("nan"))
@@ -163,15 +155,7 @@ class Page:
     def private(cls) -> Page:
         """A page nobody reads: for a worker without an agent."""
         page = cls(mmap.mmap(-1, SIZE_BYTES))
-        for slot in (
-            Slot.SAVED,
-            Slot.RESUMED,
-            Slot.COMMITTED,
-            Slot.ANSWERED,
-            Slot.HOLDING,
-            Slot.RESCUABLE,
-            Slot.RESCUED,
-        ):
+        for slot in _WITHOUT_VALUE:
             page[slot] = NOTHING
         page[Slot.PROPOSED] = NEVER
         return page

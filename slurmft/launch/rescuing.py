@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurmft.launch.agents import AgentLost, AgentPool
-from slurmft.launch.heartbeat import RESCUE_SUFFIX, Slot
+from slurmft.launch.heartbeat import NOTHING, RESCUE_SUFFIX, Slot
 from slurmft.launch.workers import Worker
 from slurmft.storage.journal import Journal
 
@@ -45,16 +45,19 @@ async def rescue(pool: AgentPool, journal: Journal) -> None:
 
 async def rescue_on_node(workers: Sequence[Worker]) -> int:
     """The newest step that this node's workers have kept when this returns; a negative number where they have none."""
-    able = [worker for worker in workers if worker.alive and worker.page[Slot.RESCUABLE] >= 0]
-    for worker in able:
-        _wake(worker.stacks.with_suffix(RESCUE_SUFFIX))
+    asked: set[tuple[int, int]] = set()
     began = time.monotonic()
-    while any(worker.alive for worker in able):
+    while able := [worker for worker in workers if worker.alive and worker.page[Slot.RESCUABLE] != NOTHING]:
+        for worker in able:  # one that updates its weights just now is at the end of its step in a moment
+            step = worker.page[Slot.RESCUABLE]
+            if step >= 0 and (worker.rank, step) not in asked:
+                asked.add((worker.rank, step))
+                _wake(worker.stacks.with_suffix(RESCUE_SUFFIX))
         newest = max(worker.page[Slot.RESCUABLE] for worker in able)
         took_s = time.monotonic() - began
-        if _kept(workers) >= newest or took_s > RESCUE_S:
+        if 0 <= newest <= _kept(workers) or took_s > RESCUE_S:
             break
-        if took_s > BEGIN_S and not any(worker.alive and worker.page[Slot.RESCUING] for worker in able):
+        if took_s > BEGIN_S and not any(worker.page[Slot.RESCUING] for worker in able):
             break
         await asyncio.sleep(LOOK_S)
     return _kept(workers)

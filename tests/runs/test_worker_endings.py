@@ -62,7 +62,7 @@ def catch(new_run: NewRun, request: pytest.FixtureRequest) -> Callable[..., Caug
         marks = run.path.with_name(f"{run.path.name}-marks")
         marks.mkdir()
         os.chown(marks, run.lab.uid, run.lab.gid)
-        run.configure(command=command(marks, *options), checkpoint={"interval_steps": 5})
+        run.configure(command=command(marks, *options), checkpoint={"interval_steps": 5, "async_save": False})
         return Caught(run, run.submit(), marks)
 
     return submit

@@ -141,3 +141,9 @@ def test_a_step_costs_no_more_than_a_microsecond_or_two(page):
         page[Slot.TICK] = number
         _ = page[Slot.PROPOSED]
     assert (time.perf_counter() - began) / rounds < 2e-5  # a tenth of this on an idle machine
+
+
+def test_a_new_page_says_of_no_step_that_it_is_saved_or_kept(tmp_path):
+    for page in (Page.create(tmp_path / "page", rank=0, generation=1), Page.private()):
+        empty = (Slot.SAVED, Slot.DURABLE, Slot.RESUMED, Slot.RESCUABLE, Slot.RESCUED, Slot.ANSWERED)
+        assert {page[slot] for slot in empty} == {NOTHING}
