@@ -81,7 +81,7 @@ def test_the_rank_that_hangs_is_named_and_the_run_goes_on(
     hosts = run.wait_for("agents ready").details["hosts"]
     assert (event["rank"], event["node"]) == (rank, hosts[rank // 2]), run.story()
     assert (event["section"], event["limit_s"]) == (section, limit_s)
-    assert limit_s < event["held_s"] < limit_s + 0.2, run.story()
+    assert limit_s - 0.01 < event["held_s"] < limit_s + 0.3, run.story()
     ended_alike(run, digests)
     verdict = next(each.details for each in run.events("verdict"))
     assert (verdict["cause"], verdict["rank"]) == ("hang", rank), run.story()

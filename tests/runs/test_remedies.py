@@ -18,7 +18,8 @@ FRAIL = Path(__file__).parent / "trainers" / "frail.py"
 
 def frail(path: Path, *options: str, **changes: object) -> LocalRun:
     command = ["python", str(FRAIL), "--steps", "12", "--micro-batch", "2", *options]
-    saves = {"interval_steps": 4, "async_save": False}  # its steps are so fast that none would be on disk when it dies
+    # its steps are so fast that none would be on disk when it dies; and it dies of what is on disk
+    saves = {"interval_steps": 4, "async_save": False, "just_in_time": False}
     config = {"nodes": 1, "checkpoint": saves, "fault_tolerance": {"poison_after": 2}}
     return LocalRun(path, **{"command": command, **config, **changes})
 
@@ -93,7 +94,7 @@ def test_without_an_earlier_checkpoint_it_ends(tmp_path: Path) -> None:
 def test_a_checkpoint_is_tried_on_another_node_before_it_is_given_up(new_run: Callable[..., Run]) -> None:
     command = ["python", str(FRAIL), "--steps", "12", "--dies-from", "8", "--fails-at", "9"]
     run = new_run(command=command, nodes=1, nproc_per_node=1,
-                  checkpoint={"interval_steps": 4, "async_save": False},
+                  checkpoint={"interval_steps": 4, "async_save": False, "just_in_time": False},
                   fault_tolerance={"num_in_job_restarts": 3, "poison_after": 2})  # fmt: skip
     run.submit()
     run.wait_until_done()
