@@ -421,6 +421,7 @@ time.sleep(300)
 async def ready(node: Node) -> int:
     """The process id of the worker's child, once it waits."""
     await node.until(lambda: node.log().startswith("ready"))
+    await node.until(lambda: node.workers.by_rank[0].pid)  # the zygote's word may come later; kill(0) is for ourselves
     return int(node.log().split()[1])
 
 
