@@ -89,7 +89,7 @@ def test_a_process_that_was_stopped_has_not_hung():
     """SIGSTOP for much longer than the timeout, then SIGCONT: the loop goes on and resets it."""
     script = (
         "import sys, time; from slurmft import WatchdogTimer\n"
-        "with WatchdogTimer(2.0, lambda: print('hung', flush=True)) as watchdog:\n"
+        "with WatchdogTimer(5.0, lambda: print('hung', flush=True)) as watchdog:\n"
         "    print('ready', flush=True); sys.stdin.readline()\n"
         "    time.sleep(0.5)\n"
         "print('well', flush=True)"
@@ -98,7 +98,7 @@ def test_a_process_that_was_stopped_has_not_hung():
     with process:
         assert process.stdin and process.stdout and process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGSTOP)
-        time.sleep(3.5)
+        time.sleep(7.0)
         process.send_signal(signal.SIGCONT)
         process.stdin.write("\n")
         process.stdin.close()
