@@ -6,7 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from slurmft.checkpoint.image_writing import is_temporary
+from slurmft.checkpoint.image_writing import is_temporary, temporary_of
 from slurmft.checkpoint.shard_index import image_file, index_file
 from slurmft.errors import StorageError
 from slurmft.storage.checkpoint_names import MANIFEST
@@ -44,9 +44,16 @@ def give_up(folder: Path, shard: int, reason: str) -> None:
             if not is_note(name):
                 with contextlib.suppress(OSError):
                     (folder / name).unlink()
-        note = os.open(folder / note_file(shard), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with contextlib.closing(os.fdopen(note, "w", encoding="utf-8", errors="replace")) as stream:
-            stream.write(reason[:1000])
+        _leave_note(folder / note_file(shard), reason[:1000])
+
+
+def _leave_note(path: Path, reason: str) -> None:
+    """With all of its text from its first moment, since others wait for it; without any where there is no room."""
+    draft = temporary_of(path)
+    note = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with contextlib.suppress(OSError), os.fdopen(note, "w", encoding="utf-8", errors="replace") as stream:
+        stream.write(reason)
+    draft.replace(path)
 
 
 def reason_of(folder: Path, note: str) -> str:

@@ -27,6 +27,9 @@ STALE_S = 60.0
 
 PAUSE_S = 0.02
 
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""What filesystems without hard links answer."""
+
 
 class SoftLock:
     """Not reentrant; one object per holder."""
@@ -80,26 +83,31 @@ class SoftLock:
         self._token = ""
 
     def _create(self) -> bool:
+        """The file has its content from its first moment: an empty one, of a process killed then, would be nobody's."""
         token = secrets.token_hex(8)
         pid = os.getpid()
         content = {"format": FORMAT, "host": self._host, "namespace": _pid_namespace(), "pid": pid,
                    "birth": birth_of(pid), "token": token}  # fmt: skip
-        try:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._mode)
-        except FileExistsError:
+        if self.path.exists():
             return False
+        draft = self.path.with_name(f".{self.path.name}.{token}.tmp")
+        try:
+            self._write(draft, json.dumps(content).encode())
+            self._token = token if _appeared(draft, self.path) else ""
         except OSError as error:
             raise translated(f"cannot lock {self.path}", error) from error
+        finally:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+        return bool(self._token)
+
+    def _write(self, path: Path, content: bytes) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._mode)
         try:
             os.fchmod(descriptor, self._mode)
-            os.write(descriptor, json.dumps(content).encode())
-        except OSError as error:  # a full disk: an empty lock would keep everybody out until it is old
-            self.path.unlink(missing_ok=True)
-            raise translated(f"cannot lock {self.path}", error) from error
+            os.write(descriptor, content)
         finally:
             os.close(descriptor)
-        self._token = token
-        return True
 
     def _read(self) -> dict[str, object]:
         try:
@@ -151,6 +159,23 @@ class SoftLock:
             if error.errno in (errno.EACCES, errno.EPERM):
                 return 0.0
             raise translated(f"cannot look at {path}", error) from error
+
+
+def _appeared(draft: Path, path: Path) -> bool:
+    """Give a draft its name, unless another file has it. Linking is atomic, over NFS as well (open(2), O_EXCL)."""
+    try:
+        path.hardlink_to(draft)
+    except FileExistsError:
+        return draft.stat().st_nlink > 1  # the answer to a request that NFS has sent twice
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        draft.replace(path)
+    return True
 
 
 def _pid_namespace() -> str:

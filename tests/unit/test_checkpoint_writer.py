@@ -189,7 +189,8 @@ def test_an_abandoned_save_is_left(memory, start, phase):
         until(lambda: "written" in kinds(client))
     client.abandon(request.identity)
     assert ended(client, request).kind == "abandoned"
-    assert memory.steps() == [] and not (request.folder / image_file(0)).exists()
+    until(lambda: not (request.folder / image_file(0)).exists())  # cleared after the report
+    assert memory.steps() == []
 
 
 def test_the_image_is_held_while_it_is_read_and_no_longer(memory, start):
@@ -331,7 +332,7 @@ def test_who_gives_up_lets_nobody_wait(memory, start):
     assert saved(other, requests[1]).errno == errno.ENOENT
     report = ended(lead, requests[0])
     assert report.kind == "failed" and note_file(1) in report.text and "No such file" in report.text
-    assert not (requests[0].folder / image_file(0)).exists()
+    until(lambda: not (requests[0].folder / image_file(0)).exists())  # cleared after the report
     assert saved(lead, memory.stage(2, slot="b")).kind == "committed"
     until(lambda: not requests[0].folder.exists())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -145,3 +146,34 @@ def test_a_full_disk_leaves_no_lock(path, monkeypatch):
     with pytest.raises(StorageUnavailable, match="No space left"):
         SoftLock(path).try_acquire()
     assert names(path) == []
+
+
+def test_a_holder_that_is_killed_before_it_says_who_it_is_leaves_no_lock(path):
+    """With the name first and the content second, the next one would wait for the age of an empty file."""
+    killed = DIE_HOLDING.replace("assert", "os.write = lambda *_: os._exit(9)\nassert")
+    assert subprocess.run([sys.executable, "-c", killed, str(path)], timeout=30, check=False).returncode == 9
+    assert SoftLock(path).try_acquire()
+
+
+def test_a_filesystem_without_hard_links_will_do(path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    first, second = SoftLock(path), SoftLock(path)
+    assert first.try_acquire() and first.is_ours()
+    assert not second.try_acquire()
+    first.release()
+    assert second.try_acquire()
+    assert names(path) == [path.name]
+
+
+def test_a_link_whose_answer_was_lost_counts(path, monkeypatch):
+    link = Path.hardlink_to
+
+    def link_twice(new: Path, target: Path) -> None:
+        link(new, target)
+        link(new, target)
+
+    monkeypatch.setattr(Path, "hardlink_to", link_twice)
+    assert SoftLock(path).try_acquire()
