@@ -38,10 +38,17 @@ def test_a_term_in_an_evaluation_repeats_it(lab: Lab, new_run: NewRun) -> None:
     alone.wait_until_done()
     run = new_run(command=slow)
     job = run.submit()
-    eventually(lambda: (run.folder.progress() or {}).get("state") == "evaluating", 60, run.story)
+
+    def is_evaluating() -> bool:
+        progress = run.folder.progress() or {}
+        return progress.get("state") == "evaluating" and progress.get("step", 0) > 0
+
+    eventually(is_evaluating, 60, run.story)
     lab.run(["scancel", "--signal=TERM", job])
     run.wait_until_done()
-    step = run.events("verdict")[0].details["saved_step"]
+    verdict = run.events("verdict")[0].details
+    assert "saved_step" in verdict, run.story()
+    step = verdict["saved_step"]
     assert step % 2 == 0
     assert run.output().count(f"step {step:6d}/6  held-out loss") == 1, "interrupted once, told once"
     assert run.digest() == alone.digest()

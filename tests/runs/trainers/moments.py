@@ -8,6 +8,7 @@ this.
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import signal
@@ -39,14 +40,19 @@ class Moment:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._name, self._rank, self._step, self._folder = args.at, args.rank, args.step, args.marks
+        self._until = 0.0
+
+    def is_everybodys(self) -> bool:
+        """Whether every rank has come to it, in this attempt: then all may wait for the stop where they are."""
+        return self._rank == -1 and time.monotonic() < self._until
 
     def __call__(self, name: str, step: int) -> None:
         rank = int(os.environ["RANK"])
         if (name, step) != (self._name, self._step) or self._rank not in (-1, rank) or (self._folder / "go").exists():
             return
         (self._folder / f"reached-{rank}").write_text(f"{os.environ['SLURMD_NODENAME']} {os.getpid()}")
-        deadline = time.monotonic() + PATIENCE_S
-        while not (self._folder / "go").exists() and time.monotonic() < deadline:
+        self._until = time.monotonic() + PATIENCE_S
+        while not (self._folder / "go").exists() and time.monotonic() < self._until:
             time.sleep(0.02)
 
 
@@ -213,7 +219,13 @@ def train(args: argparse.Namespace) -> None:
 
 
 def evaluate(session: Session, moment: Moment, step: int) -> None:
-    for batch in session.evaluating(range(3 + session.rank)):  # as many as this rank has
+    def batches() -> Iterator[int]:
+        for batch in itertools.count():
+            if batch >= 3 + session.rank and not moment.is_everybodys():  # as many as this rank has
+                return
+            yield batch
+
+    for batch in session.evaluating(batches()):
         if batch == 1:
             moment("evaluation", step)
         torch.rand(1)
