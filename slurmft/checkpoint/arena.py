@@ -26,7 +26,7 @@ from slurmft.checkpoint.holding import is_held
 from slurmft.checkpoint.shard_index import ShardIndex, read_index, write_index
 from slurmft.errors import StorageError
 from slurmft.storage.checkpoint_names import Identity
-from slurmft.storage.memory_folder import MEMORY_VARIABLE
+from slurmft.storage.memory_folder import own_memory_folder
 
 PLACES = "ab"
 
@@ -104,7 +104,7 @@ class Arena:
     """
 
     def __init__(self, rank: int, folder: Path | None = None) -> None:
-        given = folder or (Path(told) if (told := os.environ.get(MEMORY_VARIABLE)) else None)
+        given = folder or own_memory_folder()
         self.is_private = given is None
         self.folder = given or private_folder()
         self.folder.mkdir(mode=0o700, exist_ok=True)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.errors import NewerFormat, StorageError
-from slurmft.storage.checkpoint_names import MANIFEST, Identity, read_quarantine
+from slurmft.storage.checkpoint_names import MANIFEST, Identity, newest_first, read_quarantine
 from slurmft.storage.files import read_json, write_json
 
 MAX_MARKER_BYTES = 64 * 1024 * 1024
@@ -115,7 +115,15 @@ class Catalog:
             return []
         except OSError as error:
             raise StorageError(f"cannot list {self.folder}: {error}") from error
-        return sorted((one for one in found if one), key=lambda one: (one.commit, one.generation), reverse=True)
+        return newest_first(one for one in found if one)
+
+    def newest_commit(self) -> int:
+        """The number of the newest commit, or of a try of one; 0 where there is none.
+
+        Raises:
+            StorageError: as ``identities``.
+        """
+        return max((one.commit for one in self.identities()), default=0)
 
 
 def read_entry(path: Path) -> Entry | None:

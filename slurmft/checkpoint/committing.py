@@ -5,12 +5,9 @@ No torch, and no worker: a save is committed although every process that trained
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Mapping
@@ -21,13 +18,14 @@ from pathlib import Path
 import xxhash
 
 from slurmft.checkpoint.catalog import Entry, FileRecord, read_entry, write_marker
+from slurmft.checkpoint.damage import Damaged
 from slurmft.checkpoint.dcp_metadata import METADATA_FILE, metadata_bytes
 from slurmft.checkpoint.fault_points import reached
 from slurmft.checkpoint.folders import Pruner
 from slurmft.checkpoint.giving_up import give_up, is_note, reason_of, remove_temporary
 from slurmft.checkpoint.image_writing import NewFile
 from slurmft.checkpoint.progress_page import Lane, ProgressPage
-from slurmft.checkpoint.shard_index import image_file, index_file, read_index
+from slurmft.checkpoint.shard_index import ShardIndex, image_file, index_file, parse_index
 from slurmft.checkpoint.writer_task import PAUSES_S, Left, Task
 from slurmft.errors import Fenced, StorageError
 from slurmft.storage.checkpoint_names import MANIFEST, Identity
@@ -37,10 +35,6 @@ from slurmft.storage.patience import PASSING
 
 RECEIPTS_TIMEOUT_S = 1800.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
-
-_HEAD = re.compile(rb'\{"format": \d+, "identity": \[(\d+), (\d+), (\d+)\], ')
-_TAIL = re.compile(rb', "shard": (\d+), "shards": (\d+), "size_bytes": (\d+)\}\n')
-_TAIL_BYTES = 120
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +48,7 @@ class _Pending:
     """Names of receipts that have not been seen yet, and their shards."""
 
     records: dict[str, FileRecord] = field(default_factory=dict)
+    indexes: dict[int, ShardIndex] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
     """What else lies in the folder."""
 
@@ -166,7 +161,8 @@ class CommitLane:
             raise OSError(errno.ECANCELED, f"another rank has failed ({notes[0]}): {reason or 'no space left'}")
         for name in names:
             if (shard := pending.missing.get(name)) is not None:
-                pending.records |= _receipt(task, folder, shard)
+                pending.indexes[shard], records = _receipt(task, folder, shard)
+                pending.records |= records
                 del pending.missing[name]
                 self._page.tick(Lane.COMMIT)
         if index_file(task.request.shard) in pending.missing:
@@ -184,7 +180,7 @@ class CommitLane:
         reached("receipts complete")
         entry = _committed_before(task)
         if entry is None:
-            entry = _entry(task, {METADATA_FILE: _write_metadata(task), **pending.records})
+            entry = _entry(task, {METADATA_FILE: _write_metadata(pending), **pending.records})
             remove_temporary(entry.path, pending.others)
             fsync_folder(entry.path.parent)  # every rank has synced the folder itself with its receipt
             check_fence()
@@ -228,44 +224,31 @@ class CommitLane:
             give_up(pending.task.request.folder, pending.task.request.shard, reason)
 
 
-def _receipt(task: Task, folder: Path, shard: int) -> Mapping[str, FileRecord]:
-    """Records of a shard's image and index.
+def _receipt(task: Task, folder: Path, shard: int) -> tuple[ShardIndex, Mapping[str, FileRecord]]:
+    """The index of a shard, and the records of its image and of itself.
 
     Raises:
         OSError: the receipt cannot be read, or is not one of this save.
     """
-    content = (folder / index_file(shard)).read_bytes()
-    identity, number, shards, size_bytes = _facts(content)
-    request = task.request
-    if (identity, number, shards) != (request.identity, shard, request.shards):
+    content, request = (folder / index_file(shard)).read_bytes(), task.request
+    try:
+        index = parse_index(content, index_file(shard))
+    except Damaged as error:
+        raise OSError(errno.EBADMSG, f"{index_file(shard)} is not the index of a shard: {error}") from error
+    if (index.identity, index.shard, index.shards) != (request.identity, shard, request.shards):
         raise OSError(errno.EBADMSG, f"{index_file(shard)} is not of this save")
-    index = FileRecord(len(content), xxhash.xxh3_128_hexdigest(content))
-    return {image_file(shard): FileRecord(size_bytes), index_file(shard): index}
+    record = FileRecord(len(content), xxhash.xxh3_128_hexdigest(content))
+    return index, {image_file(shard): FileRecord(index.size_bytes), index_file(shard): record}
 
 
-def _facts(content: bytes) -> tuple[Identity | None, int, int, int]:
-    """Identity, shard, shards and size, from the two ends of the text: thousands of long lists need not be parsed."""
-    head, tail = _HEAD.match(content), _TAIL.search(content[-_TAIL_BYTES:])
-    if head and tail and content.endswith(tail[0]):
-        return Identity(*map(int, head.groups())), *(int(tail[1]), int(tail[2]), int(tail[3]))
-    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-        value = json.loads(content)
-        return Identity(*value["identity"]), value["shard"], value["shards"], value["size_bytes"]
-    return None, 0, 0, 0
-
-
-def _write_metadata(task: Task) -> FileRecord:
+def _write_metadata(pending: _Pending) -> FileRecord:
     """Write torch's own index, made of all receipts; its folder is synced with the marker.
 
     Raises:
-        OSError: it was not written, or a receipt is gone.
-        StorageError: a receipt is damaged.
+        OSError: it was not written.
     """
-    folder = task.request.folder
-    indexes = [read_index(folder / index_file(shard)) for shard in range(task.request.shards)]
-    if None in indexes:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / index_file(indexes.index(None))))
-    content = metadata_bytes([index for index in indexes if index is not None])
+    folder = pending.task.request.folder
+    content = metadata_bytes([pending.indexes[shard] for shard in sorted(pending.indexes)])
     with NewFile(folder, METADATA_FILE, mode=folder.stat().st_mode & 0o666) as file:
         file.write(memoryview(content), lambda _done: None)
         file.sync()

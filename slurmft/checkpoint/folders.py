@@ -27,21 +27,6 @@ def own_generation() -> int:
     return int(os.environ.get(GENERATION_VARIABLE) or 0)
 
 
-def begin_folder(directory: Path, step: int) -> Identity:
-    """Make the folder of a new save and say which one it is.
-
-    Raises:
-        OSError, StorageError: the folder could not be made.
-    """
-    if not directory.exists():
-        directory.mkdir(parents=True, exist_ok=True)
-        fsync_folder(directory.parent)
-    commits = [one.commit for one in Catalog(directory).identities()]
-    identity = Identity(step, own_generation(), max(commits, default=0) + 1)
-    (directory / identity.folder_name).mkdir()
-    return identity
-
-
 def remove_left_overs(directory: Path, *, is_saving: bool, in_flight: Collection[Identity] = ()) -> None:
     """Remove what saves that never committed have left behind; what cannot be removed is logged and stays.
 

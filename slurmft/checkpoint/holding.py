@@ -33,15 +33,8 @@ def holding(path: Path) -> Iterator[int]:
         OSError: it cannot be opened.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        _patiently(lambda: _lock(descriptor, fcntl.LOCK_SH))
-        _check_in_place(path, descriptor)
+    with _locked(path, descriptor, lambda: _patiently(lambda: _lock(descriptor, fcntl.LOCK_SH))):
         yield descriptor
-    finally:
-        # before the descriptor: a child that was forked meanwhile has it, too, and would go on holding the file
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -57,14 +50,8 @@ def alone(path: Path) -> Iterator[int]:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except PermissionError:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # enough on a local filesystem
-    try:
-        _lock(descriptor, fcntl.LOCK_EX)
-        _check_in_place(path, descriptor)
+    with _locked(path, descriptor, lambda: _lock(descriptor, fcntl.LOCK_EX)):
         yield descriptor
-    finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
 
 
 def is_held(path: Path) -> bool:
@@ -90,9 +77,18 @@ def reading(folder: Path) -> Iterator[None]:
         yield
 
 
-def being_read(folder: Path) -> bool:
-    """Whether somebody is inside ``reading`` of this checkpoint, as far as the filesystem tells."""
-    return is_held(folder / MANIFEST)
+@contextlib.contextmanager
+def _locked(path: Path, descriptor: int, lock: Callable[[], None]) -> Iterator[None]:
+    """Closes ``descriptor`` at the end."""
+    try:
+        lock()
+        _check_in_place(path, descriptor)
+        yield
+    finally:
+        # before the descriptor: a child that was forked meanwhile has it, too, and would go on holding the file
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
 
 
 def _lock(descriptor: int, kind: int) -> None:

@@ -30,6 +30,7 @@ from slurmft.checkpoint.rank_records import RankRecord, read_record
 from slurmft.checkpoint.state import Trainee, unwrapped
 from slurmft.errors import CheckpointError, UsageError
 from slurmft.launch.heartbeat import IN_UPDATE, NOTHING, PAGE_VARIABLE, RESCUE_SUFFIX
+from slurmft.storage.memory_folder import ranks_of_this_node
 from slurmft.training.background import BACKGROUND, weakly
 
 MAX_SHARE = 0.05
@@ -54,8 +55,7 @@ class JustInTime:
     def __init__(self, folder: Path, stage: Stage) -> None:
         self._folder, self._stage = folder, stage
         self._rank = int(os.environ.get("RANK", "0"))
-        first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
-        self._local = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._local = ranks_of_this_node()
         self._lock = threading.Lock()
         self._trainee: Trainee | None = None
         self._record: RankRecord | None = None

@@ -7,7 +7,6 @@ with its parent. No torch, nothing unpickled; whoever lacks the key is not liste
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -27,6 +26,7 @@ from slurmft.checkpoint.wire import CHUNK_BYTES, BadCopy, Wire
 from slurmft.errors import StorageError
 from slurmft.policy.tiers import Tier
 from slurmft.storage.memory_folder import KEY_FILE, PEERS, read_generation
+from slurmft.storage.processes import die_with_parent
 
 MAX_CONNECTIONS = 64
 MAX_INDEX_BYTES = 64 << 20
@@ -35,7 +35,6 @@ COPY_S = 600.0
 """The longest that one copy may take; a sender that says nothing is given up much earlier."""
 
 _BUSY_S = 5.0
-_PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +172,7 @@ class Keeper:
 
 def main(arguments: Sequence[str]) -> int:
     """Take copies for as long as the parent lives."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
     # Slurm sends its TERM to the whole tree on some sites; only the agent answers to it
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

@@ -32,7 +32,7 @@ from slurmft.errors import CheckpointError, NewerFormat, StorageError
 from slurmft.policy.tiers import Committed, Decision, Name
 from slurmft.storage.attempt_facts import note_resuming
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, read_quarantine
-from slurmft.storage.memory_folder import MEMORY_VARIABLE
+from slurmft.storage.memory_folder import own_memory_folder
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
 
 FACTS = "slurmft.facts"
@@ -153,9 +153,9 @@ class Loading:
         facts, rank = prepared.shared.get(FACTS, {}), self._team.rank
         if rank >= facts.get("world_size", 0) or prepared.is_own:
             return prepared
-        memory = os.environ.get(MEMORY_VARIABLE)
-        if memory and facts.get("just_in_time"):
-            own = read_record(Path(memory), rank, identity.step, identity.generation)
+        memory = own_memory_folder()
+        if memory is not None and facts.get("just_in_time"):
+            own = read_record(memory, rank, identity.step, identity.generation)
             if own is not None:
                 return replace(prepared, own=own, is_own=True)
         raise Damaged(Damage.MISSING, image_file(rank), f"what rank {rank} had for itself")
@@ -200,7 +200,7 @@ class Loading:
         if team.is_lead:
             with guard:
                 remove_left_overs(self._directory, is_saving=False)
-                self.newest_commit = max((one.commit for one in Catalog(self._directory).identities()), default=0)
+                self.newest_commit = Catalog(self._directory).newest_commit()
                 found = candidates()
         code, count, self.newest_commit = team.from_lead([guard.code, len(found), self.newest_commit])
         if code:

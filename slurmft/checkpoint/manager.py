@@ -39,7 +39,7 @@ from slurmft.errors import CheckpointError, UsageError
 from slurmft.policy.checkpoint_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import MAX_STEP, Identity
 from slurmft.storage.fence import check_fence
-from slurmft.storage.memory_folder import MEMORY_VARIABLE
+from slurmft.storage.memory_folder import own_memory_folder, ranks_of_this_node
 from slurmft.training.background import BACKGROUND, Outcome, weakly
 
 log = logging.getLogger(__name__)
@@ -303,7 +303,7 @@ class CheckpointManager:
         """Rank 0, before its first save: whose directory it is, what was left in it, and where the counting goes on."""
         check_fence()
         remove_left_overs(self.directory, is_saving=True)
-        self._turn.begin(max((one.commit for one in Catalog(self.directory).identities()), default=0))
+        self._turn.begin(Catalog(self.directory).newest_commit())
 
     def _stage(
         self, team: Team, prepared: LaidOut, identity: Identity, metrics: Mapping[str, SupportsFloat], *, urgent: bool
@@ -354,11 +354,9 @@ class CheckpointManager:
 
     def _forget_others(self, commit: int) -> None:
         """Give back the memory of ranks that have left this node, now that this commit is durable."""
-        memory, local_rank = os.environ.get(MEMORY_VARIABLE), int(os.environ.get("LOCAL_RANK", "0"))
-        if memory and not local_rank:
-            first = int(os.environ.get("RANK", "0"))
-            ranks = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-            forget_others(Path(memory), ranks, older_than=commit)
+        memory, ranks = own_memory_folder(), ranks_of_this_node()
+        if memory is not None and int(os.environ.get("RANK", "0")) == ranks.start:
+            forget_others(memory, ranks, older_than=commit)
 
     # Just in time
 

@@ -26,15 +26,16 @@ from slurmft.errors import StorageError
 from slurmft.policy.supply import without
 from slurmft.policy.tiers import DISK, Committed, Decision, Name, choose
 from slurmft.storage.checkpoint_names import Identity
-from slurmft.storage.memory_folder import MEMORY_VARIABLE
+from slurmft.storage.memory_folder import own_memory_folder
 
 log = logging.getLogger(__name__)
 
 
 def same_state(old: str, new: str) -> None:
     """A state that lay in memory only is saved again, under another name: the tries are those of the state."""
-    if (memory := os.environ.get(MEMORY_VARIABLE)) and os.environ.get("LOCAL_RANK", "0") == "0":
-        inherit_tries(Path(memory), old, new)
+    memory = own_memory_folder()
+    if memory is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        inherit_tries(memory, old, new)
 
 
 class MemorySources:
@@ -54,11 +55,10 @@ class MemorySources:
         self._team, self._committed, self._generation = team, committed, generation
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._node_lead = team.rank - local_rank if team.world_size > 1 else team.rank
-        told, disk = os.environ.get(MEMORY_VARIABLE), os.environ.get(LOCAL_DIRECTORY_VARIABLE)
-        self._memory = Path(told) if told else None
+        self._memory, disk = own_memory_folder(), os.environ.get(LOCAL_DIRECTORY_VARIABLE)
         self._local = _local_folder(Path(disk), directory) if disk else None
         self._offers_for_node = team.rank == self._node_lead
-        self._held: list[Holding] = scan(self._memory, self._local) if told or disk else []
+        self._held: list[Holding] = scan(self._memory, self._local) if self._memory or disk else []
         row = to_row(self._held, tries_of(self._memory)) if self._offers_for_node else [0] * ROW_LENGTH
         self._offers = from_rows(team.exchange(row))
         self._refused: dict[Name, str] = {}

@@ -141,13 +141,22 @@ def verified_index(path: Path, size_bytes: int, digest: str) -> ShardIndex:
         raise Damaged(Damage.TRUNCATED, path.name)
     if xxhash.xxh3_128_hexdigest(raw) != digest:
         raise Damaged(Damage.CHANGED, path.name)
+    return parse_index(raw, path.name)
+
+
+def parse_index(raw: bytes, name: str) -> ShardIndex:
+    """The index that a file of this name has as its content.
+
+    Raises:
+        Damaged: it is none.
+    """
     try:
         value = json.loads(raw)
         if value["format"] > FORMAT:
-            raise Damaged(Damage.NEWER, path.name)
+            raise Damaged(Damage.NEWER, name)
         return _index(value)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise Damaged(Damage.UNREADABLE, path.name, repr(error)) from error
+        raise Damaged(Damage.UNREADABLE, name, repr(error)) from error
 
 
 def _index(value: Mapping[str, Any]) -> ShardIndex:

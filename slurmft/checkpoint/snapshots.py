@@ -31,6 +31,7 @@ from slurmft.checkpoint.writer_process import WriterProcess
 from slurmft.errors import CheckpointError, Fenced, UsageError
 from slurmft.policy.checkpoint_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import Identity
+from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
 
 CLOSE_S = 600.0
 """How long the end of a process waits for its last save; the memory that holds it would go with the process."""
@@ -67,10 +68,6 @@ class Standing:
     """Why the newest try failed; 0 when it did not."""
 
     problem: str = ""
-
-    @property
-    def failed(self) -> bool:
-        return bool(self.problem)
 
 
 class Snapshots:
@@ -334,5 +331,5 @@ def copy_into(views: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 def _writer_log(rank: int) -> Path | None:
     with contextlib.suppress(KeyError):
-        return Path(os.environ["SLURMFT_ERROR_DIR"]) / f"writer-{rank}.log"
+        return Path(os.environ[ERROR_DIR_VARIABLE]) / f"writer-{rank}.log"
     return None

@@ -66,7 +66,6 @@ class WriteRequest:
 
 
 ReportKind = Literal["hashed", "written", "committed", "failed", "abandoned", "superseded", "pruned", "stalled"]
-FINAL_KINDS = frozenset({"committed", "abandoned", "superseded"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

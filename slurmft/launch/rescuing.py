@@ -15,9 +15,9 @@ from pathlib import Path
 
 from slurmft.launch.agents import AgentLost, AgentPool
 from slurmft.launch.heartbeat import NOTHING, RESCUE_SUFFIX, Slot
-from slurmft.launch.kernel_view import view
 from slurmft.launch.workers import Worker
 from slurmft.storage.journal import Journal
+from slurmft.storage.processes import is_stopped
 
 BEGIN_S = 1.0
 """How long a worker may take to begin: its thread needs the interpreter for a moment."""
@@ -46,7 +46,8 @@ async def rescue(pool: AgentPool, journal: Journal) -> None:
 
 async def rescue_on_node(workers: Sequence[Worker]) -> int:
     """The newest step that this node's workers have kept when this returns; a negative number where they have none."""
-    workers = [worker for worker in workers if not _is_stopped(worker)]
+    # one that is stopped can do nothing; others of its node may have what it has
+    workers = [worker for worker in workers if not (worker.alive and worker.pid and is_stopped(worker.trainer_pid))]
     asked: set[tuple[int, int]] = set()
     began = time.monotonic()
     while able := [worker for worker in workers if worker.alive and worker.page[Slot.RESCUABLE] != NOTHING]:
@@ -63,12 +64,6 @@ async def rescue_on_node(workers: Sequence[Worker]) -> int:
             break
         await asyncio.sleep(LOOK_S)
     return _kept(workers)
-
-
-def _is_stopped(worker: Worker) -> bool:
-    """Whether it can do nothing, as after a SIGSTOP; others of its node may have what it has."""
-    seen = view(worker.trainer_pid) if worker.alive and worker.pid else None
-    return seen is not None and seen.state in ("T", "t")
 
 
 def _kept(workers: Sequence[Worker]) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
-import ctypes
 import gc
 import importlib
 import importlib.machinery
@@ -37,20 +36,13 @@ from slurmft.launch import stacks
 from slurmft.policy.symptoms import cause_of_text, last_words
 from slurmft.policy.testimony import claimed
 from slurmft.policy.verdict import EXIT_USAGE, Cause
+from slurmft.storage.processes import die_with_parent
 from slurmft.storage.verdicts import WorkerVerdict, read_verdict, write_verdict
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 PACKET_BYTES = 64 * 1024
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel to kill this process when its parent dies; end here where ``parent`` has died already."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if parent is not None and os.getppid() != parent:
-        os._exit(128 + signal.SIGKILL)
 
 
 def main(arguments: Sequence[str]) -> NoReturn:

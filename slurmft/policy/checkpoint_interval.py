@@ -63,7 +63,7 @@ def mtbf_s(history: FailureHistory, nodes: int) -> float:
     A gamma prior of one failure in PRIOR_NODE_DAYS on the rate of one node: as long as nothing was seen it is all that
     counts, and every failure and every node-day that was seen moves it.
     """
-    node_s = max(0.0, history.node_s) if math.isfinite(history.node_s) else 0.0
+    node_s = min(max(0.0, history.node_s), MOST_S) if math.isfinite(history.node_s) else 0.0
     rate = (1 + max(0, history.failures)) / (PRIOR_NODE_DAYS * DAY_S + node_s)
     return 1.0 / (rate * max(1, nodes))
 

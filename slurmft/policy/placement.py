@@ -7,8 +7,6 @@ each with its copies on the m - 1 nodes that follow it in the group, seen as a r
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 
 def copy_holders(nodes: int, copies: int) -> tuple[tuple[int, ...], ...]:
     """For each node, by its place in the run, the other nodes that hold a copy of its part.
@@ -29,13 +27,6 @@ def copy_holders(nodes: int, copies: int) -> tuple[tuple[int, ...], ...]:
     if rest := nodes - len(holders):
         holders += _ring(len(holders), rest, min(copies, rest - 1))
     return tuple(holders)
-
-
-def unsupplied(nodes: int, copies: int, lost: Collection[int]) -> frozenset[int]:
-    """The nodes whose part of a snapshot is gone from all memory once the ``lost`` nodes are; empty when none is."""
-    gone = frozenset(lost)
-    holders = copy_holders(nodes, copies)
-    return frozenset(node for node in gone if 0 <= node < nodes and gone.issuperset(holders[node]))
 
 
 def _ring(first: int, size: int, copies: int) -> list[tuple[int, ...]]:

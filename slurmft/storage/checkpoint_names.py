@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,11 @@ class Identity:
             return None
         identity = cls(*(int(part) for part in match.groups()))
         return identity if identity.folder_name == folder_name else None
+
+
+def newest_first(identities: Iterable[Identity]) -> list[Identity]:
+    """In the order in which a run takes them."""
+    return sorted(identities, key=lambda one: (one.commit, one.generation), reverse=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +86,6 @@ def usable(directory: Path) -> list[str]:
     Raises:
         OSError: the directory cannot be listed.
     """
-    found = [identity for child in directory.iterdir() if (identity := Identity.parse(child.name))]
-    newest_first = sorted(found, key=lambda one: (one.commit, one.generation), reverse=True)
-    names = [one.folder_name for one in newest_first]
+    found = newest_first(one for child in directory.iterdir() if (one := Identity.parse(child.name)))
+    names = [one.folder_name for one in found]
     return [name for name in names if (directory / name / MANIFEST).exists() and not read_quarantine(directory / name)]

@@ -10,10 +10,22 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 from pathlib import Path
 
 MEMORY_VARIABLE = "SLURMFT_MEMORY_DIR"
 KEY_FILE, GENERATION_FILE, PEERS = "copies.key", "generation", "peers"
+
+
+def own_memory_folder() -> Path | None:
+    """The one of this worker's node; None where no agent keeps one."""
+    return Path(told) if (told := os.environ.get(MEMORY_VARIABLE)) else None
+
+
+def ranks_of_this_node() -> range:
+    """The ranks of the workers beside this one, and its own."""
+    first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
+    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def copies_key(secret: bytes) -> bytes:

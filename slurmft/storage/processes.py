@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
 _START_TICKS = 18
 """Index of starttime among the fields of /proc/PID/stat that follow the process's state (proc(5), field 22)."""
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel to kill this process when its parent dies; end here where ``parent`` has died already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
 
 
 def birth_of(pid: int) -> str:

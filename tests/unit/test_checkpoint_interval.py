@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slurmft.policy.checkpoint_interval import (
@@ -96,6 +96,7 @@ def test_an_unseen_run_fails_as_the_prior_says_and_what_is_seen_moves_it():
 
 
 @given(st.integers(0, 10**6), ANYTHING, st.integers(-5, 10**5))
+@example(0, 1.7976931348623157e308, 0)
 def test_the_time_between_failures_is_a_time_whatever_the_journal_says(failures, node_s, nodes):
     seen = FailureHistory(failures=failures, node_s=node_s)
     assert 0 < mtbf_s(seen, nodes) < math.inf
