@@ -14,7 +14,7 @@ from pathlib import Path
 from slurmft.checkpoint.fault_points import reached
 from slurmft.checkpoint.giving_up import note_file
 from slurmft.checkpoint.holding import holding
-from slurmft.checkpoint.image_writing import NewFile, Pace, digests, mapped
+from slurmft.checkpoint.image_writing import Mappings, NewFile, Pace, digests
 from slurmft.checkpoint.progress_page import Lane, Progress, ProgressPage
 from slurmft.checkpoint.shard_index import ShardIndex, image_file, index_file, read_index, write_index
 from slurmft.checkpoint.writer_task import Left, Task
@@ -51,7 +51,7 @@ class Pacing:
         self._task.throttle.pass_on(done_bytes, self.look)
 
 
-def write_durably(task: Task, pace: Pacing) -> int:
+def write_durably(task: Task, pace: Pacing, images: Mappings) -> int:
     """Image, metadata and receipt, all durable; returns the size of the image.
 
     Raises:
@@ -60,24 +60,24 @@ def write_durably(task: Task, pace: Pacing) -> int:
         StorageError: the snapshot is not there, or not the one that was announced.
     """
     task.phase = "looking for an earlier try"
-    if (size_bytes := _written_before(task, pace.look)) is not None:
+    if (size_bytes := _written_before(task, pace.look, images)) is not None:
         return size_bytes
     try:
-        return _write(task, pace)
+        return _write(task, pace, images)
     except FileNotFoundError:
         # another writer of the same snapshot, taken for dead, has finished it and cleaned up
-        if (size_bytes := _written_before(task, pace.look)) is not None:
+        if (size_bytes := _written_before(task, pace.look, images)) is not None:
             return size_bytes
         raise
 
 
-def _write(task: Task, pace: Pacing) -> int:
+def _write(task: Task, pace: Pacing, images: Mappings) -> int:
     request = task.request
     task.phase = "reading the image"
     with holding(request.image) as source:
         fingerprint, index = _staged(task)
         pace.size_bytes = index.size_bytes
-        with mapped(source, index.size_bytes) as view:
+        with images.of(source, index.size_bytes) as view:
             reached("request read")
             task.phase = "making the folder"
             with _opened(request.folder) as folder:
@@ -96,7 +96,7 @@ def _write(task: Task, pace: Pacing) -> int:
     return index.size_bytes
 
 
-def _written_before(task: Task, look: Pace) -> int | None:
+def _written_before(task: Task, look: Pace, images: Mappings) -> int | None:
     """The size of the image where a writer before this one has finished it: the same as in memory, if it is there."""
     request = task.request
     try:
@@ -107,7 +107,7 @@ def _written_before(task: Task, look: Pace) -> int | None:
         return None
     with contextlib.suppress(StorageError, FileNotFoundError), holding(request.image) as source:
         _, index = _staged(task)
-        with mapped(source, index.size_bytes) as view:
+        with images.of(source, index.size_bytes) as view:
             if digests(view, index, look) != [item.digest for item in receipt.items]:
                 return None
     return receipt.size_bytes

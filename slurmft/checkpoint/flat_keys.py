@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ Path = tuple[str | int, ...]
 """From the outermost key to the value: a string in a dict, a number in a list."""
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def key_of(path: Path) -> str:
     """``optimizer.param_groups.0.lr``"""
     return ".".join(map(str, path))
@@ -20,7 +22,9 @@ def flatten(path: Path, value: Any, is_tensor: Callable[[Any], bool]) -> Iterato
     Dicts are entered, and lists that hold a tensor or a dict somewhere; everything else is a leaf. Beyond torch's own
     rule, a dict that is empty, or has a key that is no string, is a leaf: it comes back as it was.
     """
-    if isinstance(value, Mapping) and value and all(type(key) is str for key in value):
+    if is_tensor(value):  # first: there are thousands, and the training loop waits
+        yield path, value
+    elif isinstance(value, Mapping) and value and all(type(key) is str for key in value):
         for key, each in value.items():
             yield from flatten((*path, key), each, is_tensor)
     elif isinstance(value, list) and any(_opens(each, is_tensor) for each in value):

@@ -7,6 +7,7 @@ nothing: they do not step an optimizer that has no state yet.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,8 @@ from slurmft.errors import CheckpointError, UsageError
 MODEL, OPTIMIZER, STATE, GROUPS, PARAMS = "model", "optimizer", "state", "param_groups", "params"
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """What torch.compile and activation checkpointing of an inner module put into the names below it."""
+
+_DENSE_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 def rank_key(rank: int) -> str:
@@ -103,12 +106,9 @@ def refuse_unsupported(model: torch.nn.Module) -> None:
 
 def is_dense(value: Any) -> bool:
     """Whether it is a tensor whose values can be copied into rows of memory; others are stored as objects."""
-    if not isinstance(value, torch.Tensor):
-        return False
-    if isinstance(value, DTensor):
-        return is_dense(value._local_tensor)
-    known = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    return known and value.layout is torch.strided and not value.is_quantized and not value.is_nested
+    if type(value) in _DENSE_TYPES:
+        return value.layout is torch.strided and not value.is_quantized and not value.is_nested
+    return isinstance(value, DTensor) and is_dense(value._local_tensor)
 
 
 def model_leaves(model: torch.nn.Module) -> Iterator[tuple[Path, Any]]:
@@ -117,6 +117,7 @@ def model_leaves(model: torch.nn.Module) -> Iterator[tuple[Path, Any]]:
         yield from flatten((MODEL, plain_name(name)), value, _is_tensor)
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def plain_name(name: str) -> str:
     """A parameter's name without what wrappers of inner modules put into it."""
     return ".".join(piece for piece in name.split(".") if piece not in _WRAPPERS)

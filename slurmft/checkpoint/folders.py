@@ -15,7 +15,7 @@ from slurmft.checkpoint.holding import alone
 from slurmft.checkpoint.retention import KEPT_QUARANTINED, NEVER_REMOVED, Retention, by_merit, decide
 from slurmft.checkpoint.write_requests import Keep
 from slurmft.errors import StorageError
-from slurmft.storage.checkpoint_names import MANIFEST, Identity, read_quarantine
+from slurmft.storage.checkpoint_names import MANIFEST, Identity, newest_first, read_quarantine
 from slurmft.storage.fence import GENERATION_VARIABLE, check_fence
 from slurmft.storage.files import fsync_folder
 
@@ -70,7 +70,7 @@ class Pruner:
         """
         identities = Catalog(self._directory).identities()
         unreadable, uncommitted = self._look(identities)
-        retention = self._decide(keep)
+        retention = self._decide(keep, must_look=bool(unreadable))
         problems = [remove_folder(entry.path, tick) for entry in retention.remove]
         newest = max((identity.commit for identity in self._known), default=0)
         problems += [remove_folder(path, tick) for path in self._useless(uncommitted, newest)]
@@ -87,9 +87,11 @@ class Pruner:
         uncommitted: list[Identity] = []
         known, self._known = self._known, {}
         for identity in identities:
-            path = self._directory / identity.folder_name
+            if (entry := known.get(identity)) is not None:
+                self._known[identity] = entry
+                continue
             try:
-                if (entry := known.get(identity)) is None and (entry := read_entry(path)) is not None:
+                if (entry := read_entry(self._directory / identity.folder_name)) is not None:
                     entry = replace(entry, files={})  # ten thousand ranks make long lists
             except StorageError as error:
                 unreadable.append((identity, error.what))
@@ -100,17 +102,20 @@ class Pruner:
                 self._known[identity] = entry
         return unreadable, uncommitted
 
-    def _decide(self, keep: Keep) -> Retention:
-        """As the marks of the supervisor are now, of those that they matter for: the newest, and what is to go."""
-        newest_first = sorted(self._known, key=lambda one: (one.commit, one.generation), reverse=True)
-        self._look_at_marks(newest_first[: keep.keep_last_n + NEVER_REMOVED + KEPT_QUARANTINED])
-        retention = self._retention(newest_first, keep)
+    def _decide(self, keep: Keep, *, must_look: bool) -> Retention:
+        """As the marks of the supervisor are now, where something is to go: of the newest, and of what is to go."""
+        in_order = newest_first(self._known)
+        retention = self._retention(in_order, keep)
+        if not retention.remove and not must_look:
+            return retention  # a look at each of a thousand marks would be felt
+        if self._look_at_marks(in_order[: keep.keep_last_n + NEVER_REMOVED + KEPT_QUARANTINED]):
+            retention = self._retention(in_order, keep)
         if self._look_at_marks(Identity(e.step, e.generation, e.commit) for e in retention.remove):
-            retention = self._retention(newest_first, keep)
+            retention = self._retention(in_order, keep)
         return retention
 
-    def _retention(self, newest_first: Iterable[Identity], keep: Keep) -> Retention:
-        entries = [self._known[identity] for identity in newest_first]
+    def _retention(self, in_order: Iterable[Identity], keep: Keep) -> Retention:
+        entries = [self._known[identity] for identity in in_order]
         distrusted = {self._directory / name for name in keep.distrusted}
         good = [entry for entry in entries if entry.path not in distrusted and not entry.quarantine]
         best = by_merit(good, keep.best_metric, keep.best_mode)[:1] if keep.best_metric else []

@@ -20,7 +20,7 @@ from torch.serialization import skip_data
 from slurmft.checkpoint.assignment import spread
 from slurmft.checkpoint.flat_keys import Path
 from slurmft.checkpoint.objects import ObjectPacker, Packed
-from slurmft.checkpoint.shard_index import Item, ShardIndex
+from slurmft.checkpoint.shard_index import Item, ShardIndex, text_of
 from slurmft.errors import CheckpointError, UsageError
 from slurmft.storage.checkpoint_names import Identity
 
@@ -63,6 +63,7 @@ class Layout:
         shards: int,
     ) -> None:  # fmt: skip
         self.items = tuple(items)
+        self._texts = tuple(map(text_of, self.items))
         self.shard, self.shards = shard, shards
         self.tensor_bytes = items[-1].offset + items[-1].length if items else 0
         self._archives = archives
@@ -193,7 +194,10 @@ class Layout:
                 )
             )
             end += length
-        return ShardIndex(identity=identity, shard=self.shard, shards=self.shards, size_bytes=end, items=tuple(items))
+        return ShardIndex(
+            identity=identity, shard=self.shard, shards=self.shards, size_bytes=end, items=tuple(items),
+            texts=self._texts,
+        )  # fmt: skip
 
     def _check_room(self, memory: Memory, needed_bytes: int) -> None:
         if memoryview(memory).nbytes < needed_bytes:

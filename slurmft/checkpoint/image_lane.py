@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slurmft.checkpoint.durable_image import Pacing, write_durably
 from slurmft.checkpoint.giving_up import give_up
+from slurmft.checkpoint.image_writing import Mappings
 from slurmft.checkpoint.politeness import yield_to_others
 from slurmft.checkpoint.progress_page import Lane, Progress, ProgressPage
 from slurmft.checkpoint.writer_task import PAUSES_S, Left, Task
@@ -43,6 +44,7 @@ class ImageLane:
         self._waiting: Task | None = None
         self._current: Task | None = None
         self._dropped: list[Task] = []
+        self._images = Mappings()
 
     def offer(self, task: Task) -> None:
         """Write this one next, instead of one that waits."""
@@ -130,7 +132,7 @@ class ImageLane:
             try:
                 if task.leave:
                     raise Left(task.leave)
-                size_bytes = write_durably(task, Pacing(task, self._page))
+                size_bytes = write_durably(task, Pacing(task, self._page), self._images)
             except Left as left:
                 reason = "superseded"
                 task.tell(left.kind, final=True, phase=task.phase, text=left.text)

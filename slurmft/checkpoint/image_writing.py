@@ -31,24 +31,40 @@ _SYNC_AND_WAIT = 1 | 2 | 4
 
 _TEMPORARY = ".tmp"
 
+_KEPT = 2
+"""A rank's places in memory."""
+
 Pace = Callable[[int], None]
 """Called with the bytes done so far; may sleep, and may raise to leave the work."""
 
 
-@contextlib.contextmanager
-def mapped(descriptor: int, size_bytes: int) -> Iterator[memoryview]:
-    """The first bytes of a file as memory.
+class Mappings:
+    """Files as memory. The newest few stay mapped: to map an image anew at every save costs as much as to hash it."""
 
-    Raises:
-        OSError: it is shorter.
-    """
-    if os.fstat(descriptor).st_size < size_bytes:
-        raise OSError(errno.ENODATA, f"has fewer than {size_bytes} bytes")
-    if not size_bytes:
-        yield memoryview(b"")
-        return
-    with mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ) as memory, memoryview(memory) as view:
-        yield view
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], mmap.mmap] = {}
+
+    @contextlib.contextmanager
+    def of(self, descriptor: int, size_bytes: int) -> Iterator[memoryview]:
+        """The first bytes of an open file.
+
+        Raises:
+            OSError: it is shorter.
+        """
+        status = os.fstat(descriptor)
+        if status.st_size < size_bytes:
+            raise OSError(errno.ENODATA, f"has fewer than {size_bytes} bytes")
+        if not size_bytes:
+            yield memoryview(b"")
+            return
+        memory = self._kept.pop((status.st_dev, status.st_ino), None)
+        if memory is None or len(memory) < size_bytes:
+            memory = mmap.mmap(descriptor, status.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
+        self._kept[status.st_dev, status.st_ino] = memory  # which keeps the file, and so its number is not given anew
+        for old in [*self._kept][:-_KEPT]:
+            del self._kept[old]
+        with memoryview(memory) as whole, whole[:size_bytes] as view:
+            yield view
 
 
 class NewFile:

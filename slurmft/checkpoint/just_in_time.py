@@ -17,7 +17,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class JustInTime:
         self._lock = threading.Lock()
         self._trainee: Trainee | None = None
         self._record: RankRecord | None = None
-        self._step = self._kept = NOTHING
+        self._step = self._kept = self._rescued = NOTHING
         self._is_whole = self._is_steady = True
         self._early: tuple[int, bytes] | None = None
         self._buffers: dict[str, torch.Tensor] = {}
@@ -96,8 +96,22 @@ class JustInTime:
         with self._lock:
             self._disarm(reason)
 
+    @contextlib.contextmanager
+    def staging(self, step: int) -> Iterator[None]:
+        """Around the copy of a save, whose place in memory a copy by ``rescue`` must not take meanwhile.
+
+        That all ranks have staged ``step`` is known at the next boundary; until then it is still kept if one fails.
+
+        Raises:
+            CheckpointError: a rank has failed, and this step was kept already.
+        """
+        with self._lock:
+            if step <= self._rescued:
+                raise CheckpointError(f"a rank has failed; step {step} is kept in memory instead")
+            yield
+
     def saved(self, step: int) -> None:
-        """The state after ``step`` steps is staged already: it need not be kept again."""
+        """The state after ``step`` steps is durable: it need not be kept."""
         self._kept = max(self._kept, step)
         self._tell()
 
@@ -152,6 +166,7 @@ class JustInTime:
             except Exception as error:  # noqa: BLE001 - this process fails anyway: of something else, which must be told
                 log.warning("step %d is not kept just in time: %s", step, error)
                 return
+            self._rescued = step
             log.info("kept step %d just in time, in %.3f s", step, time.monotonic() - began)
             if BACKGROUND.listener is not None:
                 BACKGROUND.listener.on_rescued(step)

@@ -7,6 +7,7 @@ checkpoint once all parts are. Whatever happens before that leaves the older che
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import operator
@@ -163,6 +164,8 @@ class CheckpointManager:
             if rows[0][0]:
                 self._turn.awaited = None
                 self._note_committed(identity.step, rows[0][2] / 1e9)
+                if self._rescue is not None:
+                    self._rescue.saved(identity.step)
                 self._forget_others(identity.commit)
                 return
             self._snapshots.sleep(identity, LOOK_S)
@@ -312,12 +315,13 @@ class CheckpointManager:
         self._turn.awaited = identity
         reached("announced")
         try:
-            self._snapshots.stage(prepared, identity)
-            if prepared.place is not None:
-                order = self._order(metrics) if team.is_lead else None
-                folder = self.directory / identity.folder_name
-                self._snapshots.submit(prepared.place, folder, identity, order, urgent=urgent)
-                reached("submitted")
+            with self._rescue.staging(identity.step) if self._rescue is not None else contextlib.nullcontext():
+                self._snapshots.stage(prepared, identity)
+                if prepared.place is not None:
+                    order = self._order(metrics) if team.is_lead else None
+                    folder = self.directory / identity.folder_name
+                    self._snapshots.submit(prepared.place, folder, identity, order, urgent=urgent)
+                    reached("submitted")
         except Exception as error:
             log.exception("step %d was not copied", identity.step)
             self._snapshots.failed_here(identity, error)
@@ -374,8 +378,6 @@ class CheckpointManager:
         if self._rescue is None:
             self._rescue = JustInTime(self._snapshots.arena.folder, weakly(self._keep))
         self._rescue.arm(trainee, reason=reason)
-        if flat is not None and self._turn.awaited is not None:
-            self._rescue.saved(self._turn.awaited.step)
 
     def _keep(
         self, step: int, trainee: Trainee, own: Mapping[int, dict[str, Any]], buffers: Mapping[str, torch.Tensor]

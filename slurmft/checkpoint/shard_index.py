@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ import xxhash
 from slurmft.checkpoint.damage import Damage, Damaged
 from slurmft.errors import StorageError
 from slurmft.storage.checkpoint_names import Identity
-from slurmft.storage.files import FORMAT, read_json, write_json
+from slurmft.storage.files import FORMAT, read_json, replace_atomically
 
 MAX_INDEX_BYTES = 256 << 20
 
@@ -81,6 +81,9 @@ class ShardIndex:
 
     items: tuple[Item, ...]
 
+    texts: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """Of the first so many items, ``text_of``: the training loop waits while an index is written."""
+
     @property
     def is_hashed(self) -> bool:
         """Whether every item has its digest."""
@@ -88,7 +91,13 @@ class ShardIndex:
 
     def with_digests(self, digests: Sequence[str]) -> ShardIndex:
         """The same index, its items with these digests, in order."""
-        return replace(self, items=tuple(replace(i, digest=d) for i, d in zip(self.items, digests, strict=True)))
+        hashed = tuple(replace(item, digest=digest) for item, digest in zip(self.items, digests, strict=True))
+        return replace(self, items=hashed, texts=())
+
+
+def text_of(item: Item) -> str:
+    """An item as it stands in the file of its index."""
+    return json.dumps({name: getattr(item, name) for name in Item.__slots__}, sort_keys=True)
 
 
 def write_index(path: Path, index: ShardIndex, *, durable: bool, mode: int = 0o600) -> None:
@@ -97,16 +106,11 @@ def write_index(path: Path, index: ShardIndex, *, durable: bool, mode: int = 0o6
     Raises:
         OSError: it was not written.
     """
-    identity = index.identity
-    value = {
-        "identity": [identity.step, identity.generation, identity.commit],
-        # the training loop waits for this, and dataclasses.asdict copies every value
-        "items": [{name: getattr(item, name) for name in Item.__slots__} for item in index.items],
-        "shard": index.shard,
-        "shards": index.shards,
-        "size_bytes": index.size_bytes,
-    }
-    write_json(path, value, mode=mode, durable=durable)
+    identity = [index.identity.step, index.identity.generation, index.identity.commit]
+    items = ", ".join([*index.texts, *map(text_of, index.items[len(index.texts) :])])
+    rest = f'"shard": {index.shard}, "shards": {index.shards}, "size_bytes": {index.size_bytes}'
+    text = f'{{"format": {FORMAT}, "identity": {identity}, "items": [{items}], {rest}}}\n'
+    replace_atomically(path, text, mode=mode, durable=durable)
 
 
 def read_index(path: Path) -> ShardIndex | None:

@@ -40,6 +40,8 @@ FAILING_S = 20.0
 """The same for one that the disk refuses."""
 
 LOOK_S = 0.5
+AT_ONCE_S = 0.5
+"""How long a failed run waits for a place to keep its last step in."""
 
 log = logging.getLogger(__name__)
 
@@ -147,22 +149,13 @@ class Snapshots:
         Raises:
             OSError: there is no memory for it.
         """
-        place, layout = prepared.place, prepared.layout
-        if place is None:
+        if prepared.place is None:
             raise RuntimeError("no place is free")
-        memory = memoryview(place.begin(layout.capacity_bytes(prepared.packed)))
-        reached("slot emptied")
-        if place.layout is not layout:
-            layout.write_fixed(memory)
-            self._views[place] = layout.views(memory)
-            place.layout = layout
-        copy_into(self._views[place], layout.sources(prepared.flat.tensors))
-        reached("half staged")
-        index = layout.with_objects(memory, prepared.packed, identity=identity, paths=prepared.flat.paths)
+        _, index = self._copy(prepared, prepared.place, identity)
         reached("staged")
-        place.complete(index)
+        prepared.place.complete(index)
         reached("index in place")
-        self.arena.warm_up(layout.capacity_bytes(prepared.packed))
+        self.arena.warm_up(prepared.layout.capacity_bytes(prepared.packed))
         return index
 
     def keep(self, flat: FlatState, identity: Identity) -> None:
@@ -173,17 +166,37 @@ class Snapshots:
             CheckpointError: something in it cannot be saved.
         """
         layout = Layout.plan(flat.tensors, shard=0, shards=1, paths=flat.paths)
-        packed = layout.pack(flat.objects)
-        place = self.arena.free(self._busy())
-        if place is None:
-            raise OSError(errno.EBUSY, "both places are in use")
-        memory = memoryview(place.begin(layout.capacity_bytes(packed)))
-        layout.write_fixed(memory)
-        place.layout = layout
-        copy_into(layout.views(memory), layout.sources(flat.tensors))
-        index = layout.with_objects(memory, packed, identity=identity, paths=flat.paths)
+        place = self._place_at_once()
+        whole = LaidOut(flat=flat, layout=layout, packed=layout.pack(flat.objects), place=place)
+        memory, index = self._copy(whole, place, identity)
         digests = [xxhash.xxh3_128_hexdigest(memory[one.offset : one.offset + one.length]) for one in index.items]
         place.complete(index.with_digests(digests))
+
+    def _place_at_once(self) -> Place:
+        """A place, if need be that of a save which has not begun to be written: what is to be kept is no older.
+
+        Raises:
+            OSError: there is none.
+        """
+        deadline = time.monotonic() + AT_ONCE_S
+        while (place := self.arena.free(self._busy())) is None:
+            self.make_room()
+            if time.monotonic() > deadline:
+                raise OSError(errno.EBUSY, "both places are in use")
+            time.sleep(0.005)
+        return place
+
+    def _copy(self, laid_out: LaidOut, place: Place, identity: Identity) -> tuple[memoryview, ShardIndex]:
+        layout, flat = laid_out.layout, laid_out.flat
+        memory = memoryview(place.begin(layout.capacity_bytes(laid_out.packed)))
+        reached("slot emptied")
+        if place.layout is not layout:
+            layout.write_fixed(memory)
+            self._views[place] = layout.views(memory)
+            place.layout = layout
+        copy_into(self._views[place], layout.sources(flat.tensors))
+        reached("half staged")
+        return memory, layout.with_objects(memory, laid_out.packed, identity=identity, paths=flat.paths)
 
     def submit(
         self, place: Place, folder: Path, identity: Identity, order: CommitOrder | None, *, urgent: bool
@@ -321,8 +334,8 @@ def copy_into(views: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source into its view; from a GPU all at once, waiting for the last."""
     with torch.no_grad():
         if not any(source.is_cuda for source in sources):
-            for view, source in zip(views, sources, strict=True):
-                view.copy_(source)
+            if views:
+                torch._foreach_copy_(views, sources)
             return
         for view, source in zip(views, sources, strict=True):
             view.copy_(source, non_blocking=True)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -38,10 +39,15 @@ class Identity:
     @classmethod
     def parse(cls, folder_name: str) -> Identity | None:
         """The identity in a folder's name, or None when it is not a checkpoint's name exactly as we write it."""
-        if not (match := _NAME.fullmatch(folder_name)):
-            return None
-        identity = cls(*(int(part) for part in match.groups()))
-        return identity if identity.folder_name == folder_name else None
+        return _parsed(folder_name)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _parsed(folder_name: str) -> Identity | None:
+    if not (match := _NAME.fullmatch(folder_name)):
+        return None
+    identity = Identity(*(int(part) for part in match.groups()))
+    return identity if identity.folder_name == folder_name else None
 
 
 def newest_first(identities: Iterable[Identity]) -> list[Identity]:

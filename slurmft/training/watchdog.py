@@ -49,6 +49,7 @@ class WatchdogTimer:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._deadline_s: float | None = None
+        self._look_at_s = 0.0
         self._stopped = True
         self._fired = 0
 
@@ -60,7 +61,8 @@ class WatchdogTimer:
     def start(self) -> None:
         """Begin to count; one that runs already is reset."""
         with self._changed:
-            self._deadline_s = time.monotonic() + self.timeout
+            self._look_at_s = time.monotonic()
+            self._deadline_s = self._look_at_s + self.timeout
             if self._thread is None or not self._thread.is_alive():
                 self._stopped, self._fired = False, 0
                 self._thread = threading.Thread(target=self._watch, daemon=True, name="slurmft-watchdog")
@@ -72,6 +74,7 @@ class WatchdogTimer:
         with self._changed:
             was_idle, self._deadline_s = self._deadline_s is None, time.monotonic() + self.timeout
             if was_idle:
+                self._look_at_s = time.monotonic()
                 self._changed.notify_all()
 
     def stop(self) -> None:
@@ -104,15 +107,15 @@ class WatchdogTimer:
                 if self._deadline_s is None:
                     self._changed.wait()
                     continue
+                if (late_s := now_s - self._look_at_s) > OVERSLEPT_S:
+                    self._deadline_s += late_s
                 left_s = self._deadline_s - now_s
                 if left_s <= 0:
                     self._deadline_s, self._fired = None, self._fired + 1
                     return True
                 slice_s = min(left_s, SLICE_S)
+                self._look_at_s = now_s + slice_s
                 self._changed.wait(slice_s)
-                overslept_s = time.monotonic() - now_s - slice_s
-                if overslept_s > OVERSLEPT_S and self._deadline_s is not None:
-                    self._deadline_s += overslept_s
         return False
 
     def _run_out(self) -> None:

@@ -1,9 +1,17 @@
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+
+from slurmft.checkpoint.writer_process import WriterProcess
+from slurmft.launch import workers
+from slurmft.launch.heartbeat import PAGE_VARIABLE, Page
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,3 +33,50 @@ def eventually() -> Callable[..., None]:
             time.sleep(0.01)
 
     return wait
+
+
+@pytest.fixture
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For sessions: no group to join, and signal handlers that end with the test."""
+    from slurmft.training.signals import StopSignal
+
+    for name in list(os.environ):
+        if name.startswith(("SLURM", "SLURMFT_", "TORCHELASTIC_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(name)
+    # without the shield for this process's children, which would stay for good
+    monkeypatch.setattr(StopSignal, "_installed", StopSignal())
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def page(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
+    """The page as the agent sees it; a session that starts finds it, and its module's ``INTERVAL_STEPS``."""
+    page = Page.create(tmp_path / "rank-0", rank=0, generation=1)
+    monkeypatch.setenv(PAGE_VARIABLE, str(tmp_path / "rank-0"))
+    monkeypatch.setenv("SLURMFT_CHECKPOINT_INTERVAL_STEPS", str(request.module.INTERVAL_STEPS))
+    yield page
+    page.close()
+
+
+@pytest.fixture
+def pages_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages live in /dev/shm, where an agent tidies up after dead ones: keep out of other people's way."""
+    memory = tmp_path / "shm"
+    memory.mkdir()
+    monkeypatch.setattr(workers, "_SHARED_MEMORY", memory)
+    monkeypatch.setattr(workers, "_PREFIX", "slurmft-test-")
+
+
+@pytest.fixture
+def clients() -> Iterator[list[WriterProcess]]:
+    """Every client of a checkpoint writer that is put in is closed, and its process ended."""
+    begun: list[WriterProcess] = []
+    yield begun
+    for client in begun:
+        pid = client.pid
+        client.close(0)
+        if pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

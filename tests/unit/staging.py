@@ -16,8 +16,9 @@ import xxhash
 
 from slurmft.checkpoint.catalog import Catalog, Entry, read_entry
 from slurmft.checkpoint.shard_index import Item, ShardIndex, image_file, index_file, read_index, write_index
-from slurmft.checkpoint.write_requests import CommitOrder, Keep, WriteRequest
-from slurmft.storage.checkpoint_names import Identity
+from slurmft.checkpoint.write_requests import CommitOrder, Keep, Report, WriteRequest
+from slurmft.checkpoint.writer_process import WriterProcess
+from slurmft.storage.checkpoint_names import MANIFEST, Identity
 
 
 @dataclass
@@ -54,10 +55,16 @@ class Memory:
 
     def steps(self) -> list[int]:
         """Committed ones, newest first, every byte of them verified."""
-        entries = Catalog(self.checkpoints).committed()
-        for entry in entries:
-            verify(entry)
-        return [entry.step for entry in entries]
+        steps = []
+        for entry in Catalog(self.checkpoints).committed():
+            try:
+                verify(entry)
+            except (OSError, AssertionError):
+                if (entry.path / MANIFEST).exists():  # else it was pruned meanwhile
+                    raise
+            else:
+                steps.append(entry.step)
+        return steps
 
 
 def verify(entry: Entry) -> None:
@@ -77,6 +84,13 @@ def verify(entry: Entry) -> None:
         for item in index.items:
             assert xxhash.xxh3_128_hexdigest(image[item.offset : item.offset + item.length]) == item.digest
     assert read_entry(entry.path) is not None
+
+
+def ended(client: WriterProcess, request: WriteRequest) -> Report:
+    """What became of a save."""
+    report = client.wait(request.identity, 30)
+    assert report is not None
+    return report
 
 
 def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:

@@ -362,7 +362,7 @@ def test_an_error_of_the_disk_fails_the_save_and_leaves_the_older_ones(tmp_path,
 
 
 @pytest.mark.parametrize("point", [*WRITER_POINTS, *COMMIT_POINTS])
-def test_a_writer_that_is_killed_at_any_point_is_told_or_replaced(tmp_path, run, fault, point):
+def test_a_writer_that_is_killed_at_any_point_is_told_or_replaced(tmp_path, run, fault, point, eventually):
     fault(f"{point}=kill")
     checkpoints = CheckpointManager(tmp_path)
     committed = 2
@@ -370,7 +370,7 @@ def test_a_writer_that_is_killed_at_any_point_is_told_or_replaced(tmp_path, run,
         checkpoints.save(run.model, run.optimizer, step=1)
     except CheckpointError:
         committed = 1
-    assert Path(os.environ[ONCE_VARIABLE]).exists(), "no writer got there"
+    eventually(Path(os.environ[ONCE_VARIABLE]).exists)  # a writer gets there, maybe after its save has returned
     checkpoints.save(run.model, run.optimizer, step=2)
     assert steps(tmp_path)[:1] == [2] and len(steps(tmp_path)) >= committed
     assert CheckpointManager(tmp_path).load_latest(run.model, run.optimizer).skipped == ()

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slurmft.checkpoint import Catalog, CheckpointManager
+from slurmft.checkpoint import Catalog, CheckpointManager, snapshots
 from slurmft.checkpoint.fault_points import ONCE_VARIABLE, VARIABLE
 from slurmft.errors import CheckpointError
 from slurmft.training.background import BACKGROUND, Outcome
@@ -430,12 +430,54 @@ def test_weights_between_two_steps_are_never_kept(folder, memory, listener):
     assert load(folder)[2].step == 0
 
 
+def test_a_rescue_waits_for_a_copy_that_is_under_way_and_takes_the_other_place(folder, memory, listener, monkeypatch):
+    run, checkpoints = Run(), CheckpointManager(folder)
+    checkpoints.save(*run.objects, step=0, **run.parts)
+    checkpoints.wait()
+    run.train(2)
+    rescue = threading.Thread(target=BACKGROUND.rescue)
+    copy = snapshots.copy_into
+
+    def copy_meanwhile(*arguments: object) -> None:
+        if not rescue.ident:
+            rescue.start()
+            rescue.join(0.3)
+            assert rescue.is_alive(), "it copies into what is being filled"
+        copy(*arguments)
+
+    monkeypatch.setattr(snapshots, "copy_into", copy_meanwhile)
+    checkpoints.save(*run.objects, step=2, **run.parts)
+    rescue.join()
+    assert listener.rescued == [2]
+    checkpoints.wait()
+    checkpoints.close()
+    assert steps(folder) == [2, 0]
+    _, fresh, loaded = load(folder)
+    assert (loaded.step, loaded.is_durable) == (2, False), "the newer of the two"
+    assert same(run.tensors(), fresh.tensors())
+
+
+def test_what_a_rescue_has_kept_is_not_written_over(folder, memory, listener):
+    """This rank was late for a save that another has died in."""
+    run, checkpoints = Run(), CheckpointManager(folder)
+    checkpoints.save(*run.objects, step=0, **run.parts)
+    checkpoints.wait()
+    run.train(2)
+    BACKGROUND.rescue()
+    checkpoints.save(*run.objects, step=2, **run.parts)
+    with pytest.raises(CheckpointError, match="a rank has failed; step 2 is kept in memory instead"):
+        checkpoints.wait()
+    checkpoints.close()
+    assert load(folder)[2].step == 2
+
+
 KILLED = """
 import json, os, random, signal, sys
 from datetime import timedelta
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from slurmft.checkpoint import CheckpointManager
+from slurmft.checkpoint.fault_points import VARIABLE
 from slurmft.training.background import BACKGROUND
 from slurmft.training.data import ByteCorpus, WindowLoader
 from slurmft.training.digest import weights_digest
@@ -478,6 +520,10 @@ def work(name, rank, victim, until):
             loss.backward()
             optimizer.step()
             BACKGROUND.at_boundary(step + 1)
+            if name.startswith("saving") and step + 1 == 4 and victim:
+                if rank == victim[0]:
+                    os.environ[VARIABLE] = "half staged=kill"
+                checkpoints.save(model, optimizer, step=4, loader=loader)
     except RuntimeError:
         BACKGROUND.rescue()
         os._exit(7)
@@ -502,13 +548,14 @@ def start(name, victim, until=6):
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 codes = [start("whole", [])]
-for name, rank in (("first", 0), ("second", 1)):
+for name, rank in (("first", 0), ("second", 1), ("saving-first", 0), ("saving-second", 1)):
     codes += [start(name, [rank, 4]), start(name, [])]
 print(json.dumps(codes))
 """
 
 
 def test_a_rank_that_is_killed_costs_no_completed_step(tmp_path):
+    """In a step, and while it stages a save that the other one has staged already."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)], env=environment, timeout=200, capture_output=True, text=True,
@@ -516,12 +563,12 @@ def test_a_rank_that_is_killed_costs_no_completed_step(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     codes = json.loads(done.stdout)
-    assert codes == [[0, 0], [-9, 7], [0, 0], [7, -9], [0, 0]], done.stderr
+    assert codes == [[0, 0], *2 * [[-9, 7], [0, 0], [7, -9], [0, 0]]], done.stderr
     reports = {
         name: [json.loads((tmp_path / name / f"report-{rank}").read_text()) for rank in (0, 1)]
-        for name in ("whole", "first", "second")
+        for name in ("whole", "first", "second", "saving-first", "saving-second")
     }
-    for name in ("first", "second"):
+    for name in reports.keys() - {"whole"}:
         for whole, resumed in zip(reports["whole"], reports[name], strict=True):
             assert resumed["from"] == 4 and "memory" in resumed["source"], done.stderr
             assert {**whole, "from": 0, "source": ""} == {**resumed, "from": 0, "source": ""}

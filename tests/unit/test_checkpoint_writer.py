@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from staging import Memory, quick_folder, until
+from staging import Memory, ended, quick_folder, until
 
 from slurmft.checkpoint import writer_process
 from slurmft.checkpoint.arena import Arena
@@ -46,32 +46,19 @@ Start = Callable[..., WriterProcess]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts clients, and ends their processes."""
-    clients: list[WriterProcess] = []
+def start(clients) -> Start:
+    """Starts clients; their processes are ended."""
 
     def begin(**details: object) -> WriterProcess:
         clients.append(WriterProcess(**details))
         return clients[-1]
 
-    yield begin
-    for client in clients:
-        pid = client.pid
-        client.close(0)
-        if pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    return begin
 
 
 def saved(client: WriterProcess, request: WriteRequest) -> Report:
     client.submit(request)
     return ended(client, request)
-
-
-def ended(client: WriterProcess, request: WriteRequest) -> Report:
-    report = client.wait(request.identity, 20)
-    assert report is not None
-    return report
 
 
 def kinds(client: WriterProcess) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import errno
 import itertools
 import os
@@ -15,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from staging import Memory, quick_folder, until
+from staging import Memory, ended, quick_folder, until
 
 import slurmft.checkpoint
 from slurmft.checkpoint import fault_points, writer_process, writer_task
 from slurmft.checkpoint.fault_points import COMMIT_POINTS, ONCE_VARIABLE, STAGING_POINTS, VARIABLE, WRITER_POINTS
-from slurmft.checkpoint.write_requests import Report, WriteRequest
+from slurmft.checkpoint.write_requests import Report
 from slurmft.checkpoint.writer_process import WriterProcess
 from slurmft.storage.checkpoint_names import MANIFEST
 
@@ -33,24 +32,10 @@ def memory() -> Iterator[Memory]:
         yield Memory(folder / "memory", folder / "checkpoints")
 
 
-@pytest.fixture
-def clients(monkeypatch) -> Iterator[list[WriterProcess]]:
-    """Every client that is put in is closed, and its process ended."""
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch) -> None:
+    """A writer that died is started again without a pause."""
     monkeypatch.setattr(writer_process, "_PAUSE_S", 0.0)
-    begun: list[WriterProcess] = []
-    yield begun
-    for client in begun:
-        pid = client.pid
-        client.close(0)
-        if pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def ended(client: WriterProcess, request: WriteRequest) -> Report:
-    report = client.wait(request.identity, 30)
-    assert report is not None
-    return report
 
 
 def left_overs(memory: Memory) -> list[str]:

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from slurmft.launch import flight_recorder, kernel_view, stacks
-from slurmft.launch import workers as workers_module
 from slurmft.launch.forensics import MAX_REPLY_BYTES, Forensics, as_reply
 from slurmft.launch.kernel_view import view
 from slurmft.launch.shapes import check_reply
@@ -29,13 +28,7 @@ WAIT_S = 20.0
 PATIENT_S = 5.0
 """On a machine that is busy; every wait ends as soon as it can."""
 
-
-@pytest.fixture(autouse=True)
-def pages_of_its_own(tmp_path, monkeypatch):
-    memory = tmp_path / "shm"
-    memory.mkdir()
-    monkeypatch.setattr(workers_module, "_SHARED_MEMORY", memory)
-    monkeypatch.setattr(workers_module, "_PREFIX", "slurmft-test-")
+pytestmark = pytest.mark.usefixtures("pages_of_its_own")
 
 
 class Node:

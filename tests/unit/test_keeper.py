@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from made_snapshots import flip_byte, stage
+from staging import until
 
 from slurmft.checkpoint import keeper as keeper_module
 from slurmft.checkpoint.keeper import Keeper
@@ -407,10 +408,16 @@ def test_the_process_takes_copies_and_is_light(tmp_path, process, key):
 def test_killed_in_the_middle_it_leaves_nothing_that_could_be_believed(tmp_path, process, key):
     started, node = process
     assert send(stage(tmp_path / "mine"), node, key) == ""
-    killer = threading.Timer(0.2, started.kill)
+
+    def kill_in_the_middle() -> None:
+        until(lambda: "shard-0.b.image" in node.files())
+        started.kill()
+
+    killer = threading.Thread(target=kill_in_the_middle)
     killer.start()
     paths = stage(tmp_path / "mine", size=8 << 20, identity=(50, 3, 5))
-    assert send(paths, node, key, bytes_per_s=8 << 20, limit_s=3) != ""
+    assert send(paths, node, key, bytes_per_s=1 << 20, limit_s=20) != ""
+    killer.join()
     assert list(node.held()) == [(0, 40)]
     assert "shard-0.b.image" in node.files()
     Keeper(node.memory, node.listener)

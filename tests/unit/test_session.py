@@ -7,42 +7,20 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
 import torch
 
-from slurmft.launch.heartbeat import NOTHING, PAGE_VARIABLE, Page, Slot, State, StopAction
+from slurmft.launch.heartbeat import NOTHING, Page, Slot, State, StopAction
 from slurmft.policy.stop import END, NEVER, NOT_STARTED, tick_of
 from slurmft.training.session import PlannedStop, Session, start_session
-from slurmft.training.signals import StopSignal
 
 WAIT_S = 10.0
+INTERVAL_STEPS = 5
 
-
-@pytest.fixture(autouse=True)
-def own_environment(monkeypatch) -> Iterator[None]:
-    """No group to join, and signal handlers that end with the test."""
-    for name in list(os.environ):
-        if name.startswith(("SLURM", "SLURMFT_", "TORCHELASTIC_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            monkeypatch.delenv(name)
-    # without the shield for this process's children, which would stay for good
-    monkeypatch.setattr(StopSignal, "_installed", StopSignal())
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.fixture
-def page(tmp_path, monkeypatch) -> Iterator[Page]:
-    """The page as the agent sees it; a session that starts finds it in its environment."""
-    path = tmp_path / "rank-0"
-    page = Page.create(path, rank=0, generation=1)
-    monkeypatch.setenv(PAGE_VARIABLE, str(path))
-    monkeypatch.setenv("SLURMFT_CHECKPOINT_INTERVAL_STEPS", "5")
-    yield page
-    page.close()
+pytestmark = pytest.mark.usefixtures("own_environment")
 
 
 def ask(page: Page, tick: int, action: StopAction = StopAction.SAVE_AND_STOP) -> None:

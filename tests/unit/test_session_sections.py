@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,32 +9,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slurmft.launch.heartbeat import PAGE_VARIABLE, Page, Slot, State
+from slurmft.launch.heartbeat import Page, Slot, State
 from slurmft.launch.section_stack import open_sections
 from slurmft.policy.stop import END
 from slurmft.training.session import Session, start_session
-from slurmft.training.signals import StopSignal
 
+INTERVAL_STEPS = 2
 
-@pytest.fixture(autouse=True)
-def own_environment(monkeypatch) -> Iterator[None]:
-    for name in list(os.environ):
-        if name.startswith(("SLURM", "SLURMFT_", "TORCHELASTIC_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            monkeypatch.delenv(name)
-    monkeypatch.setattr(StopSignal, "_installed", StopSignal())
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.fixture
-def page(tmp_path, monkeypatch) -> Iterator[Page]:
-    path = tmp_path / "rank-0"
-    page = Page.create(path, rank=0, generation=1)
-    monkeypatch.setenv(PAGE_VARIABLE, str(path))
-    monkeypatch.setenv("SLURMFT_CHECKPOINT_INTERVAL_STEPS", "2")
-    yield page
-    page.close()
+pytestmark = pytest.mark.usefixtures("own_environment")
 
 
 @pytest.fixture

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from slurmft.launch.heartbeat import PAGE_VARIABLE, Page, Slot
+from slurmft.launch.heartbeat import Page, Slot
 from slurmft.training.session import Session, start_session
-from slurmft.training.signals import StopSignal
 
 LONG_S, SHORT_S = 0.2, 0.06
+INTERVAL_STEPS = 2
 
-
-@pytest.fixture
-def page(tmp_path, monkeypatch) -> Iterator[Page]:
-    """The page as the agent sees it; no group to join."""
-    for name in list(os.environ):
-        if name.startswith(("SLURM", "TORCHELASTIC_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            monkeypatch.delenv(name)
-    monkeypatch.setattr(StopSignal, "_installed", StopSignal())
-    monkeypatch.setenv(PAGE_VARIABLE, str(tmp_path / "page"))
-    monkeypatch.setenv("SLURMFT_CHECKPOINT_INTERVAL_STEPS", "2")
-    before = signal.getsignal(signal.SIGTERM)
-    page = Page.create(tmp_path / "page", rank=0, generation=1)
-    yield page
-    page.close()
-    signal.signal(signal.SIGTERM, before)
+pytestmark = pytest.mark.usefixtures("own_environment")
 
 
 def seconds(page: Page, slot: Slot) -> float:

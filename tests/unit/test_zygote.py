@@ -17,21 +17,13 @@ from typing import Any
 import psutil
 import pytest
 
-from slurmft.launch import workers as workers_module
 from slurmft.launch.heartbeat import Slot, State
 from slurmft.launch.workers import Worker, Workers, reserve_port, zygote_arguments
 
 WAIT_S = 20.0
+
+pytestmark = pytest.mark.usefixtures("pages_of_its_own")
 PYTHON = "python"
-
-
-@pytest.fixture(autouse=True)
-def pages_of_its_own(tmp_path, monkeypatch):
-    """Pages live in /dev/shm, where an agent tidies up after dead ones: keep out of other people's way."""
-    memory = tmp_path / "shm"
-    memory.mkdir()
-    monkeypatch.setattr(workers_module, "_SHARED_MEMORY", memory)
-    monkeypatch.setattr(workers_module, "_PREFIX", "slurmft-test-")
 
 
 class Node:
