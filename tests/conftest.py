@@ -6,8 +6,14 @@ import functools
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from slurmft.lab.cluster import Lab
+
+# A machine that is busy makes slow examples; in CI, hypothesis's own profile for it says so as well.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+if not os.environ.get("CI"):
+    settings.load_profile("busy")
 
 
 @functools.cache

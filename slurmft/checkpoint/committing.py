@@ -232,7 +232,8 @@ def _receipt(task: Task, folder: Path, shard: int) -> tuple[ShardIndex, Mapping[
     """
     content, request = (folder / index_file(shard)).read_bytes(), task.request
     try:
-        index = parse_index(content, index_file(shard))
+        own = task.written if shard == request.shard else None
+        index = own or parse_index(content, index_file(shard))
     except Damaged as error:
         raise OSError(errno.EBADMSG, f"{index_file(shard)} is not the index of a shard: {error}") from error
     if (index.identity, index.shard, index.shards) != (request.identity, shard, request.shards):

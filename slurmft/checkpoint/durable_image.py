@@ -92,6 +92,7 @@ def _write(task: Task, pace: Pacing, images: Mappings) -> int:
                 if _fingerprint(request.snapshot) != fingerprint and _was_changed(task, source, index, hashed):
                     raise StorageError(f"{request.image} was changed while it was written")
                 write_index(folder / index_file(request.shard), hashed, durable=True, mode=mode)
+                task.written = hashed
                 reached("receipt written")
     return index.size_bytes
 

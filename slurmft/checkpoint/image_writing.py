@@ -61,7 +61,7 @@ class Mappings:
         if memory is None or len(memory) < size_bytes:
             memory = mmap.mmap(descriptor, status.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
         self._kept[status.st_dev, status.st_ino] = memory  # which keeps the file, and so its number is not given anew
-        for old in [*self._kept][:-_KEPT]:
+        for old in [*self._kept][: len(self._kept) - _KEPT]:
             del self._kept[old]
         with memoryview(memory) as whole, whole[:size_bytes] as view:
             yield view

@@ -63,6 +63,7 @@ class JustInTime:
         self._is_whole = self._is_steady = True
         self._early: tuple[int, bytes] | None = None
         self._buffers: dict[str, torch.Tensor] = {}
+        self._live: tuple[object, ...] = ()
         self._rates: list[Any] = []
         self._spent_s = 0.0
         self._since: tuple[float, int] | None = None
@@ -86,8 +87,11 @@ class JustInTime:
                 self._listen()
             model = unwrapped(trainee.model)
             live = dict(model.named_buffers())
-            kept = model.state_dict(keep_vars=True).keys() & live.keys()
-            self._buffers = {name: live[name].detach().clone() for name in sorted(kept)}
+            if self._live != (known := (id(model), *live)):  # the training loop waits: not anew at every save
+                kept = model.state_dict(keep_vars=True).keys() & live.keys()
+                self._buffers = {name: live[name].detach().clone() for name in sorted(kept)}
+                self._live = known
+            self._copy_buffers()
             BACKGROUND.is_armed = True
         return None
 

@@ -92,7 +92,7 @@ class ShardIndex:
     def with_digests(self, digests: Sequence[str]) -> ShardIndex:
         """The same index, its items with these digests, in order."""
         hashed = tuple(replace(item, digest=digest) for item, digest in zip(self.items, digests, strict=True))
-        return replace(self, items=hashed, texts=())
+        return replace(self, items=hashed, texts=tuple(map(text_of, hashed)))  # it is written more than once
 
 
 def text_of(item: Item) -> str:

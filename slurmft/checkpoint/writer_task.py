@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slurmft.checkpoint.politeness import Throttle
+from slurmft.checkpoint.shard_index import ShardIndex
 from slurmft.checkpoint.write_requests import Report, ReportKind, WriteRequest, report_line
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
@@ -49,6 +50,9 @@ class Task:
     throttle: Throttle = field(init=False)
     leave: ReportKind | None = None
     """Set by the listening thread: stop at the next piece, and report this."""
+
+    written: ShardIndex | None = None
+    """The receipt, where this process has written it."""
 
     phase: str = ""
     since: float = field(default_factory=time.monotonic)

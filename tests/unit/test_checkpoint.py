@@ -20,6 +20,7 @@ from slurmft.checkpoint import Catalog, CheckpointManager
 from slurmft.checkpoint.fault_points import COMMIT_POINTS, ONCE_VARIABLE, STAGING_POINTS, VARIABLE, WRITER_POINTS
 from slurmft.checkpoint.shard_index import image_file, index_file
 from slurmft.errors import CheckpointError, DataError, Fenced, UsageError
+from slurmft.storage.files import write_json
 from slurmft.training.data import ByteCorpus, WindowLoader
 from slurmft.training.rerun import RerunStateMachine
 from slurmft.training.rerun_data import RerunDataIterator
@@ -463,12 +464,12 @@ def test_an_attempt_fenced_while_it_writes_commits_nothing(three, run, monkeypat
     run_folder = tmp_path_factory.mktemp("run")
     monkeypatch.setenv("SLURMFT_RUN_FOLDER", str(run_folder))
     monkeypatch.setenv("SLURMFT_GENERATION", "7")
+    monkeypatch.setenv("SLURMFT_CHECKPOINT_BANDWIDTH", "1000")  # it takes until somebody waits for it
     checkpoints = CheckpointManager(three.directory)
     checkpoints.save(run.model, run.optimizer, step=4, async_save=False)
     before = steps(three.directory)
     folder = checkpoints.save(run.model, run.optimizer, step=5, async_save=True)
-    overtaken = '{"format": 1, "generation": 8, "job": "77"}'
-    (run_folder / "owner.json").write_text(overtaken)
+    write_json(run_folder / "owner.json", {"generation": 8, "job": "77"})
     with pytest.raises(Fenced):
         checkpoints.wait()
     assert steps(three.directory) == before and not (folder / "manifest.json").exists()
