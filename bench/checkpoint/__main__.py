@@ -44,7 +44,8 @@ call: "torn values".
 - Memory is anonymous and shared memory of all processes of a method, each page once, at most, beyond what there was
   before the first save. Page cache is not counted.
 - All write to the same disk, with the page cache as it is, and remove the save before the last one.
-- Load: by a fresh process. "cold": the page cache forgets the files first (the disk of a virtual machine may not).
+- Load: by a fresh process, whose first load of each kind is not counted: it also pays for memory that a virtual machine
+  gets for the first time. "cold": the page cache forgets the files first (the disk of a virtual machine may not).
   "restart": the optimizer has no state yet, so a part of the memory is new. "in place": it has.
 - Floors: the same bytes in the same tensors, measured before and after the methods.
 

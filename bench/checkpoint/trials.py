@@ -70,7 +70,7 @@ def measure(
         order = {"method": name, "size": size, "folder": str(disk), "memory": str(memory)}
         answer, extra = run({**order, "task": "saves", "saves": saves, "limit_s": limit_s}, place)
         result = Result(name, answer["rounds"], answer["normal"], answer["lost"], extra, answer["bytes"])
-        compare = {**order, "task": "loads", "digests": answer["digests"], "rounds": rounds}
+        compare = {**order, "task": "loads", "digests": answer["digests"], "rounds": rounds + 1}
         if any(memory.iterdir()):  # the snapshot outlived its process
             _load(result, {**compare, "circumstances": IN_MEMORY}, place)
         shutil.rmtree(memory)

@@ -23,7 +23,7 @@ def busy(new_run: NewRun) -> Run:
     run = new_run(checkpoint=BUSY)
     run.submit()
     run.wait_for_step(10)
-    eventually(lambda: len(Catalog(run.folder.checkpoints).scan().uncommitted) >= 1, 60, run.story)
+    eventually(lambda: len(Catalog(run.path / "checkpoints").scan().uncommitted) >= 1, 60, run.story)
     return run
 
 
