@@ -73,6 +73,11 @@ class Place:
             self._warming = threading.Thread(target=self._warm, args=(size_bytes,), daemon=True, name="slurmft-warm")
             self._warming.start()
 
+    @property
+    def is_warming(self) -> bool:
+        """Whether room is being made now."""
+        return self._warming is not None and self._warming.is_alive()
+
     def _warm(self, size_bytes: int) -> None:
         with contextlib.suppress(OSError):  # who needs the place meets it again, and tells
             self._map(size_bytes)
@@ -113,11 +118,14 @@ class Arena:
     def free(self, busy: Iterable[Identity]) -> Place | None:
         """The place whose snapshot is the older one; None where both are ``busy``: somebody still reads them.
 
+        One that is still being made room in comes last: to wait for it would take longer than the copy.
+
         So does, maybe, the writer of a worker that has died, which its successor knows nothing of but by its lock.
         """
         taken = set(busy)
         free = [place for place in self.places if place.holds not in taken and not is_held(place.image)]
-        return min(free, key=lambda place: -1 if place.holds is None else place.holds.commit, default=None)
+        return min(free, key=lambda place: (place.is_warming, -1 if place.holds is None else place.holds.commit),
+                   default=None)  # fmt: skip
 
     def warm_up(self, size_bytes: int) -> None:
         """Make room in every place that was never used."""

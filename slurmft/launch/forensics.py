@@ -163,12 +163,13 @@ def _not_kept_yet(worker: Worker) -> str:
 
 def _look_at(worker: Worker) -> _Look:
     """Ask a living worker, unless it could not answer or would die of the question, and look at it."""
-    kernel = view(worker.pid) if worker.alive and worker.pid else None
+    pid = worker.trainer_pid if worker.alive and worker.pid else 0
+    kernel = view(pid) if pid else None
     look = _Look(worker, kernel)
     if kernel is not None and kernel.state not in "Tt" and kernel.catches(stacks.STACKS_SIGNAL):
         before = stacks.size(worker.stacks)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(worker.pid, stacks.STACKS_SIGNAL)
+            os.kill(pid, stacks.STACKS_SIGNAL)
             look.asked_from = before
     return look
 
@@ -190,7 +191,7 @@ def _summary(look: _Look) -> dict[str, Any]:
         where, doing = whereabouts(named, main)
     return {
         "rank": worker.rank,
-        "pid": worker.pid,
+        "pid": worker.trainer_pid if worker.alive and worker.pid else worker.pid,
         "kind": where.value,
         "doing": doing[:200],
         "process": look.kernel.state if look.kernel is not None else "",

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from slurmft.checkpoint import Catalog, CheckpointManager, snapshots
+from slurmft.checkpoint.arena import Place
 from slurmft.checkpoint.fault_points import ONCE_VARIABLE, VARIABLE
 from slurmft.errors import CheckpointError
 from slurmft.training.background import BACKGROUND, Outcome
@@ -385,6 +386,28 @@ def test_damaged_memory_falls_back_to_disk(folder, uncommitted, memory, damage, 
     _, fresh, loaded = load(folder)
     assert (loaded.step, loaded.is_durable) == (1, True)
     assert not same(uncommitted, fresh.tensors())
+
+
+def test_a_save_does_not_wait_for_room_that_is_still_being_made(folder, memory, monkeypatch):
+    room, warm = threading.Event(), Place._warm
+
+    def warm_slowly(place: Place, size_bytes: int) -> None:
+        room.wait(60)
+        warm(place, size_bytes)
+
+    monkeypatch.setattr(Place, "_warm", warm_slowly)
+    run, checkpoints = Run(), CheckpointManager(folder)
+    for step in (1, 2):
+        checkpoints.save(*run.objects, step=step, **run.parts)
+        checkpoints.wait()
+    assert [path.name for path in memory.glob("*.image")] == ["shard-0.a.image"], "the place that was warm"
+    room.set()
+    checkpoints.save(*run.objects, step=3, **run.parts)
+    checkpoints.save(*run.objects, step=4, **run.parts)
+    assert len(list(memory.glob("*.image"))) == 2
+    checkpoints.wait()
+    checkpoints.close()
+    assert load(folder)[2].step == 4
 
 
 # ---- just in time ----------------------------------------------------------------------------------------------------
