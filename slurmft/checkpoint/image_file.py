@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -64,8 +63,6 @@ class ImageFile:
         """
         if not item.digest:
             raise Damaged(Damage.UNREADABLE, self.path.name, f"{item.key} has no digest yet")
-        with contextlib.suppress(OSError):  # a disk is faster when it knows what comes; memory does not mind
-            os.posix_fadvise(self._descriptor, item.offset, item.length, os.POSIX_FADV_WILLNEED)
         hasher, at = xxhash.xxh3_128(), item.offset
         for batch in _batches(_buffers(item, targets)):
             self._fill(batch, at, item)
