@@ -26,7 +26,6 @@ from slurmft.checkpoint.holding import is_held
 from slurmft.checkpoint.shard_index import ShardIndex, read_index, write_index
 from slurmft.errors import StorageError
 from slurmft.storage.checkpoint_names import Identity
-from slurmft.storage.memory_folder import own_memory_folder
 
 PLACES = "ab"
 
@@ -102,16 +101,15 @@ class Place:
 
 
 class Arena:
-    """The two places of one rank.
+    """The two places of one rank, in the agent's folder; without one, in a folder of the process's own.
 
     Raises:
         OSError: the folder cannot be made.
     """
 
-    def __init__(self, rank: int, folder: Path | None = None) -> None:
-        given = folder or own_memory_folder()
-        self.is_private = given is None
-        self.folder = given or private_folder()
+    def __init__(self, rank: int, folder: Path | None) -> None:
+        self.is_private = folder is None
+        self.folder = folder or private_folder()
         self.folder.mkdir(mode=0o700, exist_ok=True)
         self.places = [Place(self.folder, f"shard-{rank}.{name}") for name in PLACES]
 

@@ -187,6 +187,7 @@ class CommitLane:
             reached("before marker")
             write_marker(entry)
             reached("marker written")
+        pending.indexes.clear()  # every rank's: this thread may hold on to it until the next save
         log.info("committed %s: %.1f MiB", entry.path, entry.size_bytes / 2**20)
         task.tell("committed", final=True, size_bytes=entry.size_bytes)
         with self._changed:
@@ -220,6 +221,7 @@ class CommitLane:
         """It will not be committed; with a reason, its folder is cleared, too."""
         with self._changed:
             self._pending.remove(pending)
+        pending.indexes.clear()
         if reason is not None:
             give_up(pending.task.request.folder, pending.task.request.shard, reason)
 

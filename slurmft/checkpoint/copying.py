@@ -16,6 +16,7 @@ from pathlib import Path
 from slurmft.checkpoint.local_tier import keep_local, local_folder
 from slurmft.checkpoint.replicating import Peer, find_peers, key_file, send_copy
 from slurmft.errors import StorageError
+from slurmft.storage.memory_folder import is_the_runs
 
 LOCAL_DIRECTORY_VARIABLE = "SLURMFT_CHECKPOINT_LOCAL_DIRECTORY"
 
@@ -38,6 +39,7 @@ class CopyLane:
     """Copies what it is offered. Without peers and local disk it starts no thread, and is idle for ever."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        self._environment = environment
         key = key_file(environment)
         self._key: Path = key or Path()
         self._peers: list[Peer] = find_peers(environment) if key is not None else []
@@ -75,7 +77,8 @@ class CopyLane:
                 self._current = None
 
     def _copy(self, staged: Staged) -> None:
-        for sent in send_copy(staged.index, staged.image, self._peers, self._key, bytes_per_s=staged.bytes_per_s):
+        peers = self._peers if is_the_runs(staged.checkpoint_dir, self._environment) else []
+        for sent in send_copy(staged.index, staged.image, peers, self._key, bytes_per_s=staged.bytes_per_s):
             if sent.problem:
                 log.warning("no copy with node %d: %s", sent.peer.place, sent.problem)
             else:

@@ -59,7 +59,7 @@ class JustInTime:
         self._lock = threading.Lock()
         self._trainee: Trainee | None = None
         self._record: RankRecord | None = None
-        self._step = self._kept = self._rescued = NOTHING
+        self._step = self._kept = NOTHING
         self._is_whole = self._is_steady = True
         self._early: tuple[int, bytes] | None = None
         self._buffers: dict[str, torch.Tensor] = {}
@@ -87,7 +87,8 @@ class JustInTime:
                 self._listen()
             model = unwrapped(trainee.model)
             live = dict(model.named_buffers())
-            if self._live != (known := (id(model), *live)):  # the training loop waits: not anew at every save
+            known = (id(model), *((name, value.dtype, value.shape, value.device) for name, value in live.items()))
+            if self._live != known:  # the training loop waits: not anew at every save
                 kept = model.state_dict(keep_vars=True).keys() & live.keys()
                 self._buffers = {name: live[name].detach().clone() for name in sorted(kept)}
                 self._live = known
@@ -100,18 +101,18 @@ class JustInTime:
         with self._lock:
             self._disarm(reason)
 
+    def loaded(self) -> None:
+        """The state is another one: steps that were known come again."""
+        with self._lock:
+            self._step = self._kept = NOTHING
+
     @contextlib.contextmanager
-    def staging(self, step: int) -> Iterator[None]:
+    def staging(self) -> Iterator[None]:
         """Around the copy of a save, whose place in memory a copy by ``rescue`` must not take meanwhile.
 
-        That all ranks have staged ``step`` is known at the next boundary; until then it is still kept if one fails.
-
-        Raises:
-            CheckpointError: a rank has failed, and this step was kept already.
+        That all ranks have staged the step is known at the next boundary; until then it is still kept if one fails.
         """
         with self._lock:
-            if step <= self._rescued:
-                raise CheckpointError(f"a rank has failed; step {step} is kept in memory instead")
             yield
 
     def saved(self, step: int) -> None:
@@ -148,32 +149,40 @@ class JustInTime:
 
     def rescue(self) -> None:
         """As ``training.background.Saver``. The first rank of a node that gets here does it for all."""
-        with self._lock:
-            step = self._step
-            if self._trainee is None or not self._is_whole or step <= self._kept:
-                return
-            if self._buffers and self._rank and 0 in self._local:
-                return  # buffers are each rank's own, and rank 0's count: DDP sends them to all before every step
-            self._kept = step
-            try:
-                os.close(os.open(self._folder / f"rescue-{own_generation()}-{step}", os.O_CREAT | os.O_EXCL, 0o600))
-            except FileExistsError:
-                return  # another rank of this node does it
-            except OSError as error:
-                log.warning("step %d is not kept: %s", step, error)
-                return
-            began = time.monotonic()
-            if BACKGROUND.listener is not None:
-                BACKGROUND.listener.on_rescuing()
-            try:
-                self._stage(step, self._trainee, self._own_states(step), self._buffers)
-            except Exception as error:  # noqa: BLE001 - this process fails anyway: of something else, which must be told
-                log.warning("step %d is not kept just in time: %s", step, error)
-                return
-            self._rescued = step
-            log.info("kept step %d just in time, in %.3f s", step, time.monotonic() - began)
-            if BACKGROUND.listener is not None:
-                BACKGROUND.listener.on_rescued(step)
+        listener = BACKGROUND.listener
+        if self._trainee is None or listener is None:
+            return
+        listener.on_rescuing()  # before the lock, which a save that is being copied holds
+        try:
+            with self._lock:
+                self._rescue()
+                self._tell()
+        finally:
+            listener.on_rescuing(is_over=True)
+
+    def _rescue(self) -> None:
+        step = self._step
+        if self._trainee is None or not self._is_whole or step <= self._kept:
+            return
+        if self._buffers and self._rank and 0 in self._local:
+            return  # buffers are each rank's own, and rank 0's count: DDP sends them to all before every step
+        self._kept = step
+        try:
+            os.close(os.open(self._folder / f"rescue-{own_generation()}-{step}", os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            return  # another rank of this node does it
+        except OSError as error:
+            log.warning("step %d is not kept: %s", step, error)
+            return
+        began = time.monotonic()
+        try:
+            self._stage(step, self._trainee, self._own_states(step), self._buffers)
+        except Exception as error:  # noqa: BLE001 - this process fails anyway: of something else, which must be told
+            log.warning("step %d is not kept just in time: %s", step, error)
+            return
+        log.info("kept step %d just in time, in %.3f s", step, time.monotonic() - began)
+        if BACKGROUND.listener is not None:
+            BACKGROUND.listener.on_rescued(step)
 
     def _own_states(self, step: int) -> dict[int, dict[str, Any]]:
         if self._trainee is not None and _rates(self._trainee) != self._rates:

@@ -32,7 +32,7 @@ from slurmft.errors import CheckpointError, NewerFormat, StorageError
 from slurmft.policy.tiers import Committed, Decision, Name
 from slurmft.storage.attempt_facts import note_resuming
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, read_quarantine
-from slurmft.storage.memory_folder import own_memory_folder
+from slurmft.storage.memory_folder import memory_folder_of
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
 
 FACTS = "slurmft.facts"
@@ -153,7 +153,7 @@ class Loading:
         facts, rank = prepared.shared.get(FACTS, {}), self._team.rank
         if rank >= facts.get("world_size", 0) or prepared.is_own:
             return prepared
-        memory = own_memory_folder()
+        memory = memory_folder_of(self._directory)
         if memory is not None and facts.get("just_in_time"):
             own = read_record(memory, rank, identity.step, identity.generation)
             if own is not None:

@@ -40,7 +40,7 @@ from slurmft.errors import CheckpointError, UsageError
 from slurmft.policy.checkpoint_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import MAX_STEP, Identity
 from slurmft.storage.fence import check_fence
-from slurmft.storage.memory_folder import own_memory_folder, ranks_of_this_node
+from slurmft.storage.memory_folder import memory_folder_of, ranks_of_this_node
 from slurmft.training.background import BACKGROUND, Outcome, weakly
 
 log = logging.getLogger(__name__)
@@ -95,8 +95,8 @@ class CheckpointManager:
         self._distrusted: set[Path] = set()
         self._turn = Turn()
         self._snapshots = Snapshots(
-            self.settings, spill=self.directory / SPILL_FOLDER, on_committed=weakly(self._on_committed),
-            on_failed=weakly(self._on_failed),
+            self.settings, memory=memory_folder_of(self.directory), spill=self.directory / SPILL_FOLDER,
+            on_committed=weakly(self._on_committed), on_failed=weakly(self._on_failed),
         )  # fmt: skip
         self._rescue: JustInTime | None = None
         BACKGROUND.join(self)
@@ -315,13 +315,11 @@ class CheckpointManager:
         self._turn.awaited = identity
         reached("announced")
         try:
-            with self._rescue.staging(identity.step) if self._rescue is not None else contextlib.nullcontext():
-                self._snapshots.stage(prepared, identity)
-                if prepared.place is not None:
-                    order = self._order(metrics) if team.is_lead else None
-                    folder = self.directory / identity.folder_name
-                    self._snapshots.submit(prepared.place, folder, identity, order, urgent=urgent)
-                    reached("submitted")
+            with self._rescue.staging() if self._rescue is not None else contextlib.nullcontext():
+                place = self._snapshots.stage(prepared, identity)
+                order = self._order(metrics) if team.is_lead else None
+                self._snapshots.submit(place, self.directory / identity.folder_name, identity, order, urgent=urgent)
+                reached("submitted")
         except Exception as error:
             log.exception("step %d was not copied", identity.step)
             self._snapshots.failed_here(identity, error)
@@ -358,7 +356,7 @@ class CheckpointManager:
 
     def _forget_others(self, commit: int) -> None:
         """Give back the memory of ranks that have left this node, now that this commit is durable."""
-        memory, ranks = own_memory_folder(), ranks_of_this_node()
+        memory, ranks = memory_folder_of(self.directory), ranks_of_this_node()
         if memory is not None and int(os.environ.get("RANK", "0")) == ranks.start:
             forget_others(memory, ranks, older_than=commit)
 
@@ -396,6 +394,8 @@ class CheckpointManager:
     def _loaded(self, loading: Loading, loaded: LoadedCheckpoint) -> LoadedCheckpoint:
         team = Team()
         self._snapshots.take_place(team.rank, team.world_size)
+        if self._rescue is not None:
+            self._rescue.loaded()
         self._distrusted |= {path for path, _ in loaded.skipped}
         self._turn.begin(loading.newest_commit)
         return loaded

@@ -26,7 +26,7 @@ from slurmft.errors import StorageError
 from slurmft.policy.supply import without
 from slurmft.policy.tiers import DISK, Committed, Decision, Name, choose
 from slurmft.storage.checkpoint_names import Identity
-from slurmft.storage.memory_folder import own_memory_folder
+from slurmft.storage.memory_folder import memory_folder_of, own_memory_folder
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class MemorySources:
         self._team, self._committed, self._generation = team, committed, generation
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._node_lead = team.rank - local_rank if team.world_size > 1 else team.rank
-        self._memory, disk = own_memory_folder(), os.environ.get(LOCAL_DIRECTORY_VARIABLE)
+        self._memory, disk = memory_folder_of(directory), os.environ.get(LOCAL_DIRECTORY_VARIABLE)
         self._local = _local_folder(Path(disk), directory) if disk else None
         self._offers_for_node = team.rank == self._node_lead
         self._held: list[Holding] = scan(self._memory, self._local) if self._memory or disk else []

@@ -40,8 +40,8 @@ FAILING_S = 20.0
 """The same for one that the disk refuses."""
 
 LOOK_S = 0.5
-AT_ONCE_S = 0.5
-"""How long a failed run waits for a place to keep its last step in."""
+SOON_S = 2.0
+"""How long a failed run waits for a place to keep its last step in, before a save that waits has to give way."""
 
 log = logging.getLogger(__name__)
 
@@ -76,15 +76,16 @@ class Snapshots:
     """The places, the writer, and what became of each snapshot. Public methods but ``on_report`` for one thread.
 
     Args:
+        memory: the folder for copies, which outlives this process; None for one that goes with it.
         spill: a folder for copies that do not fit into memory.
         on_committed, on_failed: called in the reporting thread: step and seconds, or step and errno.
     """
 
     def __init__(
-        self, settings: CheckpointSettings, *, spill: Path, on_committed: Callable[[Identity, float], None],
-        on_failed: Callable[[int, int, str], None],
+        self, settings: CheckpointSettings, *, memory: Path | None, spill: Path,
+        on_committed: Callable[[Identity, float], None], on_failed: Callable[[int, int, str], None],
     ) -> None:  # fmt: skip
-        self._settings, self._spill = settings, spill
+        self._settings, self._memory, self._spill = settings, memory, spill
         self._on_committed, self._on_failed = on_committed, on_failed
         self._arena: Arena | None = None
         self._writer: WriterProcess | None = None
@@ -95,13 +96,14 @@ class Snapshots:
         self._known: dict[Identity, Standing] = {}
         self._lock = threading.Lock()
         self._fenced: Fenced | None = None
+        self._kept: Identity | None = None
         self._pid = os.getpid()
 
     @property
     def arena(self) -> Arena:
         """Made when it is needed first."""
         if self._arena is None:
-            self._arena = Arena(self._rank)
+            self._arena = Arena(self._rank, self._memory)
         return self._arena
 
     def prepare(self, flat: FlatState, *, rank: int, world_size: int) -> LaidOut:
@@ -143,20 +145,19 @@ class Snapshots:
         for identity in self._unfinished()[1:]:
             self._writer_process().abandon(identity)
 
-    def stage(self, prepared: LaidOut, identity: Identity) -> ShardIndex:
-        """Copy the state into its place. When this returns, the trainer may change it.
+    def stage(self, prepared: LaidOut, identity: Identity) -> Place:
+        """Copy the state into its place, which is returned. When this returns, the trainer may change it.
 
         Raises:
             OSError: there is no memory for it.
         """
-        if prepared.place is None:
-            raise RuntimeError("no place is free")
-        _, index = self._copy(prepared, prepared.place, identity)
+        place = self._beside_what_is_kept(prepared.place, identity)
+        _, index = self._copy(prepared, place, identity)
         reached("staged")
-        prepared.place.complete(index)
+        place.complete(index)
         reached("index in place")
         self.arena.warm_up(prepared.layout.capacity_bytes(prepared.packed))
-        return index
+        return place
 
     def keep(self, flat: FlatState, identity: Identity) -> None:
         """Copy all of a replicated state, hashed, to where the next attempt finds it; nothing is written to disk.
@@ -166,24 +167,41 @@ class Snapshots:
             CheckpointError: something in it cannot be saved.
         """
         layout = Layout.plan(flat.tensors, shard=0, shards=1, paths=flat.paths)
-        place = self._place_at_once()
-        whole = LaidOut(flat=flat, layout=layout, packed=layout.pack(flat.objects), place=place)
-        memory, index = self._copy(whole, place, identity)
+        packed = layout.pack(flat.objects)
+        place = self._place_soon()
+        memory, index = self._copy(LaidOut(flat=flat, layout=layout, packed=packed, place=place), place, identity)
         digests = [xxhash.xxh3_128_hexdigest(memory[one.offset : one.offset + one.length]) for one in index.items]
         place.complete(index.with_digests(digests))
+        self._kept = identity
 
-    def _place_at_once(self) -> Place:
-        """A place, if need be that of a save which has not begun to be written: what is to be kept is no older.
+    def _place_soon(self) -> Place:
+        """A place, in the end that of a save which has not begun to be written: what is to be kept is no older.
 
         Raises:
             OSError: there is none.
         """
-        deadline = time.monotonic() + AT_ONCE_S
+        began = time.monotonic()
+        self.hurry()
         while (place := self.arena.free(self._busy())) is None:
-            self.make_room()
-            if time.monotonic() > deadline:
+            took_s = time.monotonic() - began
+            if took_s > SOON_S:
+                self.make_room()
+            if took_s > SOON_S + LOOK_S:
                 raise OSError(errno.EBUSY, "both places are in use")
             time.sleep(0.005)
+        return place
+
+    def _beside_what_is_kept(self, place: Place | None, identity: Identity) -> Place:
+        """A rescue may have come between: what it has kept of this step is not written over.
+
+        Raises:
+            OSError: there is no other place.
+        """
+        kept = self._kept
+        if kept is not None and place is not None and place.holds == kept and identity.step <= kept.step:
+            place = self.arena.free([*self._busy(), kept])
+        if place is None:
+            raise OSError(errno.EBUSY, "both places are in use")
         return place
 
     def _copy(self, laid_out: LaidOut, place: Place, identity: Identity) -> tuple[memoryview, ShardIndex]:

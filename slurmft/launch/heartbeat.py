@@ -71,7 +71,7 @@ class Slot(IntEnum):
     OWN_STEPS = 32  # W  sections "step" that the worker itself has closed
     ATTACHED_AT_NS = 33  # W  monotonic time at which the worker attached
     RESCUABLE = 34  # W  steps complete in its memory, and in no checkpoint; NOTHING, or IN_UPDATE until the step's end
-    RESCUING = 35  # W  monotonic time at which it began to keep them; 0 before
+    RESCUING = 35  # W  monotonic time at which it began to keep them; 0 before, and when that is over
     RESCUED = 36  # W  steps that are kept just in time on this node; NOTHING before
     SAVE_COST_NS = 40  # W  what the newest save cost the training: its stall, and what steps took longer beside it
     DURABLE = 41  # W  step of the newest checkpoint that a manager has committed for all ranks, in this attempt

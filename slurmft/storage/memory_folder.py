@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 MEMORY_VARIABLE = "SLURMFT_MEMORY_DIR"
@@ -20,6 +21,20 @@ KEY_FILE, GENERATION_FILE, PEERS = "copies.key", "generation", "peers"
 def own_memory_folder() -> Path | None:
     """The one of this worker's node; None where no agent keeps one."""
     return Path(told) if (told := os.environ.get(MEMORY_VARIABLE)) else None
+
+
+def is_the_runs(directory: Path, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether checkpoints there are those of the run, and not of something else that a worker saves beside them."""
+    told = environment.get("SLURMFT_CHECKPOINT_DIR")
+    return not told or Path(told).absolute() == directory.absolute() or Path(told).resolve() == directory.resolve()
+
+
+def memory_folder_of(directory: Path) -> Path | None:
+    """Where snapshots of checkpoints in ``directory`` outlive their worker; None where they do not.
+
+    Snapshots are told apart by step, generation and commit: those of two directories must not lie in one folder.
+    """
+    return own_memory_folder() if is_the_runs(directory) else None
 
 
 def ranks_of_this_node() -> range:

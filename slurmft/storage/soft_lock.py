@@ -27,7 +27,7 @@ STALE_S = 60.0
 
 PAUSE_S = 0.02
 
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL)
 """What filesystems without hard links answer."""
 
 
@@ -88,12 +88,12 @@ class SoftLock:
         pid = os.getpid()
         content = {"format": FORMAT, "host": self._host, "namespace": _pid_namespace(), "pid": pid,
                    "birth": birth_of(pid), "token": token}  # fmt: skip
-        if self.path.exists():
-            return False
         draft = self.path.with_name(f".{self.path.name}.{token}.tmp")
         try:
+            if self.path.exists():
+                return False
             self._write(draft, json.dumps(content).encode())
-            self._token = token if _appeared(draft, self.path) else ""
+            self._token = token if self._appears(draft) else ""
         except OSError as error:
             raise translated(f"cannot lock {self.path}", error) from error
         finally:
@@ -106,8 +106,26 @@ class SoftLock:
         try:
             os.fchmod(descriptor, self._mode)
             os.write(descriptor, content)
+        except OSError:  # a full disk: an empty lock would keep everybody out until it is old
+            path.unlink(missing_ok=True)
+            raise
         finally:
             os.close(descriptor)
+
+    def _appears(self, draft: Path) -> bool:
+        """Give a draft its name, unless another file has it. Linking is atomic, over NFS as well (open(2), O_EXCL)."""
+        try:
+            self.path.hardlink_to(draft)
+        except FileExistsError:
+            return draft.stat().st_nlink > 1  # the answer to a request that NFS has sent twice
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            try:
+                self._write(self.path, draft.read_bytes())
+            except FileExistsError:
+                return False
+        return True
 
     def _read(self) -> dict[str, object]:
         try:
@@ -159,23 +177,6 @@ class SoftLock:
             if error.errno in (errno.EACCES, errno.EPERM):
                 return 0.0
             raise translated(f"cannot look at {path}", error) from error
-
-
-def _appeared(draft: Path, path: Path) -> bool:
-    """Give a draft its name, unless another file has it. Linking is atomic, over NFS as well (open(2), O_EXCL)."""
-    try:
-        path.hardlink_to(draft)
-    except FileExistsError:
-        return draft.stat().st_nlink > 1  # the answer to a request that NFS has sent twice
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        draft.replace(path)
-    return True
 
 
 def _pid_namespace() -> str:

@@ -57,8 +57,8 @@ class Listener(Protocol):
     def on_rescuable(self, step: int) -> None:
         """The state after ``step`` steps is whole in memory, and in no checkpoint; a negative one: there is none."""
 
-    def on_rescuing(self) -> None:
-        """It is being kept now."""
+    def on_rescuing(self, *, is_over: bool = False) -> None:
+        """It is being kept now, or that is over, whatever came of it."""
 
     def on_rescued(self, step: int) -> None:
         """The state after ``step`` steps was kept just in time."""

@@ -154,9 +154,9 @@ class PageListener:
         """The state after ``step`` steps is whole in memory, and in no checkpoint; a negative one: there is none."""
         self._page[Slot.RESCUABLE] = step
 
-    def on_rescuing(self) -> None:
+    def on_rescuing(self, *, is_over: bool = False) -> None:
         """As ``background.Listener``."""
-        self._page[Slot.RESCUING] = time.monotonic_ns()
+        self._page[Slot.RESCUING] = 0 if is_over else time.monotonic_ns()
 
     def on_rescued(self, step: int) -> None:
         """The state after ``step`` steps was kept just in time."""

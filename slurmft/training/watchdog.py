@@ -98,6 +98,8 @@ class WatchdogTimer:
     def _watch(self) -> None:
         while self._wait():
             self._run_out()
+            with self._changed:
+                self._look_at_s = time.monotonic()
 
     def _wait(self) -> bool:
         """Return True when the time is up, False when it will never be."""

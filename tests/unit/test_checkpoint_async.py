@@ -93,8 +93,8 @@ class Listener:
     def on_rescuable(self, step):
         self.rescuable = step
 
-    def on_rescuing(self):
-        pass
+    def on_rescuing(self, *, is_over=False):
+        self.is_rescuing = not is_over
 
     def on_rescued(self, step):
         self.rescued.append(step)
@@ -410,6 +410,26 @@ def test_a_save_does_not_wait_for_room_that_is_still_being_made(folder, memory, 
     assert load(folder)[2].step == 4
 
 
+def test_what_is_saved_beside_the_runs_own_checkpoints_never_meets_them(tmp_path, memory, monkeypatch):
+    """An average of the weights, say: the same keys and steps, the same rank, another directory."""
+    monkeypatch.setenv("SLURMFT_CHECKPOINT_DIR", str(tmp_path / "own"))
+    monkeypatch.setenv("SLURMFT_CHECKPOINT_WHEN_BUSY", "wait")
+    run, average = Run(), Run(seed=1)
+    managers = CheckpointManager(tmp_path / "own"), CheckpointManager(tmp_path / "average")
+    for step in range(1, 4):
+        for each, checkpoints in zip((run, average), managers, strict=True):
+            each.train(1)
+            checkpoints.save(*each.objects, step=step, **each.parts)
+    for checkpoints in managers:
+        checkpoints.wait()
+        checkpoints.close()
+    assert {path.suffix for path in memory.glob("shard-*")} == {".image", ".json"}, "the run's own outlive the worker"
+    for folder, each in ((tmp_path / "own", run), (tmp_path / "average", average)):
+        _, fresh, loaded = load(folder)
+        assert loaded.step == 3 and same(each.tensors(), fresh.tensors())
+        assert loaded.source.startswith("memory" if each is run else "disk")
+
+
 # ---- just in time ----------------------------------------------------------------------------------------------------
 
 
@@ -487,11 +507,24 @@ def test_what_a_rescue_has_kept_is_not_written_over(folder, memory, listener):
     checkpoints.wait()
     run.train(2)
     BACKGROUND.rescue()
+    assert listener.rescued == [2] and listener.rescuable < 0 and not listener.is_rescuing
+    kept = [path for path in memory.glob("*.json") if json.loads(path.read_text())["identity"][0] == 2]
+    content = kept[0].read_bytes()
     checkpoints.save(*run.objects, step=2, **run.parts)
-    with pytest.raises(CheckpointError, match="a rank has failed; step 2 is kept in memory instead"):
-        checkpoints.wait()
+    checkpoints.wait()
+    assert steps(folder) == [2, 0] and kept[0].read_bytes() == content
     checkpoints.close()
     assert load(folder)[2].step == 2
+
+
+def test_a_rescue_that_fails_does_not_let_the_agent_wait(folder, memory, listener, monkeypatch):
+    run, checkpoints = Run(), CheckpointManager(folder)
+    checkpoints.save(*run.objects, step=0, **run.parts)
+    checkpoints.wait()
+    run.train(2)
+    monkeypatch.setenv(VARIABLE, f"half staged={errno.ENOMEM}")
+    BACKGROUND.rescue()
+    assert listener.rescued == [] and listener.rescuable < 0 and not listener.is_rescuing
 
 
 KILLED = """
@@ -511,7 +544,7 @@ root = sys.argv[1]
 
 class Listener:
     def __getattr__(self, name):
-        return lambda *values: None
+        return lambda *values, **more: None
 
 def work(name, rank, victim, until):
     folder = f"{root}/{name}"

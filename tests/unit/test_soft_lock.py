@@ -177,3 +177,12 @@ def test_a_link_whose_answer_was_lost_counts(path, monkeypatch):
 
     monkeypatch.setattr(Path, "hardlink_to", link_twice)
     assert SoftLock(path).try_acquire()
+
+
+def test_a_folder_that_cannot_be_looked_at_is_an_error_of_ours(path, monkeypatch):
+    def refuse(*_: object, **__: object) -> bool:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(StorageError, match="cannot lock"):
+        SoftLock(path).try_acquire()
