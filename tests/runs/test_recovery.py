@@ -40,9 +40,10 @@ def run_save_s(run: Run) -> float:
 
 
 def test_time_limit(new_run: NewRun, undisturbed: str) -> None:
-    run = new_run(delay=0.8, slurm={"time": "1"}, preemption={"signal_lead_s": 20})  # the signal comes after 10 to 40 s
+    # the signal comes after 70 to 100 s: late enough where a start takes 20 s, and before the last step
+    run = new_run(delay=1.8, slurm={"time": "2"}, preemption={"signal_lead_s": 20})
     run.submit()
-    run.wait_until_done(240)
+    run.wait_until_done(330)
     stops = len(run.events("stop agreed"))  # one more may be requested when nothing is left to do
     assert stops >= 1
     assert_one_stop(run, "time limit", undisturbed, stops=stops)
