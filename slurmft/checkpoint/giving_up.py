@@ -6,11 +6,12 @@ import contextlib
 import os
 from pathlib import Path
 
-from slurmft.checkpoint.image_writing import is_temporary, temporary_of
+from slurmft.checkpoint.image_writing import is_temporary
 from slurmft.checkpoint.shard_index import image_file, index_file
 from slurmft.errors import StorageError
 from slurmft.storage.checkpoint_names import MANIFEST
 from slurmft.storage.fence import check_fence
+from slurmft.storage.files import replace_atomically
 
 _SUFFIX = "_0.gone"
 
@@ -49,11 +50,10 @@ def give_up(folder: Path, shard: int, reason: str) -> None:
 
 def _leave_note(path: Path, reason: str) -> None:
     """With all of its text from its first moment, since others wait for it; without any where there is no room."""
-    draft = temporary_of(path)
-    note = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    with contextlib.suppress(OSError), os.fdopen(note, "w", encoding="utf-8", errors="replace") as stream:
-        stream.write(reason)
-    draft.replace(path)
+    try:
+        replace_atomically(path, reason.encode(errors="replace").decode(), durable=False)
+    except OSError:
+        path.touch(mode=0o600)
 
 
 def reason_of(folder: Path, note: str) -> str:

@@ -72,7 +72,7 @@ class NewFile:
 
     def __init__(self, folder: Path, name: str, *, mode: int) -> None:
         self._path = folder / name
-        self._temporary = temporary_of(self._path)
+        self._temporary = folder / f".{name}.{os.getpid()}-{os.urandom(4).hex()}{_TEMPORARY}"
         self._is_direct = True
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
@@ -140,11 +140,6 @@ class NewFile:
                 _sync_range(self._descriptor, synced, _BEHIND_BYTES)
                 synced += _BEHIND_BYTES
             pace(done)
-
-
-def temporary_of(path: Path) -> Path:
-    """Where a file is written before it takes its name."""
-    return path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}{_TEMPORARY}")
 
 
 def is_temporary(name: str) -> bool:

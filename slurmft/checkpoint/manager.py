@@ -137,7 +137,7 @@ class CheckpointManager:
             return None
         identity = Identity(step, own_generation(), self._turn.commit)
         folder = self.directory / identity.folder_name
-        self._stage(team, prepared, identity, metrics or {}, urgent=urgent)
+        self._stage(team, prepared, identity, urgent=urgent)
         BACKGROUND.outcome = Outcome.STAGED
         self._arm(trainee, prepared.flat, extra)
         if not is_async:
@@ -308,23 +308,21 @@ class CheckpointManager:
         remove_left_overs(self.directory, is_saving=True)
         self._turn.begin(Catalog(self.directory).newest_commit())
 
-    def _stage(
-        self, team: Team, prepared: LaidOut, identity: Identity, metrics: Mapping[str, SupportsFloat], *, urgent: bool
-    ) -> None:
+    def _stage(self, team: Team, prepared: LaidOut, identity: Identity, *, urgent: bool) -> None:
         """Copy, and hand over to the writer. What goes wrong here, all ranks learn of at the next save or ``wait``."""
         self._turn.awaited = identity
         reached("announced")
         try:
             with self._rescue.staging() if self._rescue is not None else contextlib.nullcontext():
                 place = self._snapshots.stage(prepared, identity)
-                order = self._order(metrics) if team.is_lead else None
+                order = self._order(prepared.flat.objects[FACTS]["metrics"]) if team.is_lead else None
                 self._snapshots.submit(place, self.directory / identity.folder_name, identity, order, urgent=urgent)
                 reached("submitted")
         except Exception as error:
             log.exception("step %d was not copied", identity.step)
             self._snapshots.failed_here(identity, error)
 
-    def _order(self, metrics: Mapping[str, SupportsFloat]) -> CommitOrder:
+    def _order(self, metrics: Mapping[str, float]) -> CommitOrder:
         settings = self.settings
         keep = Keep(
             keep_last_n=settings.keep_last_n, keep_every=settings.keep_every,
@@ -332,7 +330,7 @@ class CheckpointManager:
             distrusted=tuple(sorted(path.name for path in self._distrusted)),
         )  # fmt: skip
         return CommitOrder(
-            metrics=_as_floats(metrics),
+            metrics=metrics,
             attempt=os.environ.get(ATTEMPT_VARIABLE, ""),
             keep=keep,
         )

@@ -152,7 +152,7 @@ class Snapshots:
             OSError: there is no memory for it.
         """
         place = self._beside_what_is_kept(prepared.place, identity)
-        _, index = self._copy(prepared, place, identity)
+        _, index = self._copy(place, prepared.layout, prepared.flat, prepared.packed, identity)
         reached("staged")
         place.complete(index)
         reached("index in place")
@@ -169,7 +169,7 @@ class Snapshots:
         layout = Layout.plan(flat.tensors, shard=0, shards=1, paths=flat.paths)
         packed = layout.pack(flat.objects)
         place = self._place_soon()
-        memory, index = self._copy(LaidOut(flat=flat, layout=layout, packed=packed, place=place), place, identity)
+        memory, index = self._copy(place, layout, flat, packed, identity)
         digests = [xxhash.xxh3_128_hexdigest(memory[one.offset : one.offset + one.length]) for one in index.items]
         place.complete(index.with_digests(digests))
         self._kept = identity
@@ -204,9 +204,10 @@ class Snapshots:
             raise OSError(errno.EBUSY, "both places are in use")
         return place
 
-    def _copy(self, laid_out: LaidOut, place: Place, identity: Identity) -> tuple[memoryview, ShardIndex]:
-        layout, flat = laid_out.layout, laid_out.flat
-        memory = memoryview(place.begin(layout.capacity_bytes(laid_out.packed)))
+    def _copy(
+        self, place: Place, layout: Layout, flat: FlatState, packed: list[Packed], identity: Identity
+    ) -> tuple[memoryview, ShardIndex]:
+        memory = memoryview(place.begin(layout.capacity_bytes(packed)))
         reached("slot emptied")
         if place.layout is not layout:
             layout.write_fixed(memory)
@@ -214,7 +215,7 @@ class Snapshots:
             place.layout = layout
         copy_into(self._views[place], layout.sources(flat.tensors))
         reached("half staged")
-        return memory, layout.with_objects(memory, laid_out.packed, identity=identity, paths=flat.paths)
+        return memory, layout.with_objects(memory, packed, identity=identity, paths=flat.paths)
 
     def submit(
         self, place: Place, folder: Path, identity: Identity, order: CommitOrder | None, *, urgent: bool

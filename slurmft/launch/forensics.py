@@ -53,6 +53,9 @@ class _Look:
     """One worker while it is being looked at."""
 
     worker: Worker
+    pid: int
+    """Of the process that trains; 0 where there is none yet."""
+
     kernel: View | None
     asked_from: int | None = None
     """Size of its file of stacks when it was asked; None when it was not."""
@@ -163,9 +166,9 @@ def _not_kept_yet(worker: Worker) -> str:
 
 def _look_at(worker: Worker) -> _Look:
     """Ask a living worker, unless it could not answer or would die of the question, and look at it."""
-    pid = worker.trainer_pid if worker.alive and worker.pid else 0
-    kernel = view(pid) if pid else None
-    look = _Look(worker, kernel)
+    pid = worker.trainer_pid if worker.alive and worker.pid else worker.pid
+    kernel = view(pid) if worker.alive and pid else None
+    look = _Look(worker, pid, kernel)
     if kernel is not None and kernel.state not in "Tt" and kernel.catches(stacks.STACKS_SIGNAL):
         before = stacks.size(worker.stacks)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -191,7 +194,7 @@ def _summary(look: _Look) -> dict[str, Any]:
         where, doing = whereabouts(named, main)
     return {
         "rank": worker.rank,
-        "pid": worker.trainer_pid if worker.alive and worker.pid else worker.pid,
+        "pid": look.pid,
         "kind": where.value,
         "doing": doing[:200],
         "process": look.kernel.state if look.kernel is not None else "",

@@ -372,7 +372,10 @@ def test_a_writer_that_is_killed_at_any_point_is_told_or_replaced(tmp_path, run,
     except CheckpointError:
         committed = 1
     eventually(Path(os.environ[ONCE_VARIABLE]).exists)  # a writer gets there, maybe after its save has returned
-    checkpoints.save(run.model, run.optimizer, step=2)
+    try:
+        checkpoints.save(run.model, run.optimizer, step=2)
+    except CheckpointError:  # it was at work when that writer died
+        checkpoints.save(run.model, run.optimizer, step=2)
     assert steps(tmp_path)[:1] == [2] and len(steps(tmp_path)) >= committed
     assert CheckpointManager(tmp_path).load_latest(run.model, run.optimizer).skipped == ()
 

@@ -473,11 +473,16 @@ def test_weights_between_two_steps_are_never_kept(folder, memory, listener):
     assert load(folder)[2].step == 0
 
 
-def test_a_rescue_waits_for_a_copy_that_is_under_way_and_takes_the_other_place(folder, memory, listener, monkeypatch):
+def two_steps_after_a_save(folder: Path) -> tuple[Run, CheckpointManager]:
     run, checkpoints = Run(), CheckpointManager(folder)
     checkpoints.save(*run.objects, step=0, **run.parts)
     checkpoints.wait()
     run.train(2)
+    return run, checkpoints
+
+
+def test_a_rescue_waits_for_a_copy_that_is_under_way_and_takes_the_other_place(folder, memory, listener, monkeypatch):
+    run, checkpoints = two_steps_after_a_save(folder)
     rescue = threading.Thread(target=BACKGROUND.rescue)
     copy = snapshots.copy_into
 
@@ -502,10 +507,7 @@ def test_a_rescue_waits_for_a_copy_that_is_under_way_and_takes_the_other_place(f
 
 def test_what_a_rescue_has_kept_is_not_written_over(folder, memory, listener):
     """This rank was late for a save that another has died in."""
-    run, checkpoints = Run(), CheckpointManager(folder)
-    checkpoints.save(*run.objects, step=0, **run.parts)
-    checkpoints.wait()
-    run.train(2)
+    run, checkpoints = two_steps_after_a_save(folder)
     BACKGROUND.rescue()
     assert listener.rescued == [2] and listener.rescuable < 0 and not listener.is_rescuing
     kept = [path for path in memory.glob("*.json") if json.loads(path.read_text())["identity"][0] == 2]
@@ -518,10 +520,7 @@ def test_what_a_rescue_has_kept_is_not_written_over(folder, memory, listener):
 
 
 def test_a_rescue_that_fails_does_not_let_the_agent_wait(folder, memory, listener, monkeypatch):
-    run, checkpoints = Run(), CheckpointManager(folder)
-    checkpoints.save(*run.objects, step=0, **run.parts)
-    checkpoints.wait()
-    run.train(2)
+    _run = two_steps_after_a_save(folder)
     monkeypatch.setenv(VARIABLE, f"half staged={errno.ENOMEM}")
     BACKGROUND.rescue()
     assert listener.rescued == [] and listener.rescuable < 0 and not listener.is_rescuing
