@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ AT_ONCE_S = 5.0
 """On an idle machine it takes a third of a second; this one runs several clusters at once."""
 
 FAILING = Path(__file__).parent / "trainers" / "fails.py"
+DIES_IN_A_SAVE = Path(__file__).parent / "trainers" / "dies_in_a_save.py"
 
 
 def actions(run: Run) -> list[str]:
@@ -96,3 +98,18 @@ def test_what_fails_again_and_again_goes_through_the_queue_and_then_ends(new_run
     assert [event.attempt for event in run.events("attempt started")] == [
         f"{job}.{start}.{cycle}" for start in range(2) for cycle in range(3)
     ]
+
+
+@pytest.mark.soak
+def test_a_rank_killed_while_it_copies_a_save_costs_no_step(new_run: NewRun) -> None:
+    """The others have copied theirs; the step counts as kept only because they keep it anew."""
+    run = new_run(checkpoint={"interval_steps": 5}, fault_tolerance={"num_in_job_restarts": 3})
+    marks = run.path.with_name("marks-of-a-save")
+    marks.mkdir(exist_ok=True)
+    os.chown(marks, run.lab.uid, run.lab.gid)
+    run.configure(command=["python", str(DIES_IN_A_SAVE), "--marks", str(marks), "--steps", "12"])
+    run.submit()
+    run.wait_until_done()
+    assert actions(run) == ["restart", "finish"], run.story()
+    assert [event.details["step"] for event in run.events("state kept just in time")] == [10], run.story()
+    assert run.events("first step")[-1].details["resumed_from"] == 10, run.story()
