@@ -43,13 +43,13 @@ def complete(run: RunFolder, record: JobRecord, who: str) -> str | None:
         done = queueing.place(record.job_id, queueing.SOONEST_S, avoid=avoid)
         if "held" in record.reason.lower() or record.state == "REQUEUE_HOLD":
             slurm.release(record.job_id)
-        run.journal().append("requeued", job=record.job_id, who=who, **done.in_words(queueing.SOONEST_S))
+        run.journal().append("requeued", job=record.job_id, who=who, **done.in_words())
         return f"finished the requeue of job {record.job_id}" + (f", which keeps off {excluded}" if excluded else "")
     if record.reason == "BadConstraints" and (added := ours(events, record.job_id)):
         left = slurm.named_nodes(record.job_id).excluded - added
         done = queueing.place(record.job_id, queueing.SOONEST_S, avoid=left)
         run.journal().append("exclusions dropped", job=record.job_id, nodes=sorted(added), who=who,
-                             **done.in_words(queueing.SOONEST_S))  # fmt: skip
+                             **done.in_words())  # fmt: skip
         return f"job {record.job_id} could not be placed without {compress(added)}; they are not excluded any more"
     return None
 
@@ -72,5 +72,5 @@ def bring_back(run: RunFolder, job: str, placement: Placement | None, *, in_memo
     except SlurmError as error:
         journal.append("requeue failed", job=job, reason=error.what)
         return None
-    journal.append("requeued", job=job, **done.in_words(queueing.SOONEST_S))
+    journal.append("requeued", job=job, **done.in_words())
     return job

@@ -6,7 +6,7 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
 from slurmft.launch.cluster import SlurmCluster
 from slurmft.launch.elsewhere import Placement
 from slurmft.launch.start import Start
+from slurmft.policy.begin_delay import delay_that_holds
 from slurmft.policy.verdict import PLANNED, Cause, Verdict
 from slurmft.scheduler import queueing, slurm, successor
 from slurmft.scheduler.nodes import compress, expand
+from slurmft.storage.journal import Event
 
 OTHERS_END_S = 4
 """Added to the begin time when the step did not end in order: its slurmstepds still look for an srun that is gone
@@ -52,6 +54,7 @@ class Continuation:
         self._run, self._journal = start.run, start.journal
         self._placement, self._retry_delay_s = placement, retry_delay_s
         self._avoid = None if placement is None else placement.excluded
+        self._placed: queueing.Requeued | None = None
 
     def begin(self, verdict: Verdict) -> str:
         """How the run continues; empty when it does not."""
@@ -75,6 +78,11 @@ class Continuation:
             return "resubmitted"
         return ""
 
+    def last_act(self) -> None:
+        """When all is written, just before the process ends: its job begins as soon after that as it should."""
+        if self._placed is not None and queueing.renew(self._cluster.job.job_id, self._placed):
+            log.info("what there was to write took its time: the job begins in %d s from now", self._placed.delay_s)
+
     def _began_to_resubmit(self) -> bool:
         """Whether a supervisor in whose place we act was killed in the middle of it: a requeue would come on top."""
         mine = str(self._cluster.attempt)
@@ -87,6 +95,7 @@ class Continuation:
         lost = frozenset(self._cluster.lost).union(verdict.suspect_nodes if verdict.cause is Cause.NODE_LOST else ())
         if self._give_back(lost - self._cluster.given_back):
             delay_s += SHRUNK_S
+        delay_s = delay_that_holds(delay_s, past_requeues(self._start.history, job_id))
         nodes = None
         if self._cluster.given_back:
             nodes = self._config.nodes_range or self._cluster.job.node_count
@@ -104,7 +113,8 @@ class Continuation:
             self._journal.append("requeue failed", job=job_id, reason=error.what)
             log.warning("the job could not be requeued: %s", error.what)
             return ""
-        self._journal.append("requeued", job=job_id, **done.in_words(delay_s))
+        self._placed = done
+        self._journal.append("requeued", job=job_id, **done.in_words())
         return "requeued"
 
     def _give_back(self, lost: frozenset[str]) -> bool:
@@ -125,8 +135,8 @@ class Continuation:
     def _place(self, job_id: str) -> None:
         """Spare a job that Slurm requeues its two minutes; other nodes' processes need a moment more to be gone."""
         delay_s = self._config.preemption.requeue_delay_s + OTHERS_END_S
-        done = queueing.place(job_id, delay_s, avoid=self._avoid)
-        self._journal.append("placed", job=job_id, **done.in_words(delay_s), **self._in_words())
+        self._placed = queueing.place(job_id, delay_s, avoid=self._avoid)
+        self._journal.append("placed", job=job_id, **self._placed.in_words(), **self._in_words())
 
     def _resubmit(self) -> bool:
         job_id, script = self._cluster.job.job_id, self._run.script
@@ -191,6 +201,21 @@ class Continuation:
 
     def _in_words(self) -> dict[str, Any]:
         return {} if self._avoid is None else {"excluded": compress(self._avoid)}
+
+
+def past_requeues(history: Iterable[Event], job_id: str) -> list[tuple[int, float]]:
+    """Of each requeue of the job that asked for a begin time: the delay, and the seconds until the job began."""
+    found, requeued = [], None
+    for event in history:
+        if event.attempt.split(".")[0] != job_id:
+            continue
+        if event.event in ("requeued", "placed"):
+            requeued = event
+        elif event.event == "attempt started" and requeued is not None:
+            if isinstance(delay_s := requeued.details.get("delay_s"), int):
+                found.append((delay_s, (event.at - requeued.at).total_seconds()))
+            requeued = None
+    return found
 
 
 def in_folder(start: Start, work: Callable[[], Any]) -> Any:

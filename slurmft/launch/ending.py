@@ -213,6 +213,8 @@ class Ending:
         with ignoring_signals():
             outcome = continuation.begin(verdict)
             in_folder(self.start, (lambda: claim.settle(outcome)) if outcome else claim.give_back)
+            self._flush()
+            continuation.last_act()
         if outcome:
             return decision.exit_code
         command = self._by_hand()

@@ -7,7 +7,7 @@ import math
 import tempfile
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ SLOWNESS = 10
 """How many times as long as Slurm took for the requeue itself a job has at least until it begins: what is slow to
 answer is slow to end a job, too, and a begin time that passes before that falls back to Slurm's 121 s."""
 
+RENEW_AFTER_S = 0.2
+"""An update takes a hundredth of a second. A begin time that is set anew is of use where more than that has passed."""
+
 log = logging.getLogger(__name__)
 
 
@@ -52,12 +55,18 @@ class Requeued:
     avoiding: bool
     """The excluded nodes are what they were asked to be; if not, they are what they were before."""
 
+    delay_s: int
+    """From ``at_s`` on."""
+
+    at_s: float = field(default_factory=time.monotonic, compare=False)
+    """Monotonic time at which it was set."""
+
     refusal: str = ""
     """Slurm's words where something could not be set."""
 
-    def in_words(self, delay_s: int) -> dict[str, Any]:
+    def in_words(self) -> dict[str, Any]:
         """What the journal says of it."""
-        facts: dict[str, Any] = {"delay_s": delay_s if self.on_time else "Slurm's own, about 121"}
+        facts: dict[str, Any] = {"delay_s": self.delay_s if self.on_time else "Slurm's own, about 121"}
         if not self.avoiding:
             facts["excluded_refused"] = self.refusal
         return facts
@@ -117,13 +126,29 @@ def place(
             refusal = error.what
             log.warning("job %s keeps the excluded nodes that it had: %s", job_id, refusal)
         else:
-            return Requeued(on_time=True, avoiding=True)
+            return Requeued(on_time=True, avoiding=True, delay_s=delay_s)
     try:
         begin_in(job_id, delay_s, nodes=nodes, patience_s=patience_s)
     except SlurmError as error:
         log.warning("job %s is requeued, but begins only after Slurm's own delay: %s", job_id, error.what)
-        return Requeued(on_time=False, avoiding=avoid is None, refusal=error.what)
-    return Requeued(on_time=True, avoiding=avoid is None, refusal=refusal)
+        return Requeued(on_time=False, avoiding=avoid is None, delay_s=delay_s, refusal=error.what)
+    return Requeued(on_time=True, avoiding=avoid is None, delay_s=delay_s, refusal=refusal)
+
+
+def renew(job_id: str, placed: Requeued) -> bool:
+    """Count the delay from now on: whether that was necessary, and done.
+
+    The last act of the job's last process. What it has written meanwhile, on a disk that was slow, may have taken
+    longer than the delay; the job is COMPLETING until this process ends.
+    """
+    if not placed.on_time or time.monotonic() - placed.at_s < RENEW_AFTER_S:
+        return False
+    try:
+        begin_in(job_id, placed.delay_s, patience_s=PATIENCE_S)
+    except SlurmError as error:
+        log.warning("the begin time of job %s may be over too soon: %s", job_id, error.what)
+        return False
+    return True
 
 
 def begin_in(
@@ -135,13 +160,20 @@ def begin_in(
     Raises:
         SlurmError: Slurm refused or did not answer.
     """
-    when = "now" if delay_s <= 0 else f"now+{delay_s}"
+    when = "now" if delay_s <= 0 else f"now+{whole_seconds(delay_s, time.time())}"
     argv = ["scontrol", "update", f"JobId={job_id}", f"StartTime={when}"]
     if avoid is not None:
         argv.append(f"ExcNodeList={compress(avoid)}")
     if nodes is not None:
         argv.append(f"NumNodes={nodes}")
     command.run_patiently(argv, patience_s=patience_s)
+
+
+def whole_seconds(delay_s: int, now_s: float) -> int:
+    """What to ask for where Slurm cuts its clock down to seconds: at least the delay less half a second, at most half
+    a second more. ``now+2``, asked late in a second, would be a good one second.
+    """
+    return delay_s + (now_s % 1 > 0.5)
 
 
 def shrink(job_id: str, nodes: Collection[str]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from runs.conftest import Run, eventually, preempt
+from runs.conftest import Run, eventually, preempt, submit_with
 from slurmft.checkpoint.catalog import Catalog
 from slurmft.lab.cluster import Lab
 
@@ -154,6 +154,31 @@ def test_a_run_folder_that_stalls_for_longer_than_the_lease(
     assert [event.details["cause"] for event in run.events("stop requested")] == ["signalled"]
     assert len(run.events("attempt started")) == 2
     assert run.events("verdict")[0].details["saved_step"] == run.events("verdict")[0].details["last_step"]
+    assert run.digest() == undisturbed
+
+
+def test_a_run_folder_that_stalls_after_the_requeue_does_not_cost_slurms_two_minutes(
+    lab: Lab, new_run: NewRun, undisturbed: str, disk: SmallDisk, moody: Path
+) -> None:
+    """The begin time is set, and over before the supervisor has written what it did."""
+    placed, frozen = moody / "placed", moody / "frozen"
+    wrapper = (moody / "scontrol").read_text()
+    wait = f"*:scontrol:update) touch {placed}; while [ ! -e {frozen} ]; do sleep 0.02; done ;;\nrefuse:scontrol:"
+    (moody / "scontrol").write_text(wrapper.replace("refuse:scontrol:", wait, 1))
+    run = new_run()
+    run = Run(lab, disk.path / "run", written_at=run.config)
+    run.configure(run_folder=str(run.path))
+    job = submit_with(run, moody)
+    run.wait_for_step(10)
+    lab.run(["scancel", "--signal=TERM", job])
+    eventually(placed.exists, 60, run.story)
+    disk.freeze()
+    lab.run(["touch", str(frozen)])
+    time.sleep(4)  # longer than the delay; the time itself is what is tested
+    disk.thaw()
+    run.wait_until_done()
+    [_, second] = run.events("first step")
+    assert second.details["seconds_since_stop_request"] < 60, run.story()
     assert run.digest() == undisturbed
 
 

@@ -188,6 +188,11 @@ def test_signals_are_ignored_inside_and_handled_again_afterwards():
 DISABLED = 'echo "Requested operation is presently disabled for job 7" >&2; exit 1'
 
 
+@pytest.fixture(autouse=True)
+def _clock_that_shows_a_whole_second(monkeypatch):
+    monkeypatch.setattr(queueing, "whole_seconds", lambda delay_s, now_s: delay_s)
+
+
 LOOK = "scontrol -o show job 7"
 UPDATE = "scontrol update JobId=7 StartTime=now+2"
 
@@ -293,7 +298,40 @@ def test_a_requeue_elsewhere_is_one_update(stubs):
     update = stubs.calls()[-1]
     assert update.startswith("scontrol update JobId=7 StartTime=now+2 ExcNodeList=")
     assert update.endswith(" NumNodes=3")
-    assert done == queueing.Requeued(on_time=True, avoiding=True)
+    assert done == queueing.Requeued(on_time=True, avoiding=True, delay_s=2)
+
+
+@pytest.mark.parametrize(
+    ("now_s", "asked_s"), [(100.0, 2), (100.3, 2), (100.5, 2), (100.51, 3), (100.99, 3), (101.0, 2)]
+)
+def test_slurm_cuts_its_clock_down_so_a_late_moment_of_a_second_asks_for_one_more(now_s, asked_s, monkeypatch):
+    monkeypatch.undo()
+    assert queueing.whole_seconds(2, now_s) == asked_s
+    begins_s = int(now_s) + asked_s
+    assert 1.5 <= begins_s - now_s <= 2.5
+
+
+def requeued(*, on_time=True, ago_s=1.0):
+    return queueing.Requeued(on_time=on_time, avoiding=True, delay_s=4, at_s=time.monotonic() - ago_s)
+
+
+def test_a_last_act_that_came_late_counts_the_delay_anew(stubs):
+    stubs.write("scontrol", "")
+    assert queueing.renew("7", requeued())
+    assert stubs.calls() == ["scontrol update JobId=7 StartTime=now+4"]
+
+
+@pytest.mark.parametrize(("on_time", "ago_s"), [(True, 0.0), (False, 1.0)], ids=["just set", "was refused"])
+def test_a_begin_time_is_not_set_anew_without_need(stubs, on_time, ago_s):
+    stubs.write("scontrol", "")
+    assert not queueing.renew("7", requeued(on_time=on_time, ago_s=ago_s))
+    assert stubs.calls() == []
+
+
+def test_a_last_act_that_is_refused_changes_nothing(stubs, caplog):
+    stubs.write("scontrol", 'echo "Access/permission denied" >&2; exit 1')
+    assert not queueing.renew("7", requeued())
+    assert "may be over too soon" in caplog.text
 
 
 def test_no_excluded_nodes_clear_those_that_the_job_has(stubs):
