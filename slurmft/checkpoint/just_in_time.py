@@ -96,6 +96,11 @@ class JustInTime:
             BACKGROUND.is_armed = True
         return None
 
+    def stands_at(self, step: int) -> None:
+        """The state after ``step`` steps is about to be copied; the first time nobody has told of its boundary."""
+        if step != self._step:
+            self.at_boundary(step)
+
     def disarm(self, reason: str) -> None:
         """Keep nothing from now on."""
         with self._lock:

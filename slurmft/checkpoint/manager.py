@@ -137,9 +137,11 @@ class CheckpointManager:
             return None
         identity = Identity(step, own_generation(), self._turn.commit)
         folder = self.directory / identity.folder_name
+        self._arm(trainee, prepared.flat, extra)
+        if self._rescue is not None:  # before the copy: a rank that dies in it must not take the step along
+            self._rescue.stands_at(step)
         self._stage(team, prepared, identity, urgent=urgent)
         BACKGROUND.outcome = Outcome.STAGED
-        self._arm(trainee, prepared.flat, extra)
         if not is_async:
             self.wait()
         return folder

@@ -101,15 +101,18 @@ def test_what_fails_again_and_again_goes_through_the_queue_and_then_ends(new_run
 
 
 @pytest.mark.soak
-def test_a_rank_killed_while_it_copies_a_save_costs_no_step(new_run: NewRun) -> None:
+@pytest.mark.parametrize("step", [5, 10], ids=["the first", "another"])
+def test_a_rank_killed_while_it_copies_a_save_costs_no_step(new_run: NewRun, step: int) -> None:
     """The others have copied theirs; the step counts as kept only because they keep it anew."""
     run = new_run(checkpoint={"interval_steps": 5}, fault_tolerance={"num_in_job_restarts": 3})
-    marks = run.path.with_name("marks-of-a-save")
-    marks.mkdir(exist_ok=True)
+    marks = run.path.with_name(f"marks-of-{step}")
+    marks.mkdir()
     os.chown(marks, run.lab.uid, run.lab.gid)
-    run.configure(command=["python", str(DIES_IN_A_SAVE), "--marks", str(marks), "--steps", "12"])
+    run.configure(
+        command=["env", f"DIES_AT={step}", "python", str(DIES_IN_A_SAVE), "--marks", str(marks), "--steps", "12"]
+    )
     run.submit()
     run.wait_until_done()
     assert actions(run) == ["restart", "finish"], run.story()
-    assert [event.details["step"] for event in run.events("state kept just in time")] == [10], run.story()
-    assert run.events("first step")[-1].details["resumed_from"] == 10, run.story()
+    assert [event.details["step"] for event in run.events("state kept just in time")] == [step], run.story()
+    assert run.events("first step")[-1].details["resumed_from"] == step, run.story()

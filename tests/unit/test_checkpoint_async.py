@@ -562,7 +562,7 @@ def work(name, rank, victim, until):
     random.seed(rank)
     checkpoints = CheckpointManager(folder + "/checkpoints", async_save=True)
     loaded = checkpoints.load_latest(model, optimizer, loader=loader)
-    if not loaded.found:
+    if not loaded.found and not name.startswith("only"):
         checkpoints.save(model, optimizer, step=0, loader=loader)
     try:
         for step in range(loaded.step, until):
@@ -575,7 +575,7 @@ def work(name, rank, victim, until):
             loss.backward()
             optimizer.step()
             BACKGROUND.at_boundary(step + 1)
-            if name.startswith("saving") and step + 1 == 4 and victim:
+            if name.startswith(("saving", "only")) and step + 1 == 4 and victim:
                 if rank == victim[0]:
                     os.environ[VARIABLE] = "half staged=kill"
                 checkpoints.save(model, optimizer, step=4, loader=loader)
@@ -603,14 +603,15 @@ def start(name, victim, until=6):
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 codes = [start("whole", [])]
-for name, rank in (("first", 0), ("second", 1), ("saving-first", 0), ("saving-second", 1)):
+for name, rank in (("first", 0), ("second", 1), ("saving-first", 0), ("saving-second", 1),
+                   ("only-first", 0), ("only-second", 1)):
     codes += [start(name, [rank, 4]), start(name, [])]
 print(json.dumps(codes))
 """
 
 
 def test_a_rank_that_is_killed_costs_no_completed_step(tmp_path):
-    """In a step, and while it stages a save that the other one has staged already."""
+    """In a step, and while it stages a save (the very first, too) that the other one has staged already."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)], env=environment, timeout=200, capture_output=True, text=True,
@@ -618,10 +619,10 @@ def test_a_rank_that_is_killed_costs_no_completed_step(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     codes = json.loads(done.stdout)
-    assert codes == [[0, 0], *2 * [[-9, 7], [0, 0], [7, -9], [0, 0]]], done.stderr
+    assert codes == [[0, 0], *3 * [[-9, 7], [0, 0], [7, -9], [0, 0]]], done.stderr
     reports = {
         name: [json.loads((tmp_path / name / f"report-{rank}").read_text()) for rank in (0, 1)]
-        for name in ("whole", "first", "second", "saving-first", "saving-second")
+        for name in ("whole", "first", "second", "saving-first", "saving-second", "only-first", "only-second")
     }
     for name in reports.keys() - {"whole"}:
         for whole, resumed in zip(reports["whole"], reports[name], strict=True):

@@ -1,4 +1,4 @@
-"""``moments.py``, but rank 1 is killed once, while it copies the save of step 10 that all ranks have agreed on."""
+"""``moments.py``, but rank 1 is killed once, while it copies the save of step $DIES_AT, which all have agreed on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ save = CheckpointManager.save
 
 
 def save_or_die(manager: CheckpointManager, *objects: Any, step: int, **parts: Any) -> Path | None:
-    if step == 10 and os.environ["RANK"] == "1" and not mark.exists():
+    if step == int(os.environ["DIES_AT"]) and os.environ["RANK"] == "1" and not mark.exists():
         mark.touch()
         os.environ[VARIABLE] = "half staged=kill"
     return save(manager, *objects, step=step, **parts)
