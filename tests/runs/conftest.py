@@ -78,6 +78,14 @@ class Run:
             lambda: f"step {step}\n{self.story()}",
         )
 
+    def wait_for_saved(self, step: int, within_s: float = PATIENCE_S) -> None:
+        """Durable, which is some steps after it was complete."""
+        eventually(
+            lambda: ((self.folder.progress() or {}).get("saved") or 0) >= step,
+            within_s,
+            lambda: f"a checkpoint of step {step}\n{self.story()}",
+        )
+
     def wait_until_done(self, within_s: float = 2 * PATIENCE_S) -> None:
         eventually(lambda: self.folder.done() is not None, within_s, lambda: f"done\n{self.story()}")
 

@@ -46,7 +46,7 @@ def test_the_supervisor_is_killed(lab: Lab, new_run: NewRun, undisturbed: str) -
     """By hand, or by the kernel when memory runs out: the same signal."""
     run = new_run()
     run.submit()
-    run.wait_for_step(30)
+    run.wait_for_saved(25)
     host, supervisor, _ = supervisor_of(run)
     kill(lab, host, supervisor)
     run.wait_for("attempt started", 2)
@@ -233,7 +233,7 @@ def test_a_copied_run_folder_is_refused(lab: Lab, new_run: NewRun) -> None:
 def test_a_node_dies(lab: Lab, new_run: NewRun, undisturbed: str, which: int, no_kill: bool) -> None:
     run = new_run(slurm={"no_kill": no_kill})
     job = run.submit()
-    run.wait_for_step(30)
+    run.wait_for_saved(25)
     host = run.events("agents ready")[0].details["hosts"][which]
     lab.kill_node(host)
     try:

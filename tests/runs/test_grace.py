@@ -65,6 +65,7 @@ def test_a_save_longer_than_the_grace_is_told_and_the_newest_checkpoint_continue
     run = new_run(command=command)
     run.submit()
     run.wait_for_step(INTERVAL_STEPS + 5)
+    run.wait_for_saved(INTERVAL_STEPS)
     slow_while.touch()
     preempt(lab)
     overdue = run.wait_for("stop overdue").details
@@ -113,6 +114,7 @@ def test_what_a_stop_took_and_what_a_preemption_without_grace_cost_is_in_the_jou
     lab.run(["scancel", "--signal=TERM", job])
     run.wait_for("first step", 2)
     run.wait_for_step(INTERVAL_STEPS + 5)
+    run.wait_for_saved(INTERVAL_STEPS)
     slow_while.touch()
     preempt(lab)
     run.wait_for("stop without a save")

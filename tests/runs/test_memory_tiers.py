@@ -54,6 +54,7 @@ def test_where_the_peer_is_lost_too_the_disk_is_read(lab: Lab, new_run: NewRun) 
     run.submit()
     eventually(lambda: copies_made(run) >= 3, 90, run.story)
     run.wait_for_step(25)
+    run.wait_for_saved(20)
     hosts = run.events("agents ready")[0].details["hosts"]
     for host in hosts[1:]:
         lab.kill_node(host)

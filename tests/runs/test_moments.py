@@ -123,6 +123,7 @@ def test_a_killed_srun_costs_seconds_and_no_steps_that_were_saved(lab: Lab, new_
     run = new_run()
     run.submit()
     run.wait_for_step(30)
+    run.wait_for_saved(25)
     batch_host = run.events("agents ready")[0].details["hosts"][0]
     lab.run_on(batch_host, ["pkill", "-9", "-x", "srun"])
     run.wait_for("attempt started", 2)

@@ -90,7 +90,7 @@ def test_manual_requeue(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     """It kills srun and with it the workers at once, so the newest periodic checkpoint continues."""
     run = new_run()
     job = run.submit()
-    run.wait_for_step(30)
+    run.wait_for_saved(25)
     lab.run(["scontrol", "requeue", job])
     eventually(lambda: "PENDING" in lab.run(["squeue", "-h", "-j", job, "-o", "%T"]).stdout, 30, run.story)
     run.slurmft("requeue", str(run.path))  # or wait for Slurm's own 121 s
@@ -207,7 +207,7 @@ def test_a_run_that_is_in_the_queue_is_not_submitted_twice(lab: Lab, new_run: Ne
 def test_node_failure_is_requeued_by_slurm_and_resumes(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
     job = run.submit()
-    run.wait_for_step(30)
+    run.wait_for_saved(25)
     hosts = run.events("agents ready")[0].details["hosts"]
     lab.kill_node(hosts[1])
     try:
@@ -225,7 +225,7 @@ def test_node_failure_is_requeued_by_slurm_and_resumes(lab: Lab, new_run: NewRun
 def test_a_job_that_lost_its_batch_host_is_rescued(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run(slurm={"no_kill": True})
     job = run.submit()
-    run.wait_for_step(30)
+    run.wait_for_saved(25)
     batch_host = run.events("agents ready")[0].details["hosts"][0]
     lab.kill_node(batch_host)
     try:

@@ -60,7 +60,7 @@ def test_what_keeps_the_workers_is_killed(new_run: NewRun, undisturbed: str, vic
 def test_a_node_dies_and_the_spare_takes_over(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run(spare_nodes=1, fault_tolerance=RESTARTS)
     run.submit()
-    run.wait_for_step(30)
+    run.wait_for_saved(25)
     hosts = run.events("agents ready")[0].details["hosts"]
     lab.kill_node(hosts[1])
     try:

@@ -124,7 +124,7 @@ def test_a_full_run_folder_at_a_stop_and_at_the_next_start(
     run = Run(lab, disk.path / "run", written_at=run.config)
     run.configure(run_folder=str(run.path))
     job = run.submit()
-    run.wait_for_step(30)
+    run.wait_for_saved(25)
     disk.fill()
     preempt(lab)  # its grace of 15 s passes, and nothing can be saved
     look = ["squeue", "-h", "-j", job, "-O", "RestartCnt,State"]
