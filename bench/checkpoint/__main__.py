@@ -28,7 +28,7 @@ from trials import Place, Result, floors, many, measure
 import slurmft
 
 SIZES = ("1 GB", "4 GB")
-FULL, PART = "1 GB", ("slurmft", "torch.save", AS_IT_COMES, "DCP async_save, thread, shared-memory")
+FULL, PART = "1 GB", ("floor", "slurmft", "torch.save", AS_IT_COMES, "DCP async_save, thread, shared-memory")
 ROOM = 4.5
 TIMED_LOADS = ("slurmft", "torch.save", "DCP save")
 EARLIER = (10, 100, 1000)
@@ -43,6 +43,8 @@ call: "torn values".
   is renamed into place). "Training lost" is the stall and what the steps during the write took longer.
 - Memory is anonymous and shared memory of all processes of a method, each page once, at most, beyond what there was
   before the first save. Page cache is not counted.
+- "floor: copy, ..." copies into shared memory, and a process that is as polite as our writer writes that with O_DIRECT:
+  no digests, no format. What training loses beside it, it loses to this machine.
 - All write to the same disk, with the page cache as it is, and remove the save before the last one.
 - Load: by a fresh process, whose first load of each kind is not counted: it also pays for memory that a virtual machine
   gets for the first time. "cold": the page cache forgets the files first (the disk of a virtual machine may not).

@@ -23,7 +23,7 @@ def measure(state: State, folder: Path, memory: Path, rounds: int) -> dict[str, 
     """Seconds of each round, by name."""
     tensors = [tensor for _, tensor in state.tensors()]
     found = copies(tensors, memory, rounds)
-    with Shared(memory / "floor", sum(map(_room, tensors))) as shared:
+    with Shared(memory / "floor", sum(map(room, tensors))) as shared:
         found["hash"] = [timed(shared.hash) for _ in range(rounds)]
         path = folder / "floor"
         for name, flags in (("write, O_DIRECT", os.O_DIRECT), ("write, buffered", 0)):
@@ -36,7 +36,7 @@ def measure(state: State, folder: Path, memory: Path, rounds: int) -> dict[str, 
 
 def copies(tensors: list[torch.Tensor], memory: Path, rounds: int) -> dict[str, list[float]]:
     found = {}
-    with Shared(memory / "floor", sum(map(_room, tensors))) as shared:
+    with Shared(memory / "floor", sum(map(room, tensors))) as shared:
         found["copy into warm shared memory"] = _copies(tensors, shared.views(tensors), rounds)
     warm = [torch.zeros_like(each) for each in tensors]
     found["copy into warm private memory"] = _copies(tensors, warm, rounds)
@@ -124,27 +124,30 @@ def forget_pages(path: Path) -> None:
             os.close(descriptor)
 
 
-def _room(tensor: torch.Tensor) -> int:
+def room(tensor: torch.Tensor) -> int:
     return -(-tensor.nbytes // 64) * 64
 
 
 class Shared:
-    """Shared memory of so many bytes, warm."""
+    """Shared memory of so many bytes, warm; or that of another process, which has made it."""
 
-    def __init__(self, path: Path, size: int) -> None:
-        self.path, self.size = path, -(-size // PAGE) * PAGE
+    def __init__(self, path: Path, size: int, *, is_new: bool = True) -> None:
+        self.path, self.size, self.is_new = path, -(-size // PAGE) * PAGE, is_new
 
     def __enter__(self) -> Shared:
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.ftruncate(descriptor, self.size)
+        descriptor = os.open(self.path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC if self.is_new else 0), 0o600)
+        if self.is_new:
+            os.ftruncate(descriptor, self.size)
         self.memory = mmap.mmap(descriptor, self.size)
         os.close(descriptor)
         self.all = torch.frombuffer(self.memory, dtype=torch.uint8)
-        self.all.fill_(1)
+        if self.is_new:
+            self.all.fill_(1)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.path.unlink()
+        if self.is_new:
+            self.path.unlink()
         del self.all
         gc.collect()
         self.memory.close()
@@ -153,7 +156,7 @@ class Shared:
         offset, found = 0, []
         for tensor in tensors:
             found.append(self.all[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-            offset += _room(tensor)
+            offset += room(tensor)
         return found
 
     def pieces(self) -> Iterator[memoryview]:

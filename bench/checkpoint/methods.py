@@ -228,9 +228,17 @@ def _nvrx(state: State, folder: Path) -> Method:
     return Nvrx(state, folder)
 
 
+def _raw_write(state: State, folder: Path) -> Method:
+    from raw_write import RawWrite
+
+    return RawWrite(state, folder)
+
+
 SLURMFT, WAITING = "slurmft", "slurmft, async_save=False"
+RAW = "floor: copy, then a polite process writes it raw"
 AS_IT_COMES = "DCP async_save as it comes (thread)"
 METHODS: dict[str, Callable[[State, Path], Method]] = {
+    RAW: _raw_write,
     SLURMFT: Slurmft,
     WAITING: SlurmftWaiting,
     "torch.save + fsync": TorchSave,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from methods import AS_IT_COMES, SLURMFT
+from methods import AS_IT_COMES, RAW, SLURMFT, WAITING
 from trials import IN_MEMORY, ON_DISK, Result
 
 COPY, RESTART_COPY = "copy into warm shared memory", "copy, as after a restart"
@@ -95,6 +95,12 @@ def target_rows(results: Sequence[Result], floors: Floors) -> list[str]:
         ("stall of the second save alone, x copy floor", "<= 1.3", second / copy, second <= 1.3 * copy),
         ("durable, x raw write with fsync", "<= 1.25", durable / write, durable <= 1.25 * write),
     ]
+    if WAITING in by_name:
+        alone = middle(later(by_name[WAITING], "durable")) / write
+        rows.append(("durable when the loop waits for it, x raw write with fsync", "<= 1.25", alone, alone <= 1.25))
+    if RAW in by_name:
+        beside = durable / middle(later(by_name[RAW], "durable"))
+        rows.append(("durable, x raw write beside the same training, as polite", "<= 1.25", beside, beside <= 1.25))
     if AS_IT_COMES in by_name:
         ratio = middle(later(by_name[AS_IT_COMES], "stall")) / stall
         rows.append(("stall of DCP's async_save as it comes, x ours", ">= 3", ratio, ratio >= 3))
@@ -104,6 +110,8 @@ def target_rows(results: Sequence[Result], floors: Floors) -> list[str]:
     slow = slow_down(ours)
     if slow is not None:
         rows.append(("training step while it writes, x normal", "<= 1.05", slow, slow <= 1.05))
+        if RAW in by_name and (bare := slow_down(by_name[RAW])) is not None:
+            rows.append(("the same, x that beside the raw write", "<= 1.05", slow / bare, slow <= 1.05 * bare))
     rows += _load_targets(ours, floors)
     extra = ours.extra_bytes / ours.bytes
     rows.append(("memory beside the state, x state", "<= 2", extra, extra <= 2))

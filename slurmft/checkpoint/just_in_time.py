@@ -70,36 +70,43 @@ class JustInTime:
         self.reason = "nothing was saved or loaded yet"
         """Why the last complete step cannot be kept; empty when it can."""
 
-    def arm(self, trainee: Trainee, *, reason: str = "") -> None:
-        """From now on be ready to keep ``trainee``; with a ``reason`` do not, for that reason."""
-        with self._lock:
-            self.reason = reason
-            self._trainee = None if reason else trainee
-            if reason:
-                return self._disarm(reason)
-            if self._record is None:
-                try:
-                    self._record = RankRecord(self._folder, self._rank, own_generation())
-                except OSError as error:
-                    return self._disarm(f"no memory for it: {error}")
-                hook = register_optimizer_step_pre_hook(weakly(self._before_optimizer))
-                weakref.finalize(self, hook.remove)
-                self._listen()
-            model = unwrapped(trainee.model)
-            live = dict(model.named_buffers())
-            known = (id(model), *((name, value.dtype, value.shape, value.device) for name, value in live.items()))
-            if self._live != known:  # the training loop waits: not anew at every save
-                kept = model.state_dict(keep_vars=True).keys() & live.keys()
-                self._buffers = {name: live[name].detach().clone() for name in sorted(kept)}
-                self._live = known
-            self._copy_buffers()
-            BACKGROUND.is_armed = True
-        return None
+    def arm(self, trainee: Trainee, *, reason: str = "", step: int | None = None) -> None:
+        """From now on be ready to keep ``trainee``; with a ``reason`` do not, for that reason.
 
-    def stands_at(self, step: int) -> None:
-        """The state after ``step`` steps is about to be copied; the first time nobody has told of its boundary."""
-        if step != self._step:
-            self.at_boundary(step)
+        ``step`` steps are complete, where that is known; of the first boundary nobody else has told. What goes wrong
+        here is told, and what it is called for goes on.
+        """
+        try:
+            with self._lock:
+                self._arm(trainee, reason)
+            if step is not None and self._step == NOTHING:
+                self.at_boundary(step)
+        except Exception as error:  # noqa: BLE001 - of the user's model or loader, at a save that they let pass
+            self.disarm(f"{type(error).__name__}: {error}")
+
+    def _arm(self, trainee: Trainee, reason: str) -> None:
+        self.reason = reason
+        self._trainee = None if reason else trainee
+        if reason:
+            return self._disarm(reason)
+        if self._record is None:
+            try:
+                self._record = RankRecord(self._folder, self._rank, own_generation())
+            except OSError as error:
+                return self._disarm(f"no memory for it: {error}")
+            hook = register_optimizer_step_pre_hook(weakly(self._before_optimizer))
+            weakref.finalize(self, hook.remove)
+            self._listen()
+        model = unwrapped(trainee.model)
+        live = dict(model.named_buffers())
+        known = (id(model), *((name, value.dtype, value.shape, value.device) for name, value in live.items()))
+        if self._live != known:  # the training loop waits: not anew at every save
+            kept = model.state_dict(keep_vars=True).keys() & live.keys()
+            self._buffers = {name: live[name].detach().clone() for name in sorted(kept)}
+            self._live = known
+        self._copy_buffers()
+        BACKGROUND.is_armed = True
+        return None
 
     def disarm(self, reason: str) -> None:
         """Keep nothing from now on."""
@@ -238,6 +245,7 @@ class JustInTime:
         if self._trainee is not None or reason != self.reason:
             log.info("no step is kept just in time: %s", reason)
         self.reason, self._trainee = reason, None
+        self._step = NOTHING  # boundaries are not told of any more
         self._tell()
 
     def _listen(self) -> None:

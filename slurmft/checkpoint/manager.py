@@ -137,9 +137,7 @@ class CheckpointManager:
             return None
         identity = Identity(step, own_generation(), self._turn.commit)
         folder = self.directory / identity.folder_name
-        self._arm(trainee, prepared.flat, extra)
-        if self._rescue is not None:  # before the copy: a rank that dies in it must not take the step along
-            self._rescue.stands_at(step)
+        self._arm(trainee, prepared.flat, extra, step=step)  # first: who dies in the copy must not take the step along
         self._stage(team, prepared, identity, urgent=urgent)
         BACKGROUND.outcome = Outcome.STAGED
         if not is_async:
@@ -362,7 +360,9 @@ class CheckpointManager:
 
     # Just in time
 
-    def _arm(self, trainee: Trainee, flat: FlatState | None, extra: Mapping[str, Any] | None) -> None:
+    def _arm(
+        self, trainee: Trainee, flat: FlatState | None, extra: Mapping[str, Any] | None, *, step: int | None = None
+    ) -> None:
         """Be ready to keep ``trainee``'s last complete step, where the node's memory outlives this process."""
         if not self.settings.just_in_time or BACKGROUND.listener is None:
             return
@@ -375,7 +375,7 @@ class CheckpointManager:
             reason = "the state is spread over ranks, and no other has it"
         if self._rescue is None:
             self._rescue = JustInTime(self._snapshots.arena.folder, weakly(self._keep))
-        self._rescue.arm(trainee, reason=reason)
+        self._rescue.arm(trainee, reason=reason, step=step)
 
     def _keep(
         self, step: int, trainee: Trainee, own: Mapping[int, dict[str, Any]], buffers: Mapping[str, torch.Tensor]

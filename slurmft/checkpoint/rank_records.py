@@ -85,7 +85,7 @@ def read_record(folder: Path, rank: int, step: int, generation: int) -> dict[str
         memory = record_file(folder, rank).read_bytes()
     except OSError:
         return None
-    found: dict[int, bytes] = {}
+    found: dict[int, tuple[int, bytes]] = {}
     for at in (_FIRST, _SECOND):
         block = memory[at : at + CAPACITY_BYTES]
         if len(block) < CAPACITY_BYTES:
@@ -98,9 +98,10 @@ def read_record(folder: Path, rank: int, step: int, generation: int) -> dict[str
             and (noted, by) == (step, generation)
             and 0 < length <= CAPACITY_BYTES - _HEAD.size - _NUMBER.size
         ):
-            found[kind] = block[_HEAD.size : _HEAD.size + length]
-    text = found.get(_FINAL) or found.get(_STEADY)
-    return None if text is None else _decoded(text)
+            newest = number, block[_HEAD.size : _HEAD.size + length]
+            found[kind] = max(newest, found.get(kind, newest))
+    noted_as = found.get(_FINAL) or found.get(_STEADY)
+    return None if noted_as is None else _decoded(noted_as[1])
 
 
 def _as_json(loader: dict[str, Any] | None) -> bytes:

@@ -54,7 +54,6 @@ class Continuation:
         self._run, self._journal = start.run, start.journal
         self._placement, self._retry_delay_s = placement, retry_delay_s
         self._avoid = None if placement is None else placement.excluded
-        self._placed: queueing.Requeued | None = None
 
     def begin(self, verdict: Verdict) -> str:
         """How the run continues; empty when it does not."""
@@ -78,10 +77,11 @@ class Continuation:
             return "resubmitted"
         return ""
 
-    def last_act(self) -> None:
-        """When all is written, just before the process ends: its job begins as soon after that as it should."""
-        if self._placed is not None and queueing.renew(self._cluster.job.job_id, self._placed):
-            log.info("what there was to write took its time: the job begins in %d s from now", self._placed.delay_s)
+    def begin_after_another(self) -> None:
+        """Whoever acted on this end was killed then, perhaps with a begin time that is over before we end."""
+        outside = self._cluster.why_ending()
+        if outside is not None and outside[0] is Cause.REQUEUED:
+            self._place(self._cluster.job.job_id)
 
     def _began_to_resubmit(self) -> bool:
         """Whether a supervisor in whose place we act was killed in the middle of it: a requeue would come on top."""
@@ -113,7 +113,7 @@ class Continuation:
             self._journal.append("requeue failed", job=job_id, reason=error.what)
             log.warning("the job could not be requeued: %s", error.what)
             return ""
-        self._placed = done
+        queueing.keep_ahead(job_id, done)
         self._journal.append("requeued", job=job_id, **done.in_words())
         return "requeued"
 
@@ -135,8 +135,10 @@ class Continuation:
     def _place(self, job_id: str) -> None:
         """Spare a job that Slurm requeues its two minutes; other nodes' processes need a moment more to be gone."""
         delay_s = self._config.preemption.requeue_delay_s + OTHERS_END_S
-        self._placed = queueing.place(job_id, delay_s, avoid=self._avoid)
-        self._journal.append("placed", job=job_id, **self._placed.in_words(), **self._in_words())
+        delay_s = delay_that_holds(delay_s, past_requeues(self._start.history, job_id))
+        done = queueing.place(job_id, delay_s, avoid=self._avoid)
+        queueing.keep_ahead(job_id, done)
+        self._journal.append("placed", job=job_id, **done.in_words(), **self._in_words())
 
     def _resubmit(self) -> bool:
         job_id, script = self._cluster.job.job_id, self._run.script
@@ -205,17 +207,25 @@ class Continuation:
 
 def past_requeues(history: Iterable[Event], job_id: str) -> list[tuple[int, float]]:
     """Of each requeue of the job that asked for a begin time: the delay, and the seconds until the job began."""
-    found, requeued = [], None
+    found: list[tuple[int, float]] = []
+    requeued: dict[int, Event] = {}
     for event in history:
-        if event.attempt.split(".")[0] != job_id:
+        job, restart = restart_of(event)
+        if job != job_id:
             continue
         if event.event in ("requeued", "placed"):
-            requeued = event
-        elif event.event == "attempt started" and requeued is not None:
-            if isinstance(delay_s := requeued.details.get("delay_s"), int):
-                found.append((delay_s, (event.at - requeued.at).total_seconds()))
-            requeued = None
+            requeued[restart] = event
+        elif event.event == "attempt started" and (before := requeued.pop(restart - 1, None)) is not None:
+            delay_s = before.details.get("delay_s")
+            found += [(delay_s, (event.at - before.at).total_seconds())] if isinstance(delay_s, int) else []
     return found
+
+
+def restart_of(event: Event) -> tuple[str, int]:
+    """Job and restart of the writer; ("", 0) where a person wrote it."""
+    job, _, rest = event.attempt.partition(".")
+    count = rest.partition(".")[0]
+    return (job, int(count)) if count.isdecimal() else ("", 0)
 
 
 def in_folder(start: Start, work: Callable[[], Any]) -> Any:

@@ -192,6 +192,9 @@ class Ending:
         if in_folder(self.start, lambda: claim.take(f"{SUPERVISOR}{os.uname().nodename}")) is False:
             reason = "somebody else has already acted on the end of this attempt"
             self.journal.append("not continued", reason=reason)
+            if isinstance(self.cluster, SlurmCluster):
+                with ignoring_signals():
+                    self._continuation(self.cluster, verdict).begin_after_another()
             return decision.exit_code
         if self.config.preemption.continue_by == "nothing":
             self.journal.append("not continued", reason="preemption.continue_by is nothing")
@@ -206,21 +209,21 @@ class Ending:
             self.cluster.start_anew(RunSupervisor(self.run.config).argv())
         if not isinstance(self.cluster, SlurmCluster):
             raise TypeError(f"no way to continue on {self.cluster.name}")
-        continuation = Continuation(
-            self.config, self.start, self.cluster, ends_at_s=self.ends_at_s, placement=self._placement,
-            retry_delay_s=0.0 if verdict.cause in FREE else retry_delay_s(self.config, self._budget.failures_so_far),
-        )  # fmt: skip
         with ignoring_signals():
-            outcome = continuation.begin(verdict)
+            outcome = self._continuation(self.cluster, verdict).begin(verdict)
             in_folder(self.start, (lambda: claim.settle(outcome)) if outcome else claim.give_back)
-            self._flush()
-            continuation.last_act()
         if outcome:
             return decision.exit_code
         command = self._by_hand()
         self.journal.append("not continued", reason="neither requeue nor resubmit worked", command=command)
         log.error("THE RUN IS SAVED BUT WILL NOT CONTINUE BY ITSELF. To continue it: %s", command)
         return EXIT_TEMPORARY
+
+    def _continuation(self, cluster: SlurmCluster, verdict: Verdict) -> Continuation:
+        return Continuation(
+            self.config, self.start, cluster, ends_at_s=self.ends_at_s, placement=self._placement,
+            retry_delay_s=0.0 if verdict.cause in FREE else retry_delay_s(self.config, self._budget.failures_so_far),
+        )  # fmt: skip
 
     def _flush(self) -> bool:
         return self.journal.flush(FLUSH_S)

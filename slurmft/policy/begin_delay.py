@@ -10,14 +10,19 @@ FELL_BACK_S = (118.0, 200.0)
 interval. A queue that was just that long is taken for it, too; that costs seconds."""
 
 LONGEST_S = 60
+"""Where even that was too short, something else takes two minutes at each start."""
 
 
 def delay_that_holds(asked_s: int, past: Iterable[tuple[int, float]]) -> int:
-    """Seconds to ask for: ``asked_s``, or twice what was too short.
+    """Seconds to ask for: ``asked_s``, doubled as long as that much was too short before.
 
     Args:
         past: of each earlier requeue, the delay it had asked for, and the seconds until the job began.
     """
     shortest, longest = FELL_BACK_S
-    too_short = [delay_s for delay_s, took_s in past if shortest <= took_s - delay_s <= longest]
-    return max([asked_s, *(min(2 * delay_s, LONGEST_S) for delay_s in too_short)])
+    too_short = {delay_s for delay_s, took_s in past if shortest <= took_s - delay_s <= longest}
+    delay_s = max(1, asked_s)
+    # ends of another kind allow for more anyway: what was too short for them says nothing of this one
+    while delay_s < LONGEST_S and any(delay_s <= short < 2 * delay_s for short in too_short):
+        delay_s = min(2 * delay_s, LONGEST_S)
+    return asked_s if delay_s == LONGEST_S and LONGEST_S in too_short else max(asked_s, delay_s)

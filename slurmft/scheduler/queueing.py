@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import tempfile
+import threading
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ SLOWNESS = 10
 """How many times as long as Slurm took for the requeue itself a job has at least until it begins: what is slow to
 answer is slow to end a job, too, and a begin time that passes before that falls back to Slurm's 121 s."""
 
-RENEW_AFTER_S = 0.2
-"""An update takes a hundredth of a second. A begin time that is set anew is of use where more than that has passed."""
+AHEAD_EVERY_S = 0.5
+"""A process that ends in order is gone before the first time."""
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +57,7 @@ class Requeued:
     """The excluded nodes are what they were asked to be; if not, they are what they were before."""
 
     delay_s: int
-    """From ``at_s`` on."""
-
-    at_s: float = field(default_factory=time.monotonic, compare=False)
-    """Monotonic time at which it was set."""
+    """Seconds, from the moment at which it was set."""
 
     refusal: str = ""
     """Slurm's words where something could not be set."""
@@ -135,20 +133,27 @@ def place(
     return Requeued(on_time=True, avoiding=avoid is None, delay_s=delay_s, refusal=refusal)
 
 
-def renew(job_id: str, placed: Requeued) -> bool:
-    """Count the delay from now on: whether that was necessary, and done.
+def keep_ahead(job_id: str, placed: Requeued) -> None:
+    """Keep the begin time in the future for as long as this process lives: it is set anew every half second.
 
-    The last act of the job's last process. What it has written meanwhile, on a disk that was slow, may have taken
-    longer than the delay; the job is COMPLETING until this process ends.
+    What is written between the requeue and the end of the process may take longer than the delay, on a disk that is
+    slow; the job is COMPLETING until then. A second is added, as the process may end just before the next time.
     """
-    if not placed.on_time or time.monotonic() - placed.at_s < RENEW_AFTER_S:
-        return False
-    try:
-        begin_in(job_id, placed.delay_s, patience_s=PATIENCE_S)
-    except SlurmError as error:
-        log.warning("the begin time of job %s may be over too soon: %s", job_id, error.what)
-        return False
-    return True
+    if not placed.on_time:
+        return
+
+    def work() -> None:
+        while True:
+            time.sleep(AHEAD_EVERY_S)
+            try:
+                begin_in(job_id, placed.delay_s + 1, patience_s=AHEAD_EVERY_S)
+            except SlurmUnavailable:
+                continue
+            except SlurmError as error:
+                log.warning("the begin time of job %s may be over too soon: %s", job_id, error.what)
+                return
+
+    threading.Thread(target=work, name="slurmft-begin", daemon=True).start()
 
 
 def begin_in(

@@ -24,7 +24,12 @@ BEGAN = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
         ([(2, 122.0), (4, 4.3)], 4),
         ([(2, 122.0), (4, 131.0)], 8),
         ([(2, 122.0), (4, 131.0), (8, 8.5)], 8),
-        ([(40, 165.0)], LONGEST_S),
+        ([(3, 125.0)], 4),  # Slurm was slow, so a second more had been asked for
+        ([(4, 125.0)], 2),  # of an end of another kind
+        ([(26, 150.0)], 2),
+        ([(d, 125.0 + d) for d in (2, 4, 8, 16, 32)], LONGEST_S),
+        ([(d, 125.0 + d) for d in (2, 4, 8, 16, 32, LONGEST_S)], 2),  # the nodes have to be switched on, each time
+        ([(306, 430.0)], 2),
         ([(2, 60.0)], 2),  # the queue was long
         ([(2, 4000.0)], 2),
         ([(300, 302.0)], 2),
@@ -57,6 +62,8 @@ def test_requeues_of_this_job_are_paired_with_the_starts_that_followed():
         event(290, "requeued", "", who="somebody", delay_s=2),
         event(300, "attempt started", "8.0.0"),
         event(310, "requeued", "7.3.0", delay_s=2),
+        event(440, "attempt started", "7.5.0"),  # the start in between left no word
+        event(450, "requeued", "of another version", delay_s=2),
     ]
     assert past_requeues(history, "7") == [(2, 122.0), (6, 6.0)]
     assert past_requeues(history, "9") == []

@@ -21,6 +21,8 @@ import torch
 from slurmft.checkpoint import Catalog, CheckpointManager, snapshots
 from slurmft.checkpoint.arena import Place
 from slurmft.checkpoint.fault_points import ONCE_VARIABLE, VARIABLE
+from slurmft.checkpoint.just_in_time import JustInTime
+from slurmft.checkpoint.rank_records import RankRecord, read_record
 from slurmft.errors import CheckpointError
 from slurmft.training.background import BACKGROUND, Outcome
 from slurmft.training.data import ByteCorpus, WindowLoader
@@ -524,6 +526,31 @@ def test_a_rescue_that_fails_does_not_let_the_agent_wait(folder, memory, listene
     monkeypatch.setenv(VARIABLE, f"half staged={errno.ENOMEM}")
     BACKGROUND.rescue()
     assert listener.rescued == [] and listener.rescuable < 0 and not listener.is_rescuing
+
+
+def test_a_save_does_not_fail_of_what_is_for_a_rescue_alone(folder, memory, listener, monkeypatch, caplog):
+    def fail(*_: object) -> None:
+        raise MemoryError("no room for buffers")
+
+    monkeypatch.setattr(JustInTime, "_copy_buffers", fail)
+    run, checkpoints = Run(), CheckpointManager(folder)
+    with caplog.at_level(logging.INFO):
+        checkpoints.save(*run.objects, step=1, **run.parts)
+        checkpoints.wait()
+    assert steps(folder) == [1]
+    assert "no step is kept just in time: MemoryError: no room for buffers" in caplog.text
+    BACKGROUND.rescue()
+    assert listener.rescued == []
+
+
+@pytest.mark.parametrize("notes", [2, 3])
+def test_of_two_notes_of_one_boundary_the_newer_counts(tmp_path, notes):
+    """A script that saves inside of a step, and draws after that."""
+    record = RankRecord(tmp_path, 0, 1)
+    for place in range(notes):
+        record.note(7, {"place": place}, is_final=True)
+    found = read_record(tmp_path, 0, 7, 1)
+    assert found is not None and found["loader"] == {"place": notes - 1}
 
 
 KILLED = """

@@ -311,27 +311,39 @@ def test_slurm_cuts_its_clock_down_so_a_late_moment_of_a_second_asks_for_one_mor
     assert 1.5 <= begins_s - now_s <= 2.5
 
 
-def requeued(*, on_time=True, ago_s=1.0):
-    return queueing.Requeued(on_time=on_time, avoiding=True, delay_s=4, at_s=time.monotonic() - ago_s)
+KEEPS_AHEAD = """
+import sys, time
+from slurmft.scheduler import queueing
+queueing.AHEAD_EVERY_S = 0.05
+on_time, seconds = sys.argv[1] == "on time", float(sys.argv[2])
+queueing.keep_ahead("7", queueing.Requeued(on_time=on_time, avoiding=True, delay_s=4))
+time.sleep(seconds)
+"""
 
 
-def test_a_last_act_that_came_late_counts_the_delay_anew(stubs):
+def calls_of_a_process_that_ends(stubs, *arguments):
+    subprocess.run([sys.executable, "-c", KEEPS_AHEAD, *arguments], check=True, timeout=60)
+    return stubs.calls()
+
+
+def test_the_begin_time_stays_ahead_for_as_long_as_the_process_takes_to_end(stubs):
     stubs.write("scontrol", "")
-    assert queueing.renew("7", requeued())
-    assert stubs.calls() == ["scontrol update JobId=7 StartTime=now+4"]
+    calls = calls_of_a_process_that_ends(stubs, "on time", "2")
+    assert len(calls) > 2
+    assert {call.split("now+")[0] for call in calls} == {"scontrol update JobId=7 StartTime="}
+    assert {int(call.split("now+")[1]) for call in calls} <= {5, 6}
 
 
-@pytest.mark.parametrize(("on_time", "ago_s"), [(True, 0.0), (False, 1.0)], ids=["just set", "was refused"])
-def test_a_begin_time_is_not_set_anew_without_need(stubs, on_time, ago_s):
+def test_a_silent_slurm_is_asked_again_and_a_refusal_ends_it(stubs):
+    answer = 'echo "Unable to contact slurm controller" >&2; exit 1'
+    stubs.write("scontrol", f'[ $(wc -l < {stubs.log}) -le 2 ] && {{ {answer}; }}; echo "Access denied" >&2; exit 1')
+    assert len(calls_of_a_process_that_ends(stubs, "on time", "3")) == 3
+
+
+@pytest.mark.parametrize("arguments", [("on time", "0"), ("refused", "1")], ids=["it ends at once", "was refused"])
+def test_a_begin_time_is_not_set_anew_without_need(stubs, arguments):
     stubs.write("scontrol", "")
-    assert not queueing.renew("7", requeued(on_time=on_time, ago_s=ago_s))
-    assert stubs.calls() == []
-
-
-def test_a_last_act_that_is_refused_changes_nothing(stubs, caplog):
-    stubs.write("scontrol", 'echo "Access/permission denied" >&2; exit 1')
-    assert not queueing.renew("7", requeued())
-    assert "may be over too soon" in caplog.text
+    assert calls_of_a_process_that_ends(stubs, *arguments) == []
 
 
 def test_no_excluded_nodes_clear_those_that_the_job_has(stubs):
