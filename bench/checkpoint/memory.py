@@ -29,8 +29,12 @@ class Watch:
             self._thread.join()
 
     def _run(self) -> None:
+        before = 0
         while not self._over.is_set():
-            self.most_bytes = max(self.most_bytes, self.now_bytes())
+            now = self.now_bytes()
+            # processes are looked at one after the other: pages that one maps meanwhile would count twice
+            self.most_bytes = max(self.most_bytes, min(before, now))
+            before = now
             self._over.wait(EVERY_S)
 
     def now_bytes(self) -> int:

@@ -11,18 +11,20 @@ last one.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 
 from slurmft.checkpoint.holding import is_held
+from slurmft.checkpoint.politeness import NICE
 from slurmft.checkpoint.shard_index import ShardIndex, read_index, write_index
 from slurmft.errors import StorageError
 from slurmft.storage.checkpoint_names import Identity
@@ -32,16 +34,23 @@ PLACES = "ab"
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a private folder is made in it
 _PREFIX = f"slurmft-memory-{os.getuid()}-"
 _PAGE = mmap.PAGESIZE
+_PIECE_BYTES = 16 << 20
 
 
 class Place:
-    """One of a rank's two places for a snapshot."""
+    """One of a rank's two places for a snapshot.
 
-    def __init__(self, folder: Path, name: str) -> None:
+    Args:
+        may_warm: cleared while the training waits for a copy.
+    """
+
+    def __init__(self, folder: Path, name: str, may_warm: threading.Event) -> None:
         self.image = folder / f"{name}.image"
         self.index = folder / f"{name}.json"
         self.memory: mmap.mmap | None = None
+        self._may_warm = may_warm
         self._warming: threading.Thread | None = None
+        self._is_wanted = False
         self.layout: object = None
         """Whose fixed bytes the image has already; the user's of ``begin`` to set."""
 
@@ -59,6 +68,8 @@ class Place:
         self.index.unlink(missing_ok=True)
         self.holds = None
         if self._warming is not None:
+            self._is_wanted = True
+            self._may_warm.set()
             self._warming.join()
             self._warming = None
         if self.memory is None or len(self.memory) < size_bytes:
@@ -78,10 +89,29 @@ class Place:
         return self._warming is not None and self._warming.is_alive()
 
     def _warm(self, size_bytes: int) -> None:
+        """Piece by piece, as a system that has to find the memory first may take a second for each gigabyte of it."""
         with contextlib.suppress(OSError):  # who needs the place meets it again, and tells
+            os.setpriority(os.PRIO_PROCESS, 0, NICE)  # on Linux it is this thread's alone
+            descriptor = os.open(self.image, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                for start in self._pieces(size_bytes):
+                    os.posix_fallocate(descriptor, start, min(_PIECE_BYTES, size_bytes - start))
+            finally:
+                os.close(descriptor)
+            if self._is_wanted:
+                return
             self._map(size_bytes)
-            if self.memory is not None:
-                torch.frombuffer(self.memory, dtype=torch.uint8).zero_()
+            assert self.memory is not None
+            address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+            for start in self._pieces(size_bytes):  # in this process's page table as well
+                ctypes.memset(address + start, 0, min(_PIECE_BYTES, size_bytes - start))
+
+    def _pieces(self, size_bytes: int) -> Iterator[int]:
+        for start in range(0, size_bytes, _PIECE_BYTES):
+            self._may_warm.wait()
+            if self._is_wanted:
+                return
+            yield start
 
     def complete(self, index: ShardIndex) -> None:
         """The image is whole: say what it is."""
@@ -111,7 +141,9 @@ class Arena:
         self.is_private = folder is None
         self.folder = folder or private_folder()
         self.folder.mkdir(mode=0o700, exist_ok=True)
-        self.places = [Place(self.folder, f"shard-{rank}.{name}") for name in PLACES]
+        self._may_warm = threading.Event()
+        self._may_warm.set()
+        self.places = [Place(self.folder, f"shard-{rank}.{name}", self._may_warm) for name in PLACES]
 
     def free(self, busy: Iterable[Identity]) -> Place | None:
         """The place whose snapshot is the older one; None where both are ``busy``: somebody still reads them.
@@ -124,6 +156,15 @@ class Arena:
         free = [place for place in self.places if place.holds not in taken and not is_held(place.image)]
         return min(free, key=lambda place: (place.is_warming, -1 if place.holds is None else place.holds.commit),
                    default=None)  # fmt: skip
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """The training waits: nothing else here takes processors and memory meanwhile."""
+        self._may_warm.clear()
+        try:
+            yield
+        finally:
+            self._may_warm.set()
 
     def warm_up(self, size_bytes: int) -> None:
         """Make room in every place that was never used."""

@@ -213,7 +213,8 @@ class Snapshots:
             layout.write_fixed(memory)
             self._views[place] = layout.views(memory)
             place.layout = layout
-        copy_into(self._views[place], layout.sources(flat.tensors))
+        with self.arena.copying():
+            copy_into(self._views[place], layout.sources(flat.tensors))
         reached("half staged")
         return memory, layout.with_objects(memory, packed, identity=identity, paths=flat.paths)
 

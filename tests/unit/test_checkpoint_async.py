@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slurmft.checkpoint import Catalog, CheckpointManager, snapshots
-from slurmft.checkpoint.arena import Place
+from slurmft.checkpoint import Catalog, CheckpointManager, arena, snapshots
+from slurmft.checkpoint.arena import Arena, Place
 from slurmft.checkpoint.fault_points import ONCE_VARIABLE, VARIABLE
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.rank_records import RankRecord, read_record
@@ -410,6 +410,25 @@ def test_a_save_does_not_wait_for_room_that_is_still_being_made(folder, memory, 
     checkpoints.wait()
     checkpoints.close()
     assert load(folder)[2].step == 4
+
+
+def test_no_room_is_made_while_the_training_waits_for_a_copy(tmp_path, monkeypatch, eventually):
+    monkeypatch.setattr(arena, "_PIECE_BYTES", 4096)
+    made = Arena(0, tmp_path)
+    with made.copying():
+        made.warm_up(1 << 20)
+        assert all(place.is_warming for place in made.places)
+        assert all(path.stat().st_size == 0 for path in tmp_path.glob("*.image"))
+    eventually(lambda: not any(place.is_warming for place in made.places))
+    assert {len(place.memory or b"") for place in made.places} == {1 << 20}
+
+
+def test_who_wants_a_place_does_not_wait_until_its_room_is_made_politely(tmp_path):
+    made = Arena(0, tmp_path)
+    with made.copying():
+        made.warm_up(1 << 20)
+        assert len(made.places[1].begin(1 << 20)) == 1 << 20
+        assert not made.places[1].is_warming
 
 
 def test_what_is_saved_beside_the_runs_own_checkpoints_never_meets_them(tmp_path, memory, monkeypatch):
