@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
 
+from slurmft.checkpoint.holding import is_held
 from slurmft.checkpoint.shard_index import MAX_INDEX_BYTES, ShardIndex, read_index
 from slurmft.errors import StorageError
 from slurmft.policy.tiers import Name, Offer, Tier
@@ -35,6 +36,9 @@ MAX_WORLD = 1 << 20
 """Shards of one snapshot; half a word holds a shard's number with its tier."""
 
 DIGEST_PATIENCE_S = 10.0
+WRITER_STARTS_S = 2.0
+"""From a snapshot until its writer holds it, where that has to be started first."""
+
 _LOOK_S = 0.05
 _TRIES = "tries.json"
 MAX_COUNTED = 100
@@ -69,21 +73,41 @@ def image_of(index_path: Path) -> Path:
 
 
 def scan(
-    memory: Path | None, local_disk: Path | None = None, *, patience_s: float = DIGEST_PATIENCE_S,
-    still_hashing: Callable[[Holding], bool] = lambda _holding: True,
-) -> list[Holding]:  # fmt: skip
+    memory: Path | None, local_disk: Path | None = None, *, patience_s: float = DIGEST_PATIENCE_S
+) -> list[Holding]:
     """Every shard that this node holds, newest first; one that lies there twice is listed once, memory before disk.
 
     A writer may still be at work on the digests of what its rank has staged: this waits for them, for ``patience_s``
-    seconds at most, and only while ``still_hashing``. What has none then is listed all the same.
+    seconds at most, where nothing newer is complete, and only while there is such a writer. What has none then is
+    listed all the same.
     """
     deadline = time.monotonic() + patience_s
     while True:
         found = _look(memory, local_disk)
         unhashed = [one for one in found if not one.index.is_hashed]
-        if time.monotonic() >= deadline or not any(still_hashing(one) for one in unhashed):
+        whole = {one.name for one in found} - {one.name for one in unhashed}
+        newest = max(map(_age, whole), default=(-1, 0, 0))
+        if time.monotonic() >= deadline or not any(_age(one.name) > newest and _may_be_hashed(one) for one in unhashed):
             return found
         time.sleep(_LOOK_S)
+
+
+def _age(name: Name) -> tuple[int, int, int]:
+    step, generation, commit = name
+    return commit, generation, step
+
+
+def _may_be_hashed(one: Holding) -> bool:
+    """Whether its rank's writer lives, as far as one can see: it holds what it works on, and may come to this next.
+
+    One that has been replaced, or was never told, holds nothing.
+    """
+    shard = one.image.name.split(".")[0]
+    try:
+        is_young = time.time() - one.index_path.stat().st_mtime < WRITER_STARTS_S
+        return is_young or any(is_held(image) for image in one.image.parent.glob(f"{shard}.*.image"))
+    except OSError:
+        return False
 
 
 def to_row(holdings: Iterable[Holding], tries: Callable[[Name], int] = lambda _name: 0) -> list[int]:
@@ -95,7 +119,7 @@ def to_row(holdings: Iterable[Holding], tries: Callable[[Name], int] = lambda _n
     for one in holdings:
         by_name[one.name].append(one)
     row: list[int] = []
-    for name in sorted(by_name, key=lambda one: (one[2], one[1], one[0]), reverse=True)[:MAX_SNAPSHOTS]:
+    for name in sorted(by_name, key=_age, reverse=True)[:MAX_SNAPSHOTS]:
         ones = by_name[name]
         hashed = [one for one in ones if one.index.is_hashed] or ones
         row += [*name, ones[0].index.shards, tries(name) << 1 | hashed[0].index.is_hashed]

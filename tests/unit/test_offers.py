@@ -6,12 +6,14 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_snapshots import stage
 
+from slurmft.checkpoint.holding import holding as file_holding
 from slurmft.checkpoint.offers import (
     MAX_SHARDS,
     MAX_SNAPSHOTS,
@@ -115,8 +117,44 @@ def test_and_not_for_ever_nor_where_nobody_hashes(tmp_path):
     began = time.monotonic()
     (found,) = scan(tmp_path, patience_s=0.2)
     assert not found.index.is_hashed
-    scan(tmp_path, patience_s=60, still_hashing=lambda _: False)
     assert time.monotonic() - began < 5
+
+
+def seconds_of_a_scan(memory: Path) -> float:
+    began = time.monotonic()
+    scan(memory, patience_s=60)
+    return time.monotonic() - began
+
+
+def stage_long_ago(folder: Path, stem: str = "shard-0.a", **facts: Any) -> Path:
+    """Staged, and not hashed by anybody since."""
+    index, image = stage(folder, stem, hashed=False, **facts)
+    os.utime(index, (time.time() - 60,) * 2)
+    return image
+
+
+def test_where_no_writer_is_left_nobody_waits_for_its_digests(tmp_path):
+    stage_long_ago(tmp_path)
+    assert seconds_of_a_scan(tmp_path) < 5
+
+
+def test_nor_where_something_newer_is_whole(tmp_path):
+    """As after a rescue: the older save's writer was told to leave it, or was killed."""
+    stage(tmp_path, hashed=False)
+    stage(tmp_path, "shard-0.b", identity=(50, 3, 5))
+    assert seconds_of_a_scan(tmp_path) < 5
+
+
+@pytest.mark.parametrize("name", ["shard-0.a.image", "shard-0.b.image"])
+def test_a_writer_that_is_at_work_on_either_place_of_its_rank_is_waited_for(tmp_path, name):
+    """Also where another rank's part of the same save is done."""
+    stage_long_ago(tmp_path)
+    stage(tmp_path, "shard-0.b", identity=(30, 3, 2))
+    stage(tmp_path, "shard-1.a", shard=1)
+    with file_holding(tmp_path / name):
+        began = time.monotonic()
+        scan(tmp_path, patience_s=0.5)
+        assert time.monotonic() - began >= 0.5
 
 
 def holding(name: tuple[int, int, int], shard: int, *, shards: int = 4, tier: Tier = Tier.MEMORY) -> Holding:
