@@ -58,10 +58,14 @@ def test_killed_workers_come_back_at_once(new_run: NewRun, undisturbed: str, ran
     assert seconds_to_first_step(run, 1) < AT_ONCE_S, run.story()
 
 
-@pytest.mark.parametrize(("faults", "delay"), [(4, 0.1), pytest.param(20, 0.4, marks=pytest.mark.soak)])
-def test_many_faults_in_a_row(new_run: NewRun, undisturbed: str, faults: int, delay: float) -> None:
+@pytest.mark.parametrize(
+    ("faults", "delay", "budget"), [(4, 0.1, 3), pytest.param(20, 0.4, 20, marks=pytest.mark.soak)], ids=["4", "20"]
+)
+def test_many_faults_in_a_row(new_run: NewRun, undisturbed: str, faults: int, delay: float, budget: int) -> None:
     """A seeded sequence; each comes as soon as there is a new step, while writers are at work on the last save."""
-    run = new_run(delay=delay, fault_tolerance={"num_in_job_restarts": 3}, checkpoint={"interval_steps": 5})
+    run = new_run(
+        delay=delay, fault_tolerance={"num_in_job_restarts": budget}, checkpoint={"interval_steps": 5}
+    )  # fmt: skip
     job = run.submit()
     chance = random.Random(7)
     for number in range(1, faults + 1):
