@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test soak check lint lab bench bench-exclusions bench-sweep bench-stragglers bench-rerun bench-recovery bench-fleet bench-checkpoint clean
+.PHONY: help install quickstart test soak check lint dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-recovery bench-fleet bench-checkpoint clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -15,7 +15,7 @@ INSTALLED := .venv/installed
 
 # All but the tests of the lab itself, which look at the whole machine. Most of their time they wait for Slurm, so three go
 # on at once, each in a cluster of its own.
-BESIDES := tests/runs tests/unit tests/test_architecture.py
+BESIDES := tests/slurm tests/fuzz tests/unit tests/architecture
 
 # A cluster of its own, so that the tests neither meet nor take down the one of `make lab`.
 TEST_LAB := /var/lib/slurmft-lab-make-test
@@ -32,13 +32,12 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 		"$(PYTHON)" -m venv .venv || { rm -rf .venv; echo "no virtual environment: on Debian, apt-get install python3-venv" >&2; exit 1; }; \
 	fi
 	@echo "installing into .venv (the first time torch is downloaded: a few minutes)"
-	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[test,lint]'
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[train,test,lint]'
 	@$(BIN)/python -m compileall -q slurmft
 	@touch $@
 
 quickstart: install ## train the example on this machine, with live progress (about a minute)
-	@$(BIN)/slurmft submit configs/quickstart.yaml --cluster local --wait \
-		--set run_folder=runs/quickstart-$$(date +%Y%m%d-%H%M%S)
+	@$(BIN)/slurmft quickstart
 
 test: lint ## lint, then every test on a real Slurm cluster that is built for it (root; else those are skipped)
 	@export SLURMFT_LAB_FOLDER=$(TEST_LAB); \
@@ -56,8 +55,9 @@ test: lint ## lint, then every test on a real Slurm cluster that is built for it
 	$(BIN)/pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 30 $(BESIDES) || failed=1; \
 	exit $$failed
 
-soak: install ## the long tests that `make test` leaves out (root; 25 minutes)
-	@$(BIN)/pytest -m soak --numprocesses 2 --dist loadfile --durations 15 tests/runs
+soak: install ## the long tests that `make test` leaves out (root; 90 minutes)
+	@$(BIN)/pytest -m soak --numprocesses 2 --dist loadfile --durations 15 tests/slurm tests/unit
+	@$(BIN)/pytest -m soak --numprocesses 2 --dist load tests/fuzz
 
 check: test ## everything CI runs
 
@@ -66,6 +66,14 @@ lint: install ## ruff, mypy --strict, shellcheck
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/shellcheck bin/* sbatch/*.sh bench/endings/trainers/*.sh .ci/run
+
+dist: install ## build wheel and sdist into dist/, install the wheel into a clean environment, run its quickstart
+	@rm -rf dist && $(BIN)/python -m build --quiet
+	@place=$$(mktemp -d) && trap 'rm -rf "$$place"' EXIT && "$(PYTHON)" -m venv "$$place/venv" && \
+		"$$place"/venv/bin/pip --disable-pip-version-check install --quiet --constraint constraints.txt \
+			"$$(ls -d "$$PWD"/dist/*.whl)[train]" && \
+		cd "$$place" && venv/bin/slurmft --version && venv/bin/slurmft quickstart
+	@ls -1 dist
 
 lab: install ## a shell in a real Slurm cluster on this machine (root); `slurmft lab down` ends it
 	@$(BIN)/slurmft lab up
@@ -80,6 +88,12 @@ bench-exclusions: install ## measure the exclusion list, into bench/results/ (ha
 
 bench-sweep: install ## measure one sweep over 10,000 nodes, into bench/results/ (a minute)
 	@$(BIN)/python bench/sweep --output bench/results/sweep.md
+
+bench-peer-copies: install ## measure copies to other nodes' memory, into bench/results/ (a minute, nothing else running)
+	@$(BIN)/python bench/peer_copies --output bench/results/peer_copies.md
+
+bench-symptoms: install ## the confusion matrix of the ends of logs, into bench/results/ (seconds)
+	@$(BIN)/python bench/symptoms --output bench/results/symptoms.md
 
 bench-stragglers: install ## measure what straggler detection costs (20 s, nothing else running)
 	@$(BIN)/python bench/stragglers --output bench/results/stragglers.md

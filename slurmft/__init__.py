@@ -7,25 +7,71 @@ imports torch: login nodes may not have it.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for editors and type checkers
+    from slurmft.checkpoint import CheckpointManager as CheckpointManager
+    from slurmft.checkpoint import DistributedCheckpointManager as DistributedCheckpointManager
+    from slurmft.errors import CheckpointError as CheckpointError
+    from slurmft.errors import ConfigError as ConfigError
+    from slurmft.errors import DataError as DataError
+    from slurmft.errors import DirectoryInUse as DirectoryInUse
+    from slurmft.errors import Fenced as Fenced
+    from slurmft.errors import LabError as LabError
+    from slurmft.errors import LabUnavailable as LabUnavailable
+    from slurmft.errors import LaunchError as LaunchError
+    from slurmft.errors import NewerFormat as NewerFormat
+    from slurmft.errors import RunBusy as RunBusy
+    from slurmft.errors import SlurmError as SlurmError
+    from slurmft.errors import SlurmftError as SlurmftError
+    from slurmft.errors import SlurmUnavailable as SlurmUnavailable
+    from slurmft.errors import StorageError as StorageError
+    from slurmft.errors import StorageUnavailable as StorageUnavailable
+    from slurmft.errors import UsageError as UsageError
+    from slurmft.worker.data.sampler import ElasticLoader as ElasticLoader
+    from slurmft.worker.data.sampler import ElasticSampler as ElasticSampler
+    from slurmft.worker.session import PlannedStop as PlannedStop
+    from slurmft.worker.session import Session as Session
+    from slurmft.worker.session import start_session as start_session
+    from slurmft.worker.signals import ignore_strangers_term as ignore_strangers_term
+    from slurmft.worker.standalone.failures import categorize_failure as categorize_failure
+    from slurmft.worker.standalone.health_monitor import HealthMonitor as HealthMonitor
+    from slurmft.worker.standalone.record import record as record
+    from slurmft.worker.standalone.signal_handler import DistributedSignalHandler as DistributedSignalHandler
+    from slurmft.worker.standalone.watchdog import WatchdogTimer as WatchdogTimer
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "start_session": "slurmft.training.session",
-    "Session": "slurmft.training.session",
-    "PlannedStop": "slurmft.training.session",
-    "ignore_strangers_term": "slurmft.training.signals",
-    "record": "slurmft.training.record",
+    "start_session": "slurmft.worker.session",
+    "Session": "slurmft.worker.session",
+    "PlannedStop": "slurmft.worker.session",
+    "ignore_strangers_term": "slurmft.worker.signals",
+    "record": "slurmft.worker.standalone.record",
     "CheckpointManager": "slurmft.checkpoint",
     "DistributedCheckpointManager": "slurmft.checkpoint",
-    "ElasticSampler": "slurmft.training.sampler",
-    "ElasticLoader": "slurmft.training.sampler",
-    "HealthMonitor": "slurmft.training.health_monitor",
-    "WatchdogTimer": "slurmft.training.watchdog",
-    "DistributedSignalHandler": "slurmft.training.signal_handler",
-    "categorize_failure": "slurmft.training.failures",
+    "ElasticSampler": "slurmft.worker.data.sampler",
+    "ElasticLoader": "slurmft.worker.data.sampler",
+    "HealthMonitor": "slurmft.worker.standalone.health_monitor",
+    "WatchdogTimer": "slurmft.worker.standalone.watchdog",
+    "DistributedSignalHandler": "slurmft.worker.standalone.signal_handler",
+    "categorize_failure": "slurmft.worker.standalone.failures",
     "SlurmftError": "slurmft.errors",
+    "UsageError": "slurmft.errors",
+    "ConfigError": "slurmft.errors",
+    "DataError": "slurmft.errors",
+    "RunBusy": "slurmft.errors",
+    "DirectoryInUse": "slurmft.errors",
+    "LabError": "slurmft.errors",
+    "LabUnavailable": "slurmft.errors",
+    "SlurmError": "slurmft.errors",
+    "SlurmUnavailable": "slurmft.errors",
+    "StorageError": "slurmft.errors",
+    "StorageUnavailable": "slurmft.errors",
+    "NewerFormat": "slurmft.errors",
+    "Fenced": "slurmft.errors",
+    "CheckpointError": "slurmft.errors",
+    "LaunchError": "slurmft.errors",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings

@@ -5,6 +5,7 @@ SlurmftError (1)
 |   +-- ConfigError (2)
 |   +-- DataError (2)              a trainer's input is missing, empty or unreadable
 |   +-- RunBusy (2)                another live job owns the run
+|   +-- DirectoryInUse (2)         another checkpoint manager of the process saves there
 +-- LabError (1)                   the lab cluster could not do what was asked
 |   +-- LabUnavailable (69)        no root, or Slurm's packages are missing
 +-- SlurmError (1)                 Slurm answered no
@@ -49,6 +50,10 @@ class DataError(UsageError):
 
 class RunBusy(UsageError):
     """Another live job owns the run; starting a second one would corrupt it."""
+
+
+class DirectoryInUse(UsageError):
+    """Another checkpoint manager of this process saves in the same directory; two would remove each other's saves."""
 
 
 class LabError(SlurmftError):

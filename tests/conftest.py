@@ -1,4 +1,4 @@
-"""Shared by all tests: a test marked ``slurm`` runs on a real cluster, or says by name why it does not."""
+"""Shared by all tests: one marked ``slurm`` or ``gpu`` runs on the real thing, or says by name why it does not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,30 @@ def _why_no_lab() -> str | None:
     return Lab.availability(accounting=True)
 
 
+@functools.cache
+def _why_no_gpu() -> str | None:
+    import torch
+
+    return None if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that fails is run once more: several clusters and real processes share a machine that others load too."""
+    for item in items:
+        if item.get_closest_marker("soak") is None:
+            item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Nothing is hidden by that: what failed at first is told whole."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"FAILED AT FIRST: {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and (reason := _why_no_gpu()) is not None:
+        pytest.skip(f"no GPU: {reason}")
     if item.get_closest_marker("slurm") is None or (reason := _why_no_lab()) is None:
         return
     if os.environ.get("CI") == "true":

@@ -49,7 +49,7 @@ def _processes_of(run_folder: Path) -> list[tuple[str, psutil.Process]]:
             words_of_parent = parent.cmdline() if parent is not None else []
         except psutil.Error:
             continue
-        if "slurmft.launch.zygote" in words and _is_of(words_of_parent, run_folder):
+        if "slurmft.agent.zygote" in words and _is_of(words_of_parent, run_folder):
             others.append(("zygote", process))
         elif _is_of(words, run_folder) and "agent" in words:
             others.append(("agent", process))

@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 
 import slurmft
-from slurmft.launch.agents import AgentPool
-from slurmft.launch.crew import allow_connections
-from slurmft.policy.fleet import ping_interval_s, report_interval_s
+from slurmft.policy.timing.fleet import ping_interval_s, report_interval_s
+from slurmft.supervisor.fleet.agents import AgentPool
+from slurmft.supervisor.fleet.crew import allow_connections
 
 AGENTS = 2000
 RANKS = 8

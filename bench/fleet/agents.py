@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from slurmft.launch.channel import BadMessage, Channel, connect
+from slurmft.ipc.channel import BadMessage, Channel, connect
 
 CONNECTING_AT_ONCE = 32
 

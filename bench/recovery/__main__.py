@@ -168,7 +168,7 @@ def hang(ranks: int, rounds: int) -> list[float]:
 def footprint(folder: Path, process: subprocess.Popen[bytes]) -> tuple[float, float]:
     """MiB of the zygote's memory that is its own share, and percent of a core that the agent uses."""
     family = psutil.Process(process.pid).children(recursive=True)
-    zygote = next(each for each in family if "slurmft.launch.zygote" in each.cmdline())
+    zygote = next(each for each in family if "slurmft.agent.zygote" in each.cmdline())
     agent = zygote.parent()
     assert agent is not None
     before, began = sum(agent.cpu_times()[:2]), time.monotonic()

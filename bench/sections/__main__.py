@@ -26,11 +26,11 @@ from typing import Any
 import yaml
 
 import slurmft
-from slurmft.config import RunConfig
-from slurmft.launch.hang_watch import HangWatch
-from slurmft.launch.heartbeat import Page
-from slurmft.launch.section_stack import Phase, SectionStack, open_sections
-from slurmft.policy.hangs import Exceeded, Limits, WorkerLook, find_culprit
+from slurmft.agent.hang_watch import HangWatch
+from slurmft.config.config import RunConfig
+from slurmft.ipc.pages.heartbeat import Page
+from slurmft.ipc.pages.section_stack import Phase, SectionStack, open_sections
+from slurmft.policy.timing.hangs import Exceeded, Limits, WorkerLook, find_culprit
 
 CALLS = 200_000
 WORKERS = 8

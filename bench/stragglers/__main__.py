@@ -19,14 +19,14 @@ from pathlib import Path
 import numpy as np
 
 import slurmft
-from slurmft.config import validate
-from slurmft.launch.straggler_watch import StragglerWatch
-from slurmft.launch.timing_page import TimingPage
-from slurmft.launch.timing_reports import RANKS_PER_MESSAGE, TimingReports
-from slurmft.policy.straggler_verdict import ReportShape, report
-from slurmft.policy.stragglers import Limits, Window, score
+from slurmft.agent.timing_reports import RANKS_PER_MESSAGE, TimingReports
+from slurmft.config.config import validate
+from slurmft.ipc.pages.timing_page import TimingPage
+from slurmft.policy.timing.straggler_verdict import ReportShape, report
+from slurmft.policy.timing.stragglers import Limits, Window, score
 from slurmft.storage.journal import Journal
-from slurmft.training.stragglers import StragglerDetector
+from slurmft.supervisor.watch.straggler_watch import StragglerWatch
+from slurmft.worker.stragglers.stragglers import StragglerDetector
 
 SECTIONS = 8
 RANKS_PER_NODE = 8

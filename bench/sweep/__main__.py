@@ -20,14 +20,14 @@ from pathlib import Path
 
 import slurmft
 from slurmft.health.results import checkup_json, read_results
-from slurmft.health.sweep import SweepOrder, sweep
-from slurmft.policy.evidence import Kind
-from slurmft.policy.node_health import Checkup, HealthRules, ProbeResult, Status
-from slurmft.policy.suspicion import WEIGHTS, Observation, Rules
-from slurmft.policy.sweep import SweepPlan, Visits, sweep_plan
+from slurmft.operations.sweep import SweepOrder, sweep
+from slurmft.policy.nodes.evidence import Kind
+from slurmft.policy.nodes.node_health import Checkup, HealthRules, ProbeResult, Status
+from slurmft.policy.nodes.suspicion import WEIGHTS, Observation, Rules
+from slurmft.policy.nodes.sweep import SweepPlan, Visits, sweep_plan
 from slurmft.scheduler.node_control import node_facts, parse_facts
 from slurmft.storage.exclusions import ExclusionList
-from slurmft.storage.files import write_json
+from slurmft.system.files import write_json
 
 SIZES = (2500, 5000, 10_000)
 LOOKS, CHECKS, SICK, OBSERVATIONS = 3, 20, 40, 1000

@@ -8,15 +8,15 @@ import re
 from collections.abc import Sequence
 from types import TracebackType
 
-from slurmft.checkpoint.damage import Damage, Damaged
-from slurmft.checkpoint.shard_index import image_file, index_file
+from slurmft.checkpoint.format.damage import Damage, Damaged
+from slurmft.checkpoint.format.shard_index import image_file, index_file
 from slurmft.checkpoint.team import Team
-from slurmft.errors import CheckpointError, Fenced, SlurmftError
+from slurmft.errors import CheckpointError, DirectoryInUse, Fenced, SlurmftError
 from slurmft.storage.checkpoint_names import MANIFEST
 
 log = logging.getLogger(__name__)
 
-_OTHER, FENCED = -1, -2
+_OTHER, FENCED, _IN_USE = -1, -2, -3
 _SHARD_FILE = re.compile(r"__(\d+)_0\.(distcp|json)")
 
 
@@ -47,6 +47,8 @@ class Guard:
             return 0
         if isinstance(self.error, Fenced):
             return FENCED
+        if isinstance(self.error, DirectoryInUse):
+            return _IN_USE
         return (isinstance(self.error, OSError) and self.error.errno) or _OTHER
 
     @property
@@ -67,6 +69,9 @@ def failure(what: str, codes: Sequence[int], team: Team, guard: Guard) -> Slurmf
     """
     if FENCED in codes:
         return guard.error if isinstance(guard.error, Fenced) else Fenced(f"{what}: a newer attempt owns the run")
+    if _IN_USE in codes:
+        mine = guard.error if isinstance(guard.error, DirectoryInUse) else None
+        return mine or DirectoryInUse(f"{what}: on another rank a second manager saves in the same directory")
     failed = [(rank, code) for rank, code in enumerate(codes) if code]
     shown = "; ".join(f"rank {rank}: {_reason(rank, code, team, guard)}" for rank, code in failed[:8])
     if len(failed) > 8:
@@ -82,7 +87,7 @@ def failure(what: str, codes: Sequence[int], team: Team, guard: Guard) -> Slurmf
 def damage_report(rows: Sequence[Sequence[int]], team: Team, guard: Guard) -> str:
     """Why the ranks cannot use a checkpoint, in one line that is the same on every rank."""
     found: dict[str, None] = {}  # a set that keeps the order
-    for damage, number in rows:
+    for damage, number, *_ in rows:
         if damage:
             found.setdefault(f"{_file_name(number)} {Damage(damage).text}")
     if guard.error is not None:

@@ -13,19 +13,23 @@ back to an older step (and commits lower steps again) is followed, not the branc
 
 from __future__ import annotations
 
+import logging
 import math
-import os
-import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from slurmft.checkpoint.replicas.offers import MAX_WORLD
 from slurmft.errors import NewerFormat, StorageError
-from slurmft.storage.checkpoint_names import MANIFEST, Identity, newest_first, read_quarantine
-from slurmft.storage.files import read_json, write_json
+from slurmft.storage.checkpoint_names import MANIFEST, MAX_NUMBER, Identity, Names, names_in, read_quarantine
+from slurmft.system.files import read_json, write_json
+from slurmft.system.opening import trusted_owners
 
+log = logging.getLogger(__name__)
+
+SHOWN = 3
 MAX_MARKER_BYTES = 64 * 1024 * 1024
 """A marker has some 170 bytes for each rank."""
 
@@ -70,6 +74,13 @@ class Contents:
     """Folders whose marker exists but cannot be believed, with the reason."""
     uncommitted: list[Path] = field(default_factory=list)
     """Saves that are running now, or that never finished."""
+    foreign: list[tuple[Path, str]] = field(default_factory=list)
+    """Folders of users who are not trusted there, with the reason; they count for nothing."""
+
+    @property
+    def unusable(self) -> list[tuple[Path, str]]:
+        """Whatever has a checkpoint's name and no word that can be believed."""
+        return [*self.unreadable, *self.foreign]
 
 
 class Catalog:
@@ -88,8 +99,9 @@ class Catalog:
         Raises:
             StorageError: the directory exists but cannot be listed.
         """
-        contents = Contents()
-        for identity in self.identities():
+        names = self._names()
+        contents = Contents(unreadable=self._with_paths(names.damaged), foreign=self._with_paths(names.foreign))
+        for identity in names.believed:
             path = self.folder / identity.folder_name
             try:
                 entry = read_entry(path)
@@ -103,27 +115,52 @@ class Catalog:
         return contents
 
     def identities(self) -> list[Identity]:
-        """Every folder with a checkpoint's name, committed or not, newest first.
+        """Every folder of ours with a checkpoint's name, committed or not, newest first.
 
         Raises:
             StorageError: the directory exists but cannot be listed.
         """
-        try:
-            with os.scandir(self.folder) as children:  # tells folders from files without a look at each
-                found = [Identity.parse(child.name) for child in children if child.is_dir()]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise StorageError(f"cannot list {self.folder}: {error}") from error
-        return newest_first(one for one in found if one)
+        return self._names().believed
+
+    def has_names(self) -> bool:
+        """Whether anything there has a checkpoint's name, whatever it is.
+
+        Raises:
+            StorageError: the directory exists but cannot be listed.
+        """
+        names = self._names()
+        return bool(names.believed or names.damaged or names.foreign)
 
     def newest_commit(self) -> int:
         """The number of the newest commit, or of a try of one; 0 where there is none.
 
+        What does not count is logged here: once before the first save, and once for each load.
+
         Raises:
-            StorageError: as ``identities``.
+            StorageError: as ``identities``; or no number is left to count on with.
         """
-        return max((one.commit for one in self.identities()), default=0)
+        names = self._names()
+        strange = [reason for _, reason in (*names.damaged, *names.foreign)]
+        for reason in strange[:SHOWN]:
+            log.warning("not a checkpoint: %s", reason)
+        if (more := len(strange) - SHOWN) > 0:
+            log.warning("%s: %d more of other users, or with impossible numbers", self.folder, more)
+        newest = names.believed[0].commit if names.believed else 0
+        if newest >= MAX_NUMBER:
+            raise StorageError(f"{self.folder / names.believed[0].folder_name} has the last number that there is",
+                               hint="move it away")  # fmt: skip
+        return newest
+
+    def _with_paths(self, found: Iterable[tuple[Identity, str]]) -> list[tuple[Path, str]]:
+        return [(self.folder / identity.folder_name, reason) for identity, reason in found]
+
+    def _names(self) -> Names:
+        try:
+            return names_in(self.folder)
+        except FileNotFoundError:
+            return Names([], [], [])
+        except OSError as error:
+            raise StorageError(f"cannot list {self.folder}: {error}") from error
 
 
 def read_entry(path: Path) -> Entry | None:
@@ -147,16 +184,16 @@ def read_entry(path: Path) -> Entry | None:
 def _marker(path: Path) -> dict[str, Any] | None:
     marker = path / MANIFEST
     try:
-        status = marker.stat()
+        owners = trusted_owners(path.parent)
+        owner = path.stat().st_uid
+        marker.stat()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise StorageError(f"cannot read {marker}: {error.strerror}") from error
-    if not stat.S_ISREG(status.st_mode):  # reading a pipe would never end
-        raise StorageError(f"{marker} is not a file")
-    if status.st_size > MAX_MARKER_BYTES:
-        raise StorageError(f"{marker} is not a checkpoint's marker: it has {status.st_size} bytes")
-    return read_json(marker)
+    if owner not in owners:  # all in it is that user's word, whatever it is a copy of
+        raise StorageError(f"{path} belongs to user id {owner}")
+    return read_json(marker, limit_bytes=MAX_MARKER_BYTES, owners=owners)
 
 
 def write_marker(entry: Entry) -> None:
@@ -201,6 +238,8 @@ def _entry(path: Path, value: Mapping[str, Any]) -> Entry:
     if any("sha256" in one for one in value["files"].values()):
         raise ValueError("it is of an older kind (shared.pt and rank files), which this slurmft does not read")
     files = {name: FileRecord(_integer(one, "bytes"), str(one["xxh3"])) for name, one in value["files"].items()}
+    if not 0 <= (world_size := _integer(value, "world_size")) <= MAX_WORLD:
+        raise ValueError(f"it tells of {world_size} ranks")
     if any(Path(name).name != name or name in ("", "..") or "\0" in name for name in files):
         raise ValueError("a file name leaves the folder")
     return Entry(
@@ -211,7 +250,7 @@ def _entry(path: Path, value: Mapping[str, Any]) -> Entry:
         generation=identity.generation,
         commit=identity.commit,
         attempt=str(value.get("attempt", "")),
-        world_size=_integer(value, "world_size"),
+        world_size=world_size,
         files=files,
         quarantine=(mark.reason or "quarantined") if (mark := read_quarantine(path)) is not None else "",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat
@@ -87,6 +87,8 @@ class DistributedCheckpointManager:
         scheduler: Stateful | None = None,
         scaler: Stateful | None = None,
         loader: Stateful | None = None,
+        allow_missing: Collection[str] = (),
+        allow_cast: bool = False,
     ) -> TrainingState:
         """Load into the objects and say where to go on: at step 0 when there is no checkpoint yet.
 
@@ -97,7 +99,10 @@ class DistributedCheckpointManager:
         if which not in ("latest", "best"):
             raise UsageError(f"which is {which!r}; it is 'latest' or 'best'")
         load = self.manager.load_latest if which == "latest" else self.manager.load_best
-        loaded = load(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
+        loaded = load(
+            model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader, allow_missing=allow_missing,
+            allow_cast=allow_cast,
+        )  # fmt: skip
         extra = dict(loaded.extra)
         epoch = extra.pop(_EPOCH, 0)
         return TrainingState(

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 
 from slurmft.checkpoint.catalog import Entry
-from slurmft.checkpoint.damage import Damaged
-from slurmft.checkpoint.flat_keys import Path as KeyPath
-from slurmft.checkpoint.flat_keys import key_of, unflatten
-from slurmft.checkpoint.flat_state import GROUPS, MODEL, OPTIMIZER, STATE
-from slurmft.checkpoint.holding import reading
-from slurmft.checkpoint.reading import Stored, Target, fresh
-from slurmft.checkpoint.shard_index import index_file, verified_index
+from slurmft.checkpoint.format.damage import Damaged
+from slurmft.checkpoint.format.flat_keys import Path as KeyPath
+from slurmft.checkpoint.format.flat_keys import key_of, unflatten
+from slurmft.checkpoint.format.flat_state import GROUPS, MODEL, OPTIMIZER, STATE
+from slurmft.checkpoint.format.reading import Stored, Target, fresh
+from slurmft.checkpoint.format.shard_index import index_file, verified_index
+from slurmft.checkpoint.staging.holding import reading
 from slurmft.errors import CheckpointError, UsageError
-from slurmft.storage.files import fsync_folder
+from slurmft.system.files import fsync_folder
+from slurmft.system.opening import opened
 
 
 def export_torch(entry: Entry, out: Path, *, with_optimizer: bool) -> int:
@@ -126,8 +127,8 @@ def _new_file(out: Path) -> Iterator[Path]:
     try:
         os.close(descriptor)
         yield path
-        with path.open("rb") as stream:
-            os.fsync(stream.fileno())
+        with opened(path) as written:
+            os.fsync(written)
         mask = os.umask(0)
         os.umask(mask)
         path.chmod(0o666 & ~mask)

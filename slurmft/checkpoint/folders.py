@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from stat import S_ISLNK
 
 from slurmft.checkpoint.catalog import Catalog, Entry, is_newer_format, read_entry
-from slurmft.checkpoint.holding import alone
 from slurmft.checkpoint.retention import KEPT_QUARANTINED, NEVER_REMOVED, Retention, by_merit, decide
-from slurmft.checkpoint.write_requests import Keep
+from slurmft.checkpoint.staging.holding import alone, is_claimed
+from slurmft.checkpoint.writer.write_requests import LIFETIME_S, Keep
 from slurmft.errors import StorageError
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, newest_first, read_quarantine
 from slurmft.storage.fence import GENERATION_VARIABLE, check_fence
-from slurmft.storage.files import fsync_folder
+from slurmft.system.files import fsync_folder
+from slurmft.system.opening import UnsafeFile, trusted_owners
 
 log = logging.getLogger(__name__)
 
@@ -27,24 +31,33 @@ def own_generation() -> int:
     return int(os.environ.get(GENERATION_VARIABLE) or 0)
 
 
-def remove_left_overs(directory: Path, *, is_saving: bool, in_flight: Collection[Identity] = ()) -> None:
-    """Remove what saves that never committed have left behind; what cannot be removed is logged and stays.
+def remove_left_overs(directory: Path) -> None:
+    """Before the first save of a manager: remove what saves that never committed have left behind.
 
-    The folder of a newer generation is somebody's running save: it stays, as do those ``in_flight``. Outside a run
-    nothing tells generations apart, and whoever saves there owns the directory; whoever only reads does not.
+    What cannot be removed is logged and stays. So does a save that may still live: one of a newer generation, or of
+    this one, and whatever a writer has claimed. Outside of a run nothing tells generations apart, and only what no
+    writer can still be at work on goes now; the rest goes after a later commit.
     """
     try:
         check_fence()
     except StorageError:
         return  # fenced, or the owner is unknown: nothing is removed on a guess
     mine = own_generation()
-    owns_all = is_saving and mine == 0
     for identity in Catalog(directory).identities():
         folder = directory / identity.folder_name
-        is_ours = identity not in in_flight and (identity.generation <= mine or owns_all)
-        if is_ours and not (folder / MANIFEST).exists():
+        is_over = identity.generation < mine or (mine == 0 == identity.generation and _is_untouched(folder))
+        if is_over and not (folder / MANIFEST).exists() and not is_claimed(folder):
             log.info("removing %s: its save never finished", folder)
             remove_folder(folder)
+
+
+def _is_untouched(folder: Path) -> bool:
+    """Whether every writer that has worked there has ended, as far as clocks can tell."""
+    try:
+        newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except OSError:
+        return False
+    return time.time() - newest > LIFETIME_S
 
 
 def prune(directory: Path, keep: Keep) -> None:
@@ -140,12 +153,14 @@ class Pruner:
         return changed
 
     def _useless(self, uncommitted: Iterable[Identity], newest_commit: int) -> list[Path]:
-        """Saves that never finished, and never will: a later one of ours has."""
+        """Saves that never finished, and never will: a later one has, and no writer holds on to them."""
         mine = own_generation()
         return [
             self._directory / identity.folder_name
             for identity in uncommitted
-            if identity.commit < newest_commit and (identity.generation <= mine or mine == 0)
+            if identity.commit < newest_commit
+            and (identity.generation <= mine or mine == 0)
+            and not is_claimed(self._directory / identity.folder_name)
         ]
 
 
@@ -156,10 +171,15 @@ def remove_folder(folder: Path, tick: Callable[[], None] = lambda: None) -> str:
     of a damaged checkpoint.
     """
     try:
-        with contextlib.suppress(FileNotFoundError), alone(folder / MANIFEST):
+        status = folder.lstat()
+        if S_ISLNK(status.st_mode):  # what it leads to may be anything
+            raise UnsafeFile(errno.EINVAL, "is a symbolic link", str(folder))
+        if status.st_uid not in trusted_owners(folder.parent):
+            raise UnsafeFile(errno.EPERM, f"belongs to user id {status.st_uid}", str(folder))
+        with contextlib.suppress(FileNotFoundError, UnsafeFile), alone(folder / MANIFEST):
             (folder / MANIFEST).unlink()
             fsync_folder(folder)
-        (folder / MANIFEST).unlink(missing_ok=True)  # a link to nowhere
+        _remove_entry(folder / MANIFEST)  # a link to nowhere, or no file at all
         _remove_tree(folder, tick)
     except BlockingIOError:
         log.info("%s stays for now: somebody is reading it", folder)
@@ -172,12 +192,16 @@ def remove_folder(folder: Path, tick: Callable[[], None] = lambda: None) -> str:
     return ""
 
 
+def _remove_entry(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _remove_tree(folder: Path, tick: Callable[[], None]) -> None:
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            else:
-                Path(entry.path).unlink(missing_ok=True)
+            _remove_entry(Path(entry.path))
             tick()
     folder.rmdir()

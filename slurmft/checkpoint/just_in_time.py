@@ -5,43 +5,72 @@ with the weights of the last complete one. Each node's first rank that is asked,
 them to its place in memory, together with what every rank of the node had for itself (``rank_records``); so the next
 attempt goes on where this one was, bit for bit.
 
-That needs the weights to be still those of the step: nothing but the optimizer changes them, and its hook tells when.
-Buffers, which a forward pass changes, are copied at every boundary.
+That needs the weights to be still those of the step: an optimizer's hook tells before it changes them, and
+``weights_watch`` finds what changes them otherwise. Buffers, which a forward pass changes, are copied at every
+boundary. Where a rank dies after its last collective of a step and before the end of that step, no rank knows what it
+would have had at that end: the step is not kept, and the restart goes back to an older state.
+
+A GPU does later what the host has asked for: ``device_steps`` knows which step's state lies there, and copies go beside
+the stream that hangs in a collective.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from slurmft.checkpoint.folders import own_generation
-from slurmft.checkpoint.plain_state import as_json
-from slurmft.checkpoint.rank_records import RankRecord, read_record
+from slurmft.checkpoint.format.flat_keys import key_of
+from slurmft.checkpoint.format.flat_state import (
+    BUFFERS_OF,
+    FACTS,
+    MODEL,
+    FlatState,
+    capture,
+    is_sharded,
+    plain_name,
+    rank_key,
+)
+from slurmft.checkpoint.format.plain_state import as_json
+from slurmft.checkpoint.staging.device_steps import DeviceStep, DeviceSteps
+from slurmft.checkpoint.staging.rank_records import RankRecord, read_record
+from slurmft.checkpoint.staging.weights_watch import WeightsWatch, can_be_heard
 from slurmft.checkpoint.state import Trainee, unwrapped
 from slurmft.errors import CheckpointError, UsageError
-from slurmft.launch.heartbeat import IN_UPDATE, NOTHING, PAGE_VARIABLE, RESCUE_SUFFIX
+from slurmft.ipc.pages.heartbeat import IN_UPDATE, NOTHING, PAGE_VARIABLE, RESCUE_SUFFIX
+from slurmft.policy.site.nccl import why_not_to_trust
 from slurmft.storage.memory_folder import ranks_of_this_node
-from slurmft.training.background import BACKGROUND, weakly
+from slurmft.system.opening import open_regular
+from slurmft.worker import streams
+from slurmft.worker.background import BACKGROUND, weakly
 
 MAX_SHARE = 0.05
 """Of the time of a step, which the notes at its boundaries may take; about 0.1 ms of processor time."""
 
 TRIAL_STEPS = 50
+OTHERS_S = 10.0
+"""How long a rank waits for another one of its node that keeps the step, in case that one fails."""
+
+_LOOK_S = 0.005
+_MARK = "rescue-"
+_KEPT = b"1"
 
 log = logging.getLogger(__name__)
 
-Stage = Callable[[int, Trainee, Mapping[int, dict[str, Any]], Mapping[str, torch.Tensor]], None]
-"""Copies the state after so many steps, with each local rank's own and these buffers, to where a restart finds it."""
+Stage = Callable[[int, FlatState, Callable[[], None]], None]
+"""Copies the state after so many steps to where a restart finds it, unless the check at the end of the copy raises."""
 
 
 class JustInTime:
@@ -59,12 +88,18 @@ class JustInTime:
         self._lock = threading.Lock()
         self._trainee: Trainee | None = None
         self._record: RankRecord | None = None
+        self._watch: WeightsWatch | None = None
+        self._on_device: DeviceSteps | None = None
         self._step = self._kept = NOTHING
-        self._is_whole = self._is_steady = True
-        self._early: tuple[int, bytes] | None = None
+        self._is_whole = True
+        self._distrust = ""
+        """Why it is off for good."""
+
         self._buffers: dict[str, torch.Tensor] = {}
         self._live: tuple[object, ...] = ()
-        self._rates: list[Any] = []
+        self._unknown: tuple[int, str] | None = None
+        """Of which model, and why its state at a boundary is not known later."""
+
         self._spent_s = 0.0
         self._since: tuple[float, int] | None = None
         self.reason = "nothing was saved or loaded yet"
@@ -85,10 +120,20 @@ class JustInTime:
             self.disarm(f"{type(error).__name__}: {error}")
 
     def _arm(self, trainee: Trainee, reason: str) -> None:
-        self.reason = reason
-        self._trainee = None if reason else trainee
+        device = streams.find(unwrapped(trainee.model).parameters())
+        if device is not None and (self._on_device is None or self._on_device.device is not device):
+            self._on_device = DeviceSteps(device)
+        reason = self._distrust or reason or (why_not_to_trust(os.environ) if device is not None else "")
+        if not reason and is_sharded(trainee.model):
+            reason = "the state is spread over ranks, and no other has it"
+        reason = reason or self._why_not_known(unwrapped(trainee.model))
         if reason:
             return self._disarm(reason)
+        if not can_be_heard(trainee.optimizer):
+            return self._doubt(f"{type(trainee.optimizer).__name__} updates the weights unseen")
+        if self._watch is None or self._trainee != trainee:
+            self._watch, self._step = WeightsWatch(trainee), NOTHING
+        self.reason, self._trainee = "", trainee
         if self._record is None:
             try:
                 self._record = RankRecord(self._folder, self._rank, own_generation())
@@ -96,9 +141,12 @@ class JustInTime:
                 return self._disarm(f"no memory for it: {error}")
             hook = register_optimizer_step_pre_hook(weakly(self._before_optimizer))
             weakref.finalize(self, hook.remove)
+            after = register_optimizer_step_post_hook(weakly(self._after_optimizer))
+            weakref.finalize(self, after.remove)
+            _remove_marks(self._folder)
             self._listen()
         model = unwrapped(trainee.model)
-        live = dict(model.named_buffers())
+        live = _buffers(model)
         known = (id(model), *((name, value.dtype, value.shape, value.device) for name, value in live.items()))
         if self._live != known:  # the training loop waits: not anew at every save
             kept = model.state_dict(keep_vars=True).keys() & live.keys()
@@ -107,6 +155,15 @@ class JustInTime:
         self._copy_buffers()
         BACKGROUND.is_armed = True
         return None
+
+    def _why_not_known(self, model: torch.nn.Module) -> str:
+        """What a module gives as its extra state may change in a forward pass, and is noted by no one."""
+        if self._unknown is None or self._unknown[0] != id(model):
+            known = {*_buffers(model), *(name for name, _ in model.named_parameters(remove_duplicate=False))}
+            others = sorted(model.state_dict(keep_vars=True).keys() - known)
+            text = f"the model's state has {', '.join(others[:3])} beside weights and buffers" if others else ""
+            self._unknown = id(model), text
+        return self._unknown[1]
 
     def disarm(self, reason: str) -> None:
         """Keep nothing from now on."""
@@ -117,6 +174,8 @@ class JustInTime:
         """The state is another one: steps that were known come again."""
         with self._lock:
             self._step = self._kept = NOTHING
+            if self._on_device is not None:
+                self._on_device.forget()
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[None]:
@@ -133,34 +192,29 @@ class JustInTime:
         self._tell()
 
     def at_boundary(self, step: int) -> None:
-        """As ``training.background.Saver``."""
-        if self._trainee is None or self._record is None:
-            return None
-        began = time.thread_time()
-        with self._lock:
-            self._step, self._is_whole = step, True
-            try:
-                noted = self._record.note(step, self._loader_state(), is_final=True)
-            except (UsageError, CheckpointError) as error:
-                return self._disarm(error.what)
-            if self._early is not None and self._early[0] == step and self._early[1] != noted:
-                self._is_steady = False  # it draws after its first collective, so a dead rank's early note is no help
-            self._early, self._rates = None, _rates(self._trainee)
-            self._copy_buffers()
-            self._tell()
-        return self._account(began, step)
-
-    def before_update(self, step: int) -> None:
-        """As ``training.background.Saver``."""
-        if self._trainee is None or self._record is None or (self._early is not None and self._early[0] == step):
+        """As ``worker.background.Saver``."""
+        if self._trainee is None or self._record is None or self._watch is None:
             return
         began = time.thread_time()
-        with contextlib.suppress(UsageError, CheckpointError):
-            self._early = step, self._record.note(step, self._loader_state(), is_final=False, is_steady=self._is_steady)
-        self._spent_s += time.thread_time() - began
+        with self._lock:
+            if self._step != NOTHING and self._is_whole and self._watch.weights_were_written():
+                self._doubt(f"the weights were changed in step {step} outside of an optimizer's step")
+                return
+            self._step, self._is_whole = step, True
+            try:
+                self._record.note(step, self._loader_state())
+            except (UsageError, CheckpointError) as error:
+                self._disarm(error.what)
+                return
+            self._watch.note()
+            self._copy_buffers()
+            if self._on_device is not None:
+                self._on_device.boundary(step, self._trainee)
+            self._tell()
+        self._account(began, step)
 
     def rescue(self) -> None:
-        """As ``training.background.Saver``. The first rank of a node that gets here does it for all."""
+        """As ``worker.background.Saver``. The first rank of a node that gets here does it for all."""
         listener = BACKGROUND.listener
         if self._trainee is None or listener is None:
             return
@@ -173,32 +227,77 @@ class JustInTime:
             listener.on_rescuing(is_over=True)
 
     def _rescue(self) -> None:
-        step = self._step
-        if self._trainee is None or not self._is_whole or step <= self._kept:
+        step, then = self._step, None
+        if self._trainee is None or (not self._is_whole and self._on_device is None) or step <= self._kept:
             return
+        if self._on_device is not None:
+            self._on_device.device.use()
+            try:
+                step = (then := self._on_device.newest()).step
+            except UsageError as error:
+                log.warning("no step is kept just in time: %s", error.what)
+                return
+            if step <= self._kept:
+                return
         if self._buffers and self._rank and 0 in self._local:
             return  # buffers are each rank's own, and rank 0's count: DDP sends them to all before every step
-        self._kept = step
         try:
-            os.close(os.open(self._folder / f"rescue-{own_generation()}-{step}", os.O_CREAT | os.O_EXCL, 0o600))
-        except FileExistsError:
-            return  # another rank of this node does it
+            with _alone_on_this_node(self._folder / f"{_MARK}{own_generation()}-{step}") as mark:
+                self._kept = step  # whatever comes of it: another rank may try, and not this one again
+                if os.pread(mark, 1, 0) == _KEPT:
+                    return
+                if self._keep(step, then):
+                    os.pwrite(mark, _KEPT, 0)
         except OSError as error:
+            self._kept = step
             log.warning("step %d is not kept: %s", step, error)
-            return
+
+    def _keep(self, step: int, then: DeviceStep | None) -> bool:
+        """Whether the copy is complete."""
         began = time.monotonic()
         try:
-            self._stage(step, self._trainee, self._own_states(step), self._buffers)
+            if self._trainee is None:
+                return False
+            with contextlib.ExitStack() as stack:
+                trainee, check = self._trainee, self._check
+                if then is not None and self._on_device is not None:
+                    stack.enter_context(self._on_device.device.beside(then.events))
+                    trainee, check = then.as_of(trainee), functools.partial(self._check_device, self._on_device, then)
+                check()
+                self._stage(step, self._state(trainee, step), check)
         except Exception as error:  # noqa: BLE001 - this process fails anyway: of something else, which must be told
             log.warning("step %d is not kept just in time: %s", step, error)
-            return
+            return False
         log.info("kept step %d just in time, in %.3f s", step, time.monotonic() - began)
         if BACKGROUND.listener is not None:
             BACKGROUND.listener.on_rescued(step)
+        return True
+
+    def _check(self) -> None:
+        """Raises UsageError where the state is no longer that of the boundary."""
+        if self._watch is not None and (difference := self._watch.difference()):
+            raise UsageError(f"{difference} since step {self._step} was complete")
+
+    def _check_device(self, device: DeviceSteps, then: DeviceStep) -> None:
+        """As ``_check``, for what lies on a device; a comparison of values would launch kernels, which may wait."""
+        device.check(then)
+        is_newest = self._is_whole and then.step == self._step
+        if is_newest and self._watch is not None and (difference := self._watch.difference(of_values=False)):
+            raise UsageError(f"{difference} since step {then.step} was complete")
+
+    def _state(self, trainee: Trainee, step: int) -> FlatState:
+        """All of a replicated state as it was at the boundary, with what each rank of this node had for itself."""
+        flat = capture(trainee, None, rank=0)
+        del flat.objects[rank_key(0)]  # of this moment, not of the boundary
+        for rank, state in self._own_states(step).items():
+            flat.put(rank_key(rank), state)
+        flat.tensors.update({key_of((MODEL, plain_name(name))): value for name, value in self._buffers.items()})
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        facts = {"metrics": {}, "world_size": world_size, "just_in_time": True}
+        flat.put(FACTS, facts | ({BUFFERS_OF: self._rank} if self._buffers else {}))
+        return flat
 
     def _own_states(self, step: int) -> dict[int, dict[str, Any]]:
-        if self._trainee is not None and _rates(self._trainee) != self._rates:
-            raise UsageError("the learning rate was changed before the weights were")
         states: dict[int, dict[str, Any]] = {}
         for rank in self._local:
             state = read_record(self._folder, rank, step, own_generation())
@@ -208,12 +307,25 @@ class JustInTime:
         return states
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._trainee is None or optimizer is not self._trainee.optimizer or not self._is_whole:
+        """Any that shares a weight: what the trainer holds may be a wrapper, which calls others."""
+        if self._trainee is None or self._watch is None or not self._watch.shares(optimizer):
             return
-        self.before_update(self._step + 1)
+        if not self._is_whole and self._on_device is None:
+            return
         with self._lock:  # a copy that is under way gets to its end
             self._is_whole = False
+            if self._on_device is not None:
+                if self._on_device.device.is_capturing():
+                    self._doubt("the optimizer's step is part of a CUDA graph, whose replays are not heard of")
+                    return
+                self._on_device.update_begins()
             self._tell()
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._on_device is None or self._trainee is None or self._watch is None:
+            return
+        if self._watch.shares(optimizer):
+            self._on_device.update_ends()
 
     def _loader_state(self) -> dict[str, Any] | None:
         loader = self._trainee.loader if self._trainee is not None else None
@@ -221,13 +333,15 @@ class JustInTime:
 
     def _copy_buffers(self) -> None:
         if self._buffers and self._trainee is not None:
-            live = dict(unwrapped(self._trainee.model).named_buffers())
+            live = _buffers(unwrapped(self._trainee.model))
             torch._foreach_copy_(list(self._buffers.values()), [live[name] for name in self._buffers])
 
     def _tell(self) -> None:
         if BACKGROUND.listener is not None:
             can = self._trainee is not None and self._step > self._kept - (not self._is_whole)
-            BACKGROUND.listener.on_rescuable((self._step if self._is_whole else IN_UPDATE) if can else NOTHING)
+            # a device may have an older step, whole, in the middle of the host's update
+            is_askable = self._is_whole or self._on_device is not None
+            BACKGROUND.listener.on_rescuable((self._step if is_askable else IN_UPDATE) if can else NOTHING)
 
     def _account(self, began: float, step: int) -> None:
         now = time.perf_counter()
@@ -240,6 +354,17 @@ class JustInTime:
             if share > MAX_SHARE:
                 with self._lock:
                     self._disarm(f"noting where each rank is takes {100 * share:.0f} % of these short steps")
+
+    def _doubt(self, reason: str) -> None:
+        """Keep nothing for as long as this process lives."""
+        if not self._distrust:
+            log.warning(
+                "from now on no step is kept just in time: %s. A failure costs the steps since the newest save: change "
+                "weights only in the step() of a torch.optim.Optimizer, or save more often",
+                reason,
+            )
+        self._distrust = reason
+        self._disarm(reason)
 
     def _disarm(self, reason: str) -> None:
         if self._trainee is not None or reason != self.reason:
@@ -269,7 +394,36 @@ class JustInTime:
         threading.Thread(target=listen, name="slurmft-rescue", daemon=True).start()
 
 
-def _rates(trainee: Trainee) -> list[Any]:
-    """What a scheduler changes; some trainers call theirs at the beginning of a step."""
-    groups = [value for group in trainee.optimizer.param_groups for value in group.values() if type(value) is float]
-    return [*groups, getattr(trainee.scheduler, "last_epoch", None)]
+def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """By every name that they have: each is stored."""
+    return dict(model.named_buffers(remove_duplicate=False))
+
+
+@contextlib.contextmanager
+def _alone_on_this_node(path: Path) -> Iterator[int]:
+    """A descriptor of the file with which the ranks of a node take turns; the lock ends with its holder.
+
+    Raises:
+        OSError: another rank has it for too long, or there is no room for it.
+    """
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+    deadline = time.monotonic() + OTHERS_S
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_LOOK_S)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _remove_marks(folder: Path) -> None:
+    """Of earlier attempts: none of their ranks lives."""
+    for path in folder.glob(f"{_MARK}*"):
+        if not path.name.startswith(f"{_MARK}{own_generation()}-"):
+            path.unlink(missing_ok=True)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from slurmft.checkpoint.damage import Damage, Damaged
-from slurmft.checkpoint.flat_keys import Path, unflatten
-from slurmft.checkpoint.flat_state import (
+from slurmft.checkpoint.format.damage import Damage, Damaged
+from slurmft.checkpoint.format.flat_keys import Path, unflatten
+from slurmft.checkpoint.format.flat_state import (
+    BUFFERS_OF,
+    FACTS,
     GROUPS,
     MODEL,
     OPTIMIZER,
@@ -23,12 +25,26 @@ from slurmft.checkpoint.flat_state import (
     rank_key,
     refuse_unsupported,
 )
-from slurmft.checkpoint.plain_state import original
-from slurmft.checkpoint.reading import Stored, StoredTensor, Target, fresh
-from slurmft.checkpoint.shard_index import index_file
-from slurmft.checkpoint.state import Trainee, load_part, unwrapped
+from slurmft.checkpoint.format.plain_state import original
+from slurmft.checkpoint.format.reading import Stored, StoredTensor, Target, fresh
+from slurmft.checkpoint.format.shard_index import image_file, index_file
+from slurmft.checkpoint.state import (
+    LOADER,
+    Stateful,
+    Tolerance,
+    Trainee,
+    load_part,
+    position_number,
+    shared_position,
+    unwrapped,
+)
 
 _RANK_KEYS = rank_key(0)[:-1]
+_STEP = "step"
+"""The one entry of an optimizer's state whose type torch chooses by how the optimizer was made."""
+
+OwnNotes = Callable[[Mapping[str, Any]], "Mapping[str, Any] | None"]
+"""What this rank has noted for itself beside a state with such facts; None where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +53,25 @@ class Prepared:
 
     trainee: Trainee
     is_own: bool
-    """False when this rank did not exist in the run that saved, and borrows rank 0's loader position."""
+    """False when this rank did not exist in the run that saved, and takes the position that all ranks share."""
 
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
     shared: Mapping[str, Any]
     own: Mapping[str, Any]
+    recast: frozenset[str]
+    """Parameters whose dtype is another one in the checkpoint."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What rank 0 stored of the state as a whole."""
+        value: Mapping[str, Any] = self.shared.get(FACTS, {})
+        return value
+
+    @property
+    def place(self) -> int:
+        """The position in the data, as a number that all ranks must have alike; 0 where each has its own."""
+        return position_number(self.trainee.loader, self.own)
 
     @property
     def extra(self) -> Mapping[str, Any]:
@@ -56,42 +85,120 @@ class Prepared:
         Raises:
             CheckpointError: a scheduler, scaler or loader cannot take what is stored for it.
         """
-        load_part("loader", self.trainee.loader, self.own)  # first: it refuses other data, and the model is still whole
+        load_part(LOADER, self.trainee.loader, self.own)  # first: it refuses other data, and the model is still whole
         unwrapped(self.trainee.model).load_state_dict(_landed(self.model))
-        self.trainee.optimizer.load_state_dict(_landed(self.optimizer))
+        optimizer = _landed(self.optimizer)
+        self.trainee.optimizer.load_state_dict(optimizer)
+        self._restore_types(optimizer[STATE])
         for name, part in self.trainee.shared_parts().items():
             load_part(name, part, self.shared)
         if self.is_own:
             self.trainee.restore_rng(self.own)
 
+    def _restore_types(self, stored: Mapping[int, Any]) -> None:
+        """torch casts an optimizer's state to the type of the weights: moments of higher precision, and counters."""
+        names = [name for group in group_names(self.trainee) for name in group]
+        parameters = [one for group in self.trainee.optimizer.param_groups for one in group[PARAMS]]
+        present = self.trainee.optimizer.state
+        for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+            if number in stored and parameter in present:
+                _with_types_of(stored[number], present[parameter], follows_weight=name in self.recast)
 
-def prepare(trainee: Trainee, stored: Stored, *, rank: int) -> Prepared:
+
+def prepare(
+    trainee: Trainee, stored: Stored, *, rank: int, world_size: int, tolerance: Tolerance | None = None,
+    notes: OwnNotes = lambda _: None,
+) -> Prepared:  # fmt: skip
     """Read this rank's part of ``stored`` into new memory and verify it; the trainer's objects stay as they are.
 
+    What the rank had for itself comes with the state, or from ``notes``. A rank that did not exist when it was saved
+    takes the position in the data that all ranks share.
+
     Raises:
-        Damaged: the state does not fit these objects (the keys are named), or is not what was written.
+        Damaged: the state does not fit these objects (the keys are named), is not what was written, or a part of it
+            is lost.
         UsageError: the model is of a kind that cannot be loaded.
     """
     refuse_unsupported(trainee.model)
-    own_key = rank_key(rank) if rank_key(rank) in stored.objects else rank_key(0)
+    tolerance = tolerance or Tolerance()
+    rank_keys = sorted(key for key in stored.objects if key.startswith(_RANK_KEYS))
+    own_key = rank_key(rank) if rank_key(rank) in stored.objects else next(iter(rank_keys), "")
     wanted = [key for key in stored.objects if not key.startswith(_RANK_KEYS) or key == own_key]
     objects = stored.load_objects(wanted)
+    own, is_own = _own_part(objects, stored, rank=rank, notes=notes)
+    if rank == 0 and objects.get(FACTS, {}).get(BUFFERS_OF, 0) != 0:
+        raise Damaged(Damage.MISSING, image_file(0), "the buffers of rank 0, which DDP sends to all others")
+    _check_parts(trainee, objects, own, tolerance)
+    saved_ranks = _saved_ranks(objects, stored)
+    if saved_ranks != world_size and trainee.loader is not None and shared_position(trainee.loader, own) is None:
+        if LOADER not in tolerance.missing:
+            raise _not_shared(trainee.loader, f"{saved_ranks} ranks saved, and {world_size} load")
+        own = own if is_own else {}
     leaves: dict[Path, Any] = {stored.path(key): value for key, value in objects.items()}
-    landings = _model_landings(trainee, stored) | _optimizer_landings(trainee, stored, leaves)
+    recast = set[str]()
+    landings = _model_landings(trainee, stored, tolerance, recast) | _optimizer_landings(trainee, stored, leaves)
     stored.fill({key: landing.target for key, landing in landings.items()})
     leaves |= {stored.path(key): landing for key, landing in landings.items()}
     try:
         tree = unflatten(leaves)
         return Prepared(
             trainee=trainee,
-            is_own=own_key == rank_key(rank),
+            is_own=is_own,
             model=_with_raw_names(trainee, tree.get(MODEL, {})),
             optimizer=_with_numbers(trainee, tree[OPTIMIZER]),
             shared=tree,
-            own=tree.get(own_key, {}),
+            own=own,
+            recast=frozenset(recast),
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise _misfit(f"its keys make no sense: {error!r}") from error
+
+
+def _saved_ranks(objects: Mapping[str, Any], stored: Stored) -> int:
+    return int(objects.get(FACTS, {}).get("world_size", stored.shards))
+
+
+def _own_part(
+    objects: Mapping[str, Any], stored: Stored, *, rank: int, notes: OwnNotes
+) -> tuple[Mapping[str, Any], bool]:
+    """What this rank takes for itself, and whether that is its own.
+
+    Raises:
+        Damaged: it had something, which is lost; or no rank's part is there whose position it could take.
+    """
+    if (own := objects.get(rank_key(rank))) is not None:
+        return own, True
+    if rank < _saved_ranks(objects, stored):
+        if (noted := notes(objects.get(FACTS, {}))) is not None:
+            return noted, True
+        raise Damaged(Damage.MISSING, image_file(rank), f"what rank {rank} had for itself")
+    others = [value for key, value in objects.items() if key.startswith(_RANK_KEYS)]
+    if not others:
+        raise Damaged(Damage.MISSING, image_file(0), "what any rank had for itself")
+    return {key: value for key, value in others[0].items() if key == LOADER}, False
+
+
+def _check_parts(trainee: Trainee, shared: Mapping[str, Any], own: Mapping[str, Any], tolerance: Tolerance) -> None:
+    """Raises Damaged where the checkpoint has no state for an object that is to get one."""
+    stored = {*shared, *own}
+    lacking = [name for name, part in trainee.parts.items() if part is not None and name not in stored]
+    if lacking := [name for name in lacking if name not in tolerance.missing]:
+        raise Damaged(
+            Damage.MISFIT,
+            index_file(0),
+            f"it has no state of the {' and the '.join(lacking)}",
+            hint=f"it was saved without; pass allow_missing={lacking!r} to begin anew with what is not there",
+        )
+
+
+def _not_shared(loader: Stateful, why: str) -> Damaged:
+    return Damaged(
+        Damage.MISFIT,
+        index_file(0),
+        f"{why}, and each rank's {type(loader).__name__} has a position of its own",
+        hint="resume with as many ranks as saved, use an ElasticSampler, give the loader a shared_position(), or "
+        "pass allow_missing=['loader']",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +239,28 @@ def _landing(stored: StoredTensor, like: object) -> _Landing:
     return _Landing(whole)
 
 
-def _model_landings(trainee: Trainee, stored: Stored) -> dict[str, _Landing]:
+def _with_types_of(stored: Any, present: Any, *, follows_weight: bool) -> None:
+    """Put values of ``stored`` into ``present`` where a cast has changed their types.
+
+    Args:
+        follows_weight: the weight itself was cast, and what is no whole number with it; counters never are.
+    """
+    places = stored.items() if isinstance(stored, Mapping) else enumerate(stored)
+    for key, value in places:
+        try:
+            here = present[key]
+        except (KeyError, IndexError):
+            continue  # the optimizer's own load has put it elsewhere
+        if isinstance(value, torch.Tensor):
+            is_cast = isinstance(here, torch.Tensor) and here.dtype != value.dtype and key != _STEP
+            if is_cast and not (follows_weight and value.is_floating_point()):
+                present[key] = value.to(here.device)
+        elif isinstance(value, dict | list) and isinstance(here, dict | list):
+            _with_types_of(value, here, follows_weight=follows_weight)
+
+
+def _model_landings(trainee: Trainee, stored: Stored, tolerance: Tolerance, recast: set[str]) -> dict[str, _Landing]:
+    """Adds to ``recast`` the names of weights that are of another dtype in the checkpoint."""
     present = {plain_name(name): value for name, value in unwrapped(trainee.model).state_dict().items()}
     keys = [key for key in (*stored.tensors, *stored.objects) if stored.path(key)[0] == MODEL]
     names = {str(stored.path(key)[1]) if len(stored.path(key)) > 1 else key for key in keys}
@@ -148,6 +276,15 @@ def _model_landings(trainee: Trainee, stored: Stored) -> dict[str, _Landing]:
             shape = list(here.shape)
             if there is None or list(there.shape) != shape:
                 raise _misfit(f"{name} is {list(there.shape) if there else 'no tensor'} there and {shape} here")
+            if there.dtype != here.dtype:
+                if not tolerance.cast:
+                    raise Damaged(
+                        Damage.MISFIT,
+                        index_file(0),
+                        f"{name} is {_short(there.dtype)} there and {_short(here.dtype)} here",
+                        hint="load into a model of the type that was saved, or pass allow_cast=True",
+                    )
+                recast.add(name)
         if there is not None:
             landings[key] = _landing(there, here)
     return landings
@@ -218,6 +355,10 @@ def _landed(value: Any) -> Any:
     if type(value) is list:
         return [_landed(each) for each in value]
     return value
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _misfit(problem: str) -> Damaged:

@@ -10,33 +10,32 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.tensor import DTensor
-
-from slurmft.checkpoint import holding, landing
+from slurmft.checkpoint import landing
 from slurmft.checkpoint.agreement import Guard, damage_report, failure
 from slurmft.checkpoint.catalog import Catalog, Entry, read_entry
-from slurmft.checkpoint.damage import Damage, Damaged
-from slurmft.checkpoint.folders import own_generation, remove_left_overs
-from slurmft.checkpoint.memory_sources import MemorySources
-from slurmft.checkpoint.offers import MAX_WORLD
-from slurmft.checkpoint.rank_records import read_record
-from slurmft.checkpoint.reading import Source, Stored
-from slurmft.checkpoint.shard_index import image_file, index_file, verified_index
-from slurmft.checkpoint.state import Trainee, unwrapped
+from slurmft.checkpoint.folders import own_generation
+from slurmft.checkpoint.format.damage import Damage, Damaged
+from slurmft.checkpoint.format.flat_state import is_sharded
+from slurmft.checkpoint.format.reading import Source, Stored
+from slurmft.checkpoint.format.shard_index import image_file, index_file, verified_index
+from slurmft.checkpoint.replicas.memory_sources import MemorySources
+from slurmft.checkpoint.replicas.offers import MAX_WORLD
+from slurmft.checkpoint.retention import by_merit
+from slurmft.checkpoint.staging import holding
+from slurmft.checkpoint.staging.rank_records import read_record
+from slurmft.checkpoint.state import Tolerance, Trainee
 from slurmft.checkpoint.team import Team
+from slurmft.checkpoint.writer.write_requests import BestMode
 from slurmft.errors import CheckpointError, NewerFormat, StorageError
-from slurmft.policy.tiers import Committed, Decision, Name
+from slurmft.policy.checkpoints.tiers import Committed, Decision, Name
 from slurmft.storage.attempt_facts import note_resuming
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, read_quarantine
 from slurmft.storage.memory_folder import memory_folder_of
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
-
-FACTS = "slurmft.facts"
-"""The key of what a marker also tells: metrics, and how many ranks have a state of their own in it."""
 
 _QUARANTINE = frozenset({Damage.NONE, Damage.QUARANTINED, Damage.GIVEN_UP})
 _OTHER = -1
@@ -76,14 +75,15 @@ class Loading:
     Args:
         directory: of the checkpoints.
         trainee: what the state goes into.
+        tolerance: in what a checkpoint may differ from it.
     """
 
-    def __init__(self, directory: Path, trainee: Trainee) -> None:
-        self._directory, self._trainee = directory, trainee
+    def __init__(self, directory: Path, trainee: Trainee, tolerance: Tolerance | None = None) -> None:
+        self._directory, self._trainee, self._tolerance = directory, trainee, tolerance
         self._team = Team()
         self._skipped: list[tuple[Path, str]] = []
         self._found: set[int] = set()
-        self._is_sparing = any(isinstance(one, DTensor) for one in unwrapped(trainee.model).parameters())
+        self._is_sparing = is_sharded(trainee.model)
         self.newest_commit = 0
         """Of all that was seen; saves are counted on from it."""
 
@@ -106,13 +106,22 @@ class Loading:
             memory.close()
         return self._from_disk(candidates, memory.reason)
 
-    def first_of(self, candidates: Callable[[], list[Identity]]) -> LoadedCheckpoint:
-        """The first of ``candidates`` (asked on rank 0 only) that all ranks can verify, from disk.
+    def best(self, metric: str, mode: BestMode) -> LoadedCheckpoint:
+        """The best by ``metric`` that all ranks can verify, from disk.
 
         Raises:
-            CheckpointError: as ``newest``.
+            CheckpointError: as ``newest``; also when checkpoints exist and none has this metric.
         """
-        return self._from_disk(self._agreed(candidates), "")
+
+        def best_first() -> list[Identity]:
+            committed = Catalog(self._directory).committed()
+            ordered = by_merit(committed, metric, mode)
+            if committed and not ordered:
+                raise CheckpointError(f"no checkpoint in {self._directory} has a finite metric {metric!r}",
+                                      hint="pass metrics= to save(), or use load_latest")  # fmt: skip
+            return [Identity(entry.step, entry.generation, entry.commit) for entry in ordered]
+
+        return self._from_disk(self._agreed(best_first), "")
 
     def _from_memory(self, memory: MemorySources, decision: Decision) -> LoadedCheckpoint | None:
         identity = Identity(*(decision.name or (0, 0, 0)))
@@ -124,19 +133,17 @@ class Loading:
         with guard:
             disk = _disk_sources(path) if decision.is_committed else {}
             stored = Stored((disk | memory.sources(identity)).values())
-            prepared = landing.prepare(self._trainee, stored, rank=self._team.rank)
-            prepared = self._with_own(prepared, identity)
-        rows = self._team.exchange(guard.damage_row)
-        if any(damage in (Damage.MISFIT, _OTHER) for damage, _ in rows):
-            raise self._cannot_load(path, [damage for damage, _ in rows], guard)
-        if prepared is None or any(damage != Damage.NONE for damage, _ in rows):
+            prepared = self._prepared(stored, lambda facts: self._noted(facts, identity))
+        rows = self._exchange(guard, prepared)
+        if _fits_nowhere(rows):
+            raise self._cannot_load(path, rows, guard)
+        if prepared is None or any(damage != Damage.NONE for damage, *_ in rows):
             if len(wanted) < len(decision.suppliers):
                 self._is_sparing = False  # its parts are spread in another way now: with all of them it may work
             else:
                 memory.refuse(decision, damage_report(rows, self._team, guard))
             return None
-        facts = prepared.shared.get(FACTS, {})
-        return self._apply(path, prepared, identity, facts, decision.reason, is_durable=decision.is_committed)
+        return self._apply(path, prepared, identity, prepared.facts, decision.reason, is_durable=decision.is_committed)
 
     def _wanted(self, decision: Decision) -> range:
         """The shards that this rank needs whole: its own, where the state is spread as it was when it was saved."""
@@ -144,21 +151,36 @@ class Loading:
             return range(self._team.rank, self._team.rank + 1)
         return range(len(decision.suppliers))
 
-    def _with_own(self, prepared: landing.Prepared, identity: Identity) -> landing.Prepared:
-        """With what this rank had for itself, from its own notes where nobody has stored them with the weights.
+    def _prepared(self, stored: Stored, notes: landing.OwnNotes) -> landing.Prepared:
+        team = self._team
+        return landing.prepare(
+            self._trainee, stored, rank=team.rank, world_size=team.world_size, tolerance=self._tolerance, notes=notes
+        )
 
-        Raises:
-            Damaged: it is lost with its node, although there was some.
+    def _exchange(self, guard: Guard, prepared: landing.Prepared | None) -> list[list[int]]:
+        """What every rank has found, as (damage, file): alike on all. Nothing is applied before this.
+
+        Parts that are intact each for itself may still not be of one state: of ranks that take their samples together,
+        all must have come equally far.
         """
-        facts, rank = prepared.shared.get(FACTS, {}), self._team.rank
-        if rank >= facts.get("world_size", 0) or prepared.is_own:
-            return prepared
+        place = 0
+        with guard:
+            place = prepared.place if prepared is not None else 0
+        rows = self._team.exchange([*guard.damage_row, place])
+        is_astray = len({place for *_, place in rows if place}) > 1
+        if is_astray and not any(damage for damage, *_ in rows):
+            return [[Damage.ASTRAY, 0] for _ in rows]
+        return [row[:2] for row in rows]
+
+    def _noted(self, facts: Mapping[str, Any], identity: Identity) -> Mapping[str, Any] | None:
+        """What this rank had for itself, from its own notes: those who kept the weights just in time had only theirs.
+
+        None where it is lost with its node, or the state is none that was kept just in time.
+        """
         memory = memory_folder_of(self._directory)
-        if memory is not None and facts.get("just_in_time"):
-            own = read_record(memory, rank, identity.step, identity.generation)
-            if own is not None:
-                return replace(prepared, own=own, is_own=True)
-        raise Damaged(Damage.MISSING, image_file(rank), f"what rank {rank} had for itself")
+        if memory is None or not facts.get("just_in_time"):
+            return None
+        return read_record(memory, self._team.rank, identity.step, identity.generation)
 
     def _from_disk(self, candidates: Sequence[Identity], reason: str) -> LoadedCheckpoint:
         for identity in candidates:
@@ -167,15 +189,15 @@ class Loading:
             with guard, self._kept(path):
                 entry = _verified_entry(path)
                 stored = Stored(_disk_sources(path, entry).values())
-                prepared = landing.prepare(self._trainee, stored, rank=self._team.rank)
-            rows = self._team.exchange(guard.damage_row)
-            if prepared is not None and entry is not None and all(damage == Damage.NONE for damage, _ in rows):
+                prepared = self._prepared(stored, lambda _: None)
+            rows = self._exchange(guard, prepared)
+            if prepared is not None and entry is not None and all(damage == Damage.NONE for damage, *_ in rows):
                 facts = {"metrics": entry.metrics, "world_size": entry.world_size}
                 return self._apply(path, prepared, identity, facts, reason or f"disk: step {identity.step}")
-            if any(damage in (Damage.MISFIT, _OTHER) for damage, _ in rows):
-                raise self._cannot_load(path, [damage for damage, _ in rows], guard)
+            if _fits_nowhere(rows):
+                raise self._cannot_load(path, rows, guard)
             self._skipped.append((path, damage_report(rows, self._team, guard)))
-            self._found |= {damage for damage, _ in rows}
+            self._found |= {damage for damage, *_ in rows}
             if self._team.is_lead:
                 log.warning("skipping checkpoint %s: %s", *self._skipped[-1])
         self._note(None, reason)
@@ -199,7 +221,6 @@ class Loading:
         team, guard, found = self._team, Guard(), list[Identity]()
         if team.is_lead:
             with guard:
-                remove_left_overs(self._directory, is_saving=False)
                 self.newest_commit = Catalog(self._directory).newest_commit()
                 found = candidates()
         code, count, self.newest_commit = team.from_lead([guard.code, len(found), self.newest_commit])
@@ -265,17 +286,22 @@ class Loading:
             source=source,
         )
 
-    def _cannot_load(self, path: Path, damages: list[int], guard: Guard) -> CheckpointError:
+    def _cannot_load(self, path: Path, rows: Sequence[Sequence[int]], guard: Guard) -> CheckpointError:
         """An intact checkpoint that these objects cannot take: an older one would not fit either."""
-        failed = [rank for rank, damage in enumerate(damages) if damage]
+        failed = [rank for rank, (damage, *_) in enumerate(rows) if damage]
         detail = str(guard.error) if guard.error is not None else f"rank(s) {failed} could not; their logs show why"
         if guard.error is not None:
             log.error("rank %d cannot load %s", self._team.rank, path, exc_info=guard.error)
-        error = CheckpointError(
-            f"{path} cannot be loaded: {detail}", hint="use the model that saved it, or another checkpoint directory"
-        )
+        hint = getattr(guard.error, "hint", "") or "use the model that saved it, or another checkpoint directory"
+        error = CheckpointError(f"{path} cannot be loaded: {detail}", hint=hint)
         error.__cause__ = guard.error
         return error
+
+
+def _fits_nowhere(rows: Sequence[Sequence[int]]) -> bool:
+    """Whether objects cannot take a state that is intact. Of one that is not, the next candidate is asked instead."""
+    found = {damage for damage, *_ in rows}
+    return _OTHER in found or (Damage.MISFIT in found and found <= {Damage.NONE, Damage.MISFIT})
 
 
 def _verified_entry(path: Path) -> Entry:

@@ -14,7 +14,7 @@ import operator
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -22,26 +22,24 @@ import torch
 
 from slurmft.checkpoint.agreement import Guard, failure
 from slurmft.checkpoint.catalog import Catalog
-from slurmft.checkpoint.fault_points import reached
-from slurmft.checkpoint.flat_keys import key_of
-from slurmft.checkpoint.flat_state import MODEL, FlatState, capture, plain_name, rank_key
 from slurmft.checkpoint.folders import own_generation, remove_left_overs
+from slurmft.checkpoint.format.flat_state import FACTS, FlatState, capture
 from slurmft.checkpoint.just_in_time import JustInTime
-from slurmft.checkpoint.loading import FACTS, LoadedCheckpoint, Loading
-from slurmft.checkpoint.memory_sources import same_state
-from slurmft.checkpoint.offers import forget_others
-from slurmft.checkpoint.retention import by_merit
-from slurmft.checkpoint.snapshots import LaidOut, Snapshots
-from slurmft.checkpoint.state import Stateful, Trainee
+from slurmft.checkpoint.loading import LoadedCheckpoint, Loading
+from slurmft.checkpoint.replicas.memory_sources import same_state
+from slurmft.checkpoint.replicas.offers import forget_others
+from slurmft.checkpoint.staging.snapshots import LaidOut, Snapshots
+from slurmft.checkpoint.state import Stateful, Tolerance, Trainee
 from slurmft.checkpoint.team import Team
 from slurmft.checkpoint.turns import Row, Turn, mismatch
-from slurmft.checkpoint.write_requests import BestMode, CommitOrder, Keep
-from slurmft.errors import CheckpointError, UsageError
-from slurmft.policy.checkpoint_settings import CheckpointSettings
-from slurmft.storage.checkpoint_names import MAX_STEP, Identity
+from slurmft.checkpoint.writer.fault_points import reached
+from slurmft.checkpoint.writer.write_requests import BestMode, CommitOrder, Keep
+from slurmft.errors import CheckpointError, DirectoryInUse, UsageError
+from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
+from slurmft.storage.checkpoint_names import MAX_STEP, STAGING, Identity
 from slurmft.storage.fence import check_fence
 from slurmft.storage.memory_folder import memory_folder_of, ranks_of_this_node
-from slurmft.training.background import BACKGROUND, Outcome, weakly
+from slurmft.worker.background import BACKGROUND, Outcome, weakly
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +48,6 @@ ROOM_S = 60.0
 """How long a save that must not be skipped waits for one of its two places."""
 
 LOOK_S = 0.05
-SPILL_FOLDER = ".staging"
 
 
 class CheckpointManager:
@@ -95,10 +92,11 @@ class CheckpointManager:
         self._distrusted: set[Path] = set()
         self._turn = Turn()
         self._snapshots = Snapshots(
-            self.settings, memory=memory_folder_of(self.directory), spill=self.directory / SPILL_FOLDER,
+            self.settings, memory=memory_folder_of(self.directory), spill=self.directory / STAGING,
             on_committed=weakly(self._on_committed), on_failed=weakly(self._on_failed),
         )  # fmt: skip
         self._rescue: JustInTime | None = None
+        self._is_saving = False
         BACKGROUND.join(self)
         self._finalizer = weakref.finalize(self, self._snapshots.close)  # at the end of the process at the latest
 
@@ -125,6 +123,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: nothing was saved, older checkpoints are untouched; raised by all ranks alike, with the
                 ranks that failed and why.
+            DirectoryInUse: another manager of this process saves in this directory.
             Fenced: a newer attempt owns the run; nothing was committed.
         """
         trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
@@ -137,7 +136,7 @@ class CheckpointManager:
             return None
         identity = Identity(step, own_generation(), self._turn.commit)
         folder = self.directory / identity.folder_name
-        self._arm(trainee, prepared.flat, extra, step=step)  # first: who dies in the copy must not take the step along
+        self._arm(trainee, extra, step=step)  # first: who dies in the copy must not take the step along
         self._stage(team, prepared, identity, urgent=urgent)
         BACKGROUND.outcome = Outcome.STAGED
         if not is_async:
@@ -151,8 +150,7 @@ class CheckpointManager:
             CheckpointError: it is not, for a reason that may pass (it is given up; save again) or will not.
             Fenced: a newer attempt owns the run.
         """
-        identity = self._turn.awaited
-        if identity is None:
+        if (identity := self._turn.awaited) is None:
             return
         team = Team()
         self._snapshots.hurry()
@@ -166,6 +164,7 @@ class CheckpointManager:
                 self._note_committed(identity.step, rows[0][2] / 1e9)
                 if self._rescue is not None:
                     self._rescue.saved(identity.step)
+                self._snapshots.settled(identity)
                 self._forget_others(identity.commit)
                 return
             self._snapshots.sleep(identity, LOOK_S)
@@ -192,29 +191,40 @@ class CheckpointManager:
         scheduler: Stateful | None = None,
         scaler: Stateful | None = None,
         loader: Stateful | None = None,
+        allow_missing: Collection[str] = (),
+        allow_cast: bool = False,
     ) -> LoadedCheckpoint:
         """Resume from the newest state that every rank can verify: from memory where it is whole there, else from disk.
 
         What is skipped is logged and returned. Nothing is loaded into the objects before every rank has read and
         verified its part. With the same world size, training goes on bit for bit. With another one, the loader goes on
-        at the global position, and ranks that have no random state in the checkpoint keep theirs, with a warning.
+        at the position that all ranks share, and ranks that have no random state in the checkpoint keep theirs, with a
+        warning. The optimizer's state keeps the types that it was saved with. Saves of this process into the directory
+        are waited for first; one that fails is logged, and not found.
+
+        Args:
+            allow_missing: which of "scheduler", "scaler" and "loader" may begin anew where the checkpoint has no state
+                for them, or (the loader) where one that shares no position meets another number of ranks.
+            allow_cast: take weights of another dtype than the model's.
 
         Raises:
+            Fenced: a newer attempt owns the run.
             CheckpointError: checkpoints exist and none is usable (each is named with its reason), or an intact one
-                does not fit the model or optimizer.
+                does not fit the objects.
         """
+        self._settle()
         trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
-        loading = Loading(self.directory, trainee)
+        loading = Loading(self.directory, trainee, Tolerance.of(allow_missing, allow_cast=allow_cast))
         loaded = self._loaded(loading, loading.newest())
         if loaded.found:
-            self._arm(trainee, None, loaded.extra)
-        if loaded.found and not loaded.is_durable:
+            self._arm(trainee, loaded.extra)
+        if loaded.found and not loaded.is_durable and not self._is_guest and not _is_of_this_attempt(loaded):
             again = self.save(
                 model, optimizer, step=loaded.step, metrics=loaded.metrics, scheduler=scheduler, scaler=scaler,
                 loader=loader, extra=loaded.extra, async_save=True,
             )  # fmt: skip
             if loaded.path is not None and again is not None:
-                same_state(loaded.path.name, again.name)
+                same_state(self.directory, loaded.path.name, again.name)
         return loaded
 
     def load_best(
@@ -225,15 +235,18 @@ class CheckpointManager:
         scheduler: Stateful | None = None,
         scaler: Stateful | None = None,
         loader: Stateful | None = None,
+        allow_missing: Collection[str] = (),
+        allow_cast: bool = False,
     ) -> LoadedCheckpoint:
         """As ``load_latest``, in order of ``best_metric`` instead of age, and from disk.
 
         Raises:
             CheckpointError: as ``load_latest``; also when checkpoints exist and none has a finite ``best_metric``.
         """
+        self._settle()
         trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
-        loading = Loading(self.directory, trainee)
-        return self._loaded(loading, loading.first_of(self._best_first))
+        loading = Loading(self.directory, trainee, Tolerance.of(allow_missing, allow_cast=allow_cast))
+        return self._loaded(loading, loading.best(self.settings.best_metric, self.settings.best_mode))
 
     # What the session calls (training.background.Saver)
 
@@ -241,11 +254,6 @@ class CheckpointManager:
         """``step`` steps are complete."""
         if self._rescue is not None:
             self._rescue.at_boundary(step)
-
-    def before_update(self, step: int) -> None:
-        """This rank's random numbers for ``step`` are drawn."""
-        if self._rescue is not None:
-            self._rescue.before_update(step)
 
     def rescue(self) -> None:
         """A rank has failed: keep the last complete step where that can be had."""
@@ -264,20 +272,20 @@ class CheckpointManager:
         with guard:
             if not 0 <= operator.index(step) <= MAX_STEP:
                 raise UsageError(f"step is {step}; it counts completed steps")
+            if not self._is_saving:
+                self._begin(team)
             prepared = self._snapshots.prepare(captured(), rank=team.rank, world_size=team.world_size)
-            if team.is_lead and not self._turn.is_begun:
-                self._begin()
         deadline_s = time.monotonic() + ROOM_S
+        what = f"step {step} was not saved to {self.directory}"
         while True:
             rows = self._turn.exchange(team, guard, step, prepared)
             if any(row[Row.CODE] for row in rows):
-                raise failure(
-                    f"step {step} was not saved to {self.directory}", [r[Row.CODE] for r in rows], team, guard
-                )
+                raise failure(what, [row[Row.CODE] for row in rows], team, guard)
             if problem := mismatch(rows):
-                raise CheckpointError(f"step {step} was not saved to {self.directory}: {problem}",
-                                      hint="all ranks save the same step of the same model")  # fmt: skip
+                raise CheckpointError(f"{what}: {problem}", hint="all ranks save the same step of the same model")
             self._note_committed(rows[0][Row.COMMITTED_STEP], rows[0][Row.COMMITTED_NS] / 1e9)
+            if rows[0][Row.COMMITTED_STEP]:
+                self._snapshots.leave_spill()
             if prepared is None or not any(row[Row.IS_BUSY] for row in rows):
                 return prepared
             if not urgent and self.settings.when_busy == "skip":
@@ -297,16 +305,40 @@ class CheckpointManager:
     def _captured(
         self, team: Team, trainee: Trainee, extra: Mapping[str, Any] | None, metrics: Mapping[str, SupportsFloat]
     ) -> FlatState:
-        flat = capture(trainee, extra, rank=team.rank)
+        flat = capture(trainee, extra, rank=team.rank, settles=True)
         if team.is_lead:
-            flat.put(FACTS, {"metrics": _as_floats(metrics), "world_size": team.world_size})
+            plain = {str(name): float(value) for name, value in metrics.items()}
+            flat.put(FACTS, {"metrics": plain, "world_size": team.world_size})
         return flat
 
-    def _begin(self) -> None:
-        """Rank 0, before its first save: whose directory it is, what was left in it, and where the counting goes on."""
-        check_fence()
-        remove_left_overs(self.directory, is_saving=True)
-        self._turn.begin(Catalog(self.directory).newest_commit())
+    def _begin(self, team: Team) -> None:
+        """Before the first save: whose directory it is; on rank 0, what was left in it, and the newest number.
+
+        Raises:
+            DirectoryInUse: another manager of this process saves there.
+            Fenced: a newer attempt owns the run.
+        """
+        if self._is_guest:
+            raise DirectoryInUse(f"a second checkpoint manager of this process cannot save in {self.directory}",
+                                 hint="use one manager for each directory, or close() the first one")  # fmt: skip
+        if team.is_lead:
+            check_fence()
+            remove_left_overs(self.directory)
+            self._turn.begin(Catalog(self.directory).newest_commit())
+        self._is_saving = True
+        for one in self._of_this_directory():
+            if one is not self and one._rescue is not None:
+                one._rescue.disarm("another manager saves in this directory")
+
+    @property
+    def _is_guest(self) -> bool:
+        """Whether another manager of this process saves here."""
+        return any(one._is_saving for one in self._of_this_directory() if one is not self)
+
+    def _of_this_directory(self) -> list[CheckpointManager]:
+        """The managers of this directory in this process, in the same order on all ranks."""
+        managers = [one for one in BACKGROUND.savers if isinstance(one, CheckpointManager)]
+        return [one for one in managers if one.directory.resolve() == self.directory.resolve()]
 
     def _stage(self, team: Team, prepared: LaidOut, identity: Identity, *, urgent: bool) -> None:
         """Copy, and hand over to the writer. What goes wrong here, all ranks learn of at the next save or ``wait``."""
@@ -329,11 +361,7 @@ class CheckpointManager:
             best_metric=settings.best_metric if settings.save_best else "", best_mode=settings.best_mode,
             distrusted=tuple(sorted(path.name for path in self._distrusted)),
         )  # fmt: skip
-        return CommitOrder(
-            metrics=metrics,
-            attempt=os.environ.get(ATTEMPT_VARIABLE, ""),
-            keep=keep,
-        )
+        return CommitOrder(metrics=metrics, attempt=os.environ.get(ATTEMPT_VARIABLE, ""), keep=keep)
 
     def _on_committed(self, identity: Identity, seconds: float) -> None:
         log.info("saved step %d in %.2f s: %s", identity.step, seconds, self.directory / identity.folder_name)
@@ -353,43 +381,34 @@ class CheckpointManager:
             BACKGROUND.listener.on_saved(step, seconds)
 
     def _forget_others(self, commit: int) -> None:
-        """Give back the memory of ranks that have left this node, now that this commit is durable."""
+        """Give back the memory of ranks that have left this node: this commit is durable."""
         memory, ranks = memory_folder_of(self.directory), ranks_of_this_node()
         if memory is not None and int(os.environ.get("RANK", "0")) == ranks.start:
             forget_others(memory, ranks, older_than=commit)
 
     # Just in time
 
-    def _arm(
-        self, trainee: Trainee, flat: FlatState | None, extra: Mapping[str, Any] | None, *, step: int | None = None
-    ) -> None:
+    def _arm(self, trainee: Trainee, extra: Mapping[str, Any] | None, *, step: int | None = None) -> None:
         """Be ready to keep ``trainee``'s last complete step, where the node's memory outlives this process."""
-        if not self.settings.just_in_time or BACKGROUND.listener is None:
+        memory = memory_folder_of(self.directory)
+        if not self.settings.just_in_time or BACKGROUND.listener is None or memory is None or self._is_guest:
             return
-        team = Team()
-        self._snapshots.take_place(team.rank, team.world_size)
-        if self._snapshots.arena.is_private:
-            return
+        self._rescue = self._rescue or JustInTime(memory, weakly(self._keep))
         reason = "save() is given extra=, whose value between two saves nobody knows" if extra else ""
-        if flat is not None and flat.is_sharded:
-            reason = "the state is spread over ranks, and no other has it"
-        if self._rescue is None:
-            self._rescue = JustInTime(self._snapshots.arena.folder, weakly(self._keep))
         self._rescue.arm(trainee, reason=reason, step=step)
 
-    def _keep(
-        self, step: int, trainee: Trainee, own: Mapping[int, dict[str, Any]], buffers: Mapping[str, torch.Tensor]
-    ) -> None:
-        flat = capture(trainee, None, rank=0)
-        del flat.objects[rank_key(0)]  # of this moment, not of the boundary
-        for rank, state in own.items():
-            flat.put(rank_key(rank), state)
-        flat.tensors.update({key_of((MODEL, plain_name(name))): value for name, value in buffers.items()})
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        flat.put(FACTS, {"metrics": {}, "world_size": world_size, "just_in_time": True})
-        self._snapshots.keep(flat, Identity(step, own_generation(), self._turn.commit + 1))
+    def _keep(self, step: int, flat: FlatState, check: Callable[[], None]) -> None:
+        self._snapshots.keep(flat, Identity(step, own_generation(), self._turn.commit + 1), check)
 
     # Loading
+
+    def _settle(self) -> None:
+        """Return when no save of this process into the directory is under way: a load would miss it."""
+        for one in self._of_this_directory():
+            try:
+                one.wait()
+            except CheckpointError as error:
+                log.warning("%s; what is there without it is loaded", error)
 
     def _loaded(self, loading: Loading, loaded: LoadedCheckpoint) -> LoadedCheckpoint:
         team = Team()
@@ -400,16 +419,8 @@ class CheckpointManager:
         self._turn.begin(loading.newest_commit)
         return loaded
 
-    def _best_first(self) -> list[Identity]:
-        committed = Catalog(self.directory).committed()
-        ordered = by_merit(committed, self.settings.best_metric, self.settings.best_mode)
-        if committed and not ordered:
-            raise CheckpointError(
-                f"no checkpoint in {self.directory} has a finite metric {self.settings.best_metric!r}",
-                hint="pass metrics= to save(), or use load_latest",
-            )
-        return [Identity(entry.step, entry.generation, entry.commit) for entry in ordered]
 
-
-def _as_floats(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
-    return {str(name): float(value) for name, value in metrics.items()}
+def _is_of_this_attempt(loaded: LoadedCheckpoint) -> bool:
+    """Whether a rank of this attempt makes it durable: this process may only be an evaluation beside it."""
+    identity = Identity.parse(loaded.path.name) if loaded.path is not None else None
+    return identity is not None and identity.generation == own_generation() != 0

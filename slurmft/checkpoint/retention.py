@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmft.checkpoint.catalog import Entry
-from slurmft.checkpoint.write_requests import BestMode
+from slurmft.checkpoint.writer.write_requests import BestMode
 
 KEPT_QUARANTINED = 2
 """Enough to look into why runs die from them."""

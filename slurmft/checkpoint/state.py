@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from slurmft.checkpoint.plain_state import as_plain, original
-from slurmft.errors import CheckpointError
-from slurmft.training import rng
+from slurmft.checkpoint.format.plain_state import as_json, as_plain, original
+from slurmft.errors import CheckpointError, UsageError
+from slurmft.worker.data import rng
 
 log = logging.getLogger(__name__)
 
 
+LOADER, SCHEDULER, SCALER = "loader", "scheduler", "scaler"
+
+
 class Stateful(Protocol):
-    """Schedulers, gradient scalers, loaders: whatever can say where it is and go back there."""
+    """Schedulers, gradient scalers, loaders: whatever can say where it is and go back there.
+
+    A loader may also have ``shared_position(state_dict)``: what of such a state is the same on every rank, or None.
+    A run with another number of ranks goes on from that; without it, each rank's position is its own, and only the
+    same number of ranks can resume.
+    """
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -35,11 +45,16 @@ class Trainee:
     scaler: Stateful | None = None
     loader: Stateful | None = None
 
+    @property
+    def parts(self) -> dict[str, Stateful | None]:
+        """All objects beside model and optimizer, by the name that their state is stored under."""
+        return {**self.shared_parts(), LOADER: self.loader}
+
     def rank_payload(self) -> dict[str, Any]:
         """What each rank has for itself."""
         payload: dict[str, Any] = {"rng": rng.capture()}
         if self.loader is not None:
-            payload["loader"] = as_plain(self.loader.state_dict())
+            payload[LOADER] = as_plain(self.loader.state_dict())
         return payload
 
     def restore_rng(self, own: Mapping[str, Any]) -> None:
@@ -48,7 +63,29 @@ class Trainee:
 
     def shared_parts(self) -> dict[str, Stateful | None]:
         """What is equal on every rank beside model and optimizer, by the name that it is stored under."""
-        return {"scheduler": self.scheduler, "scaler": self.scaler}
+        return {SCHEDULER: self.scheduler, SCALER: self.scaler}
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """In what a checkpoint may differ from the objects that it is loaded into."""
+
+    missing: frozenset[str] = frozenset()
+    """Names of ``Trainee.parts`` that may start anew where the checkpoint has no state for them."""
+
+    cast: bool = False
+    """Weights may be of another dtype than the model's."""
+
+    @classmethod
+    def of(cls, allow_missing: Collection[str], *, allow_cast: bool) -> Tolerance:
+        """Raises UsageError where ``allow_missing`` names something else than a scheduler, scaler or loader."""
+        given = {allow_missing} if isinstance(allow_missing, str) else {*allow_missing}
+        if unknown := sorted(given - {LOADER, SCHEDULER, SCALER}):
+            raise UsageError(
+                f"allow_missing names {', '.join(map(repr, unknown))}",
+                hint=f"it takes {LOADER!r}, {SCHEDULER!r} and {SCALER!r}",
+            )
+        return cls(frozenset(given), cast=allow_cast)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -60,6 +97,21 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
             model = inner
         else:
             return model
+
+
+def position_number(loader: Stateful | None, own: Mapping[str, Any]) -> int:
+    """63 bits of the position in ``own`` that every rank must have alike; 0 where each has one of its own."""
+    position = shared_position(loader, own)
+    if position is None:
+        return 0
+    text = json.dumps(as_json(position), sort_keys=True)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1 or 1
+
+
+def shared_position(loader: Stateful | None, own: Mapping[str, Any]) -> Any:
+    """What of the loader's state in ``own`` is the same on every rank; None where nothing is, or there is no state."""
+    of = getattr(loader, "shared_position", None)
+    return of(original(own[LOADER])) if of is not None and LOADER in own else None
 
 
 def load_part(name: str, part: Stateful | None, payload: Mapping[str, Any]) -> None:
@@ -77,6 +129,6 @@ def load_part(name: str, part: Stateful | None, payload: Mapping[str, Any]) -> N
                 hint=f"pass a {name} of the kind that was saved; with a re-run machine, that is the machine",
             ) from error
     elif part is not None:
-        log.warning("the checkpoint holds no %s state: the %s starts anew", name, name)
+        log.warning("the checkpoint holds no %s state: the %s starts anew, as allow_missing says", name, name)
     elif name in payload:
         log.warning("the checkpoint holds %s state, and no %s was passed to load it into", name, name)

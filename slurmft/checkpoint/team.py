@@ -11,50 +11,59 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from slurmft.worker.host_group import host_group
+
 
 class Team:
     """The ranks of the default process group, or this process alone when there is none.
 
-    Every method is a collective: all ranks call the same ones in the same order. A rank that is gone shows as the
-    process group's own error or timeout.
+    Making one may be a collective, and every method is: all ranks call the same ones in the same order. What is
+    exchanged lies in main memory and travels over a group for that (``worker.host_group``), never over NCCL. A rank
+    that is gone shows as the process group's own error or timeout.
     """
 
     def __init__(self) -> None:
         self._joined = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self._joined else 0
         self.world_size = dist.get_world_size() if self._joined else 1
-        self._device = _collective_device() if self._joined else torch.device("cpu")
+        self._group = host_group() if self._joined and self.world_size > 1 else None
 
     @property
     def is_lead(self) -> bool:
         return self.rank == 0
 
-    @property
-    def device(self) -> torch.device:
-        """Where tensors must lie that are exchanged."""
-        return self._device
-
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         """Every rank's row, in rank order. Rows have equal lengths; each number fits in 64 bits, signed."""
         table = torch.zeros(self.world_size, len(row), dtype=torch.int64)
         table[self.rank] = torch.tensor(list(row), dtype=torch.int64)
-        if self._joined and self.world_size > 1:
-            table = table.to(self._device)
-            dist.all_reduce(table)  # all other rows are zero here, so the sum is exact
-        rows: list[list[int]] = table.cpu().tolist()
+        if self._group is not None:
+            dist.all_reduce(table, group=self._group)  # all other rows are zero here, so the sum is exact
+        rows: list[list[int]] = table.tolist()
         return rows
 
     def from_lead(self, row: Sequence[int]) -> list[int]:
         """Rank 0's row, on every rank; the others pass a row of the same length."""
         tensor = torch.tensor(list(row), dtype=torch.int64)
-        if self._joined and self.world_size > 1:
-            tensor = tensor.to(self._device)
-            dist.broadcast(tensor, src=0)
-        values: list[int] = tensor.cpu().tolist()
+        if self._group is not None:
+            dist.broadcast(tensor, src=0, group=self._group)
+        values: list[int] = tensor.tolist()
         return values
 
+    def send_and_receive(
+        self, outgoing: tuple[torch.Tensor, int] | None, incoming: tuple[torch.Tensor, int] | None
+    ) -> None:
+        """Send one tensor to a rank and receive one from a rank, both at once; return when both have happened.
 
-def _collective_device() -> torch.device:
-    """Where the default group can reduce: the CPU when it may (gloo), else this rank's current GPU (nccl)."""
-    devices = [part.partition(":")[0] for part in str(dist.get_backend_config()).split(",")]
-    return torch.device("cpu" if "cpu" in devices else devices[0])
+        One batch: on a group that does one thing after the other, ranks that send first wait for each other in a ring.
+        Not a collective. What one rank sends to another, that one receives in the same order.
+
+        Args:
+            outgoing, incoming: a tensor in main memory, and the rank that it goes to or comes from.
+        """
+        operations = [
+            dist.P2POp(function, *one, self._group)
+            for function, one in ((dist.isend, outgoing), (dist.irecv, incoming))
+            if one is not None
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from slurmft.checkpoint.agreement import FENCED, Guard
-from slurmft.checkpoint.snapshots import LaidOut, Standing
+from slurmft.checkpoint.staging.snapshots import LaidOut
 from slurmft.checkpoint.team import Team
+from slurmft.checkpoint.writer.write_requests import Standing
 from slurmft.storage.checkpoint_names import Identity
 
 _UNKNOWN_ERROR = -1

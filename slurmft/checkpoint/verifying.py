@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from dataclasses import dataclass
 import xxhash
 
 from slurmft.checkpoint.catalog import Entry
-from slurmft.checkpoint.damage import Damage, Damaged
-from slurmft.checkpoint.holding import reading
-from slurmft.checkpoint.image_file import ImageFile
-from slurmft.checkpoint.shard_index import Item, ShardIndex, image_file, index_file, verified_index
+from slurmft.checkpoint.format.damage import Damage, Damaged
+from slurmft.checkpoint.format.image_file import ImageFile
+from slurmft.checkpoint.format.shard_index import Item, ShardIndex, image_file, index_file, verified_index
+from slurmft.checkpoint.staging.holding import reading
+from slurmft.system.opening import opened
 
 THREADS = 2
 SHOWN = 5
@@ -97,8 +99,8 @@ def _check_items(file: ImageFile, index: ShardIndex, tick: Callable[[int], None]
 def _check_whole(entry: Entry, name: str, tick: Callable[[int], None]) -> Iterable[Problem]:
     record, hasher, size_bytes = entry.files[name], xxhash.xxh3_128(), 0
     try:
-        with (entry.path / name).open("rb") as stream:
-            while block := stream.read(_BLOCK_BYTES):
+        with opened(entry.path / name) as descriptor:
+            while size_bytes <= record.size_bytes and (block := os.read(descriptor, _BLOCK_BYTES)):
                 hasher.update(block)
                 size_bytes += len(block)
                 tick(len(block))
@@ -109,7 +111,7 @@ def _check_whole(entry: Entry, name: str, tick: Callable[[int], None]) -> Iterab
     except FileNotFoundError:
         return [Problem(name, str(Damaged(Damage.MISSING, name)))]
     except OSError as error:
-        return [Problem(name, str(Damaged(Damage.UNREADABLE, name, str(error))))]
+        return [Problem(name, str(Damaged(Damage.UNREADABLE, name, error.strerror or str(error))))]
     except Damaged as damaged:
         return [Problem(name, str(damaged))]
     return []

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from pathlib import Path
 
 import click
 
-from slurmft import config as configuration
-from slurmft.cli.reading import printable
+from slurmft.cli.names import own_configuration
+from slurmft.cli.output import say, say_json
+from slurmft.system.foreign_text import one_line
 
 WIDTH = 110
 NAME_WIDTH = 13
@@ -25,15 +25,15 @@ def advise(*, config: Path, overrides: tuple[str, ...], as_json: bool) -> int:
     The run's own folder tells how long steps and saves took and how often it failed; where it has none yet, runs of
     the same workload beside it do. Slurm is asked for its grace where there is one; nothing is changed.
     """
-    from slurmft.launch.advising import counsel
+    from slurmft.operations.advising import counsel
 
-    found = counsel(configuration.load(config, overrides))
+    found = counsel(own_configuration(config, overrides))
     if as_json:
-        click.echo(json.dumps(found.as_json()))
+        say_json(found.as_json())
         return 0
     for name, text in found.lines():
-        first, *rest = textwrap.wrap(printable(text), WIDTH - NAME_WIDTH) or [""]
-        click.echo(f"{name:<{NAME_WIDTH}}{first}")
+        first, *rest = textwrap.wrap(one_line(text), WIDTH - NAME_WIDTH) or [""]
+        say(f"{name:<{NAME_WIDTH}}{first}")
         for line in rest:
-            click.echo(f"{'':<{NAME_WIDTH}}{line}")
+            say(f"{'':<{NAME_WIDTH}}{line}")
     return 0

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slurmft import config as configuration
 from slurmft.checkpoint.catalog import Catalog, Contents, Entry
 from slurmft.checkpoint.folders import remove_folder
-from slurmft.checkpoint.holding import reading
 from slurmft.checkpoint.retention import NEVER_REMOVED, by_merit
+from slurmft.checkpoint.staging.holding import reading
 from slurmft.checkpoint.verifying import Problem, verify
-from slurmft.cli.names import runs_root, who
-from slurmft.cli.reading import printable
+from slurmft.cli.names import refuse_foreign, runs_root, who
+from slurmft.cli.numbers import STEP
+from slurmft.cli.output import console, say, say_error, say_json
 from slurmft.errors import CheckpointError, StorageError, UsageError
-from slurmft.storage.checkpoint_names import Identity
+from slurmft.operations.run_configuration import configuration_of, refuse_shared, run_around
+from slurmft.storage.checkpoint_names import MANIFEST, Identity, newest_first
 from slurmft.storage.run_folder import RunFolder, find_run
+from slurmft.system.foreign_text import one_line
 
 FORMAT = 1
 REMOVED = "checkpoints removed"
@@ -67,6 +68,7 @@ class Place:
             [entry for entry in found.committed if entry.path.name == name],
             [one for one in found.unreadable if one[0].name == name],
             [path for path in found.uncommitted if path.name == name],
+            [one for one in found.foreign if one[0].name == name],
         )
 
 
@@ -91,8 +93,8 @@ def _place(name: str) -> Place:
             if (identity := Identity.parse(path.name)) is not None:
                 return Place(path.parent, only=identity)
             if path.name == "checkpoints" and RunFolder(path.parent).exists():
-                return _of_run(RunFolder(path.parent))
-            if Catalog(path).identities():
+                return replace(_of_run(RunFolder(path.parent)), directory=path)
+            if Catalog(path).has_names():
                 return Place(path)
         run = find_run(name, runs_root())
     except StorageError as error:
@@ -103,7 +105,7 @@ def _place(name: str) -> Place:
 
 
 def _of_run(run: RunFolder) -> Place:
-    settings = configuration.load(run.config)
+    settings = configuration_of(run)
     metric = settings.checkpoint.best_metric if settings.checkpoint.save_best else ""
     return Place(settings.checkpoint_dir, run, metric, settings.checkpoint.best_mode)
 
@@ -131,13 +133,13 @@ def list_(*, where: Place, as_json: bool) -> int:
         _print_json(
             directory=str(where.directory),
             checkpoints=[_entry_json(entry) | {"best": entry is best} for entry in found.committed],
-            unreadable=[{"path": str(path), "reason": reason} for path, reason in found.unreadable],
+            unreadable=[{"path": str(path), "reason": reason} for path, reason in found.unusable],
             uncommitted=[str(path) for path in found.uncommitted],
         )
-    elif not (found.committed or found.unreadable or found.uncommitted):
-        click.echo(f"there is no checkpoint in {where.directory}")
+    elif not (found.committed or found.unusable or found.uncommitted):
+        say(f"there is no checkpoint in {where.directory}")
     else:
-        Console().print(_table(found, best))
+        console().print(_table(found, best))
     return 0
 
 
@@ -154,11 +156,11 @@ def _table(found: Contents, best: Entry | None) -> Table:
             entry.committed_at.astimezone().strftime("%Y-%m-%d %H:%M:%S"),
             _size(entry.size_bytes),
             str(entry.world_size),
-            Text(printable(", ".join(f"{name}={value:.6g}" for name, value in sorted(entry.metrics.items())))),
-            Text(printable(", ".join(notes)), style="red" if entry.quarantine else ""),
+            Text(one_line(", ".join(f"{name}={value:.6g}" for name, value in sorted(entry.metrics.items())))),
+            Text(one_line(", ".join(notes)), style="red" if entry.quarantine else ""),
         )
-    for path, reason in found.unreadable:
-        table.add_row(*_named(path), "-", "-", "-", "", Text(printable(reason), style="red"))
+    for path, reason in found.unusable:
+        table.add_row(*_named(path), "-", "-", "-", "", Text(one_line(reason), style="red"))
     for path in found.uncommitted:
         table.add_row(*_named(path), "-", "-", "-", "", "being saved, or never finished")
     return table
@@ -173,15 +175,23 @@ def _named(path: Path) -> tuple[str, str]:
 @checkpoint.command("verify")
 @_run
 @_json
-@click.option("--step", type=click.IntRange(min=0), help="Only those of this step.")
-@click.option("--newest", "only_newest", is_flag=True, help="Only the newest good one.")
+@click.option("--step", type=STEP, help="Only those of this step.")
+@click.option(
+    "--newest", "only_newest", is_flag=True, help="Only the newest good one, and newer ones that are damaged."
+)
 def verify_(*, where: Place, as_json: bool, step: int | None, only_newest: bool) -> int:
     """Read every byte and compare it with what was written; torch is not needed."""
     found = where.scan()
     entries = [entry for entry in found.committed if step is None or entry.step == step]
+    judged = found.unusable if where.only is not None else found.unreadable
+    if where.only is None and found.foreign:
+        more = f", and {len(found.foreign) - 1} more of other users" if len(found.foreign) > 1 else ""
+        say(f"warning: left out: {found.foreign[0][1]}{more}", err=True)
+    unreadable = [one for one in judged if step is None or _identity(one[0]).step == step]
     if only_newest:
         entries = [entry for entry in entries if not entry.quarantine][:1]
-    unreadable = [] if step is not None or only_newest else found.unreadable
+        newest = [entry.path for entry in entries]
+        unreadable = [one for one in unreadable if _is_newest(one[0], newest)]
     if not entries and not unreadable:
         _refuse_nothing(where, found, step)
     checked = []
@@ -197,26 +207,36 @@ def verify_(*, where: Place, as_json: bool, step: int | None, only_newest: bool)
                     unreadable=[{"path": str(path), "reason": reason} for path, reason in unreadable])  # fmt: skip
     else:
         for path, reason in unreadable:
-            click.echo(printable(f"{path.name}: damaged: {reason}"))
+            say(f"{path.name}: damaged: {reason}")
     is_damaged = bool(unreadable) or any(problems for _, problems in checked)
     return CheckpointError.exit_code if is_damaged else 0
 
 
+def _identity(path: Path) -> Identity:
+    found = Identity.parse(path.name)
+    assert found is not None, path  # of a scan
+    return found
+
+
+def _is_newest(path: Path, others: Sequence[Path]) -> bool:
+    return newest_first(_identity(one) for one in [path, *others])[0] == _identity(path)
+
+
 def _tell(entry: Entry, problems: Sequence[Problem] | None) -> None:
     if problems is None:
-        click.echo(f"{entry.path.name}: removed meanwhile")
+        say(f"{entry.path.name}: removed meanwhile")
         return
     state = f"damaged, {len(problems)} problem(s)" if problems else "intact"
-    click.echo(f"{entry.path.name}: {state} ({_size(entry.size_bytes)}, {entry.world_size} ranks)")
+    say(f"{entry.path.name}: {state} ({_size(entry.size_bytes)}, {entry.world_size} ranks)")
     for problem in problems:
-        click.echo(printable(f"  {problem.text}"))
+        say(f"  {problem.text}")
 
 
 @checkpoint.command()
 @_run
 @click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--format", "form", type=click.Choice(["torch", "safetensors"]), default="torch", show_default=True)
-@click.option("--step", type=click.IntRange(min=0), help="The newest one of this step. Default: the newest good one.")
+@click.option("--step", type=STEP, help="The newest one of this step. Default: the newest good one.")
 @click.option("--best", "want_best", is_flag=True, help="The one with the best metric, by the run's configuration.")
 @click.option("--optimizer", "with_optimizer", is_flag=True, help="The optimizer's state, too.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT where it exists.")
@@ -232,13 +252,13 @@ def export(
     from slurmft.checkpoint import exporting
 
     if sys.stderr.isatty():
-        click.echo(f"reading {_size(entry.size_bytes)} of {entry.path}", err=True)
+        say(f"reading {_size(entry.size_bytes)} of {entry.path}", err=True)
     write = exporting.export_torch if form == "torch" else exporting.export_safetensors
     with _kept(entry) as is_there:
         if not is_there:
             raise CheckpointError(f"{entry.path} was removed meanwhile", hint="try again")
         size_bytes = write(entry, out.absolute(), with_optimizer=with_optimizer)
-    click.echo(f"{out}: step {entry.step} of {entry.path}, {_size(size_bytes)}")
+    say(f"{out}: step {entry.step} of {entry.path}, {_size(size_bytes)}")
     return 0
 
 
@@ -262,7 +282,7 @@ def _chosen(where: Place, step: int | None, *, want_best: bool) -> Entry:
 
 @checkpoint.command()
 @_run
-@click.argument("steps", metavar="STEP...", type=click.IntRange(min=0), nargs=-1, required=True)
+@click.argument("steps", metavar="STEP...", type=STEP, nargs=-1, required=True)
 @click.option("--force", is_flag=True, help="Also the newest two good ones and the best, but never the last good one.")
 def rm(*, where: Place, steps: tuple[int, ...], force: bool) -> int:
     """Remove the checkpoints of STEPs, damaged ones too.
@@ -270,6 +290,7 @@ def rm(*, where: Place, steps: tuple[int, ...], force: bool) -> int:
     Never the last good one: whatever good ones go, one that stays is read and verified first. The newest two good ones
     and the best go only with --force; one that is being read stays.
     """
+    _refuse_unless_own(where)
     found = Catalog(where.directory).scan()
     wanted = [entry for entry in found.committed if entry.step in steps]
     broken = [path for path, _ in found.unreadable if (named := Identity.parse(path.name)) and named.step in steps]
@@ -289,10 +310,24 @@ def rm(*, where: Place, steps: tuple[int, ...], force: bool) -> int:
         problem = remove_folder(path)
         problems += [problem] * bool(problem)
         if not problem:
-            click.echo(f"removed {path}")
+            say(f"removed {path}")
     for problem in problems:
-        click.echo(printable(f"slurmft: {problem}"), err=True)
+        say_error(str(problem))
     return StorageError.exit_code if problems else 0
+
+
+def _refuse_unless_own(where: Place) -> None:
+    """Return when the directory is the caller's, and of no other run than the one that was named.
+
+    Raises:
+        UsageError: it is not.
+        StorageError: the run's records cannot be read.
+    """
+    if (run := where.run or run_around(where.directory)) is not None:
+        refuse_foreign(run)
+        refuse_shared(run, where.directory)
+    if where.directory.exists() and (owner := where.directory.stat().st_uid) != os.getuid():
+        raise UsageError(f"{where.directory} belongs to user id {owner}, not to you", hint="only its owner may")
 
 
 def _check_removal(where: Place, entries: Sequence[Entry], gone: Collection[Path], *, force: bool) -> None:
@@ -329,11 +364,15 @@ def _verified(entry: Entry, *, quiet: bool) -> list[Problem] | None:
 def _kept(entry: Entry) -> Iterator[bool]:
     """Nobody removes it meanwhile; False when somebody has."""
     with contextlib.ExitStack() as stack:
+        is_there = True
         try:
             stack.enter_context(reading(entry.path))
-            is_there = True
-        except (BlockingIOError, FileNotFoundError):
+        except FileNotFoundError:
             is_there = False
+        except BlockingIOError:  # it is being removed, marker first; or a reader has locked it and does not let go
+            is_there = (entry.path / MANIFEST).exists()
+        except OSError:
+            pass  # what it is will be told when it is read
         yield is_there
 
 
@@ -369,7 +408,7 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
 
 
 def _print_json(**value: Any) -> None:
-    click.echo(json.dumps({"format": FORMAT, **value}))
+    say_json({"format": FORMAT, **value})
 
 
 def _size(size_bytes: int) -> str:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from slurmft import config as configuration
-from slurmft.cli.reading import printable
-from slurmft.health.doctor import as_lines, diagnose
+from slurmft.cli.names import own_configuration
+from slurmft.cli.output import say, say_json
+from slurmft.operations.doctor import as_lines, diagnose
 
 FORMAT = 1
 _EXIT_CODES = """\b
@@ -33,12 +32,12 @@ def doctor(*, config: Path | None, as_json: bool) -> int:
     For the run of CONFIG, or for any. Asks Slurm a few questions and tries locks and replacing in the run folder's
     filesystem. Changes nothing.
     """
-    settings = configuration.load(config) if config is not None else None
+    settings = own_configuration(config) if config is not None else None
     found = diagnose(settings, os.environ, here=Path.cwd())
     if as_json:
         facts = [asdict(finding) for finding in found.findings]
-        click.echo(json.dumps({"format": FORMAT, "exit_code": found.exit_code, "findings": facts}))
+        say_json({"format": FORMAT, "exit_code": found.exit_code, "findings": facts})
     else:
         for line in as_lines(found.findings):
-            click.echo(printable(line))
+            say(line)
     return found.exit_code

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -14,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slurmft import config as configuration
-from slurmft.cli.names import who
-from slurmft.cli.reading import printable
-from slurmft.errors import UsageError
-from slurmft.launch.avoidance import list_path
-from slurmft.policy.suspicion import (
+from slurmft.cli.names import own_configuration, who
+from slurmft.cli.output import console, say, say_error, say_json
+from slurmft.config.exclusions import ExclusionsConfig
+from slurmft.errors import StorageError, UsageError
+from slurmft.policy.nodes.suspicion import (
     ManualEntry,
     Observation,
     Rules,
@@ -35,8 +32,9 @@ from slurmft.policy.suspicion import (
     weigh,
 )
 from slurmft.scheduler import nodes as slurm_nodes
-from slurmft.settings.exclusions import ExclusionsConfig
-from slurmft.storage.exclusions import ExclusionList
+from slurmft.storage.exclusions import ExclusionList, Exclusions
+from slurmft.supervisor.recovery.avoidance import list_path
+from slurmft.system.foreign_text import one_line
 
 FORMAT = 1
 DEFAULT_DAYS = 30
@@ -45,7 +43,7 @@ _COLOURS = {State.EXCLUDED: "red", State.PROBATION: "yellow", State.FREE: "green
 _EXIT_CODES = """\b
 Exit codes:
   0   done; the list, or the node, may well be empty
-  1   the list cannot be read, written or believed, or is of a newer version
+  1   the list cannot be read or written, is damaged (the rest of it is shown), or is of a newer version
   2   bad usage: no hostlist, no time
   75  temporary: no space, somebody else is writing for too long, or Slurm does not say the cluster's name
 """
@@ -70,7 +68,7 @@ def _list_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _open(file: Path | None, config: Path | None) -> _Opened:
-    settings = configuration.load(config).exclusions if config is not None else ExclusionsConfig()
+    settings = own_configuration(config).exclusions if config is not None else ExclusionsConfig()
     path = file if file is not None else list_path(settings.path, os.environ)
     return _Opened(ExclusionList(path, _mode_of(path, settings)), settings.rules(), path)
 
@@ -113,21 +111,21 @@ def list_(*, file: Path | None, config: Path | None, as_json: bool, show_all: bo
     standings = standing(found.observations, found.manual, now, opened.rules)
     excluded = [node for node, each in standings.items() if each.state is State.EXCLUDED]
     if only_nodes:
-        click.echo(slurm_nodes.compress(excluded))
-        return 0
+        say(slurm_nodes.compress(excluded))
+        return _tell_damage(found)
     shown = sorted((each for each in standings.values() if show_all or each.state is not State.FREE), key=_order)
     gpus = suspect_gpus(found.observations, now, opened.rules)
     if as_json:
         _print_json(path=str(opened.path), revision=found.revision, excluded=slurm_nodes.compress(excluded),
                     nodes=[_standing_json(each) for each in shown], suspect_gpus=gpus)  # fmt: skip
-        return 0
+        return _tell_damage(found)
     if not shown:
-        click.echo(f"no node is excluded or on probation in {opened.path}")
+        say(f"no node is excluded or on probation in {opened.path}")
     else:
-        Console().print(_table(shown))
+        console().print(_table(shown))
     for gpu, score in gpus.items():
-        click.echo(printable(f"suspect GPU {gpu} ({score:.2f})"))
-    return 0
+        say(f"suspect GPU {gpu} ({score:.2f})")
+    return _tell_damage(found)
 
 
 @exclude.command()
@@ -150,7 +148,7 @@ def add(
     if as_json:
         _print_json(path=str(opened.path), added=slurm_nodes.compress(names), until=end)
     else:
-        click.echo(f"excluded {slurm_nodes.compress(names)} {_told_until(math.inf if end is None else end)}")
+        say(f"excluded {slurm_nodes.compress(names)} {_told_until(math.inf if end is None else end)}")
     return 0
 
 
@@ -168,9 +166,9 @@ def remove(*, nodes: str, file: Path | None, config: Path | None, as_json: bool)
         )
         return 0
     if lifted:
-        click.echo(f"removed {slurm_nodes.compress(lifted)}")
+        say(f"removed {slurm_nodes.compress(lifted)}")
     if strangers:
-        click.echo(f"nothing was held against {slurm_nodes.compress(strangers)}")
+        say(f"nothing was held against {slurm_nodes.compress(strangers)}")
     return 0
 
 
@@ -191,21 +189,21 @@ def why(*, node: str, file: Path | None, config: Path | None, as_json: bool) -> 
             manual=[asdict(entry) | {"holds": entry.holds(now)} for entry in manual],
             observations=[_weighed_json(entry, now) for entry in weighed],
         )  # fmt: skip
-        return 0
+        return _tell_damage(found)
     if each is None and not manual:
-        click.echo(printable(f"nothing is known of {node} in {opened.path}"))
-        return 0
+        say(f"nothing is known of {node} in {opened.path}")
+        return _tell_damage(found)
     if each is not None:
         levels = f"excluded from {opened.rules.threshold:g}, on probation from {opened.rules.probation:g}"
         end = _told_until(each.until)
-        click.echo(printable(f"{node} is {each.state}, score {each.score:.2f} ({levels}) {end}".rstrip()))
+        say(f"{node} is {each.state}, score {each.score:.2f} ({levels}) {end}".rstrip())
     for entry in manual:
         ended = "" if entry.holds(now) else ", expired"
         end = _told_until(math.inf if entry.until is None else entry.until)
-        click.echo(printable(f"  by hand: {entry.reason} (by {entry.who}, {_age(now - entry.at)} ago, {end}{ended})"))
+        say(f"  by hand: {entry.reason} (by {entry.who}, {_age(now - entry.at)} ago, {end}{ended})")
     for line in _observation_lines(weighed, now):
-        click.echo(printable(line))
-    return 0
+        say(line)
+    return _tell_damage(found)
 
 
 @exclude.command("gc")
@@ -217,9 +215,17 @@ def gc_(*, file: Path | None, config: Path | None, as_json: bool) -> int:
     if as_json:
         _print_json(path=str(opened.path), **asdict(swept))
     else:
-        click.echo(f"forgot {swept.observations} observations, {swept.manual} expired exclusions by hand and "
+        say(f"forgot {swept.observations} observations, {swept.manual} expired exclusions by hand and "
                    f"{swept.files} left-over files; {swept.kept} are kept")  # fmt: skip
     return 0
+
+
+def _tell_damage(found: Exclusions) -> int:
+    """The exit code of a verb that has shown what can be believed of a list."""
+    if not found.damage:
+        return 0
+    say_error(str(found.damage))
+    return StorageError.exit_code
 
 
 def _expanded(hostlist: str) -> list[str]:
@@ -269,11 +275,11 @@ def _table(shown: Iterable[Standing]) -> Table:
         table.add_column(title, overflow="fold", no_wrap=title in ("state", "score", "until"))
     for each in shown:
         table.add_row(
-            Text(printable(each.node)),
+            Text(one_line(each.node)),
             Text(each.state, style=_COLOURS[each.state]),
             f"{each.score:.2f}",
             _told_until(each.until).removeprefix("until "),
-            Text(printable(", ".join(each.reasons) or "-")),
+            Text(one_line(", ".join(each.reasons) or "-")),
         )
     return table
 
@@ -329,4 +335,4 @@ def _weighed_json(entry: Weighed, now: float) -> Mapping[str, Any]:
 
 
 def _print_json(**facts: Any) -> None:
-    click.echo(json.dumps({"format": FORMAT, **facts}))
+    say_json({"format": FORMAT, **facts})

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import click
 
+from slurmft.cli.output import console, say, say_error, say_json
 from slurmft.errors import SlurmftError
 from slurmft.health.checker import CONTEXTS, keep, load_config, look, scene_here, told
-from slurmft.policy.node_health import Checkup, Status
+from slurmft.policy.nodes.node_health import Checkup, Status
+from slurmft.system.foreign_text import one_line
 
 _COLOURS = {Status.OK: "green", Status.WARNING: "yellow", Status.CRITICAL: "red", Status.UNKNOWN: "magenta"}
 _SHARED = frozenset({"prolog", "epilog", "healthcheck", "cron"})
@@ -68,36 +69,33 @@ def health(*, as_json: bool, context: str, level: int, config: Path | None, only
         scene = scene_here(settings, os.environ, context=context, level=level)
         found = look(scene, only=only)
     except SlurmftError as error:
-        click.echo(f"slurmft: {error}".encode("utf-8", "backslashreplace"), err=True)
+        say_error(str(error))
         return int(Status.UNKNOWN)
     shared = context in _SHARED
     if shared or found.status is not Status.OK:
         found, problems = keep(found, scene.config, share=shared and not only)
         for problem in problems:
-            click.echo(f"slurmft: {problem}".encode("utf-8", "backslashreplace"), err=True)
+            say_error(str(problem))
     if as_json:
-        click.echo(json.dumps(told(found)))
+        say_json(told(found))
     else:
         _print(found)
     return int(found.status) if found.results else int(Status.OK)
 
 
 def _print(found: Checkup) -> None:
-    from rich.console import Console  # a fifth of the time that a hook or a script with --json takes
     from rich.table import Table
     from rich.text import Text
-
-    from slurmft.cli.reading import printable
 
     table = Table(box=None, pad_edge=False)
     for title in ("check", "status", "detail"):
         table.add_column(title, overflow="fold", no_wrap=title != "detail")
     for result in found.results:
         detail = result.detail + (f"\n-> {result.remedy}" if result.remedy else "")
-        table.add_row(Text(printable(result.name)), Text(result.status.name, style=_COLOURS[result.status]),
-                      Text("\n".join(printable(line) for line in detail.split("\n"))))  # fmt: skip
-    Console().print(table)
+        table.add_row(Text(one_line(result.name)), Text(result.status.name, style=_COLOURS[result.status]),
+                      Text("\n".join(one_line(line) for line in detail.split("\n"))))  # fmt: skip
+    console().print(table)
     files = sorted({line for result in found.results for line in result.evidence if line.startswith("/")})
     for path in files:
-        click.echo(printable(f"evidence: {path}"))
-    click.echo(f"{found.node} is {found.status.name}")
+        say(f"evidence: {path}")
+    say(f"{found.node} is {found.status.name}")

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 import slurmft
+from slurmft.cli.output import say, say_block
 from slurmft.errors import UsageError
 from slurmft.health import requeued
 from slurmft.health.hooks import HOOKS, slurm_conf_lines
@@ -22,7 +23,7 @@ def hooks() -> None:
 @hooks.command()
 def show() -> int:
     """Print the lines for slurm.conf, for this installation."""
-    click.echo(slurm_conf_lines(Path(slurmft.__file__).resolve().parents[1] / "bin"), nl=False)
+    say_block(slurm_conf_lines(Path(slurmft.__file__).resolve().parents[1] / "bin").rstrip("\n"))
     return 0
 
 
@@ -34,12 +35,12 @@ def run(*, name: str, job: str) -> int:
     # slurmctld starts its scripts with all signals blocked, and whatever we start would inherit that
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if name == "follow-requeue":
-        click.echo(_line(requeued.follow_quietly(job)))
+        say(_line(requeued.follow_quietly(job)))
         return 0
     if name not in HOOKS:
         raise UsageError(f"there is no hook {name[:40]!r}", hint=f"hooks: {', '.join(HOOKS)}")
     outcome = HOOKS[name](os.environ)
-    click.echo(_line(outcome.words))
+    say(_line(outcome.words))
     return outcome.exit_code
 
 

@@ -8,20 +8,24 @@ from pathlib import Path
 
 import click
 
-from slurmft import config as configuration
-from slurmft.cli.names import run_argument, who
+from slurmft.cli.names import own_run_argument, who
+from slurmft.cli.numbers import RANK, Amount
+from slurmft.cli.output import say
 from slurmft.errors import LaunchError, UsageError
-from slurmft.launch import outside
-from slurmft.launch.injecting import EVENT
+from slurmft.operations import outside
+from slurmft.operations.run_configuration import configuration_of, refuse_shared
 from slurmft.policy.faults import LAB_COMMAND, MAX_AFTER_S, Fault, Order
 from slurmft.storage.order_file import give_order, is_pending, withdraw_order
 from slurmft.storage.run_folder import RunFolder
+from slurmft.supervisor.injecting import EVENT
+from slurmft.system.opening import open_regular
 
 TAKEN_WITHIN_S = 10.0
 LOOK_S = 0.1
 FLIPPED_BYTES = 64
 
 _FAULTS = """\b
+Faults:
   kill, stop, segfault       SIGKILL, SIGSTOP, SIGSEGV to the worker
   hang, exception            at its next step: sleeps for ever; raises
   oom, host-oom              raises a GPU's out-of-memory error; raises MemoryError (the kernel's own kill cannot be
@@ -34,19 +38,19 @@ _FAULTS = """\b
 """
 
 
-@click.command(epilog=f"\b\nFaults:\n{_FAULTS}")
-@run_argument
+@click.command(epilog=_FAULTS)
+@own_run_argument
 @click.argument("fault", type=click.Choice([fault.value for fault in Fault]), metavar="FAULT")
-@click.option("--rank", type=click.IntRange(min=0), help="The rank to hit; one by chance without --rank and --node.")
+@click.option("--rank", type=RANK, help="The rank to hit; one by chance without --rank and --node.")
 @click.option("--node", default="", help="Hit every rank of this node: its host name, or its number from 0.")
-@click.option("--after", "after_s", type=click.FloatRange(0.0, MAX_AFTER_S), default=0.0, show_default=True,
+@click.option("--after", "after_s", type=Amount(0.0, MAX_AFTER_S), default=0.0, show_default=True,
               help="Seconds until then.")  # fmt: skip
 def inject(*, run: RunFolder, fault: str, rank: int | None, node: str, after_s: float) -> int:
     """Inject a fault into a running RUN, to see what follows. Only its owner can; the journal tells of it."""
     order = Order(fault=Fault(fault), who=who(), rank=rank, node=node, after_s=after_s)
     _refuse(run, order)
     if order.fault is Fault.CORRUPT_CHECKPOINT:
-        click.echo(_corrupt_newest_checkpoint(run, order))
+        say(_corrupt_newest_checkpoint(run, order))
         return 0
     give_order(run.path, order.as_json())
     whom = f"node {node}" if node else ("a rank by chance" if rank is None else f"rank {rank}")
@@ -57,7 +61,7 @@ def inject(*, run: RunFolder, fault: str, rank: int | None, node: str, after_s: 
             what = f"the supervisor of run {run.path.name} has not taken the order within {TAKEN_WITHIN_S:.0f} s"
             raise LaunchError(f"{what}; it is withdrawn", hint=f"slurmft status {run.path}")
         time.sleep(LOOK_S)
-    click.echo(f"run {run.path.name}: {fault} of {whom}{f' in {after_s:g} s' if after_s else ''}")
+    say(f"run {run.path.name}: {fault} of {whom}{f' in {after_s:g} s' if after_s else ''}")
     return 0
 
 
@@ -65,11 +69,8 @@ def _refuse(run: RunFolder, order: Order) -> None:
     """Return when the order makes sense.
 
     Raises:
-        UsageError: it does not, or is not for this user to give.
+        UsageError: it does not.
     """
-    if (owner := run.path.stat().st_uid) != os.getuid():
-        raise UsageError(f"run {run.path.name} belongs to user id {owner}; only its owner may inject faults",
-                         hint="switch to that user")  # fmt: skip
     if order.rank is not None and order.node:
         raise UsageError("--rank and --node exclude each other", hint="a rank lives on one node only")
     if (command := LAB_COMMAND.get(order.fault)) is not None:
@@ -82,7 +83,7 @@ def _refuse(run: RunFolder, order: Order) -> None:
         return
     if not outside.is_alive(run):
         raise UsageError(f"run {run.path.name} is not running", hint=f"slurmft status {run.path}")
-    world_size = configuration.load(run.config).world_size
+    world_size = configuration_of(run).world_size
     if order.rank is not None and order.rank >= world_size:
         raise UsageError(f"run {run.path.name} has no rank {order.rank}", hint=f"its ranks are 0 to {world_size - 1}")
     if is_pending(run.path):
@@ -93,7 +94,7 @@ def _node_of(run: RunFolder, rank: int) -> str:
     """The host of a rank in the newest attempt that had agents, or a word in its place."""
     ready = [event for event in run.journal().read() if event.event == "agents ready"]
     hosts = ready[-1].details.get("hosts") if ready else None
-    per_node = configuration.load(run.config).nproc_per_node
+    per_node = configuration_of(run).nproc_per_node
     if isinstance(hosts, list) and rank // per_node < len(hosts):
         return str(hosts[rank // per_node])
     return "NODE"
@@ -101,9 +102,10 @@ def _node_of(run: RunFolder, rank: int) -> str:
 
 def _corrupt_newest_checkpoint(run: RunFolder, order: Order) -> str:
     from slurmft.checkpoint.catalog import Catalog
-    from slurmft.checkpoint.shard_index import image_file
+    from slurmft.checkpoint.format.shard_index import image_file
 
-    folder = configuration.load(run.config).checkpoint_dir
+    folder = configuration_of(run).checkpoint_dir
+    refuse_shared(run, folder)
     entries = Catalog(folder).committed()
     if not entries:
         raise UsageError(f"there is no committed checkpoint in {folder}", hint=f"slurmft save {run.path}")
@@ -117,11 +119,11 @@ def _corrupt_newest_checkpoint(run: RunFolder, order: Order) -> str:
 
 
 def _flip(path: Path) -> None:
-    with path.open("r+b") as stream:
-        middle = path.stat().st_size // 2
-        stream.seek(middle)
-        data = stream.read(FLIPPED_BYTES)
-        stream.seek(middle)
-        stream.write(bytes(byte ^ 0xFF for byte in data))
-        stream.flush()
-        os.fsync(stream.fileno())
+    descriptor = open_regular(path, os.O_RDWR, follow=False)
+    try:
+        middle = os.fstat(descriptor).st_size // 2
+        data = os.pread(descriptor, FLIPPED_BYTES, middle)
+        os.pwrite(descriptor, bytes(byte ^ 0xFF for byte in data), middle)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

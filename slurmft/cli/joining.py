@@ -7,16 +7,17 @@ import shlex
 
 import click
 
-from slurmft import config as configuration
-from slurmft.cli.names import run_argument, who
+from slurmft.cli.names import own_run_argument, who
+from slurmft.cli.output import say
 from slurmft.errors import UsageError
-from slurmft.launch import avoidance
+from slurmft.operations.run_configuration import configuration_of
 from slurmft.scheduler import lending, submission
 from slurmft.storage.run_folder import RunFolder
+from slurmft.supervisor.recovery import avoidance
 
 
 @click.command()
-@run_argument
+@own_run_argument
 @click.argument("sbatch_options", nargs=-1, type=click.UNPROCESSED)
 @click.option("--nodes", "-N", type=click.IntRange(1, 65_536), default=1, show_default=True, help="Nodes to lend.")
 @click.option("--here", is_flag=True, help="Lend the nodes of the job around this command, and submit nothing.")
@@ -28,10 +29,10 @@ def join(*, run: RunFolder, sbatch_options: tuple[str, ...], nodes: int, here: b
     elastic.min_nodes below. Options behind -- go to sbatch.
     """
     if here:
-        from slurmft.launch.lending import lend
+        from slurmft.operations.lending import lend
 
         return lend(run, os.environ)
-    settings = configuration.load(run.config)
+    settings = configuration_of(run)
     if not settings.size.is_elastic:
         raise UsageError(
             f"run {run.path.name} trains on {settings.nodes} nodes, always",
@@ -43,9 +44,9 @@ def join(*, run: RunFolder, sbatch_options: tuple[str, ...], nodes: int, here: b
     avoiding = avoidance.for_submission(settings, options, os.environ, ())
     argv = lending.lending_command(settings, run, nodes=nodes, options=options, avoid=frozenset(avoiding.nodes))
     if dry_run:
-        click.echo(shlex.join(argv))
+        say(shlex.join(argv))
         return 0
     job = lending.submit_lender(argv)
     run.journal().append("joining", job=job, nodes=nodes, who=who())
-    click.echo(f"submitted job {job}, which lends {nodes} {'node' if nodes == 1 else 'nodes'} to {settings.name}")
+    say(f"submitted job {job}, which lends {nodes} {'node' if nodes == 1 else 'nodes'} to {settings.name}")
     return 0

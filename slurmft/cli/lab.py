@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import logging
 import os
 import sys
 import time
@@ -12,11 +10,14 @@ from pathlib import Path
 
 import click
 
+from slurmft.cli.numbers import Amount
+from slurmft.cli.output import say_block, say_error, say_json
 from slurmft.errors import SlurmftError
 from slurmft.lab import building, faults
 from slurmft.lab.cluster import Lab
 from slurmft.lab.settings import LabSettings, default_folder
 from slurmft.lab.status import LabStatus, status_of
+from slurmft.system.log_format import log_to_stderr
 
 _DEFAULTS = LabSettings()
 
@@ -36,14 +37,38 @@ def lab(context: click.Context, folder: Path | None) -> None:
 
 
 @lab.command()
-@click.option("--nodes", type=int, default=_DEFAULTS.nodes, show_default=True, help="Compute nodes n1, n2, ...")
-@click.option("--cpus", type=int, default=_DEFAULTS.cpus, show_default=True, help="CPUs each node claims to have.")
-@click.option("--accounting", is_flag=True, help="Also run MariaDB and slurmdbd, for sacct.")
-@click.option("--kill-wait", type=int, default=_DEFAULTS.kill_wait_s, show_default=True, help="KillWait, seconds.")
 @click.option(
-    "--slurmd-timeout", type=int, default=_DEFAULTS.slurmd_timeout_s, show_default=True, help="SlurmdTimeout, seconds."
+    "--nodes", type=click.IntRange(1, 512), default=_DEFAULTS.nodes, show_default=True, help="Compute nodes n1, n2, ..."
 )
-@click.option("--grace", type=int, default=_DEFAULTS.grace_s, show_default=True, help="GraceTime of low and cancel.")
+@click.option(
+    "--cpus",
+    type=click.IntRange(1, 1024),
+    default=_DEFAULTS.cpus,
+    show_default=True,
+    help="CPUs each node claims to have.",
+)
+@click.option("--accounting", is_flag=True, help="Also run MariaDB and slurmdbd, for sacct.")
+@click.option(
+    "--kill-wait",
+    type=click.IntRange(0, 65_533),
+    default=_DEFAULTS.kill_wait_s,
+    show_default=True,
+    help="KillWait, seconds.",
+)
+@click.option(
+    "--slurmd-timeout",
+    type=click.IntRange(0, 65_533),
+    default=_DEFAULTS.slurmd_timeout_s,
+    show_default=True,
+    help="SlurmdTimeout, seconds.",
+)
+@click.option(
+    "--grace",
+    type=click.IntRange(0, 65_533),
+    default=_DEFAULTS.grace_s,
+    show_default=True,
+    help="GraceTime of low and cancel.",
+)
 @click.option(
     "--expose", type=click.Path(path_type=Path), multiple=True, help="More paths the lab's user must be able to read."
 )
@@ -72,7 +97,7 @@ def up(
         expose=tuple(path.absolute() for path in expose),
     )
     built = Lab.up(settings)
-    click.echo(
+    say_block(
         f"lab ready in {time.monotonic() - started:.1f} s: {', '.join(built.nodes)}, partitions low (default), "
         f"nograce, cancel, high\nuser {built.user}, home {built.home}\ntry: slurmft lab exec -- sinfo"
     )
@@ -92,7 +117,10 @@ def down(folder: Path, purge: bool) -> None:
 def status(folder: Path, as_json: bool) -> None:
     """What stands: nodes and their states. Exit code 0 when all is well, 1 otherwise."""
     found = status_of(folder)
-    click.echo(json.dumps(dataclasses.asdict(found), indent=2) if as_json else _as_text(found))
+    if as_json:
+        say_json(dataclasses.asdict(found), indent=2)
+    else:
+        say_block(_as_text(found))
     sys.exit(0 if found.healthy else 1)
 
 
@@ -173,8 +201,12 @@ def heal(folder: Path, node: str) -> None:
 
 @lab.command("slow-node")
 @click.argument("node")
-@click.option("--cpus", type=float, default=0.2, show_default=True, help="CPUs that everything on it shares.")
-@click.option("--seconds", type=float, default=120.0, show_default=True, help="When it becomes fast again by itself.")
+@click.option(
+    "--cpus", type=Amount(0.01, 1024), default=0.2, show_default=True, help="CPUs that everything on it shares."
+)
+@click.option(
+    "--seconds", type=Amount(0, 86_400), default=120.0, show_default=True, help="When it becomes fast again by itself."
+)
 @click.option("--undo", is_flag=True, help="Make it fast again now.")
 @click.pass_obj
 def slow_node(folder: Path, node: str, *, cpus: float, seconds: float, undo: bool) -> None:
@@ -201,9 +233,9 @@ def start_controller(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="slurmft: %(message)s")
+    log_to_stderr("slurmft: %(message)s")
     try:
         lab(prog_name="slurmft lab")
     except SlurmftError as error:
-        click.echo(f"slurmft: {error}", err=True)
+        say_error(str(error))
         sys.exit(error.exit_code)

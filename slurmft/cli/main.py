@@ -15,6 +15,7 @@ import sys
 import click
 
 import slurmft
+from slurmft.cli.output import never_fail_to_encode, say_block, say_error
 from slurmft.errors import SlurmftError
 
 VERBS = {
@@ -31,6 +32,7 @@ VERBS = {
     "join": ("joining", "Lend nodes to a run: submit a job on whose nodes it trains too, from its next checkpoint on"),
     "lab": ("lab", "A real Slurm cluster on this machine, for tests and for trying things out (needs root)"),
     "logs": ("reading", "Print a worker's output, and the supervisor's when there is none"),
+    "quickstart": ("quickstart", "Train a small GPT, with live progress: about a minute, no Slurm and no GPU needed"),
     "requeue": ("verbs", "Save and go through the queue again; start a waiting job now; rescue one that lost its batch "
                 "script"),
     "run": ("verbs", "Be the supervisor of one job (what the batch script runs)"),
@@ -90,11 +92,12 @@ class _LazyVerbs(click.Group):
 def cli(*, verbose: bool) -> None:
     """Keep a PyTorch training run going on a Slurm cluster, and prove that nothing was lost."""
     # an unlocked terminal or a log: either way one line per message, on standard error
-    logging.basicConfig(
+    from slurmft.system.log_format import log_to_stderr  # --help needs none
+
+    log_to_stderr(
+        "slurmft %(asctime)s %(levelname)s %(message)s" if _in_job() else "slurmft: %(message)s",
         level=logging.DEBUG if verbose else logging.INFO,
-        format="slurmft %(asctime)s %(levelname)s %(message)s" if _in_job() else "slurmft: %(message)s",
         datefmt="%H:%M:%S",
-        stream=sys.stderr,
     )
 
 
@@ -118,29 +121,31 @@ def _hint_for(error: OSError) -> str:
 
 def main() -> None:
     """Run the command line; ends the process with its exit code."""
+    never_fail_to_encode()
     try:
         code = cli.main(standalone_mode=False, prog_name="slurmft")
     except click.exceptions.Abort:
         code = 130
     except click.ClickException as error:
-        error.show()
+        if isinstance(error, click.UsageError) and error.ctx is not None:
+            say_block(f"{error.ctx.get_usage()}\nTry '{error.ctx.command_path} --help' for help.\n", err=True)
+        say_error(error.format_message(), prefix="Error: ")
         code = error.exit_code
     except SlurmftError as error:
         hint = ""
         if not error.hint and isinstance(error.__cause__, OSError):
             hint = f"\n  hint: {_hint_for(error.__cause__)}"
-        click.echo(f"slurmft: {error}{hint}".encode("utf-8", "backslashreplace"), err=True)  # file names may be no text
+        say_error(f"{error}{hint}")
         code = error.exit_code
     except BrokenPipeError:  # `slurmft explain | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     except OSError as error:
         logging.getLogger(__name__).debug("traceback", exc_info=True)
-        click.echo(f"slurmft: {_words_for(error)}", err=True)
+        say_error(_words_for(error))
         code = 1
     except Exception as error:
         logging.getLogger(__name__).debug("traceback", exc_info=True)
-        text = f"slurmft: internal error: {error!r}\n  hint: please report this; run with -v for the traceback"
-        click.echo(text, err=True)
+        say_error(f"internal error: {error!r}\n  hint: please report this; run with -v for the traceback")
         code = 70
     sys.exit(code if isinstance(code, int) else 0)

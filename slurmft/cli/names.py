@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import getpass
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from slurmft.errors import StorageError, UsageError
 from slurmft.storage.run_folder import RunFolder, find_run, list_runs
+from slurmft.system.processes import user_name
+
+if TYPE_CHECKING:
+    from slurmft.config.config import RunConfig
 
 
 def runs_root() -> Path:
@@ -52,18 +55,74 @@ class _Run(click.ParamType[RunFolder]):
         return value if isinstance(value, RunFolder) else _named(str(value))
 
 
+def oldest_first(paths: Iterable[Path]) -> list[Path]:
+    """The paths by the time of their last change; those that are gone come first."""
+
+    def changed(path: Path) -> float:
+        try:
+            return path.lstat().st_ctime
+        except OSError:
+            return 0.0
+
+    return sorted(paths, key=changed)
+
+
 def who() -> str:
     """The person at the prompt, as user@host."""
+    return f"{user_name()}@{os.uname().nodename}"
+
+
+def refuse_foreign(run: RunFolder) -> RunFolder:
+    """The run, when the caller may act on it: it is theirs, and no copy that names another run's jobs.
+
+    Raises:
+        UsageError: it is another user's.
+        StorageError: it is a copy, or its records cannot be read.
+    """
+    _refuse_foreign(run)
+    run.refuse_copy()
+    return run
+
+
+def _refuse_foreign(run: RunFolder) -> None:
     try:
-        name = getpass.getuser()
-    except (KeyError, OSError):  # a container knows only the number
-        name = str(os.getuid())
-    return f"{name}@{os.uname().nodename}"
+        run.refuse_foreign()
+    except StorageError as error:
+        raise UsageError(error.what, hint=error.hint) from error
+
+
+def own_configuration(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """CONFIG of a verb that asks, tries or writes something for the run that it describes, which need not exist yet.
+
+    Raises:
+        ConfigError: it cannot be used.
+        UsageError: its run is another user's.
+        StorageError: its run folder cannot be looked at.
+    """
+    from slurmft.operations.run_configuration import load_given
+
+    settings = load_given(path, overrides)
+    run = RunFolder(settings.run_folder)
+    if run.may_exist():
+        _refuse_foreign(run)
+    return settings
+
+
+class _OwnRun(_Run):
+    """A run that is to be acted on, and not only read."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> RunFolder:
+        return refuse_foreign(super().convert(value, param, ctx))
 
 
 def run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
-    """RUN, required."""
+    """RUN of a verb that reads; may be another user's."""
     return click.argument("run", type=_Run())(function)
+
+
+def own_run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+    """RUN of a verb that acts; the caller's own."""
+    return click.argument("run", type=_OwnRun())(function)
 
 
 def optional_run_argument(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import json
+import codecs
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from slurmft.cli.names import every_run, optional_run_argument, run_argument, runs_root
+from slurmft.cli.names import every_run, oldest_first, optional_run_argument, run_argument, runs_root
+from slurmft.cli.numbers import LINES, RANK
+from slurmft.cli.output import console, say, say_error, say_json, say_raw
 from slurmft.errors import StorageError, UsageError
-from slurmft.launch.evidence_told import EVENT, look_told
-from slurmft.launch.overview import Overview, account_of, overviews, story
-from slurmft.launch.save_watch import saves_told
+from slurmft.operations.overview import Overview, account_of, overviews, story
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import RunFolder
+from slurmft.supervisor.watch.evidence_told import EVENT, look_told
+from slurmft.supervisor.watch.save_watch import saves_told
+from slurmft.system.foreign_text import Terminal, one_line
+from slurmft.system.opening import open_regular, read_part
 
 WATCH_INTERVAL_S = 2.0
+MAX_SHOWN_BYTES = 64 << 20
+"""Of one log, its end: more is nothing for a terminal, and a file that only says to be long takes hours to print."""
+
 _IN_FULL = {
     "verdict": frozenset({"rank", "node", "suspects", "rerun", "traceback", "evidence"}),
     EVENT: frozenset({"culprits", "victims", "ranks", "folder"}),
@@ -42,15 +50,15 @@ def status(*, run: RunFolder | None, as_json: bool, watch: bool) -> int:
     def look() -> list[Overview]:
         return overviews([run] if run is not None else every_run())
 
-    console, entries = Console(), look()
+    shown, entries = console(), look()
     if as_json:
         for entry in entries:
-            click.echo(json.dumps(entry.as_json()))
+            say_json(entry.as_json())
     elif not watch:
-        console.print(_table(entries))
+        shown.print(_table(entries))
     if as_json or not watch:
         return StorageError.exit_code if run is not None and entries[0].state == "damaged" else 0
-    with Live(_table(entries), console=console, auto_refresh=False) as live:
+    with Live(_table(entries), console=shown, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(WATCH_INTERVAL_S)
@@ -67,28 +75,28 @@ def _table(entries: Sequence[Overview]) -> RenderableType:
         table.add_column(title, overflow="fold", no_wrap=title not in ("run", "detail"))
     for entry in entries:
         table.add_row(
-            Text(printable(entry.run)),
+            Text(one_line(entry.run)),
             Text(entry.state, style=_COLOURS.get(entry.state, "")),
             "-" if entry.step is None else f"{entry.step}/{entry.until or '?'}",
             "-" if entry.saved is None else str(entry.saved),
             "-" if entry.metric is None else f"{entry.metric:.4f}",
-            Text(printable(" > ".join(entry.jobs[-3:]) or "-")),
+            Text(one_line(" > ".join(entry.jobs[-3:]) or "-")),
             str(entry.attempts),
-            Text(printable(entry.detail)),
+            Text(one_line(entry.detail)),
         )
     return table
 
 
 @click.command()
 @run_argument
-@click.option("--rank", default=0, type=click.IntRange(min=0), show_default=True, help="Which worker's output.")
+@click.option("--rank", default=0, type=RANK, show_default=True, help="Which worker's output.")
 @click.option("--attempt", help="JOB.RESTART.CYCLE; the newest when empty.")
 @click.option("--all-attempts", is_flag=True, help="Every attempt's, oldest first.")
-@click.option("-n", "--lines", default=0, type=click.IntRange(min=0), help="Only the last lines of each.")
+@click.option("-n", "--lines", default=0, type=LINES, help="Only the last lines of each.")
 @click.option("-f", "--follow", is_flag=True, help="Go on printing as it grows.")
 def logs(*, run: RunFolder, rank: int, attempt: str | None, all_attempts: bool, lines: int, follow: bool) -> int:
     """Print a worker's output, and the supervisor's when there is none."""
-    folders = sorted((f for f in run.attempts.glob("*") if f.is_dir()), key=lambda f: f.stat().st_ctime)
+    folders = oldest_first(folder for folder in run.attempts.glob("*") if folder.is_dir())
     if attempt is not None:
         known = ", ".join(folder.name for folder in folders[-5:]) or "none yet"
         folders = [folder for folder in folders if folder.name == attempt]
@@ -98,28 +106,40 @@ def logs(*, run: RunFolder, rank: int, attempt: str | None, all_attempts: bool, 
     if not files and any(any(folder.glob("rank-*.log")) for folder in folders):
         raise UsageError(f"run {run.path.name} has no rank {rank}", hint=f"ls {run.attempts}")
     if not files:
-        files = sorted([*run.logs.glob("*.log"), *run.submissions.glob("*_log.out")], key=lambda f: f.stat().st_mtime)
+        found = [*run.logs.glob("*.log"), *run.submissions.glob("*_log.out")]
+        files = oldest_first(path for path in found if path.is_file())
     if not files:
         raise StorageError(f"run {run.path.name} has no output of rank {rank} yet", hint=f"slurmft status {run.path}")
     for path in files if all_attempts else files[-1:]:
         if all_attempts:
-            click.echo(f"==> {path.parent.name}/{path.name} <==")
-        text = path.read_text(encoding="utf-8", errors="replace")
-        click.echo("\n".join(text.splitlines()[-lines:]) if lines else text, nl=bool(lines))
+            say(f"==> {path.parent.name}/{path.name} <==")
+        text = read_part(path, -MAX_SHOWN_BYTES, MAX_SHOWN_BYTES).decode(errors="replace")
+        _show("\n".join(text.removesuffix("\n").split("\n")[-lines:]) + "\n" if lines else text, Terminal())
+        if not lines and (size := path.stat().st_size) > MAX_SHOWN_BYTES:
+            say_error(f"these are the last {MAX_SHOWN_BYTES} of {size} bytes of {path}")
     return _follow(files[-1]) if follow else 0
 
 
+def _show(text: str, terminal: Terminal) -> None:
+    """A worker's own words: exactly for files and pipes, and without anything but colours for a terminal."""
+    say_raw(terminal.feed(text) if sys.stdout.isatty() else text)
+
+
 def _follow(path: Path) -> int:
+    descriptor = open_regular(path)
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    terminal = Terminal()
     try:
-        with path.open(encoding="utf-8", errors="replace") as stream:
-            stream.seek(0, os.SEEK_END)
-            while True:
-                if text := stream.read():
-                    click.echo(text, nl=False)
-                else:
-                    time.sleep(0.3)
+        os.lseek(descriptor, 0, os.SEEK_END)
+        while True:
+            if part := os.read(descriptor, 1 << 16):
+                _show(decoder.decode(part), terminal)
+            else:
+                time.sleep(0.3)
     except KeyboardInterrupt:
         return 0
+    finally:
+        os.close(descriptor)
 
 
 @click.command()
@@ -136,7 +156,7 @@ def explain(*, run: RunFolder, as_json: bool) -> int:
     if as_json:
         for event in told.events:
             line = {"at": event.at.isoformat(), "attempt": event.attempt, "event": event.event, **event.details}
-            click.echo(json.dumps({"format": 1, **line}))
+            say_json({"format": 1, **line})
     else:
         _tell(told.events)
         _tell_rows("the newest look at the ranks", look_told(told.events))
@@ -151,16 +171,18 @@ def _tell(events: Sequence[Event]) -> None:
         if event.attempt and event.attempt != attempt:
             attempt = event.attempt
             job, restart, *_ = [*attempt.rsplit(".", 2), "?"]
-            click.secho(f"\njob {printable(job)}, restart {printable(restart)}", bold=True)
-        click.echo(_line(event))
+            say("")
+            say(f"job {job}, restart {restart}", bold=True)
+        say(_line(event))
 
 
 def _tell_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
     if rows:
-        click.secho(f"\n{title}, on attempt {printable(rows[0][1])}", bold=True)
+        say("")
+        say(f"{title}, on attempt {rows[0][1]}", bold=True)
     before = ""
     for name, text in rows[1:]:
-        click.echo(f"  {'' if name == before else name:<10} {printable(text)}".rstrip())
+        say(f"  {'' if name == before else name:<10} {one_line(text)}".rstrip())
         before = name
 
 
@@ -175,7 +197,7 @@ def _tell_damage(run: RunFolder, unreadable: int, events: int) -> int:
         )
     if unreadable:
         why = "torn by a writer that died, or damaged"
-        click.echo(f"slurmft: {unreadable} lines of {path} cannot be read and are left out ({why})", err=True)
+        say_error(f"{unreadable} lines of {path} cannot be read and are left out ({why})")
     return 0
 
 
@@ -186,15 +208,10 @@ def _line(event: Event) -> str:
     if hidden := _IN_FULL.get(event.event):
         details = {key: value for key, value in details.items() if key not in hidden}
     facts = "  ".join(f"{key}={_shown(value)}" for key, value in details.items() if value not in ("", None, []))
-    return printable(f"  {at}  {event.event:<20} {reason}{'  ' * bool(reason and facts)}{facts}".rstrip())
+    return f"  {at}  {event.event:<20} {reason}{'  ' * bool(reason and facts)}{facts}".rstrip()
 
 
 def _shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.3f}"
     return " ".join(str(value).split()) if not isinstance(value, list) else ",".join(map(str, value))
-
-
-def printable(text: str) -> str:
-    """Names of files and words of others as one line that cannot move the cursor, or fail to be written."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

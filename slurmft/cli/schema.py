@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from slurmft.config import RunConfig
+from slurmft.config.config import RunConfig
 
 
 def schema() -> dict[str, Any]:

@@ -9,18 +9,20 @@ from typing import Any
 
 import click
 
-from slurmft import config as configuration
 from slurmft.cli.names import who
-from slurmft.config import RunConfig
+from slurmft.cli.output import say, say_block
+from slurmft.config.config import RunConfig
 from slurmft.errors import RunBusy, SlurmError, SlurmUnavailable, StorageError, UsageError
-from slurmft.launch import avoidance, grace
-from slurmft.launch.avoidance import Avoidance
-from slurmft.launch.elsewhere import duty_of
-from slurmft.policy.grace import Severity
+from slurmft.operations.run_configuration import load_given, refuse_shared
+from slurmft.policy.timing.grace import Severity
 from slurmft.scheduler import slurm, submission
 from slurmft.scheduler.nodes import compress
-from slurmft.storage.files import replace_atomically
 from slurmft.storage.run_folder import RunFolder
+from slurmft.supervisor import grace
+from slurmft.supervisor.recovery import avoidance
+from slurmft.supervisor.recovery.avoidance import Avoidance
+from slurmft.supervisor.recovery.elsewhere import duty_of
+from slurmft.system.files import refuse_uncreatable, replace_atomically
 
 
 @click.command(context_settings={"ignore_unknown_options": False})
@@ -38,7 +40,7 @@ def submit(
     overrides: tuple[str, ...], data: str | None,
 ) -> int:  # fmt: skip
     """Submit a run, or continue one that has stopped. Options behind -- go to sbatch."""
-    settings = configuration.load(config, overrides)
+    settings = load_given(config, overrides)
     if data is not None:
         if not Path(data).exists():
             raise UsageError(f"--data: there is no {data}")
@@ -46,36 +48,43 @@ def submit(
     run = RunFolder(settings.run_folder)
     where = _where(cluster)
     options = submission.parse_sbatch_options(sbatch_options)
+    cluster_of_job = submission.wished_cluster(options, os.environ) if where == "slurm" else ""
     if where == "local" and options:
         raise UsageError("options behind -- go to sbatch, but this run is local", hint="use --cluster slurm")
     avoiding = Avoidance()
     if where == "slurm":
         findings = grace.check(settings, options, os.environ)
         for finding in findings:
-            click.echo(f"{'warning' if finding.severity is Severity.WARNING else 'grace'}: {finding.text}", err=True)
+            say(f"{'warning' if finding.severity is Severity.WARNING else 'grace'}: {finding.text}", err=True)
         if strict:
             grace.refuse_warnings(findings)
         suspects = duty_of(run.journal().read()).undecided if run.exists() else ()
         avoiding = avoidance.for_submission(settings, options, os.environ, suspects)
         for line in avoiding.lines():
-            click.echo(line, err=True)
+            say(line, err=True)
     if dry_run:
+        run.create(only_look=True)
+        _refuse_if_finished_or_busy(run, where)
+        refuse_shared(run, settings.checkpoint_dir)
+        _make_checkpoint_dir(settings, only_look=True)
         text = submission.script_text(settings, run, options, frozenset(avoiding.nodes))
-        click.echo(text if where == "slurm" else _local_plan(run))
+        say_block(text if where == "slurm" else _local_plan(run))
         return 0
     run.create()
+    _warn_if_replaceable(run)
     with run.lock():  # two submissions at once: the second one must find the first one's job
-        _refuse_if_finished_or_busy(run)
+        _refuse_if_finished_or_busy(run, where)
+        refuse_shared(run, settings.checkpoint_dir)
         _prepare(run, settings)
         told = len(run.journal().read())
-        job = _submit(where, settings, run, options, avoiding)
-    click.echo(f"submitted {settings.name} as job {job}" if where == "slurm" else f"started {settings.name} ({job})")
-    click.echo(f"run folder: {run.path}")
+        job = _submit(where, settings, run, options, avoiding, cluster=cluster_of_job)
+    say(f"submitted {settings.name} as job {job}" if where == "slurm" else f"started {settings.name} ({job})")
+    say(f"run folder: {run.path}")
     if wait:
         from slurmft.cli.watching import watch
 
         return watch(run, told=told, stop_on_interrupt=where == "local")
-    click.echo(f"watch it with: slurmft status {run.path} --watch", err=True)
+    say(f"watch it with: slurmft status {run.path} --watch", err=True)
     return 0
 
 
@@ -91,7 +100,7 @@ def _local_plan(run: RunFolder) -> str:
     return " ".join(submission.RunSupervisor(run.config).argv())
 
 
-def _refuse_if_finished_or_busy(run: RunFolder) -> None:
+def _refuse_if_finished_or_busy(run: RunFolder, where: str) -> None:
     if (done := run.done()) is not None:
         raise UsageError(
             f"run {run.path.name} is finished ({done.get('reason')})",
@@ -99,40 +108,68 @@ def _refuse_if_finished_or_busy(run: RunFolder) -> None:
         )
     if not run.exists():
         return
-    from slurmft.launch import outside  # not for a new run, nor for --dry-run: they take 60 ms
-    from slurmft.launch.living import owner_lives
+    from slurmft.operations import outside  # not for a new run: they take 60 ms
+    from slurmft.supervisor.living import local_owner_lives
 
     owner = run.owner()
-    if owner is not None and owner.cluster == "local" and owner_lives(owner):
+    if owner is not None and local_owner_lives(owner):
         raise RunBusy(f"run {run.path.name} is running here (process {owner.pid})", hint=f"slurmft stop {run.path}")
-    if slurm.available():
-        for record in outside.records_of(run):
+    if where == "slurm" or slurm.available():
+        records = outside.records_of(run)
+        for record in records.values():
             if record.alive or record.waiting:
                 raise RunBusy(
                     f"run {run.path.name} has job {record.job_id} in state {record.state}",
                     hint=f"slurmft stop {run.path} ends it after a save",
                 )
+        if outside.is_unseen(run, records):
+            raise RunBusy(
+                f"run {run.path.name} is being trained, although Slurm does not know its job {owner and owner.job}",
+                hint="is this the cluster it runs on? If its nodes are gone, try again in a minute",
+            )
+
+
+def _warn_if_replaceable(run: RunFolder) -> None:
+    try:
+        run.refuse_replaceable()
+    except StorageError as error:
+        say(f"warning: {error.what}; requeue --rescue will leave the run alone ({error.hint})", err=True)
 
 
 def _prepare(run: RunFolder, settings: RunConfig) -> None:
     try:
         replace_atomically(run.config, settings.as_yaml())
         if run.take_request("KILL") is not None:
-            click.echo("removed the KILL file: this submission continues the run that it stopped", err=True)
-        settings.checkpoint_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            say("removed the KILL file: this submission continues the run that it stopped", err=True)
     except OSError as error:
         raise StorageError(f"cannot write into {run.path}: {error.strerror or error}") from error
+    _make_checkpoint_dir(settings)
 
 
-def _submit(where: str, settings: RunConfig, run: RunFolder, options: dict[str, Any], avoiding: Avoidance) -> str:
+def _make_checkpoint_dir(settings: RunConfig, *, only_look: bool = False) -> None:
+    folder = settings.checkpoint_dir
+    try:
+        if only_look:
+            refuse_uncreatable(folder)
+        else:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot create the folder of the checkpoints {folder}: {error.strerror or error}",
+                           hint="see checkpoint.directory") from error  # fmt: skip
+
+
+def _submit(
+    where: str, settings: RunConfig, run: RunFolder, options: dict[str, Any], avoiding: Avoidance, *, cluster: str
+) -> str:
     journal = run.journal()
     if where == "local":
         journal.append("submitting", cluster="local", who=who())
         pid = submission.submit_here(settings, run)
         return f"local process {pid}, log {submission.local_log(run, pid)}"
     own = compress(avoidance.excluded_by_user(settings, options))
+    wishes = {name: value for name, value in os.environ.items() if name.startswith("SBATCH_")}
     journal.append("submitting", cluster="slurm", who=who(), command=" ".join(sys.argv),
-                   **({"excluded": own} if own else {}))  # fmt: skip
+                   **({"excluded": own} if own else {}), **({"wishes": wishes} if wishes else {}))  # fmt: skip
     if not avoiding.is_silent:
         journal.append("avoiding", **avoiding.as_event())
     try:
@@ -142,7 +179,7 @@ def _submit(where: str, settings: RunConfig, run: RunFolder, options: dict[str, 
     except SlurmError as error:
         journal.append("submission failed", reason=error.what)
         raise
-    run.add_job(job)
+    run.add_job(job, submission.look_at_submitted(job, cluster))
     if avoided != avoiding:
         journal.append("avoiding", **avoided.as_event())
     journal.append("submitted", job=job, host=os.uname().nodename)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -13,16 +12,17 @@ from typing import Any
 import click
 
 from slurmft.cli.excluding import opened_list
-from slurmft.cli.names import every_run, who
-from slurmft.cli.reading import printable
+from slurmft.cli.names import runs_root, who
+from slurmft.cli.numbers import Amount
+from slurmft.cli.output import say, say_error, say_json
 from slurmft.errors import SlurmftError, UsageError
-from slurmft.health.bounded import bounded
 from slurmft.health.checker import CONFIG_VARIABLE, load_config
-from slurmft.health.sweep import SweepOrder, SweepReport
-from slurmft.health.sweep import sweep as do_sweep
-from slurmft.health.sweep_metrics import heartbeat_url, send_heartbeat, write_metrics
-from slurmft.policy.node_health import Condition
-from slurmft.policy.sweep import Visits
+from slurmft.operations.sweep import SweepOrder, SweepReport
+from slurmft.operations.sweep import sweep as do_sweep
+from slurmft.operations.sweep_metrics import heartbeat_url, send_heartbeat, write_metrics
+from slurmft.policy.nodes.node_health import Condition
+from slurmft.policy.nodes.sweep import Visits
+from slurmft.system.bounded import bounded
 
 FORMAT = 1
 _EXIT_CODES = """\b
@@ -49,9 +49,7 @@ Exit codes:
 @click.option("--metrics", type=click.Path(path_type=Path), help="File for a textfile collector, replaced each time.")
 @click.option("--heartbeat-url-file", type=click.Path(path_type=Path),
               help="File with a URL that is asked for when the sweep saw the cluster.")  # fmt: skip
-@click.option(
-    "--limit", default=300.0, show_default=True, type=click.FloatRange(1, 86_400), help="Seconds it may take."
-)
+@click.option("--limit", default=300.0, show_default=True, type=Amount(1, 86_400), help="Seconds it may take.")
 @click.option("--dry-run", is_flag=True, help="Look, say what would be done, and change nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
 def sweep(
@@ -74,18 +72,16 @@ def sweep(
                                  hint="see --health")  # fmt: skip
             order = SweepOrder(
                 exclusions=list_, rules=rules, results=settings.results_folder, health=settings.verdict.rules(),
-                health_file=_health_file(health), runs=every_run(), who=who(),
+                health_file=_health_file(health), runs=runs_root(), who=who(),
                 may_drain=drain, dry_run=dry_run, visits=Visits(at_most=at_most), partition=partition, limit_s=limit,
             )  # fmt: skip
             report = do_sweep(order)
         except SlurmftError as error:
-            click.echo(f"slurmft: {error}", err=True)
+            say_error(str(error))
             return error.exit_code
         except Exception as error:  # this is a child, whose frames end here
             logging.getLogger(__name__).debug("traceback", exc_info=True)
-            click.echo(
-                f"slurmft: internal error: {error!r}\n  hint: please report this; -v for the traceback", err=True
-            )
+            say_error(f"internal error: {error!r}\n  hint: please report this; -v for the traceback")
             return 70
         if metrics is not None and not dry_run:
             try:
@@ -94,8 +90,10 @@ def sweep(
                 report.problems.append(f"{metrics} cannot be written: {error.strerror}")
         if url and report.saw_cluster and not dry_run and (problem := send_heartbeat(url)):
             report.problems.append(problem)
-        for line in [json.dumps(as_object(report))] if as_json else as_lines(report):
-            click.echo(printable(line))
+        if as_json:
+            say_json(as_object(report))
+        for line in () if as_json else as_lines(report):
+            say(line)
         return report.exit_code
 
     return bounded(work, limit_s=limit, name="slurmft-sweep", environment=os.environ)
@@ -111,6 +109,8 @@ def as_lines(report: SweepReport) -> Iterator[str]:
     """The report for people; mails of cron begin with what matters."""
     yield from (f"PROBLEM: {problem}" for problem in report.problems)
     yield from report.done
+    if report.left_alone:
+        yield report.left_alone
     if report.for_admin:
         yield "for the administrator:"
         yield from (f"  {command}" for command in report.for_admin)
@@ -124,7 +124,18 @@ def as_object(report: SweepReport) -> dict[str, Any]:
     """The report for scripts."""
     found: dict[str, Any] = {
         name: getattr(report, name)
-        for name in ("nodes", "done", "for_admin", "problems", "drained", "resumed", "tested", "rescued", "silent")
+        for name in (
+            "nodes",
+            "done",
+            "for_admin",
+            "problems",
+            "drained",
+            "resumed",
+            "tested",
+            "rescued",
+            "left_alone",
+            "silent",
+        )
     }
     found |= {"format": FORMAT, "exit_code": report.exit_code, "seconds": round(report.took_s, 3)}
     if report.plan is not None:

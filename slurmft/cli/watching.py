@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 
-import click
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from slurmft.launch.overview import Overview, overviews, progress_of
-from slurmft.policy.verdict import EXIT_TEMPORARY
+from slurmft.cli.names import oldest_first
+from slurmft.cli.output import console, say
+from slurmft.operations.overview import Overview, overviews, progress_of
+from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import RunFolder
+from slurmft.supervisor.evidence import tail
+from slurmft.system.foreign_text import one_line
 
 FAST_S, SLURM_S = 0.3, 3.0
 """The folder is cheap to look at; Slurm is asked rarely."""
@@ -39,9 +41,9 @@ def watch(run: RunFolder, *, told: int, stop_on_interrupt: bool) -> int:
         view = watcher.follow()
     except KeyboardInterrupt:
         if not stop_on_interrupt:
-            click.echo(f"the run goes on; slurmft stop {run.path} ends it after a save")
+            say(f"the run goes on; slurmft stop {run.path} ends it after a save")
             return 130
-        click.echo("saving, then ending; Ctrl-C again leaves the run to itself")
+        say("saving, then ending; Ctrl-C again leaves the run to itself")
         run.request("KILL", "Ctrl-C")
         view = watcher.follow()
     return _report(run, view, run.journal().read()[told:])
@@ -53,7 +55,7 @@ class Watcher:
     def __init__(self, run: RunFolder, told: int) -> None:
         self._run, self._before, self._told = run, told, told
         self._began = time.time()
-        self._console = Console()
+        self._console = console()
         self._last_line_at = time.monotonic()
         self._waiting_for = "starting"
 
@@ -65,7 +67,7 @@ class Watcher:
         )  # fmt: skip
         asked_slurm = 0.0
         with Progress(*columns, console=self._console) as progress:
-            bar = progress.add_task(self._run.path.name[:24], total=None, note="starting")
+            bar = progress.add_task(one_line(self._run.path.name)[:24], total=None, note="starting")
             while True:
                 time.sleep(FAST_S)
                 events = self._tell_news()
@@ -80,29 +82,29 @@ class Watcher:
         events = self._run.journal().read()
         for event in events[self._told :]:
             if event.event in _TOLD:
-                self._console.print(_told(event), highlight=False, markup=False)
+                self._console.print(one_line(_told(event)), highlight=False, markup=False)
         self._told = len(events)
         return events[self._before :]
 
     def _show_progress(self, progress: Progress, bar: TaskID) -> None:
         facts = progress_of(self._run)
         if (facts.at or 0.0) < self._began:
-            progress.update(bar, note=self._waiting_for)
+            progress.update(bar, note=one_line(self._waiting_for))
             return
         note = facts.state or ""
         if facts.until:
             note = f"{facts.step}/{facts.until} {note}"
             note += f" loss {facts.metric:.3f}" if facts.metric is not None else ""
-        progress.update(bar, completed=facts.step or 0, total=facts.until or None, note=note)
+        progress.update(bar, completed=facts.step or 0, total=facts.until or None, note=one_line(note))
         if not self._console.is_terminal and time.monotonic() - self._last_line_at > PLAIN_LINE_S:
             self._last_line_at = time.monotonic()
-            self._console.print(f"{time.strftime('%H:%M:%S')} {note}", highlight=False, markup=False)
+            self._console.print(f"{time.strftime('%H:%M:%S')} {one_line(note)}", highlight=False, markup=False)
 
     def _ended(self, events: list[Event]) -> Overview | None:
         view = overviews([self._run])[0]
         if view.state == "waiting" and view.detail != self._waiting_for:
             self._waiting_for = view.detail
-            self._console.print(f"{time.strftime('%H:%M:%S')} {view.detail}", highlight=False, markup=False)
+            self._console.print(f"{time.strftime('%H:%M:%S')} {one_line(view.detail)}", highlight=False, markup=False)
         decided = any(event.event == "decision" for event in events)
         if view.state == "finished" or (view.state == "stopped" and decided):
             return view
@@ -127,21 +129,21 @@ def _report(run: RunFolder, view: Overview, events: list[Event]) -> int:
     starts = sum(event.event == "attempt started" for event in events)
     stops = sum(event.event == "stop requested" for event in events)
     seconds = events[-1].seconds() - events[0].seconds() if events else 0.0
-    click.echo(f"{view.run}: {view.state}. {view.detail}")
+    say(f"{view.run}: {view.state}. {view.detail}")
     if view.until:
-        click.echo(f"  steps      {view.step} of {view.until}" + (f", loss {view.metric:.4f}" if view.metric else ""))
-    click.echo(f"  time       {seconds:.1f} s; starts: {starts}, stops: {stops}")
+        say(f"  steps      {view.step} of {view.until}" + (f", loss {view.metric:.4f}" if view.metric else ""))
+    say(f"  time       {seconds:.1f} s; starts: {starts}, stops: {stops}")
     if view.saved is not None:
-        click.echo(f"  saved      step {view.saved} in {run.path}")
+        say(f"  saved      step {view.saved} in {run.path}")
     if digest := _final_digest(run):
-        click.echo(f"  weights    sha256 {digest}")
-    click.echo(f"  the story  slurmft explain {run.path}")
+        say(f"  weights    sha256 {digest}")
+    say(f"  the story  slurmft explain {run.path}")
     return 0 if view.state == "finished" else code
 
 
 def _final_digest(run: RunFolder) -> str | None:
-    for path in sorted(run.attempts.glob("*/rank-0.log"), key=lambda path: path.stat().st_mtime, reverse=True):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]:
+    for path in reversed(oldest_first(run.attempts.glob("*/rank-0.log"))):
+        for line in (tail(path) or "").splitlines()[-20:]:
             if line.startswith("final weights sha256: "):
                 return line.removeprefix("final weights sha256: ").strip()
     return None

@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from slurmft.checkpoint import CheckpointManager
-from slurmft.training.data import ByteCorpus, WindowLoader
-from slurmft.training.digest import weights_digest
-from slurmft.training.session import start_session
+from slurmft.worker.checks.digest import weights_digest
+from slurmft.worker.data.data import ByteCorpus, WindowLoader
+from slurmft.worker.session import start_session
 
 BYTES = 256
 
@@ -104,6 +104,7 @@ def train(args: argparse.Namespace) -> None:
                 model.train()
                 log_at.evaluation(step, float(torch.stack(losses).mean()))
 
+            time.sleep(args.step_delay)
             optimizer.zero_grad(set_to_none=True)
             loss = backward_in_parts(model, next(loader), session.micro_batch(args.batch_size), session.device)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -113,7 +114,6 @@ def train(args: argparse.Namespace) -> None:
             metrics["loss"] = loss.item()
             session.report(loss=metrics["loss"])
             log_at.step(step, metrics["loss"], args.batch_size * session.world_size * args.window)
-            time.sleep(args.step_delay)
 
         if session.is_lead:
             print(f"final weights sha256: {weights_digest(plain)}")
@@ -185,9 +185,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eval-every", type=positive, default=50, help="steps between evaluations")
     parser.add_argument("--eval-batches", type=positive, default=4, help="batches per evaluation and rank")
     parser.add_argument("--log-every", type=positive, default=10, help="steps between progress lines")
-    parser.add_argument(
-        "--step-delay", type=float, default=0.0, help="seconds to wait after a step, for demonstrations"
-    )
+    parser.add_argument("--step-delay", type=float, default=0.0, help="seconds to wait in a step, for demonstrations")
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args(argv)
     if args.channels % args.heads:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slurmft.checkpoint import CheckpointManager
-from slurmft.training.session import start_session
+from slurmft.worker.session import start_session
 
 STEPS = 1_000_000
 

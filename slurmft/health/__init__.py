@@ -5,6 +5,17 @@ No torch in this process, and no Slurm command in Prolog, Epilog or HealthCheckP
 
 from __future__ import annotations
 
-from slurmft.health.checker import HealthChecker
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slurmft.health.checker import HealthChecker
 
 __all__ = ["HealthChecker"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from slurmft.health import checker
+
+    return getattr(checker, name)

@@ -14,16 +14,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from slurmft import config as configuration
+from slurmft.config import config as configuration
+from slurmft.config.health import HealthConfig
 from slurmft.errors import StorageError, UsageError
 from slurmft.health import results as kept
-from slurmft.health.isolation import Answer, Errand, run_all
-from slurmft.health.probes import Probe, known_names, probes_for
+from slurmft.health.probes.probes import Probe, known_names, probes_for
 from slurmft.health.scene import Scene
 from slurmft.policy import plain_values as plain
-from slurmft.policy.node_health import Checkup, ProbeResult, Status
-from slurmft.settings.health import HealthConfig
-from slurmft.storage.files import write_json
+from slurmft.policy.nodes.node_health import Checkup, ProbeResult, Status
+from slurmft.system.files import write_json
+from slurmft.system.isolation import Answer, Errand, run_all
 
 CONFIG_VARIABLE = "SLURMFT_HEALTH_CONFIG"
 SYSTEM_CONFIG = Path("/etc/slurmft/health.yaml")
@@ -33,6 +33,9 @@ WRITE_S = 2.0
 
 CHECK_S = (20.0, 600.0)
 """Seconds that a program waits for its answer: of level 1, and of level 2."""
+
+MAX_CHECK_S = 86_400
+_TOLD = ("healthy", "status", "checks", "timestamp")
 
 
 def load_config(path: Path | None, environment: Mapping[str, str]) -> HealthConfig:
@@ -159,13 +162,23 @@ class HealthChecker:
         load_config(config, os.environ)
 
     def check_health(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """``{"healthy": bool, "checks": [...], "timestamp": ...}``.
+        """``{"healthy": bool, "status": "OK", "checks": [...], "timestamp": ...}``.
 
-        healthy is False when a check is CRITICAL; a check that could not look makes a node neither healthy nor sick, so
-        it says nothing. Each check has name, status, detail, value, unit, evidence, remedy. Never raises because of
-        what the node is like: when the probes cannot run at all, the only check is UNKNOWN and says why.
+        status is the gravest of all checks: CRITICAL, WARNING, UNKNOWN or OK. healthy says that at least one probe
+        could look, and that no check is CRITICAL. Where no probe could, status is UNKNOWN and healthy is False: the
+        node is neither healthy nor sick, and only CRITICAL is a reason to take it out. Each check has name, status,
+        detail, value, unit, evidence, remedy. Never raises because of what the node is like: when the probes cannot run
+        at all, the only check is UNKNOWN and says why.
+
+        Args:
+            timeout_s: seconds to wait for the probes; by their level when it is not given.
+
+        Raises:
+            UsageError: ``timeout_s`` is no positive number of seconds, or more than a day.
         """
         limit_s = timeout_s if timeout_s is not None else CHECK_S[self._level > 1]
+        if not isinstance(limit_s, int | float) or isinstance(limit_s, bool) or not 0 < limit_s <= MAX_CHECK_S:
+            raise UsageError(f"timeout_s is {limit_s!r:.40}; it is a positive number of seconds, at most {MAX_CHECK_S}")
         argv = [sys.executable, "-P", "-m", "slurmft", "health", "--json", "--level", str(self._level)]
         argv += ["--config", str(self._config)] if self._config is not None else []
         argv += [word for name in self._only for word in ("--only", name)]
@@ -181,10 +194,10 @@ class HealthChecker:
             reason = f"no answer within {limit_s:.0f} s"
         except OSError as error:
             reason = error.strerror or str(error)
-        if not isinstance(found, dict) or not {"healthy", "checks", "timestamp"} <= set(found):
-            checks = [kept.result_json(ProbeResult(name="probes", status=Status.UNKNOWN, detail=reason or "no answer"))]
-            return {"healthy": True, "checks": checks, "timestamp": datetime.now(UTC).isoformat()}
-        return {key: found[key] for key in ("healthy", "checks", "timestamp")}
+        if not isinstance(found, dict) or not set(_TOLD) <= set(found):
+            nothing = ProbeResult(name="probes", status=Status.UNKNOWN, detail=reason or "no answer")
+            found = told(Checkup(node="", at=time.time(), results=(nothing,)))
+        return {key: found[key] for key in _TOLD}
 
 
 def told(checkup: Checkup) -> dict[str, Any]:
@@ -194,7 +207,7 @@ def told(checkup: Checkup) -> dict[str, Any]:
         "format": 1,
         "node": checkup.node,
         "status": checkup.status.name,
-        "healthy": all(result.status is not Status.CRITICAL for result in checkup.results),
+        "healthy": checkup.is_healthy,
         "checks": checks,
         "timestamp": datetime.fromtimestamp(checkup.at, UTC).isoformat(),
         "context": checkup.context,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from slurmft.health.leftovers import Process, orphaned_memory, process, processes, running_jobs, step_of
 from slurmft.health.scene import Scene, text_of
+from slurmft.system.private_folder import remove_tree
 
 PASSES = 3
 """A process may fork while we look."""
@@ -117,7 +117,7 @@ def _remove(path: Path, uid: int) -> bool:
         if path.lstat().st_uid != uid:
             return False
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            remove_tree(path, owner=uid)
         else:
             path.unlink()
         return True

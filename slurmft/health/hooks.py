@@ -14,7 +14,7 @@ import slurmft.errors
 from slurmft.health import requeued
 from slurmft.health.checker import keep, load_config, look, scene_here
 from slurmft.health.cleaning import clean
-from slurmft.policy.node_health import Checkup, Status, drain_reason
+from slurmft.policy.nodes.node_health import Checkup, Status, drain_reason
 
 REFUSED = 40
 """Exit code of a prolog that refuses the node; not one of ours, of the shell, or of Python."""

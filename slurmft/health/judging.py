@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from slurmft.policy.node_health import ProbeResult, Problem, Status, worst
+from slurmft.policy.nodes.node_health import ProbeResult, Problem, Status, worst
 
 
 def fine(name: str, detail: str, *, value: float | None = None, unit: str = "") -> ProbeResult:

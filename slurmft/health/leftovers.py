@@ -8,7 +8,6 @@ folders, when nobody holds the lock that their agent holds as long as it lives.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import stat
@@ -17,17 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmft.health.scene import Scene, text_of
+from slurmft.system.private_folder import MAX_DEPTH, is_left_over
 
 SETTLED_S = 60.0
 """What is younger may be about to be used."""
 
-OURS = re.compile(r"slurmft-(\d+)-")
+OURS = re.compile(r"slurmft-(?:memory-)?(\d+)-")
 LIBRARIES = re.compile(
     r"(?:torch_\d+_|sem\.mp-|psm_[0-9a-f]{8}$|nccl-[A-Za-z0-9]{6}$|sem\.loky-|psm[23]_shm\.|ucx_shm_|cuda\.shm\.|"
     r"__KMP_REGISTERED_LIB_|vader_segment\.|osc_rdma\.)"
 )
 """What torch, multiprocessing, NCCL, UCX and MPI leave in /dev/shm when they are killed. Anything else may be data that
 a user keeps there on purpose."""
+
+MAX_COUNTED = 10_000
+"""Files of one folder whose sizes are added up."""
 
 _STEP = re.compile(r"slurmstepd: \[(\d+)\.")
 _CGROUP_JOB = re.compile(r"/job_(\d+)(?:/|$)")
@@ -98,7 +101,7 @@ def _job(folder: Path) -> str:
 
 def orphaned_memory(scene: Scene, *, uid: int | None = None) -> list[tuple[Path, int]]:
     """Objects in /dev/shm that nobody uses any more, of this user or of all, each with its bytes."""
-    found, candidates = [], scene.folders("dev/shm")
+    found, candidates = [], _known_names(scene.path("dev/shm"))
     alive = _users_with_processes(scene) if candidates else frozenset()
     for path in candidates:
         with contextlib.suppress(OSError):
@@ -109,7 +112,7 @@ def orphaned_memory(scene: Scene, *, uid: int | None = None) -> list[tuple[Path,
                 continue
             ours = OURS.match(path.name)
             if ours and stat.S_ISDIR(facts.st_mode) and ours[1] == str(facts.st_uid):
-                if lock_is_free(path / "lock"):
+                if is_left_over(path, owner=facts.st_uid):
                     found.append((path, _size(path)))
             elif LIBRARIES.match(path.name) and stat.S_ISREG(facts.st_mode) and facts.st_uid not in alive:
                 found.append((path, facts.st_blocks * 512))
@@ -124,25 +127,20 @@ def _users_with_processes(scene: Scene) -> frozenset[int]:
     return frozenset(users)
 
 
-def lock_is_free(path: Path) -> bool:
-    """Whether the file is there and nobody holds it: its agent is dead."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+def _known_names(folder: Path) -> list[Path]:
+    """Entries with the names that we clean up after; all others cost one look at their name."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return sorted(Path(each.path) for each in entries if OURS.match(each.name) or LIBRARIES.match(each.name))
+    return []
 
 
 def _size(folder: Path) -> int:
+    """Bytes of what lies in it, as far as it has been counted; a user may leave millions of files."""
     total = 0
-    for where, _, names in os.walk(folder):
-        for name in names:
+    for counted, (where, _, names) in enumerate(os.walk(folder)):
+        for name in names[:MAX_COUNTED]:
             with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(where, name)).st_blocks * 512  # noqa: PTH118 - names may be bytes
+        if counted > MAX_DEPTH or len(names) > MAX_COUNTED:
+            break
     return total

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable
 
 from slurmft.errors import SlurmError
+from slurmft.policy.site.job_identity import OwnJob
 from slurmft.scheduler import slurm
-from slurmft.scheduler.parsing import JobRecord
+from slurmft.scheduler.parsing.parsing import JobRecord
 from slurmft.scheduler.queueing import SOONEST_S, begin_in
 
 SLURMS_WAIT_S = 130.0
@@ -34,7 +35,7 @@ def follow(
     job: str,
     *,
     look: Callable[[str], JobRecord | None] = slurm.job,
-    begin: Callable[[str, int], None] = begin_in,
+    begin: Callable[[OwnJob, int], None] = begin_in,
     now: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
@@ -50,7 +51,7 @@ def follow(
         if record is None:
             return False
         if waits_for_slurm(record, now()):
-            begin(job, SOONEST_S)
+            begin(OwnJob(job, record.identity), SOONEST_S)
             return True
         # right after COMPLETING it is PENDING for a moment for no reason
         if record.state != "COMPLETING" and (record.state, record.reason) != ("PENDING", "None"):

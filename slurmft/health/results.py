@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from slurmft.errors import StorageError, StorageUnavailable
-from slurmft.policy.node_health import Checkup, ProbeResult, Problem, Status
-from slurmft.storage.files import read_json, write_json
+from slurmft.policy.nodes.node_health import Checkup, ProbeResult, Problem, Status
+from slurmft.system.files import read_json, write_json
 
 KEEP = 12
 """Looks of one node that its file holds."""
@@ -173,9 +173,7 @@ def _path(folder: Path, node: str) -> Path:
 
 
 def _stored(path: Path, node: str) -> list[Checkup]:
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise StorageError(f"{path} is longer than {MAX_FILE_BYTES} bytes")
-    value = read_json(path) or {}
+    value = read_json(path, limit_bytes=MAX_FILE_BYTES) or {}
     found = value.get("checkups")
     if not isinstance(found, list):
         raise StorageError(f"{path} holds no checkups")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurmft.settings.health import HealthConfig
+from slurmft.config.health import HealthConfig
 
 MAX_BYTES = 1 << 20
 

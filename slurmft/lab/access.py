@@ -19,6 +19,7 @@ from slurmft.lab.processes import SEARCH_PATH, make_folder, run
 from slurmft.lab.slurm_conf import LOGIN, LabPaths
 
 USER = "slurmft-lab"
+SECOND_USER = "slurmft-lab-2"
 KEPT = ("LANG", "LC_ALL", "LC_CTYPE", "TERM", "TZ", "COLUMNS", "LINES", "NO_COLOR", "CI")
 """What is taken over from the caller's environment: how to talk to the terminal, nothing else."""
 
@@ -32,23 +33,23 @@ class Account:
     gid: int
 
 
-def ensure_account(home: Path) -> Account:
-    """The lab's user, created when missing and shared by all labs; its home exists afterwards and belongs to it.
+def ensure_account(home: Path, name: str = USER) -> Account:
+    """A user of the lab, created when missing and shared by all labs; its home exists afterwards and belongs to it.
 
     Raises:
         LabError: the user cannot be created, or somebody gave that name to root.
     """
     try:
-        entry = pwd.getpwnam(USER)
+        entry = pwd.getpwnam(name)
     except KeyError:
         words = ["--system", "--user-group", "--no-create-home", "--home-dir", str(home), "--shell", "/bin/bash"]
-        run(["useradd", *words, USER], doing=f"creating the user {USER}")
-        entry = pwd.getpwnam(USER)
+        run(["useradd", *words, name], doing=f"creating the user {name}")
+        entry = pwd.getpwnam(name)
     if entry.pw_uid == 0:
-        raise LabError(f"the user {USER} has uid 0; jobs of the lab never run as root")
+        raise LabError(f"the user {name} has uid 0; jobs of the lab never run as root")
     make_folder(home)
     os.chown(home, entry.pw_uid, entry.pw_gid)
-    return Account(USER, entry.pw_uid, entry.pw_gid)
+    return Account(name, entry.pw_uid, entry.pw_gid)
 
 
 def environment_of(account: Account | None, paths: LabPaths, caller: Mapping[str, str]) -> dict[str, str]:

@@ -95,6 +95,17 @@ class Lab:
         """Run a command as the lab's user on the login member; options as for :func:`run_command`."""
         return run_command(self._built, self._built.login, self._built.account, argv, **options)
 
+    def second_user(self) -> access.Account:
+        """Another ordinary user, who shares nothing with the first; made when it is missing."""
+        return access.ensure_account(self.folder / "home2", access.SECOND_USER)
+
+    def run_as(
+        self, account: access.Account, argv: Sequence[str], **options: Any
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
+        """Run a command as ``second_user`` on the login member, in that user's home."""
+        home = str(self.folder / "home2")
+        return run_command(self._built, self._built.login, account, argv, cwd=home, env={"HOME": home}, **options)
+
     def run_as_admin(self, argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
         """The same as root, who is Slurm's administrator too."""
         return run_command(self._built, self._built.login, None, argv, **options)

@@ -17,7 +17,7 @@ from slurmft.lab.packages import require_root
 from slurmft.lab.processes import make_folder
 from slurmft.lab.settings import LabSettings
 from slurmft.lab.slurm_conf import CONTROLLER, LOGIN, LabPaths
-from slurmft.storage.files import read_json, write_json
+from slurmft.system.files import read_json, write_json
 
 
 @dataclass(frozen=True, slots=True)

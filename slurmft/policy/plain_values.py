@@ -10,7 +10,15 @@ from typing import Any
 MAX_VALUES, MAX_DEPTH = 10_000, 20
 """A file can be short and mean billions of values, by aliases of aliases."""
 
-CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""Control characters, line separators, and what turns the direction of text."""
+
+MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255
+"""Of a path, and of each of its parts, as Linux has them."""
+
+_FREE_TEXT = frozenset({"command", "environment", "srun_args", "remedy"})
+"""Keys whose texts may have several lines: they are given to a program, or to a person."""
+
 MAX_PROBLEMS, MAX_PROBLEM_LENGTH = 20, 300
 _NAME_A_FOLDER = "name a folder of this run's own; its last part is the run's name"
 
@@ -31,7 +39,9 @@ def at_most(limit: float) -> Callable[[Any], Any]:
 
     def check(value: Any) -> Any:
         if value > limit:
-            raise ValueError(f"{value:g} is too much; at most {limit:g}")
+            # a whole number may be beyond any float
+            told = f"{value:g}" if value < 1e300 else "a number of more than 300 digits"
+            raise ValueError(f"{told} is too much; at most {limit:g}")
         return value
 
     return check
@@ -76,8 +86,28 @@ def unusable(raw: Mapping[str, Any]) -> Iterator[str]:
         elif isinstance(value, str):
             if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
                 yield f"{where or 'a key'}: {value[:40]!r} holds a character that is no text"
+            elif CONTROL.search(value) and not _FREE_TEXT & set(where.split(".")):
+                yield f"{where or 'a key'}: {value[:40]!r} holds a line break or control character"
         elif not isinstance(value, (bool, int, float, type(None))) and not hasattr(value, "__fspath__"):
             yield f"{where or 'a key'}: a {type(value).__name__} is no setting; put it in quotes"
+
+
+def usable_path(value: Any) -> Any:
+    """``value``, unless it is a text that no file can have for its path.
+
+    Raises:
+        ValueError: says why.
+    """
+    text = str(value)
+    if not text.strip():
+        raise ValueError("the path is empty")  # a path of nothing would be the current folder
+    if CONTROL.search(text):
+        raise ValueError(f"{text[:80]!r} holds a line break or control character")
+    if len(os_bytes := text.encode("utf-8", "surrogateescape")) > MAX_PATH_BYTES:
+        raise ValueError(f"a path of {len(os_bytes)} bytes; at most {MAX_PATH_BYTES}")
+    if any(len(part) > MAX_NAME_BYTES for part in os_bytes.split(b"/")):
+        raise ValueError(f"{text[:40]!r}... has a part of more than {MAX_NAME_BYTES} bytes")
+    return value
 
 
 def usable_run_folder(value: Any) -> Any:
@@ -89,8 +119,9 @@ def usable_run_folder(value: Any) -> Any:
     text = str(value)
     if not text.strip().strip("/"):
         raise ValueError(_NAME_A_FOLDER)  # a path of nothing would be the current folder
-    if CONTROL.search(text):
-        raise ValueError(f"{text!r} holds a line break or control character")
+    usable_path(value)
+    if text.rstrip("/").rpartition("/")[2] == "..":
+        raise ValueError(f"{text!r} ends in .., which is no name for a run; {_NAME_A_FOLDER}")
     if pattern := re.search(r"%[jtAa]", text):
         raise ValueError(f"{text!r} holds {pattern.group()}, which stands for a job's number")
     return value

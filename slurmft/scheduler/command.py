@@ -27,8 +27,27 @@ NOT_ANSWERING = (
     "Protocol authentication error",
     "Transport endpoint is not connected",
     "Insane message length",
+    "Rate limit exceeded",
+    "rate limit exceeded",
+    "No route to host",
+    "Network is unreachable",
+    "Connection reset by peer",
 )
-"""Messages of a client that reached no controller, or not in time: nothing is known, trying again is safe."""
+"""Messages of a client that reached no controller, or not in time, or was told to try again later: nothing is known,
+trying again is safe."""
+
+_CHANGING_ANSWERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_", "SBATCH_", "SLURM_CLUSTERS")
+"""Beginnings of variables that filter or redirect what Slurm's commands answer, also about a job that is named."""
+
+
+def undisturbed(environment: Mapping[str, str], *, cluster: str = "") -> dict[str, str]:
+    """The environment of a command whose answer must not depend on the shell or crontab that it was started from.
+
+    Args:
+        cluster: the cluster to ask, where that is another one than the machine's own.
+    """
+    kept = {name: value for name, value in environment.items() if not name.startswith(_CHANGING_ANSWERS)}
+    return kept | {"SLURM_TIME_FORMAT": "%s"} | ({"SLURM_CLUSTERS": cluster} if cluster else {})
 
 
 def run(
@@ -37,8 +56,13 @@ def run(
     timeout_s: float = COMMAND_TIMEOUT_S,
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
+    cluster: str = "",
 ) -> str:
     """The command's standard output.
+
+    Args:
+        environment: exactly this one, for a job that is submitted as its user wishes; None: ours, ``undisturbed``.
+        cluster: the cluster to ask, where that is another one than the machine's own.
 
     Raises:
         SlurmUnavailable: the command is missing, timed out, or reached no controller.
@@ -51,7 +75,7 @@ def run(
             text=True,
             errors="replace",
             timeout=timeout_s,
-            env=dict(os.environ if environment is None else environment) | {"SLURM_TIME_FORMAT": "%s"},
+            env=undisturbed(os.environ, cluster=cluster) if environment is None else dict(environment),
             cwd=folder,
             stdin=subprocess.DEVNULL,
             check=False,
@@ -73,6 +97,7 @@ def run_patiently(
     argv: Sequence[str],
     *,
     patience_s: float,
+    cluster: str = "",
     pause_s: float = 1.0,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -87,7 +112,7 @@ def run_patiently(
     deadline = clock() + patience_s
     while True:
         try:
-            return run(argv, timeout_s=min(COMMAND_TIMEOUT_S, max(2.0, deadline - clock())))
+            return run(argv, timeout_s=min(COMMAND_TIMEOUT_S, max(2.0, deadline - clock())), cluster=cluster)
         except SlurmUnavailable:
             if clock() + pause_s >= deadline:
                 raise

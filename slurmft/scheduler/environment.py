@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from slurmft.policy.site.job_identity import NOTHING_KNOWN, JobIdentity
+
 _LEAKING = ("SLURM_", "SLURMD_", "SLURMFT_", "SUBMITIT_", "PMI_", "PMIX_", "TORCHELASTIC_", "SRUN_DEBUG")
-_KEPT = frozenset({"SLURM_CONF", "SLURM_CLUSTERS", "SLURMFT_RUNS", "SUBMITIT_PREEMPT_SIGNAL"})
+_KEPT = frozenset({"SLURM_CONF", "SLURMFT_RUNS", "SUBMITIT_PREEMPT_SIGNAL"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +25,8 @@ class SlurmJob:
 
     node_count: int
     partition: str
+    identity: JobIdentity = NOTHING_KNOWN
+    """What the environment says of who the job is."""
 
 
 def current_job(environment: Mapping[str, str]) -> SlurmJob | None:
@@ -37,6 +42,11 @@ def current_job(environment: Mapping[str, str]) -> SlurmJob | None:
         nodes=environment.get("SLURM_JOB_NODELIST", ""),
         node_count=int(environment.get("SLURM_JOB_NUM_NODES", "1")),
         partition=environment.get("SLURM_JOB_PARTITION", ""),
+        identity=JobIdentity(
+            user=os.getuid(),
+            cluster=environment.get("SLURM_CLUSTER_NAME", ""),
+            name=environment.get("SLURM_JOB_NAME", ""),
+        ),
     )
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from slurmft.config import RunConfig
+from slurmft.config.config import RunConfig
 from slurmft.scheduler import command
 from slurmft.scheduler.environment import scrubbed
 from slurmft.scheduler.nodes import compress

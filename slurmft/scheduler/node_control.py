@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import re
 import shlex
 import sys
@@ -10,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurmft.errors import SlurmError, SlurmUnavailable
-from slurmft.policy.sweep import NodeFact
+from slurmft.policy.nodes.sweep import NodeFact
 from slurmft.scheduler import command
 from slurmft.scheduler.nodes import expand, is_usable
+from slurmft.system.processes import user_name
 
 FACT_FORMAT = "%N|%T|%E"
 PROBE_FORMAT = "%i|%T|%N|%n"
@@ -93,12 +93,12 @@ def resume_command(node: str) -> str:
 
 
 def nodes_under_test() -> frozenset[str]:
-    """Nodes for which a job of ours waits or runs. One question.
+    """Nodes for which a job of ours waits or runs, also in a partition that is hidden. One question.
 
     Raises:
         SlurmError: Slurm refused or did not answer.
     """
-    argv = ["squeue", "-h", "-u", getpass.getuser(), "-n", PROBE_NAME, "-o", PROBE_FORMAT]
+    argv = ["squeue", "-h", "-a", "-u", user_name(), "-n", PROBE_NAME, "-o", PROBE_FORMAT]
     return parse_under_test(command.run(argv, timeout_s=QUESTION_S))
 
 

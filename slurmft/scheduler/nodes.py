@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from slurmft.scheduler import command
-from slurmft.scheduler.parsing import expand_hostlist
+from slurmft.scheduler.parsing.parsing import expand_hostlist, parse_time
 
 NODE_FORMAT = "%N|%P|%T"
 MAX_NODES = 65_536
@@ -41,6 +41,41 @@ class NodeRecord:
     def is_free(self) -> bool:
         """Nothing runs on it, and it takes jobs."""
         return self.usable and self.state.rstrip("~#") == "IDLE"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """A node that Slurm has drained because it could not start a job."""
+
+    node: str
+    reason: str
+    at: float
+    """Unix time, by the controller's clock."""
+
+
+REFUSAL_FORMAT = "%N|%H|%E"
+_REFUSED = re.compile(r"prolog|batch job complete failure|launch fail|duplicate jobid", re.IGNORECASE)
+WITHIN_S = 5.0
+"""Slurm drains a node that refuses a job and puts the job back into the queue in one go, to the second."""
+
+
+def refusals(at: float) -> list[Refusal]:
+    """Nodes that were drained at that time by the controller's clock, because they could not start a job.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+    """
+    found = parse_refusals(command.run(["sinfo", "-h", "-a", "-N", "-o", REFUSAL_FORMAT], timeout_s=5.0))
+    return [each for each in found if abs(each.at - at) <= WITHIN_S]
+
+
+def parse_refusals(text: str) -> list[Refusal]:
+    """The nodes in the output of ``sinfo -N -o REFUSAL_FORMAT`` that could not start a job, each once."""
+    found: dict[str, Refusal] = {}
+    for fields in (line.split("|", 2) for line in text.splitlines()):
+        if len(fields) == 3 and _REFUSED.search(fields[2]) and (at := parse_time(fields[1].strip())) is not None:
+            found.setdefault(fields[0].strip(), Refusal(node=fields[0].strip(), reason=fields[2].strip()[:200], at=at))
+    return list(found.values())
 
 
 def nodes(*, timeout_s: float = 5.0) -> list[NodeRecord]:

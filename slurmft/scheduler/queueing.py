@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.errors import SlurmError, SlurmUnavailable
+from slurmft.policy.site.job_identity import OwnJob
 from slurmft.scheduler import command
 from slurmft.scheduler.nodes import compress
-from slurmft.scheduler.parsing import JobEnding
-from slurmft.scheduler.slurm import PATIENCE_S, release, why_ending
+from slurmft.scheduler.own_jobs import cluster_to_ask, refuse_another, release, show, why_ending
+from slurmft.scheduler.parsing.parsing import JobEnding
+from slurmft.scheduler.slurm import PATIENCE_S
 
 SOONEST_S = 2
 """Begin time of a job that is started anew from outside. slurmd refuses one that starts within a second of its last
@@ -71,7 +73,7 @@ class Requeued:
 
 
 def requeue(
-    job_id: str, *, restart: int, delay_s: int, patience_s: float = PATIENCE_S, avoid: Collection[str] | None = None,
+    job: OwnJob, *, restart: int, delay_s: int, patience_s: float = PATIENCE_S, avoid: Collection[str] | None = None,
     nodes: int | str | None = None,
 ) -> Requeued:  # fmt: skip
     """Put a job back into the queue, to begin ``delay_s`` seconds from now instead of Slurm's 121, elsewhere if asked.
@@ -89,26 +91,28 @@ def requeue(
 
     Raises:
         JobCancelled: somebody has cancelled the job; a requeue would bring it back to life.
+        ForeignJob: another job has its number now.
         RequeueDisabled: requeueing is off for this job and could not be switched on.
         SlurmUnavailable: Slurm did not answer for ``patience_s`` seconds.
         SlurmError: Slurm refused.
     """
     began = time.monotonic()
     try:
-        _requeue_only(job_id, restart, patience_s)
+        _requeue_only(job, restart, patience_s)
     except RequeueDisabled:
         try:
-            command.run_patiently(["scontrol", "update", f"JobId={job_id}", "Requeue=1"], patience_s=patience_s)
+            argv = ["scontrol", "update", f"JobId={job}", "Requeue=1"]
+            command.run_patiently(argv, patience_s=patience_s, cluster=cluster_to_ask(job))
         except SlurmError as error:
-            raise RequeueDisabled(f"job {job_id} may not be requeued: {error.what}") from error
-        _requeue_only(job_id, restart, patience_s)
+            raise RequeueDisabled(f"job {job} may not be requeued: {error.what}") from error
+        _requeue_only(job, restart, patience_s)
     took_s = time.monotonic() - began
     delay_s = delay_s + COMPLETION_RETRY_S if took_s > SILENT_S else max(delay_s, math.ceil(SLOWNESS * took_s))
-    return place(job_id, delay_s, avoid=avoid, nodes=nodes, patience_s=patience_s)
+    return place(job, delay_s, avoid=avoid, nodes=nodes, patience_s=patience_s)
 
 
 def place(
-    job_id: str, delay_s: int, *, avoid: Collection[str] | None, nodes: int | str | None = None,
+    job: OwnJob, delay_s: int, *, avoid: Collection[str] | None, nodes: int | str | None = None,
     patience_s: float = PATIENCE_S,
 ) -> Requeued:  # fmt: skip
     """Say when, and on which nodes not, a pending or completing job begins; all in one update, or what Slurm takes.
@@ -119,21 +123,21 @@ def place(
     refusal = ""
     if avoid is not None:
         try:
-            begin_in(job_id, delay_s, avoid=avoid, nodes=nodes, patience_s=patience_s)
+            begin_in(job, delay_s, avoid=avoid, nodes=nodes, patience_s=patience_s)
         except SlurmError as error:
             refusal = error.what
-            log.warning("job %s keeps the excluded nodes that it had: %s", job_id, refusal)
+            log.warning("job %s keeps the excluded nodes that it had: %s", job, refusal)
         else:
             return Requeued(on_time=True, avoiding=True, delay_s=delay_s)
     try:
-        begin_in(job_id, delay_s, nodes=nodes, patience_s=patience_s)
+        begin_in(job, delay_s, nodes=nodes, patience_s=patience_s)
     except SlurmError as error:
-        log.warning("job %s is requeued, but begins only after Slurm's own delay: %s", job_id, error.what)
+        log.warning("job %s is requeued, but begins only after Slurm's own delay: %s", job, error.what)
         return Requeued(on_time=False, avoiding=avoid is None, delay_s=delay_s, refusal=error.what)
     return Requeued(on_time=True, avoiding=avoid is None, delay_s=delay_s, refusal=refusal)
 
 
-def keep_ahead(job_id: str, placed: Requeued) -> None:
+def keep_ahead(job: OwnJob, placed: Requeued) -> None:
     """Keep the begin time in the future for as long as this process lives: it is set anew every half second.
 
     What is written between the requeue and the end of the process may take longer than the delay, on a disk that is
@@ -146,18 +150,18 @@ def keep_ahead(job_id: str, placed: Requeued) -> None:
         while True:
             time.sleep(AHEAD_EVERY_S)
             try:
-                begin_in(job_id, placed.delay_s + 1, patience_s=AHEAD_EVERY_S)
+                begin_in(job, placed.delay_s + 1, patience_s=AHEAD_EVERY_S)
             except SlurmUnavailable:
                 continue
             except SlurmError as error:
-                log.warning("the begin time of job %s may be over too soon: %s", job_id, error.what)
+                log.warning("the begin time of job %s may be over too soon: %s", job, error.what)
                 return
 
     threading.Thread(target=work, name="slurmft-begin", daemon=True).start()
 
 
 def begin_in(
-    job_id: str, delay_s: int, *, avoid: Collection[str] | None = None, nodes: int | str | None = None,
+    job: OwnJob, delay_s: int, *, avoid: Collection[str] | None = None, nodes: int | str | None = None,
     patience_s: float = PATIENCE_S,
 ) -> None:  # fmt: skip
     """Set the begin time of a pending or completing job, and its excluded nodes and size where they are given.
@@ -166,12 +170,12 @@ def begin_in(
         SlurmError: Slurm refused or did not answer.
     """
     when = "now" if delay_s <= 0 else f"now+{whole_seconds(delay_s, time.time())}"
-    argv = ["scontrol", "update", f"JobId={job_id}", f"StartTime={when}"]
+    argv = ["scontrol", "update", f"JobId={job}", f"StartTime={when}"]
     if avoid is not None:
         argv.append(f"ExcNodeList={compress(avoid)}")
     if nodes is not None:
         argv.append(f"NumNodes={nodes}")
-    command.run_patiently(argv, patience_s=patience_s)
+    command.run_patiently(argv, patience_s=patience_s, cluster=cluster_to_ask(job))
 
 
 def whole_seconds(delay_s: int, now_s: float) -> int:
@@ -181,7 +185,7 @@ def whole_seconds(delay_s: int, now_s: float) -> int:
     return delay_s + (now_s % 1 > 0.5)
 
 
-def shrink(job_id: str, nodes: Collection[str]) -> None:
+def shrink(job: OwnJob, nodes: Collection[str]) -> None:
     """Give back all nodes of a running job but these; the batch host must be one of them.
 
     A node that has died, which Slurm has not noticed yet, holds a requeued job in COMPLETING until SlurmdTimeout.
@@ -190,11 +194,12 @@ def shrink(job_id: str, nodes: Collection[str]) -> None:
         SlurmError: Slurm refused or did not answer.
     """
     with tempfile.TemporaryDirectory(prefix="slurmft-") as folder:  # scontrol leaves a script for the new environment
-        argv = ["scontrol", "update", f"JobId={job_id}", f"NodeList={compress(nodes)}"]
-        command.run(argv, folder=Path(folder))
+        argv = ["scontrol", "update", f"JobId={job}", f"NodeList={compress(nodes)}"]
+        show(job)
+        command.run(argv, folder=Path(folder), cluster=cluster_to_ask(job))
 
 
-def requeue_ended(job_id: str, delay_s: int, *, avoid: Collection[str] | None) -> Requeued:
+def requeue_ended(job: OwnJob, delay_s: int, *, avoid: Collection[str] | None) -> Requeued:
     """Bring back a job that has ended and is still in Slurm's memory (MinJobAge).
 
     Held for a moment, so that it cannot begin before it is placed. When the caller dies in between it stays held:
@@ -203,23 +208,24 @@ def requeue_ended(job_id: str, delay_s: int, *, avoid: Collection[str] | None) -
     Raises:
         SlurmError: Slurm refused, did not answer, or has forgotten the job.
     """
-    command.run_patiently(["scontrol", "requeuehold", job_id], patience_s=5.0)
+    show(job, patience_s=5.0)
+    command.run_patiently(["scontrol", "requeuehold", job.job_id], patience_s=5.0, cluster=cluster_to_ask(job))
     try:
-        return place(job_id, delay_s, avoid=avoid)
+        return place(job, delay_s, avoid=avoid)
     finally:
-        release(job_id)
+        release(job)
 
 
-def _requeue_only(job_id: str, restart: int, patience_s: float) -> None:
+def _requeue_only(job: OwnJob, restart: int, patience_s: float) -> None:
     deadline = time.monotonic() + patience_s
     while True:
         try:
             # asked anew before every try: a person may have lost patience with a Slurm that did not answer
-            found = _ending_now(job_id, restart)
+            found = _ending_now(job, restart)
             if found is JobEnding.CANCELLED:
-                raise JobCancelled(f"job {job_id} was cancelled")
+                raise JobCancelled(f"job {job} was cancelled")
             if found is not JobEnding.REQUEUED:
-                command.run(["scontrol", "requeue", job_id])
+                command.run(["scontrol", "requeue", job.job_id], cluster=cluster_to_ask(job))
             return
         except SlurmUnavailable:
             if time.monotonic() + REQUEUE_PAUSE_S > deadline:
@@ -229,14 +235,17 @@ def _requeue_only(job_id: str, restart: int, patience_s: float) -> None:
             if "pending execution" in error.what:
                 return
             if "presently disabled" in error.what:
-                raise RequeueDisabled(f"requeueing job {job_id} is switched off") from error
+                raise RequeueDisabled(f"requeueing job {job} is switched off") from error
             raise
 
 
-def _ending_now(job_id: str, restart: int) -> JobEnding:
+def _ending_now(job: OwnJob, restart: int) -> JobEnding:
     try:
-        return why_ending(command.run(["scontrol", "-o", "show", "job", job_id]), restart)
+        argv = ["scontrol", "-a", "-o", "show", "job", job.job_id]
+        text = command.run(argv, cluster=cluster_to_ask(job))
     except SlurmUnavailable:
         raise
     except SlurmError:  # what there is to say of this job, the requeue will be told
         return JobEnding.NOT_ENDING
+    refuse_another(job, text)
+    return why_ending(text, restart)

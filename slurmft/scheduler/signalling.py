@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from slurmft.policy.site.job_identity import OwnJob
 from slurmft.scheduler import command
+from slurmft.scheduler.own_jobs import cluster_to_ask, show
 
 
 def signal_argv(job_id: str) -> list[str]:
@@ -12,13 +14,14 @@ def signal_argv(job_id: str) -> list[str]:
     return ["scancel", "--signal=TERM", job_id]
 
 
-def signal_job(job_id: str) -> None:
+def signal_job(job: OwnJob) -> None:
     """Send SIGTERM to the processes of the job's steps, as the beginning of a grace does; the job stays.
 
     Raises:
-        SlurmError: Slurm refused or did not answer.
+        SlurmError: Slurm refused or did not answer, or another job has the id.
     """
-    command.run(signal_argv(job_id))
+    show(job)
+    command.run(signal_argv(job.job_id), cluster=cluster_to_ask(job))
 
 
 def preempt_argv(nodes: str, partition: str) -> list[str]:

@@ -6,8 +6,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from slurmft.policy.grace import JobTimes
-from slurmft.scheduler.parsing import job_pairs, parse_duration_s, parse_pairs, parse_time
+from slurmft.policy.timing.grace import JobTimes
+from slurmft.scheduler.parsing.parsing import job_pairs, parse_duration_s, parse_pairs, parse_time
 
 _NO_LIMIT = frozenset({"UNLIMITED", "INFINITE", "-1"})
 

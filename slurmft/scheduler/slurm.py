@@ -11,27 +11,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slurmft.errors import SlurmError
-from slurmft.policy.grace import KILL_WAIT_S, JobTimes, SlurmClock, Terms
+from slurmft.policy.timing.grace import KILL_WAIT_S, SlurmClock, Terms
 from slurmft.scheduler import command
-from slurmft.scheduler.parsing import (
+from slurmft.scheduler.parsing.parsing import (
     JOB_FORMAT,
-    JobEnding,
     JobRecord,
-    NamedNodes,
-    job_pairs,
-    parse_ending,
     parse_jobs,
-    parse_named,
     parse_pairs,
 )
 from slurmft.scheduler.site import (
     Partition,
     Site,
     parse_configuration,
-    parse_job_times,
     parse_partitions,
     parse_site,
 )
+from slurmft.system.opening import read_text
 
 PATIENCE_S = 30.0
 JOBS_AT_ONCE = 2000
@@ -62,7 +57,7 @@ def configured_cluster(environment: Mapping[str, str]) -> str:
     named = environment.get("SLURM_CONF")
     for path in [Path(named)] if named else _CONFIGURATIONS:
         try:
-            text = (path / "slurm.conf" if path.is_dir() else path).read_text(encoding="utf-8", errors="replace")
+            text = read_text(path / "slurm.conf" if path.is_dir() else path, errors="replace")
         except OSError:
             continue
         if match := re.search(r"^\s*ClusterName\s*=\s*([^\s#]+)", text, re.MULTILINE | re.IGNORECASE):
@@ -70,8 +65,10 @@ def configured_cluster(environment: Mapping[str, str]) -> str:
     return ""
 
 
-def jobs(job_ids: Sequence[str], *, patience_s: float = 5.0) -> dict[str, JobRecord]:
-    """What squeue knows of these jobs; one that it has forgotten is absent, which does not mean that it finished.
+def jobs(job_ids: Sequence[str], *, patience_s: float = 5.0, cluster: str = "") -> dict[str, JobRecord]:
+    """What squeue knows of these ids; one that it has forgotten is absent, which does not mean that it finished.
+
+    Whose jobs they are is not looked at: ``own_jobs`` asks for those of a run.
 
     Raises:
         SlurmUnavailable: Slurm did not answer; nothing is known.
@@ -79,11 +76,12 @@ def jobs(job_ids: Sequence[str], *, patience_s: float = 5.0) -> dict[str, JobRec
     if not job_ids:
         return {}
     if len(job_ids) > JOBS_AT_ONCE:  # one argument of a command has an end
-        return {**jobs(job_ids[:JOBS_AT_ONCE], patience_s=patience_s),
-                **jobs(job_ids[JOBS_AT_ONCE:], patience_s=patience_s)}  # fmt: skip
-    argv = ["squeue", "-h", "-t", "all", "-j", ",".join(job_ids), "-o", JOB_FORMAT]
+        return {**jobs(job_ids[:JOBS_AT_ONCE], patience_s=patience_s, cluster=cluster),
+                **jobs(job_ids[JOBS_AT_ONCE:], patience_s=patience_s, cluster=cluster)}  # fmt: skip
+    # -a: also those in partitions that are hidden from their own users
+    argv = ["squeue", "-h", "-a", "-t", "all", "-j", ",".join(job_ids), "-o", JOB_FORMAT]
     try:
-        text = command.run_patiently(argv, patience_s=patience_s)
+        text = command.run_patiently(argv, patience_s=patience_s, cluster=cluster)
     except SlurmError as error:
         if "Invalid job id specified" in error.what:  # all of them are forgotten; ": x" would be one that is no id
             return {}
@@ -92,30 +90,12 @@ def jobs(job_ids: Sequence[str], *, patience_s: float = 5.0) -> dict[str, JobRec
 
 
 def job(job_id: str, *, patience_s: float = 5.0) -> JobRecord | None:
-    """One job, or None when squeue has forgotten it.
+    """What has this id, or None when squeue has forgotten it; for a job that was submitted just now.
 
     Raises:
         SlurmUnavailable: Slurm did not answer; nothing is known.
     """
     return jobs([job_id], patience_s=patience_s).get(job_id)
-
-
-def ending(job_id: str, restart: int) -> JobEnding:
-    """Why Slurm is ending the job around this process, or that it is not.
-
-    Raises:
-        SlurmError: Slurm refused or did not answer; nothing is known.
-    """
-    return why_ending(command.run_patiently(["scontrol", "-o", "show", "job", job_id], patience_s=3.0), restart)
-
-
-def job_times(job_id: str, *, patience_s: float = 3.0) -> JobTimes:
-    """When a job started, when Slurm will end it, and when a preemption of it began.
-
-    Raises:
-        SlurmError: Slurm refused or did not answer; nothing is known.
-    """
-    return parse_job_times(command.run_patiently(["scontrol", "-o", "show", "job", job_id], patience_s=patience_s))
 
 
 def terms(*, timeout_s: float = 3.0) -> Terms:
@@ -160,13 +140,14 @@ def configuration(*, timeout_s: float = 10.0) -> dict[str, str]:
     return parse_configuration(command.run(["scontrol", "show", "config"], timeout_s=timeout_s))
 
 
-def admin_level(user: str) -> str | None:
-    """The user's level in the accounting, such as Operator; None where that does not tell or does not exist."""
+def admin_level(user: str) -> str:
+    """The user's level in the accounting, such as Operator; empty where it does not know the user.
+
+    Raises:
+        SlurmError: there is no accounting, or it did not answer.
+    """
     argv = ["sacctmgr", "-n", "-P", "show", "user", user, "format=AdminLevel"]
-    try:
-        return command.run(argv, timeout_s=5.0).strip().partition("\n")[0] or None
-    except SlurmError:
-        return None
+    return command.run(argv, timeout_s=5.0).strip().partition("\n")[0]
 
 
 def preempt_mode(partition: str) -> str:
@@ -179,56 +160,3 @@ def preempt_mode(partition: str) -> str:
     pairs = parse_pairs(command.run_patiently(["scontrol", "-o", "show", "partition", partition], patience_s=5.0))
     words = pairs.get("PreemptMode", "OFF").split(",")  # with GANG, in either order
     return next((word for word in words if word in ("REQUEUE", "CANCEL", "SUSPEND")), "OFF")
-
-
-def why_ending(text: str, restart: int) -> JobEnding:
-    """``parse_ending``, which has to know the grace when a person may have cancelled a job that is being preempted."""
-    found = parse_ending(text, restart)
-    if found is not JobEnding.PREEMPTED:
-        return found
-    partition = job_pairs(text).get("Partition", "")
-    try:
-        if not site().preempt_type.endswith("partition_prio"):
-            return found  # the grace is a QOS's, which only the accounting knows
-        grace_s = next((each.grace_s for each in partitions() if each.name == partition), None)
-    except SlurmError:
-        return found
-    return parse_ending(text, restart, grace_s=grace_s or 0.0)
-
-
-def cancelled_by(job_id: str) -> int | None:
-    """User id of whoever cancelled the job, from the accounting; None where that does not tell or does not exist."""
-    try:
-        text = command.run(["sacct", "-X", "-P", "-n", "-o", "State", "-j", job_id], timeout_s=5.0)
-    except SlurmError:
-        return None
-    match = re.search(r"CANCELLED by (\d+)", text)
-    return int(match.group(1)) if match else None
-
-
-def named_nodes(job_id: str) -> NamedNodes:
-    """Nodes that the job will not be placed on, and those that it asks for.
-
-    Raises:
-        SlurmError: Slurm refused, did not answer, or told something that cannot be read.
-    """
-    text = command.run_patiently(["scontrol", "-o", "show", "job", job_id], patience_s=5.0)
-    return parse_named(text)
-
-
-def release(job_id: str) -> None:
-    """Release a job that is held.
-
-    Raises:
-        SlurmError: Slurm refused or did not answer.
-    """
-    command.run_patiently(["scontrol", "release", job_id], patience_s=5.0)
-
-
-def cancel(job_id: str) -> None:
-    """Cancel a job; one that is gone already is fine.
-
-    Raises:
-        SlurmError: Slurm refused or did not answer.
-    """
-    command.run_patiently(["scancel", job_id], patience_s=5.0)

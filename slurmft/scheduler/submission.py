@@ -24,15 +24,19 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.local.local import LocalExecutor
 from submitit.slurm.slurm import SlurmExecutor
 
-from slurmft.config import RunConfig
+from slurmft.config.config import RunConfig
 from slurmft.errors import SlurmError, SlurmUnavailable, UsageError
-from slurmft.policy.sbatch_options import OWNED_OPTIONS, SBATCH_OPTIONS
-from slurmft.policy.sbatch_section import FLAGS
-from slurmft.scheduler import command, slurm
+from slurmft.policy.site.job_identity import JobIdentity, OwnJob, merged
+from slurmft.policy.site.sbatch_options import OWNED_OPTIONS, SBATCH_OPTIONS
+from slurmft.policy.site.sbatch_section import FLAGS
+from slurmft.policy.site.sbatch_values import unusable_value
+from slurmft.scheduler import command, own_jobs
 from slurmft.scheduler.environment import scrubbed
 from slurmft.scheduler.nodes import compress
-from slurmft.scheduler.parsing import refusal_hint, why_never
+from slurmft.scheduler.parsing.parsing import JobRecord, refusal_hint, why_never
 from slurmft.storage.run_folder import RunFolder
+from slurmft.system.files import replace_atomically
+from slurmft.system.opening import appending, read_text
 
 _SHORT_OPTIONS = {
     "A": "account", "p": "partition", "q": "qos", "t": "time", "c": "cpus-per-task", "C": "constraint", "x": "exclude",
@@ -109,6 +113,8 @@ def parse_sbatch_options(arguments: Sequence[str]) -> dict[str, Any]:
         _refuse_control_characters(name, value)
         if not equals and name not in FLAGS:  # in a script it would take the next line's option for its value
             raise UsageError(f"{word!r} needs a value", hint=f"give --{name}=VALUE behind --")
+        if equals and (problem := unusable_value(name, value)):
+            raise UsageError(f"--{name}: {problem}")
         options[name] = value if equals else True
     return options
 
@@ -122,14 +128,13 @@ def script_text(config: RunConfig, run: RunFolder, options: Mapping[str, Any], a
 def submit_to_slurm(config: RunConfig, run: RunFolder, options: Mapping[str, Any], avoid: frozenset[str]) -> str:
     """Submit the run; returns the job id and leaves the script at ``run.script`` for successors.
 
-    Warns when Slurm took the job and says at once that it cannot start.
-
     Raises:
         SlurmError: sbatch refused, with its own words; nothing is left of the attempt.
         SlurmUnavailable: Slurm did not answer.
     """
     executor = _slurm_executor(config, run, options, avoid)
-    inside = {name: value for name, value in os.environ.items() if name not in scrubbed(os.environ)}
+    kept = {*scrubbed(os.environ), "SLURM_CLUSTERS"}  # the user's wish, as SBATCH_* are
+    inside = {name: value for name, value in os.environ.items() if name not in kept}
     with _without(inside), _removing_left_overs(run.submissions), contextlib.redirect_stderr(io.StringIO()):
         try:
             job = executor.submit(executor.supervisor)
@@ -138,9 +143,42 @@ def submit_to_slurm(config: RunConfig, run: RunFolder, options: Mapping[str, Any
         except FileNotFoundError as error:
             raise SlurmUnavailable("there is no sbatch on this machine", hint="use --cluster local") from error
     job_id = str(job.job_id)
-    run.script.write_bytes((run.submissions / f"{job_id}_submission.sh").read_bytes())
-    _warn_if_never(job_id)
+    try:  # whole or not at all: successors are submitted from it for months
+        replace_atomically(run.script, read_text(run.submissions / f"{job_id}_submission.sh"))
+    except OSError as error:
+        log.warning("%s cannot be written (%s): Slurm's own copy of it serves", run.script, error.strerror or error)
+        run.script.unlink(missing_ok=True)
     return job_id
+
+
+def wished_cluster(options: Mapping[str, Any], environment: Mapping[str, str]) -> str:
+    """The cluster that the user names for the job; empty for the one around us.
+
+    Raises:
+        UsageError: several are named: whatever is asked of Slurm later must be asked of one.
+    """
+    named = options.get("clusters") or environment.get("SBATCH_CLUSTERS") or environment.get("SLURM_CLUSTERS") or ""
+    if "," in str(named) or str(named).lower() == "all":
+        raise UsageError(
+            f"the job is to go to one of several clusters ({named})", hint="name one: --clusters, or SLURM_CLUSTERS"
+        )
+    return str(named)
+
+
+def look_at_submitted(job_id: str, cluster: str) -> JobIdentity:
+    """What tells the job that was just submitted from others that have its number later.
+
+    Warns when Slurm took the job and says at once that it cannot start.
+    """
+    job = OwnJob(job_id, JobIdentity(user=os.getuid(), cluster=cluster or own_jobs.local_cluster()))
+    try:
+        record = own_jobs.find_one(job, patience_s=0.0)
+    except SlurmError:  # one quick look; ``slurmft status`` says the same later, and the job itself tells who it is
+        return job.known
+    if record is None:
+        return job.known
+    _warn_if_never(record)
+    return merged(job.known, record.identity)
 
 
 def submit_here(config: RunConfig, run: RunFolder) -> int:
@@ -221,13 +259,11 @@ def _visible_gpus(count: int) -> dict[str, Any]:
     return {"gpus_per_node": min(count, len(gpus)), "visible_gpus": gpus[:count]} if gpus else {}
 
 
-def _warn_if_never(job_id: str) -> None:
+def _warn_if_never(record: JobRecord) -> None:
     """sbatch takes jobs that no node, partition or quota will ever fit, unless a site switches that off."""
-    with contextlib.suppress(SlurmError):  # one quick look; ``slurmft status`` says the same later
-        record = slurm.job(job_id, patience_s=0.0)
-        if record is not None and record.waiting and (why := why_never(record.reason)):
-            log.warning("job %s waits, and as things are it cannot start: %s (Slurm: %s)\n  hint: scancel %s, then ask "
-                        "for less or for another partition", job_id, why, record.reason, job_id)  # fmt: skip
+    if record.waiting and (why := why_never(record.reason)):
+        log.warning("job %s waits, and as things are it cannot start: %s (Slurm: %s)\n  hint: scancel %s, then ask "
+                    "for less or for another partition", record.job_id, why, record.reason, record.job_id)  # fmt: skip
 
 
 def _refusal(error: Exception) -> SlurmError:
@@ -270,15 +306,15 @@ def _output_to(path: Path) -> Iterator[None]:
     """Children started inside hold on to ``path``, not to our terminal or to a pipe that somebody reads us through."""
     saved = [os.dup(descriptor) for descriptor in range(3)]
     nothing = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
-        for descriptor, target in enumerate((nothing, log, log)):
-            os.dup2(target, descriptor)
+        with appending(path) as log:
+            for descriptor, target in enumerate((nothing, log, log)):
+                os.dup2(target, descriptor)
         yield
     finally:
         for descriptor, before in enumerate(saved):
             os.dup2(before, descriptor)
-        for opened in (*saved, nothing, log):
+        for opened in (*saved, nothing):
             os.close(opened)
 
 

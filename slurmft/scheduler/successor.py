@@ -7,37 +7,45 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from slurmft.errors import SlurmUnavailable
+from slurmft.errors import SlurmError, SlurmUnavailable
+from slurmft.policy.site.job_identity import OwnJob, is_same_job
 from slurmft.scheduler import command
 from slurmft.scheduler.environment import scrubbed
 from slurmft.scheduler.nodes import compress
+from slurmft.scheduler.own_jobs import UNKNOWN_ID, ForeignJob, cluster_to_ask, show
+from slurmft.scheduler.parsing.parsing import JOB_FORMAT, JobRecord, parse_jobs
 from slurmft.scheduler.slurm import job
 
 TEST_S = 2.0
 
 
-def batch_script(job_id: str) -> str:
+def batch_script(job: OwnJob) -> str:
     """The script a job was submitted with.
 
     Raises:
         SlurmError: Slurm refused or did not answer.
     """
-    return command.run_patiently(["scontrol", "write", "batch_script", job_id, "-"], patience_s=5.0)
+    show(job, patience_s=5.0)
+    argv = ["scontrol", "write", "batch_script", job.job_id, "-"]
+    return command.run_patiently(argv, patience_s=5.0, cluster=cluster_to_ask(job))
 
 
-def successor_command(script: Path, *, after: str, options: Sequence[str] = ()) -> list[str]:
+def successor_command(script: Path, *, after: OwnJob, options: Sequence[str] = ()) -> list[str]:
     """The command that submits ``script`` to start when job ``after`` has ended, however it ends."""
     return ["sbatch", "--parsable", f"--dependency=afterany:{after}", *options, str(script)]
 
 
 def submit_successor(
-    script: Path, *, after: str, options: Sequence[str], environment: Mapping[str, str], patience_s: float,
-    tried: bool = False,
+    script: Path, *, after: OwnJob, options: Sequence[str], environment: Mapping[str, str], patience_s: float,
+    known: Sequence[OwnJob] = (), tried: bool = False,
 ) -> str:  # fmt: skip
     """Submit ``script`` to start when job ``after`` has ended; returns the new job id.
 
     A try that got no answer, or whose supervisor was killed, may have arrived all the same, and two successors are
     worse than none: each further try looks for the job of an earlier one first; the first as well when ``tried``.
+
+    Args:
+        known: jobs of the run that are no successor of this one.
 
     Raises:
         SlurmError: Slurm refused, or did not answer for ``patience_s`` seconds.
@@ -45,10 +53,13 @@ def submit_successor(
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            if tried and (found := _job_with(script, not_before=after)):
+            if tried and (found := _earlier_try(script, [*known, after])):
                 return found
             tried = True
-            return _sbatch(successor_command(script, after=after, options=options), environment, Path.cwd())
+            argv = successor_command(script, after=after, options=options)
+            if _is_gone(after):  # what has its number now may go on for weeks
+                argv = [word for word in argv if not word.startswith("--dependency=")]
+            return _sbatch(argv, environment, Path.cwd())
         except SlurmUnavailable:
             if time.monotonic() + 1.0 > deadline:
                 raise
@@ -65,34 +76,54 @@ def test_placement(script: Path, *, excluded: Collection[str]) -> str:
     return command.run(argv, timeout_s=TEST_S, environment=scrubbed(os.environ))
 
 
+def _is_gone(job: OwnJob) -> bool:
+    try:
+        show(job, patience_s=0.0)
+    except ForeignJob:
+        return True
+    except SlurmUnavailable:
+        return False
+    except SlurmError as error:
+        return UNKNOWN_ID in error.what
+    return False
+
+
 def submit_script(
-    script: Path, *, after: str, options: Sequence[str] = (), environment: Mapping[str, str], folder: Path
+    script: Path, *, known: Sequence[OwnJob], options: Sequence[str] = (), environment: Mapping[str, str], folder: Path
 ) -> str:
-    """Submit ``script`` anew, from ``folder``, now that job ``after`` is gone; returns the job id.
+    """Submit ``script`` anew, from ``folder``, now that the run's ``known`` jobs are gone; returns the job id.
 
     Raises:
         SlurmError: Slurm refused or did not answer.
     """
-    if found := _job_with(script, not_before=after):  # an earlier try that got no answer, or could not be noted
+    if found := _earlier_try(script, known):  # it got no answer, or could not be noted
         return found
-    return _sbatch(["sbatch", "--parsable", f"--chdir={folder}", *options, str(script)], environment, folder)
+    argv = ["sbatch", "--parsable", f"--chdir={folder}", *options, str(script)]
+    return _sbatch(argv, environment, folder, cluster=_cluster_of(known))
 
 
-def _sbatch(argv: Sequence[str], environment: Mapping[str, str], folder: Path) -> str:
+def _cluster_of(known: Sequence[OwnJob]) -> str:
+    return cluster_to_ask(known[-1]) if known else ""
+
+
+def _sbatch(argv: Sequence[str], environment: Mapping[str, str], folder: Path, *, cluster: str = "") -> str:
     """The id of a new job; ``folder`` becomes its SLURM_SUBMIT_DIR, to which a script's relative paths belong."""
-    text = command.run(argv, timeout_s=60.0, environment=scrubbed(environment), folder=folder)
+    clean = scrubbed(environment) | ({"SLURM_CLUSTERS": cluster} if cluster else {})
+    text = command.run(argv, timeout_s=60.0, environment=clean, folder=folder)
     return text.strip().split(";")[0]
 
 
-def _job_with(script: Path, *, not_before: str) -> str | None:
-    """A job of ours that waits or runs and was submitted with ``script`` after job ``not_before``."""
-    text = command.run(["squeue", "-h", "--me", "-o", "%i|%o"])
-    found = [job_id for job_id, _, path in (line.partition("|") for line in text.splitlines()) if path == str(script)]
-    return next((job_id for job_id in found if _number(job_id) > _number(not_before)), None)
+def _earlier_try(script: Path, known: Sequence[OwnJob]) -> str | None:
+    """A job of ours that waits or runs, was submitted with ``script``, and is none that the run knows."""
+    text = command.run(["squeue", "-h", "-a", "--me", "-o", JOB_FORMAT], cluster=_cluster_of(known))
+    mine = [record for record in parse_jobs(text) if record.identity.script == str(script)]
+    return next((record.job_id for record in mine if not any(_is_of(record, job) for job in known)), None)
 
 
-def _number(job_id: str) -> int:
-    return int(job_id.split("_", maxsplit=1)[0]) if job_id.split("_", maxsplit=1)[0].isdecimal() else 0
+def _is_of(record: JobRecord, job: OwnJob) -> bool:
+    # a job that was never seen is told by its script alone
+    seen = bool(job.known.submitted) and not set(job.known.submitted) & set(record.identity.submitted)
+    return record.job_id == job.job_id and is_same_job(job.known, record.identity) is not False and not seen
 
 
 def inherited_options(environment: Mapping[str, str] = os.environ) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmft.errors import StorageError
-from slurmft.storage.files import read_json, write_json
+from slurmft.system.files import read_json, write_json
 
 BATCH_FILE = "micro-batch.json"
 RESUMING_FILE = "resuming.json"

@@ -3,23 +3,32 @@
 <checkpoint_dir>/step-00000100.g7.c12/     step 100, written by generation 7, the 12th commit of this directory
     manifest.json       the commit marker
     quarantined.json    written by the supervisor: no run begins with it any more
+<checkpoint_dir>/.staging/     snapshots that did not fit into memory; names as in a memory folder
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import re
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from slurmft.errors import StorageError
-from slurmft.storage.files import read_json, write_json
+from slurmft.system.files import read_json, write_json
+from slurmft.system.opening import trusted_owners
 
 MANIFEST = "manifest.json"
 QUARANTINE = "quarantined.json"
+STAGING = ".staging"
 MAX_STEP = 10**15 - 1
 """The largest step that a folder's name can hold."""
+
+MAX_NUMBER = 10**12 - 1
+"""The largest commit and generation: a save each millisecond for thirty years. More is damage, or planted: it would be
+the newest for ever, and leave no numbers for what is saved after it."""
 
 _NAME = re.compile(r"step-(\d{8,15})\.g(\d{1,15})\.c(\d{1,15})", re.ASCII)
 
@@ -52,7 +61,11 @@ def _parsed(folder_name: str) -> Identity | None:
 
 def newest_first(identities: Iterable[Identity]) -> list[Identity]:
     """In the order in which a run takes them."""
-    return sorted(identities, key=lambda one: (one.commit, one.generation), reverse=True)
+    return sorted(identities, key=_place, reverse=True)
+
+
+def _place(one: Identity) -> tuple[int, int]:
+    return one.commit, one.generation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,12 +99,57 @@ def read_quarantine(checkpoint: Path) -> Quarantine | None:
     return Quarantine(reason=str(value.get("reason", "")), from_scratch=value.get("from_scratch") is True)
 
 
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The folders with a checkpoint's name in one directory, each list newest first."""
+
+    believed: list[Identity]
+    damaged: list[tuple[Identity, str]]
+    """Those that cannot be a save's, whatever is in them, with the reason."""
+    foreign: list[tuple[Identity, str]]
+    """Those of users who are not trusted there, with the reason."""
+
+
+def names_in(directory: Path) -> Names:
+    """One look at a checkpoint directory and at the owner of each folder in it.
+
+    Other users may be able to write there. Their folders, and links that they made, count for nothing: neither as a
+    checkpoint, nor as the newest number from which saves are counted on.
+
+    Raises:
+        OSError: the directory cannot be listed.
+    """
+    owners = trusted_owners(directory)
+    believed, damaged, foreign = list[Identity](), list[tuple[Identity, str]](), list[tuple[Identity, str]]()
+    with os.scandir(directory) as children:
+        named = [(identity, child) for child in children if (identity := Identity.parse(child.name)) is not None]
+    for identity, child in sorted(named, key=lambda one: _place(one[0]), reverse=True):
+        try:
+            found = {child.stat(follow_symlinks=False).st_uid}
+            if found <= owners:  # what another user's link leads to is not even looked at
+                status = child.stat()
+                if not stat.S_ISDIR(status.st_mode):
+                    continue
+                found.add(status.st_uid)
+        except FileNotFoundError:
+            continue  # removed meanwhile
+        except OSError as error:
+            damaged.append((identity, f"cannot look at {child.path}: {error.strerror}"))
+            continue
+        if strangers := found - owners:
+            foreign.append((identity, f"{child.path} belongs to user id {min(strangers)}"))
+        elif identity.commit > MAX_NUMBER or identity.generation > MAX_NUMBER:
+            damaged.append((identity, f"{child.path} has a number that no save can have"))
+        else:
+            believed.append(identity)
+    return Names(believed, damaged, foreign)
+
+
 def usable(directory: Path) -> list[str]:
     """Committed checkpoints without a mark, newest first; their files have not been verified.
 
     Raises:
         OSError: the directory cannot be listed.
     """
-    found = newest_first(one for child in directory.iterdir() if (one := Identity.parse(child.name)))
-    names = [one.folder_name for one in found]
+    names = [one.folder_name for one in names_in(directory).believed]
     return [name for name in names if (directory / name / MANIFEST).exists() and not read_quarantine(directory / name)]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from slurmft.storage.files import read_json
 from slurmft.storage.patience import write_state
-from slurmft.storage.processes import birth_of, lives
+from slurmft.system import processes
+from slurmft.system.files import read_json
 
 SUPERVISOR = "supervisor on "
 """Begins the name of an actor who lives in the job itself, and so ends with it."""
@@ -28,7 +27,7 @@ class EndingClaim:
     """
 
     def __init__(self, path: Path, lock: Callable[[], AbstractContextManager[None]]) -> None:
-        self._path, self._lock = path, lock
+        self.path, self._lock = path, lock
 
     def take(self, actor: str, *, instead_of: str = "") -> bool:
         """Whether the caller is the one who acts.
@@ -41,13 +40,13 @@ class EndingClaim:
             StorageError: the run folder cannot be read or written.
         """
         with self._lock():
-            claim = read_json(self._path)
+            claim = read_json(self.path)
             free = claim is not None and claim.get("outcome") is None and _is_of(claim, instead_of)
             if _is_taken(claim) and not free:
                 return False
-            pid = os.getpid()
-            mine = {"actor": actor, "at": time.time(), "host": os.uname().nodename, "pid": pid, "birth": birth_of(pid)}
-            write_state(self._path, {**mine, "outcome": None})
+            me = processes.me()
+            mine = {"actor": actor, "at": time.time(), "host": me.host, "pid": me.pid, "birth": me.birth}
+            write_state(self.path, {**mine, "outcome": None})
             return True
 
     def outcome(self) -> str | None:
@@ -56,7 +55,7 @@ class EndingClaim:
         Raises:
             StorageError: the run folder cannot be read.
         """
-        return (read_json(self._path) or {}).get("outcome")
+        return (read_json(self.path) or {}).get("outcome")
 
     def settle(self, outcome: str) -> None:
         """It has been acted on; nobody will again.
@@ -64,12 +63,12 @@ class EndingClaim:
         Raises:
             StorageError: the run folder cannot be read or written.
         """
-        write_state(self._path, {**(read_json(self._path) or {}), "outcome": outcome})
+        write_state(self.path, {**(read_json(self.path) or {}), "outcome": outcome})
 
     def give_back(self) -> None:
-        """Acting failed; somebody else may try."""
+        """Acting failed, or what was settled did not happen; somebody else may try."""
         with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
 
 
 def _is_taken(claim: Mapping[str, Any] | None) -> bool:
@@ -77,9 +76,10 @@ def _is_taken(claim: Mapping[str, Any] | None) -> bool:
         return False
     if claim.get("outcome") is not None:
         return True
-    if claim.get("host") == os.uname().nodename:
+    me = processes.me()
+    if claim.get("host") == me.host:
         pid = claim.get("pid")
-        return isinstance(pid, int) and pid != os.getpid() and lives(pid, str(claim.get("birth", "")))
+        return isinstance(pid, int) and pid != me.pid and processes.lives(pid, str(claim.get("birth", "")))
     at = claim.get("at")
     return isinstance(at, int | float) and abs(time.time() - at) < CLAIM_LEASE_S
 

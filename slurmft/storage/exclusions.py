@@ -10,24 +10,24 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import re
 import secrets
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from slurmft.errors import NewerFormat, StorageError, StorageUnavailable
-from slurmft.policy.evidence import Kind
-from slurmft.policy.suspicion import MAX_WEIGHT, WEIGHTS, ManualEntry, Observation, Rules, worth_keeping
-from slurmft.storage.files import FORMAT, replace_atomically
+from slurmft.policy.nodes.evidence import Kind
+from slurmft.policy.nodes.suspicion import WEIGHTS, ManualEntry, Observation, Rules, worth_keeping
+from slurmft.storage import exclusion_values as values
 from slurmft.storage.patience import translated, writing
 from slurmft.storage.soft_lock import SoftLock
+from slurmft.system.files import FORMAT, replace_atomically
+from slurmft.system.opening import LOG_LIMIT_BYTES, UnsafeFile, read_bytes, trusted_owners
 
 LOCK_TIMEOUT_S = 20.0
 MERGE_FROM = 16
@@ -39,13 +39,9 @@ TIDY_FROM = 5000
 LEFT_OVER_S = 86_400.0
 """Age from which on ``gc`` removes what a writer that was killed has left, and small files that cannot be read."""
 
-MAX_TEXT = 1000
+MAX_REVISION = 10**15
 
 log = logging.getLogger(__name__)
-_KINDS: dict[str, Kind] = {kind.value: kind for kind in Kind}
-_COLUMN_TYPES = tuple(
-    {int, float} if name in ("weight", "at") else {str} for name in Observation._fields
-)  # fmt: skip
 _HINT = "move it away and run again; what it excluded will then be used again"
 
 
@@ -54,28 +50,35 @@ _Change = Callable[[list[Observation], list[ManualEntry]], None]
 
 
 class Exclusions:
-    """What a list held when it was read. Observations are taken apart when they are asked for."""
+    """What a list held when it was read. Observations are taken apart when they are asked for.
+
+    What is damaged is left out, and ``damage`` says so: a list that cannot be believed is worth no run.
+    """
 
     def __init__(
         self, observations: Iterable[Observation] = (), manual: Iterable[ManualEntry] = (), revision: int = 0,
-        *, stored: Callable[[], list[Observation]] | None = None,
+        *, stored: Callable[[], tuple[list[Observation], str]] | None = None, damage: str = "",
     ) -> None:  # fmt: skip
         self.manual = tuple(manual)
         self.revision = revision
         """How often the list was written."""
         self._more = tuple(observations)
         self._stored = stored
+        self._damage = damage
 
     @cached_property
     def observations(self) -> tuple[Observation, ...]:
-        """Each once, by its id.
-
-        Raises:
-            StorageError: the list is a forgery; damage is found when it is read.
-        """
-        stored = self._stored() if self._stored is not None else []
+        """Each once, by its id."""
+        stored, damage = self._stored() if self._stored is not None else ([], "")
+        self._damage = self._damage or damage
         by_id = {each.id: each for each in (*self._more, *stored)} if self._more else None
         return tuple(stored) if by_id is None else tuple(by_id.values())
+
+    @property
+    def damage(self) -> str:
+        """What is wrong with the list, where, and what becomes of it, as one sentence; empty where nothing is."""
+        _ = self.observations
+        return self._damage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,15 +110,14 @@ class ExclusionList:
         self._handed_in: set[str] = set()
 
     def read(self) -> Exclusions:
-        """The list as it is now.
+        """The list as it is now; damaged parts of it are left out (``Exclusions.damage``).
 
         Raises:
             NewerFormat: a newer slurmft wrote it.
-            StorageError: it cannot be read or believed.
+            StorageError: it cannot be read, or is no file.
         """
         found = [observation for _, observations in self._read_new() for observation in observations]
-        manual, revision, stored = self._read_list()
-        return Exclusions(found, manual, revision, stored=stored)
+        return self._read_list(found)
 
     def observe(self, observations: Iterable[Observation]) -> None:
         """Add observations; those with an id that is there already change nothing. Waits for nobody.
@@ -125,7 +127,10 @@ class ExclusionList:
             StorageError: it cannot be written, or a weight or time is no number.
         """
         now = self._clock()
-        added = [_checked(each, now) for each in observations if each.id not in self._handed_in]
+        added = [values.checked(each, now) for each in observations if each.id not in self._handed_in]
+        for stranger in {each.node for each in added if not values.is_node(each.node)}:
+            log.warning("%s cannot be the name of a node; what was seen of it is not kept", ascii(stranger[:80]))
+        added = [each for each in added if values.is_node(each.node)]
         if not added:
             return
         self._make_folders()
@@ -144,7 +149,7 @@ class ExclusionList:
         Raises:
             StorageError: as ``observe``; or another process holds the list.
         """
-        given = {(entry.node, entry.who): entry for entry in map(_checked_entry, entries)}
+        given = {(entry.node, entry.who): entry for entry in map(values.checked_entry, entries)}
 
         def change(observations: list[Observation], manual: list[ManualEntry]) -> None:
             manual[:] = [entry for entry in manual if (entry.node, entry.who) not in given] + list(given.values())
@@ -228,8 +233,11 @@ class ExclusionList:
     def _read_new(self) -> Iterator[tuple[Path, list[Observation]]]:
         for path in map(self._new.joinpath, sorted(self._new_files())):
             try:
-                content = path.read_bytes()
+                content = read_bytes(path, limit_bytes=LOG_LIMIT_BYTES, follow=False)
             except FileNotFoundError:  # merged meanwhile: the list, which is read after these, has it
+                continue
+            except (UnsafeFile, PermissionError) as error:
+                log.warning("%s cannot be read and is left out: %s", path, error.strerror)
                 continue
             except OSError as error:
                 raise translated(f"cannot read {path}", error) from error
@@ -237,8 +245,8 @@ class ExclusionList:
                 value = json.loads(content)
                 if value["format"] > FORMAT:
                     raise _newer(path, value["format"])
-                observations = _observations(value["observations"], path)
-            except (ValueError, KeyError, TypeError, RecursionError, StorageError) as error:
+                observations = values.rows(value["observations"])
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError, StorageError) as error:
                 if isinstance(error, NewerFormat):
                     raise
                 log.warning("%s cannot be read and is left out: %s", path, error)
@@ -247,33 +255,66 @@ class ExclusionList:
 
     # the list itself
 
-    def _read_list(self) -> tuple[list[ManualEntry], int, Callable[[], list[Observation]]]:
+    def _read_list(self, found: Sequence[Observation]) -> Exclusions:
+        """``found`` and what the list itself holds."""
         try:
-            content = self.path.read_bytes()
+            owners = None if self._mode & 0o070 else trusted_owners(self.path.parent)
+            content = read_bytes(self.path, limit_bytes=LOG_LIMIT_BYTES, owners=owners)
         except FileNotFoundError:
-            return [], 0, list
+            return Exclusions(found)
+        except UnsafeFile as error:
+            raise StorageError(f"cannot read {self.path}: it {error.strerror}", hint=_HINT) from error
         except OSError as error:
             raise translated(f"cannot read {self.path}", error) from error
         # two lines of head, then a line for each observation: what is not needed is not taken apart, nor copied
         match = re.match(rb'\{"format": (\d{1,9}), "crc": (\d{1,10}),\n', content)
         if match is None or int(match[1]) > FORMAT:
-            raise self._not_ours(content)
+            self._refuse_newer(content, int(match[1]) if match is not None else None)
+            return Exclusions(found, damage=self._damage("it is no exclusion list, or torn"))
         if zlib.crc32(memoryview(content)[match.end() :]) != int(match[2]):
-            raise StorageError(f"{self.path} is damaged: its checksum is wrong", hint=_HINT)
+            return Exclusions(found, damage=self._damage("its checksum is wrong"))
         try:
             facts = json.loads(b"{" + content[match.end() : content.index(b"\n", match.end())] + b"]}")
-            manual = [ManualEntry(**{name: entry[name] for name in ("node", "reason", "who", "at", "until")})
-                      for entry in facts["manual"]]  # fmt: skip
-            revision = int(facts["revision"])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise StorageError(f"{self.path} is damaged: {error!r}", hint=_HINT) from error
-        return manual, revision, lambda: _stored(content, self.path)
+            entries, revision = facts["manual"], facts["revision"]
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+            return Exclusions(found, damage=self._damage("it has no head"))
+        manual, whole = values.entries(entries)
+        damage = "" if whole else self._damage("an exclusion by hand is none")
+        if type(revision) is not int or not 0 <= revision < MAX_REVISION:
+            revision, damage = 0, self._damage("its revision is no number")
+        return Exclusions(found, manual, revision, stored=lambda: self._stored(content), damage=damage)
 
-    def _not_ours(self, content: bytes) -> StorageError:
+    def _stored(self, content: bytes) -> tuple[list[Observation], str]:
+        """The observations in the list, and what is wrong with it."""
+        try:
+            rows = json.loads(content)["observations"]
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+            return [], self._damage("its observations cannot be read")
+        try:
+            return values.rows(rows), ""
+        except ValueError:
+            return values.sound_rows(rows), self._damage("a row is no observation")
+
+    def _damage(self, why: str) -> str:
+        return f"{self.path} is damaged: {why}; what cannot be believed is ignored, and set aside at the next change"
+
+    def _set_aside(self, damage: str) -> None:
+        """Keep what is about to be replaced."""
+        aside = self.path.with_name(f"{self.path.name}.damaged-{time.time_ns()}")
+        with writing(aside):
+            try:
+                aside.hardlink_to(self.path)
+            except FileNotFoundError:
+                return
+            except OSError:  # a filesystem without links
+                self.path.rename(aside)
+        log.warning("%s: it is kept as %s", damage, aside)
+
+    def _refuse_newer(self, content: bytes, version: int | None) -> None:
         with contextlib.suppress(ValueError, RecursionError, AttributeError):
-            if type(version := json.loads(content).get("format")) is int and version > FORMAT:
-                return _newer(self.path, version)
-        return StorageError(f"{self.path} is damaged, or no exclusion list", hint=_HINT)
+            version = json.loads(content).get("format") if version is None else version
+        if type(version) is int and version > FORMAT:
+            raise _newer(self.path, version)
 
     def _change(self, change: _Change) -> None:
         self._make_folders()
@@ -297,14 +338,16 @@ class ExclusionList:
     def _merge(self, lock: SoftLock, change: _Change) -> None:
         """Call with the lock held. The order matters: see the top of the module."""
         new = list(self._read_new())
-        manual, revision, stored = self._read_list()
-        observations = list(Exclusions([each for _, few in new for each in few], stored=stored).observations)
+        found = self._read_list([each for _, few in new for each in few])
+        observations, manual = list(found.observations), list(found.manual)
         change(observations, manual)
         entries = json.dumps([asdict(entry) for entry in manual])
-        rest = f'"revision": {revision + 1}, "manual": {entries}, "observations": [\n{_rows(observations)}\n]}}\n'
+        rest = f'"revision": {found.revision + 1}, "manual": {entries}, "observations": [\n{_rows(observations)}\n]}}\n'
         text = f'{{"format": {FORMAT}, "crc": {zlib.crc32(rest.encode())},\n{rest}'
         if not lock.is_ours():
             raise StorageUnavailable(f"{lock.path} was taken from us: this process stood still for too long")
+        if found.damage:
+            self._set_aside(found.damage)
         with writing(self.path):
             replace_atomically(self.path, text, mode=self._mode, group=self._group())
         for path, _ in new:
@@ -348,51 +391,6 @@ class ExclusionList:
 
 def _rows(observations: Iterable[Observation]) -> str:
     return ",\n".join(map(json.dumps, observations))
-
-
-def _stored(content: bytes, path: Path) -> list[Observation]:
-    try:
-        rows = json.loads(content)["observations"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise StorageError(f"{path} is damaged: {error}", hint=_HINT) from error
-    return _observations(rows, path)
-
-
-def _observations(rows: Any, path: Path) -> list[Observation]:
-    """Rows as values; columns are looked at as a whole, since there may be very many."""
-    if not rows:
-        return []
-    try:
-        columns = list(zip(*rows, strict=True))
-        sound = len(columns) == len(_COLUMN_TYPES) and all(
-            set(map(type, column)) <= types for column, types in zip(columns, _COLUMN_TYPES, strict=True)
-        )
-    except (TypeError, ValueError):
-        sound = False
-    if not sound:
-        raise StorageError(f"{path} is damaged: a row is no observation", hint=_HINT)
-    kinds = (_KINDS.get(kind, kind) for kind in columns[0])  # those of a newer slurmft are kept as they are
-    return list(map(Observation._make, zip(kinds, *columns[1:], strict=True)))
-
-
-def _checked(observation: Observation, now: float) -> Observation:
-    """As it is stored: finite, not from the future, no longer than it may be."""
-    if not (math.isfinite(observation.weight) and math.isfinite(observation.at)):
-        raise StorageError(f"an observation of {observation.node[:80]!r} has a weight or time that is no number")
-    if not observation.node or not observation.id:
-        raise StorageError("an observation names no node, or has no id")
-    weight = max(-MAX_WEIGHT, min(MAX_WEIGHT, float(observation.weight)))
-    return observation._replace(
-        weight=weight, at=min(float(observation.at), now), evidence=observation.evidence[:MAX_TEXT]
-    )
-
-
-def _checked_entry(entry: ManualEntry) -> ManualEntry:
-    if not entry.node:
-        raise StorageError("an exclusion by hand names no node")
-    if not math.isfinite(entry.at) or (entry.until is not None and not math.isfinite(entry.until)):
-        raise StorageError(f"the exclusion of {entry.node[:80]!r} has a time that is no number")
-    return replace(entry, reason=entry.reason[:MAX_TEXT])
 
 
 def _newer(path: Path, version: int) -> NewerFormat:

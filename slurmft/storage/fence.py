@@ -10,8 +10,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from slurmft.errors import Fenced
-from slurmft.storage.files import read_json
+from slurmft.errors import Fenced, StorageError
+from slurmft.system.files import read_json
 
 OWNER_FILE = "owner.json"
 RUN_FOLDER_VARIABLE = "SLURMFT_RUN_FOLDER"
@@ -23,6 +23,7 @@ def check_fence(environment: Mapping[str, str] | None = None) -> None:
 
     Raises:
         Fenced: a newer attempt owns the run, or the run folder was replaced by an older copy.
+        StorageError: its owner cannot be read or believed.
     """
     environment = os.environ if environment is None else environment
     run_folder = environment.get(RUN_FOLDER_VARIABLE)
@@ -32,7 +33,8 @@ def check_fence(environment: Mapping[str, str] | None = None) -> None:
     if owner is None:
         return
     mine = int(environment.get(GENERATION_VARIABLE, "0"))
-    newest = int(owner.get("generation", 0))
+    if type(newest := owner.get("generation", 0)) is not int:
+        raise StorageError(f"{Path(run_folder) / OWNER_FILE} is damaged: its generation is no number")
     if newest > mine:
         raise Fenced(
             f"generation {mine} of {run_folder} was replaced by generation {newest} (job {owner.get('job', '?')})",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,9 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.errors import NewerFormat, StorageError
-from slurmft.storage.files import FORMAT
+from slurmft.system.files import FORMAT, MOVE_AWAY
+from slurmft.system.opening import LOG_LIMIT_BYTES, UnsafeFile, append_line, read_lines
 
 JOURNAL_FILE = "journal.jsonl"
+MAX_LINES = 500_000
+"""Lines that a journal may have: an event every five seconds for a month. More would take too long to read."""
+
+MAX_LINE_BYTES = 4 << 20
+"""Of one event; a traceback is cut long before that. What is longer is damage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,16 +99,7 @@ class Journal:
         Raises:
             OSError: the filesystem refused; nothing was written, or a part that readers skip.
         """
-        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            size = os.fstat(descriptor).st_size
-            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-            text = ("\n" * torn + line + "\n").encode()
-            if os.write(descriptor, text) < len(text):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        append_line(self.path, line)
 
     def read(self) -> list[Event]:
         """Every readable event, oldest first; none when there is no journal yet.
@@ -114,12 +109,37 @@ class Journal:
             StorageError: the file cannot be read.
         """
         try:
-            lines = self.path.read_bytes().split(b"\n")
+            return self.read_all()[0]
         except FileNotFoundError:
             return []
+
+    def read_all(self) -> tuple[list[Event], int]:
+        """Every readable event, oldest first, and how many lines are none.
+
+        Raises:
+            FileNotFoundError: there is no journal yet.
+            NewerFormat: a newer slurmft wrote into it.
+            StorageError: the file cannot be read.
+        """
+        events, unreadable = list[Event](), 0
+        lines = read_lines(self.path, limit_bytes=LOG_LIMIT_BYTES, line_limit_bytes=MAX_LINE_BYTES)
+        try:
+            for number, line in enumerate(lines):
+                if number >= MAX_LINES:
+                    raise StorageError(f"{self.path} has more than {MAX_LINES} lines", hint=MOVE_AWAY)
+                if not line or line.isspace():
+                    continue
+                if (event := _parse(line, self.path)) is not None:
+                    events.append(event)
+                else:
+                    unreadable += 1
+        except FileNotFoundError:
+            raise
+        except UnsafeFile as error:
+            raise StorageError(f"cannot read {self.path}: it {error.strerror}", hint=MOVE_AWAY) from error
         except OSError as error:
             raise StorageError(f"cannot read {self.path}: {error}") from error
-        return [event for line in lines if (event := _parse(line, self.path)) is not None]
+        return events, unreadable
 
 
 def _parse(line: bytes, path: Path) -> Event | None:

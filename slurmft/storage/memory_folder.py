@@ -1,7 +1,7 @@
 """Names in the memory folder that an agent keeps for its node's snapshots: agent, keeper, writers and ranks share them.
 
 <agent's private folder in shared memory>/memory/     SLURMFT_MEMORY_DIR; outlives the workers, goes with the agent
-    copies.key      with which nodes prove to each other that they belong to the run
+    copies.key      with which nodes prove to each other that what they send is the run's
     generation      of the newest attempt that this agent has started workers of
     peers/          copies of other nodes' shards
 """
@@ -13,6 +13,8 @@ import hmac
 import os
 from collections.abc import Mapping
 from pathlib import Path
+
+from slurmft.system.opening import read_bytes
 
 MEMORY_VARIABLE = "SLURMFT_MEMORY_DIR"
 KEY_FILE, GENERATION_FILE, PEERS = "copies.key", "generation", "peers"
@@ -48,6 +50,15 @@ def copies_key(secret: bytes) -> bytes:
     return hmac.new(secret, b"slurmft copies", hashlib.sha256).hexdigest().encode()
 
 
+def read_copies_key(memory: Path) -> bytes:
+    """As the node's agent has left it.
+
+    Raises:
+        OSError: there is none; a run of one node has none.
+    """
+    return read_bytes(memory / KEY_FILE, limit_bytes=4096)
+
+
 def announcement(attempt_folder: Path, place: int) -> Path:
     """The file in which the agent of the ``place``-th node of an attempt says where its keeper listens."""
     return attempt_folder / f"keeper-{place}.json"
@@ -56,6 +67,6 @@ def announcement(attempt_folder: Path, place: int) -> Path:
 def read_generation(memory: Path) -> int:
     """Of the newest attempt that began on this node; 0 where nobody has said."""
     try:
-        return max(0, int((memory / GENERATION_FILE).read_text(encoding="ascii")))
+        return max(0, int(read_bytes(memory / GENERATION_FILE, limit_bytes=4096)))
     except (OSError, ValueError):
         return 0

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.errors import StorageError
-from slurmft.storage.files import FORMAT, write_json
 from slurmft.storage.patience import writing
+from slurmft.system.files import FORMAT, write_json
+from slurmft.system.opening import open_regular
 
 ORDER_FILE = "INJECT"
 MAX_AGE_S = 300.0
@@ -49,23 +50,17 @@ def take_order(run: Path) -> dict[str, Any] | None:
     """
     path = run / ORDER_FILE
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_regular(path, follow=False, owners={os.getuid()})
+        try:
+            status, text = os.fstat(descriptor), os.read(descriptor, MAX_BYTES)
+        finally:
+            os.close(descriptor)
     except FileNotFoundError:
         return None
-    except OSError as error:  # a link, or not ours to read
+    except OSError as error:  # a link, not ours, or not ours to read
         path.unlink(missing_ok=True)
-        raise StorageError(f"{path} is not to be trusted: {error.strerror}") from error
-    try:
-        status, text = os.fstat(descriptor), b""
-        if stat.S_ISREG(status.st_mode):
-            text = os.read(descriptor, MAX_BYTES)
-    finally:
-        os.close(descriptor)
-        path.unlink(missing_ok=True)
-    if not stat.S_ISREG(status.st_mode):
-        raise StorageError(f"{path} is no file")
-    if status.st_uid != os.getuid():
-        raise StorageError(f"{path} was written by user id {status.st_uid}; only the owner of a run may inject faults")
+        raise StorageError(f"{path} is not to be trusted: it {error.strerror}") from error
+    path.unlink(missing_ok=True)
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise StorageError(f"{path} can be read or written by others (mode {stat.S_IMODE(status.st_mode):o})")
     if time.time() - status.st_mtime > MAX_AGE_S:

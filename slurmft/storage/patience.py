@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slurmft.errors import StorageError, StorageUnavailable
-from slurmft.storage.files import write_json
 from slurmft.storage.journal import Event, Journal
+from slurmft.system.files import write_json
 
 Result = TypeVar("Result")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
-import re
 import secrets
-import stat
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,19 +16,29 @@ from typing import Any
 import filelock
 
 from slurmft.errors import RunBusy, StorageError
+from slurmft.policy.site.job_identity import JobIdentity, OwnJob
+from slurmft.storage import ownership
 from slurmft.storage.claim import EndingClaim
 from slurmft.storage.fence import OWNER_FILE
-from slurmft.storage.files import read_json, replace_atomically, write_json
+from slurmft.storage.jobs_file import JOBS_FILE, JobsFile
 from slurmft.storage.journal import Journal
 from slurmft.storage.patience import PASSING, translated, write_state, writing
+from slurmft.storage.soft_lock import SoftLock
+from slurmft.system.files import read_json, refuse_uncreatable, replace_atomically, write_json
+from slurmft.system.opening import UnsafeFile, open_regular, read_part, trusted_owners, write_bytes
 
-JOBS_FILE = "jobs.json"
 LOCK_TIMEOUT_S = 20.0
-LOCAL_PREFIX = "local-"
-"""Begins the job id of a run that has no Slurm around it."""
+LOCK_PAUSE_S = 0.05
+SOFT_STALE_S = 600.0
+"""Age from which on a run's lock of another host is a dead holder's, where the filesystem has no flock."""
+
+MAX_NAMES = 30
+"""Runs that an error names."""
 
 REQUESTS = ("KILL", "SAVE", "REQUEUE")
 """Files that ask a run for something: stop after saving, save now, save and go through the queue again."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +77,7 @@ class Owner:
     """The supervisor's process id on that host."""
 
     birth: str
-    """What tells that process from a later one with the same id (``storage.processes``)."""
+    """What tells that process from a later one with the same id (``system.processes``)."""
 
     folder: str
     """Where the run folder lay, and ..."""
@@ -77,9 +87,6 @@ class Owner:
 
     cycle: int = 0
     """In-job restarts so far."""
-
-
-_JOB_ID = re.compile(r"\d{1,20}(?:[_+]\d{1,20})?", re.ASCII)
 
 
 class RunFolder:
@@ -96,30 +103,28 @@ class RunFolder:
         self._owner = path / OWNER_FILE
         self._done = path / "done.json"
         self._progress = path / "progress.json"
-        self._jobs = path / JOBS_FILE
+        self._jobs = JobsFile(path)
 
-    def create(self) -> None:
-        """Make the folder and its parts, private to the user.
+    def create(self, *, only_look: bool = False) -> None:
+        """Make the folder and its parts, private to the user; ``only_look``: say what is against it, and make nothing.
 
         Raises:
-            StorageError: it cannot be created, or belongs to somebody else.
+            StorageError: it cannot be created, is another user's (``refuse_foreign``), or is a copy.
         """
-        self._make(self.path)
-        status = self.path.stat()
-        if status.st_uid != os.getuid():
-            raise StorageError(
-                f"the run folder {self.path} belongs to user id {status.st_uid}, not to you",
-                hint="choose another run_folder, or ask its owner",
-            )
+        self._make(self.path, only_look=only_look)
+        if only_look and not self.path.exists():
+            return
+        self.refuse_foreign()
         self.refuse_copy()
-        if stat.S_IMODE(status.st_mode) & stat.S_IWOTH:
-            raise StorageError(f"the run folder {self.path} is writable by everybody", hint=f"chmod o-w {self.path}")
-        for folder in (self.attempts, self.verdicts, self.submissions, self.logs):
+        for folder in () if only_look else (self.attempts, self.verdicts, self.submissions, self.logs):
             self._make(folder)
 
-    def _make(self, folder: Path) -> None:
+    def _make(self, folder: Path, *, only_look: bool = False) -> None:
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if only_look:
+                refuse_uncreatable(folder)
+            else:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             if error.errno in PASSING:
                 raise translated(f"cannot create the run folder {folder}", error) from error
@@ -130,7 +135,18 @@ class RunFolder:
 
     def exists(self) -> bool:
         """Whether this is the folder of a run."""
-        return self.config.is_file() or Journal(self.path).path.is_file()
+        return any(map(_lies_there, (self.config, Journal(self.path).path)))
+
+    def may_exist(self) -> bool:
+        """The same, and for a folder that cannot be looked into."""
+        try:
+            return self.exists()
+        except OSError:
+            return True
+
+    def has_records(self) -> bool:
+        """Whether something was submitted or started from here; a folder that cannot be looked into may have some."""
+        return any(may_exist(path) for path in (self._owner, self._jobs.path, self.journal().path))
 
     def journal(self, attempt: Attempt | None = None) -> Journal:
         """The journal, writing as ``attempt``."""
@@ -143,17 +159,20 @@ class RunFolder:
         Raises:
             RunBusy: another process holds it for longer than LOCK_TIMEOUT_S.
         """
+        path = self.path / ".lock"
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
         try:
-            lock = filelock.FileLock(self.path / ".lock", timeout=LOCK_TIMEOUT_S, mode=0o600)
-            lock.acquire()
-        except filelock.Timeout as error:
-            raise RunBusy(f"another process holds {self.path}/.lock for more than {LOCK_TIMEOUT_S:.0f} s") from error
+            owners = trusted_owners(self.path)
+            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, follow=False, owners=owners)
         except OSError as error:
-            raise translated(f"cannot lock {self.path}/.lock", error) from error
-        try:
+            raise translated(f"cannot lock {path}", error) from error
+        with contextlib.ExitStack() as held:
+            held.callback(os.close, descriptor)
+            while not _locked(descriptor, path, held):
+                if time.monotonic() > deadline:
+                    raise RunBusy(f"another process holds {path} for more than {LOCK_TIMEOUT_S:.0f} s")
+                time.sleep(LOCK_PAUSE_S)
             yield
-        finally:
-            lock.release()
 
     def owner(self) -> Owner | None:
         """The newest attempt's owner; None before the first."""
@@ -173,9 +192,39 @@ class RunFolder:
                 inode=int(value.get("inode", 0)),
                 cycle=int(value.get("cycle", 0)),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             reason = f"lacks {error}" if isinstance(error, KeyError) else f"is damaged: {error}"
             raise StorageError(f"{self._owner} {reason}", hint="move it away and run again") from error
+
+    def refuse_foreign(self) -> None:
+        """Return when the folder, and what slurmft executes or believes of it, is the caller's.
+
+        Raises:
+            StorageError: it is not, or everyone may write to it.
+        """
+        try:
+            ownership.refuse_foreign(self.path, folders=self._folders, files=self._files)
+        except OSError as error:
+            raise translated(f"cannot look at {error.filename or self.path}", error) from error
+
+    def refuse_replaceable(self) -> None:
+        """Return when no other user can put something in the place of the folder, or of what is executed of it.
+
+        Raises:
+            StorageError: one can.
+        """
+        try:
+            ownership.refuse_replaceable(self.path, parts=[*self._folders, *self._files])
+        except OSError as error:
+            raise translated(f"cannot look at {error.filename or self.path}", error) from error
+
+    @property
+    def _folders(self) -> list[Path]:
+        return [self.attempts, self.verdicts, self.submissions, self.logs]
+
+    @property
+    def _files(self) -> list[Path]:
+        return [self.config, self.script, self._owner, self._jobs.path, self._done, self._progress, self.journal().path]
 
     def refuse_copy(self) -> None:
         """Return when the folder is what its records say.
@@ -197,7 +246,7 @@ class RunFolder:
         owner = self.owner()
         if owner is None or not owner.inode or owner.folder == str(self.path):
             return None
-        if self.path.stat().st_ino == owner.inode or not Path(owner.folder).exists():
+        if self.path.stat().st_ino == owner.inode or not may_exist(Path(owner.folder)):
             return None  # moved, perhaps to another filesystem
         return owner.folder
 
@@ -231,22 +280,32 @@ class RunFolder:
         Raises:
             StorageError: the file cannot be read or believed.
         """
-        jobs = (read_json(self._jobs) or {}).get("jobs", [])
-        if not isinstance(jobs, list) or not all(isinstance(job, str) for job in jobs):
-            raise StorageError(f"{self._jobs} does not hold a list of jobs", hint="move it away and run again")
-        for job in jobs:  # one that is no id makes squeue forget all others in the same question
-            if not job.startswith(LOCAL_PREFIX) and not _JOB_ID.fullmatch(job):
-                raise StorageError(f"{self._jobs} names a job {job[:40]!r}", hint="move it away and run again")
-        return jobs
+        return self._jobs.ids()
 
-    def slurm_jobs(self) -> list[str]:
-        """Those of them that Slurm knows, oldest first."""
-        return [job for job in self.jobs() if not job.startswith(LOCAL_PREFIX)]
+    def own_jobs(self, newest: int | None = None) -> list[OwnJob]:
+        """Those of Slurm, or the newest of them, with what tells them from other jobs that have their ids later.
 
-    def add_job(self, job: str) -> None:
-        """Remember a job of this run. Idempotent. Call with the lock held."""
-        if job not in (jobs := self.jobs()):
-            write_state(self._jobs, {"jobs": [*jobs, job]})
+        Raises:
+            StorageError: a file cannot be read or believed.
+        """
+        return self._jobs.own_jobs(newest, self._jobs_in_journal)
+
+    def _jobs_in_journal(self) -> dict[str, JobIdentity]:
+        """What the folder of an earlier version knows of its jobs."""
+        found: dict[str, JobIdentity] = {}
+        for event in self.journal().read():
+            job = event.attempt.partition(".")[0] if event.event == "attempt started" else event.details.get("job")
+            if event.event in ("attempt started", "submitted", "resubmitted"):
+                found.setdefault(str(job), JobIdentity(begun=event.seconds()))
+        return found
+
+    def add_job(self, job: str, seen: JobIdentity | None = None) -> None:
+        """Remember a job of this run, and what it was seen as. Idempotent. Call with the lock held.
+
+        Raises:
+            StorageError: the file cannot be read, believed or written.
+        """
+        self._jobs.add(job, seen)
 
     def ending(self, attempt: Attempt) -> EndingClaim:
         """The right to act on the end of this attempt's (job, restart)."""
@@ -273,24 +332,30 @@ class RunFolder:
         """
         path = self.path / kind
         try:
-            path.touch()  # on a full disk the empty file is request enough
-            path.write_text(who + "\n", encoding="utf-8")
-        except OSError as error:
-            if error.errno != errno.ENOSPC or not path.exists():
+            write_bytes(path, f"{who}\n".encode("utf-8", "backslashreplace"))
+        except OSError as error:  # on a full disk the empty file is request enough
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
                 raise translated(f"cannot write {path}", error) from error
 
     def see_request(self, kind: str) -> str | None:
-        """Who asks for ``kind``; None when nobody does. A bare ``touch`` counts."""
+        """Who asks for ``kind``; None when nobody does. A bare ``touch`` counts; what is no file asks for nothing.
+
+        Raises:
+            OSError: the folder cannot be looked at.
+        """
         try:
-            who = (self.path / kind).read_text(encoding="utf-8", errors="replace").strip()[:200]
+            who = read_part(self.path / kind, 0, 1000).decode(errors="replace").strip()[:200]
         except FileNotFoundError:
+            return None
+        except UnsafeFile as error:
+            log.debug("%s is no request: it %s", self.path / kind, error.strerror)
             return None
         return who or "somebody who touched the file"
 
     def take_request(self, kind: str) -> str | None:
         """Who asked for ``kind``, removing the request; None when nobody did."""
-        who = self.see_request(kind)
-        (self.path / kind).unlink(missing_ok=True)
+        if (who := self.see_request(kind)) is not None:
+            (self.path / kind).unlink(missing_ok=True)
         return who
 
 
@@ -303,8 +368,17 @@ def find_run(name: str, root: Path) -> RunFolder:
     for path in (Path(name), root / name):
         if (run := RunFolder(path.absolute())).exists():
             return run
-    known = ", ".join(run.path.name for run in list_runs(root)) or "none"
+    names = [run.path.name for run in list_runs(root)]
+    known = ", ".join(names[:MAX_NAMES]) + f" and {len(names) - MAX_NAMES} more" * (len(names) > MAX_NAMES) or "none"
     raise StorageError(f"there is no run {name!r} here or in {root}", hint=f"runs in {root}: {known}")
+
+
+def may_exist(path: Path) -> bool:
+    """Whether there is something at ``path``; a place that cannot be looked at may hold it."""
+    try:
+        return path.exists()
+    except OSError:
+        return True
 
 
 def list_runs(root: Path) -> list[RunFolder]:
@@ -315,11 +389,31 @@ def list_runs(root: Path) -> list[RunFolder]:
     """
     if not root.exists():
         return []
-    return [run for path in sorted(root.iterdir()) if _may_be_a_run(run := RunFolder(path.absolute()))]
+    return [run for path in sorted(root.iterdir()) if (run := RunFolder(path.absolute())).may_exist()]
 
 
-def _may_be_a_run(run: RunFolder) -> bool:
+def _lies_there(path: Path) -> bool:
+    """Whether anything does: a run whose files are no files is a damaged run."""
     try:
-        return run.exists()
-    except OSError:
+        path.lstat()
+    except ValueError:  # no path at all
+        return False
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return False
+        raise
+    return True
+
+
+def _locked(descriptor: int, path: Path, held: contextlib.ExitStack) -> bool:
+    """Whether the lock is ours by now, until ``held`` ends."""
+    try:
+        return filelock.lock_descriptor(descriptor, blocking=False)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
+            raise translated(f"cannot lock {path}", error) from error
+        soft = SoftLock(path.with_name(f"{path.name}.soft"), stale_s=SOFT_STALE_S)  # such as Lustre without -o flock
+        if not soft.try_acquire():
+            return False
+        held.callback(soft.release)
         return True

@@ -2,7 +2,8 @@
 
 Creating a file exclusively is atomic on every shared filesystem, NFS included. What such a lock lacks is an end when
 its holder dies, so the holder writes into it who it is: on its own host a dead holder is known at once, on another one
-by the age of the lock, which nobody holds for longer than moments.
+by the age of the lock, which nobody holds for longer than moments. A file that names no holder is removed as soon as it
+cannot be one that is still being written. What is no file, or a stranger's, is an error at once: waiting does not help.
 """
 
 from __future__ import annotations
@@ -16,17 +17,24 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from slurmft.errors import StorageUnavailable
-from slurmft.storage.files import FORMAT
+from slurmft.errors import StorageError, StorageUnavailable
 from slurmft.storage.patience import translated
-from slurmft.storage.processes import birth_of, lives
+from slurmft.system.files import FORMAT
+from slurmft.system.opening import UnsafeFile, check_regular, read_bytes, trusted_owners
+from slurmft.system.processes import birth_of, lives
 
 STALE_S = 60.0
 """Age from which on a lock of another host is a dead holder's. Its work takes far less than a second."""
 
-PAUSE_S = 0.02
+GARBAGE_S = 2.0
+"""How long a file may lie there without naming a holder: without hard links it is created first and written then."""
 
+PAUSE_S = 0.02
+MAX_BYTES = 4096
+
+_HINT = "look whose it is (ls -ld), and remove it"
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL)
 """What filesystems without hard links answer."""
 
@@ -40,6 +48,8 @@ class SoftLock:
         self._host = host or os.uname().nodename
         self._stale_s = stale_s
         self._token = ""
+        self._garbage: tuple[tuple[int, ...], float] = (), 0.0
+        """What the file was that names no holder, and since when it has lain there unchanged, by our own clock."""
 
     @contextlib.contextmanager
     def hold(self, timeout_s: float) -> Iterator[None]:
@@ -47,7 +57,7 @@ class SoftLock:
 
         Raises:
             StorageUnavailable: others hold it for all that time.
-            StorageError: its folder cannot be written.
+            StorageError: its folder cannot be written, or no lock of ours lies there.
         """
         deadline = time.monotonic() + timeout_s
         while not self.try_acquire():
@@ -66,20 +76,29 @@ class SoftLock:
         """Take it if nobody has it, or a dead process; never waits.
 
         Raises:
-            StorageError: its folder cannot be written.
+            StorageError: its folder cannot be written, or no lock of ours lies there.
         """
-        if self._create():
-            return True
-        return self._remove_if_stale() and self._create()
+        try:
+            if self._create():
+                return True
+            return self._remove_if_stale() and self._create()
+        except UnsafeFile as error:
+            raise StorageError(f"{error.filename} is no lock of slurmft: it {error.strerror}", hint=_HINT) from error
+        except OSError as error:
+            raise translated(f"cannot lock {self.path}", error) from error
 
     def is_ours(self) -> bool:
         """Whether it is still the one that we took: somebody may have taken us for dead."""
-        return bool(self._token) and self._read().get("token") == self._token
+        try:
+            return bool(self._token) and self._read().get("token") == self._token
+        except OSError:
+            return False
 
     def release(self) -> None:
-        """Give it back, unless it is another's by now."""
+        """Give it back, unless it is another's by now. One that cannot be removed is stale soon."""
         if self.is_ours():
-            self.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.path.unlink(missing_ok=True)
         self._token = ""
 
     def _create(self) -> bool:
@@ -89,13 +108,11 @@ class SoftLock:
         content = {"format": FORMAT, "host": self._host, "namespace": _pid_namespace(), "pid": pid,
                    "birth": birth_of(pid), "token": token}  # fmt: skip
         draft = self.path.with_name(f".{self.path.name}.{token}.tmp")
+        if self._identity():
+            return False
         try:
-            if self.path.exists():
-                return False
             self._write(draft, json.dumps(content).encode())
             self._token = token if self._appears(draft) else ""
-        except OSError as error:
-            raise translated(f"cannot lock {self.path}", error) from error
         finally:
             with contextlib.suppress(OSError):
                 draft.unlink()
@@ -122,44 +139,81 @@ class SoftLock:
             if error.errno not in _NO_LINKS:
                 raise
             try:
-                self._write(self.path, draft.read_bytes())
+                self._write(self.path, read_bytes(draft))
             except FileExistsError:
                 return False
         return True
 
-    def _read(self) -> dict[str, object]:
+    def _read(self) -> dict[str, Any]:
+        """What the lock says of its holder; nothing where it names none, or is gone.
+
+        Raises:
+            UnsafeFile: it is no file, or not one of those who may use the list.
+            OSError: it cannot be read.
+        """
         try:
-            value = json.loads(self.path.read_bytes())
-        except (OSError, ValueError, RecursionError):
+            value = json.loads(read_bytes(self.path, limit_bytes=MAX_BYTES, follow=False, owners=self._owners()))
+        except (FileNotFoundError, ValueError, RecursionError):
             return {}
-        return value if isinstance(value, dict) else {}
+        except UnsafeFile as error:
+            if error.errno == errno.EFBIG:
+                return {}
+            raise
+        return value if isinstance(value, dict) and isinstance(value.get("token"), str) else {}
+
+    def _owners(self) -> set[int] | None:
+        """Whose lock is believed; None where a group shares it."""
+        return None if self._mode & 0o070 else trusted_owners(self.path.parent)
 
     def _words(self) -> str:
-        holder = self._read()
-        return f"process {holder.get('pid', '?')} on {holder.get('host', '?')} holds it"
+        with contextlib.suppress(OSError):
+            holder = self._read()
+            pid, host = (ascii(str(holder.get(name, "?"))[:80])[1:-1] for name in ("pid", "host"))
+            return f"process {pid} on {host} holds it"
+        return "it cannot be read"
+
+    def _is_dead(self, holder: dict[str, Any]) -> bool:
+        """Whether nobody can hold what lies there."""
+        pid, birth = holder.get("pid"), holder.get("birth")
+        if not holder:
+            return self._is_garbage()
+        here = holder.get("host") == self._host and holder.get("namespace") == _pid_namespace() != ""
+        if here and type(pid) is int and isinstance(birth, str) and birth:
+            return not lives(pid, birth)
+        # no clock is ahead by so much: what is dated later was not written by a holder
+        return abs(self._age_s(self.path)) > self._stale_s
+
+    def _is_garbage(self) -> bool:
+        if not (seen := self._identity()):
+            return False
+        now = time.monotonic()
+        if self._garbage[0] != seen:
+            self._garbage = seen, now
+        return now - self._garbage[1] > GARBAGE_S or self._age_s(self.path) > GARBAGE_S
+
+    def _identity(self) -> tuple[int, ...]:
+        with contextlib.suppress(FileNotFoundError):
+            status = self.path.lstat()
+            return status.st_ino, status.st_size, status.st_mtime_ns
+        return ()
 
     def _remove_if_stale(self) -> bool:
         """Whether a lock was there whose holder is gone, and it is not there any more."""
         holder = self._read()
-        pid, birth = holder.get("pid"), holder.get("birth")
-        here = holder.get("host") == self._host and holder.get("namespace") == _pid_namespace() != ""
-        if here and isinstance(pid, int) and isinstance(birth, str) and birth:
-            dead = not lives(pid, birth)
-        else:
-            dead = self._age_s(self.path) > self._stale_s
-        if not dead:
+        if not self._is_dead(holder):
             return False
         breaker = self.path.with_name(f".{self.path.name}.breaking")
         try:
             os.close(os.open(breaker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._mode))
         except FileExistsError:  # somebody else removes it; if that one was killed, too, somebody later will
-            if self._age_s(breaker) > self._stale_s:
-                breaker.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                check_regular(breaker, breaker.lstat())
+                if abs(self._age_s(breaker)) > self._stale_s:
+                    breaker.unlink(missing_ok=True)
             return False
-        except OSError as error:
-            raise translated(f"cannot remove the stale lock {self.path}", error) from error
         try:
-            if self._read().get("token") != holder.get("token"):
+            replaced = not holder and self._identity() != self._garbage[0]
+            if replaced or self._read().get("token") != holder.get("token"):
                 return False  # it was removed meanwhile, and this is a living one's
             self.path.unlink(missing_ok=True)
             return True
@@ -170,7 +224,7 @@ class SoftLock:
         """By the clock of the filesystem, which hosts need not agree with; 0 when it is gone."""
         try:
             with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=f".{self.path.name}.") as now:
-                return os.fstat(now.fileno()).st_mtime - path.stat().st_mtime
+                return os.fstat(now.fileno()).st_mtime - path.lstat().st_mtime
         except FileNotFoundError:
             return 0.0
         except OSError as error:

@@ -6,17 +6,16 @@ beat exit codes, which do not survive srun and torchrun.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmft.policy.evidence import Evidence, Kind, Suspect
-from slurmft.storage.files import FORMAT, read_json, write_json
+from slurmft.policy.nodes.evidence import Evidence, Kind, Suspect
+from slurmft.system.files import FORMAT, read_json, write_json
+from slurmft.system.opening import append_line, read_text
 
 VERDICT_VARIABLE = "SLURMFT_VERDICT_FILE"
 """Where a worker writes its verdict."""
@@ -28,6 +27,7 @@ ERROR_DIR_VARIABLE = "SLURMFT_ERROR_DIR"
 """Folder in which a trainer that cannot be changed may leave ``<anything>.rank_<N>`` to say why rank N failed."""
 
 MAX_TEXT = 8000
+MAX_VERDICT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class WorkerVerdict:
     """What a worker says ended it."""
 
     cause: str
-    """One of ``policy.verdict.Cause``; anything else counts as unknown."""
+    """One of ``policy.verdicts.verdict.Cause``; anything else counts as unknown."""
 
     message: str = ""
     traceback: str = ""
@@ -66,7 +66,7 @@ def read_verdict(path: Path) -> WorkerVerdict | None:
     Raises:
         StorageError: it cannot be read or believed.
     """
-    value = read_json(path)
+    value = read_json(path, limit_bytes=MAX_VERDICT_BYTES)
     if value is None:
         return None
     suspects = value.get("suspects", [])
@@ -89,18 +89,8 @@ def add_evidence(path: Path, evidence: Evidence) -> None:
         "format": FORMAT, "kind": evidence.kind, **_plain(evidence.suspect), "message": evidence.message[:1000],
         "at": evidence.at, "step": evidence.step,
     }  # fmt: skip
-    line = json.dumps({key: item for key, item in value.items() if item is not None}) + "\n"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        # a disk that was full, or a writer that died, may have left half a line: it must not swallow this one
-        size = os.fstat(descriptor).st_size
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        content = ("\n" * torn + line).encode()
-        if os.write(descriptor, content) < len(content):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    line = json.dumps({key: item for key, item in value.items() if item is not None})
+    append_line(path, line)
 
 
 def read_evidence(path: Path) -> list[Evidence | None]:
@@ -110,7 +100,7 @@ def read_evidence(path: Path) -> list[Evidence | None]:
         OSError: there is such a file, and it cannot be read.
     """
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = read_text(path, errors="replace").split("\n")
     except FileNotFoundError:
         return []
     return [parse_evidence(line) for line in lines[:-1]]

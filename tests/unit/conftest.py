@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.checkpoint.writer_process import WriterProcess
-from slurmft.launch import workers
-from slurmft.launch.heartbeat import PAGE_VARIABLE, Page
+from slurmft.checkpoint.writer.writer_process import WriterProcess
+from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, Page
+from slurmft.system import private_folder
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,7 +38,7 @@ def eventually() -> Callable[..., None]:
 @pytest.fixture
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For sessions: no group to join, and signal handlers that end with the test."""
-    from slurmft.training.signals import StopSignal
+    from slurmft.worker.signals import StopSignal
 
     for name in list(os.environ):
         if name.startswith(("SLURM", "SLURMFT_", "TORCHELASTIC_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -65,8 +65,7 @@ def pages_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages live in /dev/shm, where an agent tidies up after dead ones: keep out of other people's way."""
     memory = tmp_path / "shm"
     memory.mkdir()
-    monkeypatch.setattr(workers, "_SHARED_MEMORY", memory)
-    monkeypatch.setattr(workers, "_PREFIX", "slurmft-test-")
+    monkeypatch.setattr(private_folder, "SHARED_MEMORY", memory)
 
 
 @pytest.fixture

@@ -1,0 +1,365 @@
+"""The agent: one process per node. Owns the node's workers, answers the supervisor, and never runs a Slurm command."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmft.agent.environment import LENDER_VARIABLE, common_environment, worker_environment
+from slurmft.agent.forensics import Forensics
+from slurmft.agent.gpus import VISIBLE_VARIABLE, visible_without, wait_until_free
+from slurmft.agent.hang_watch import HangWatch
+from slurmft.agent.keeping import Keeping, look_after_regularly
+from slurmft.agent.notices import NoticeWatch
+from slurmft.agent.rescuing import rescue_on_node
+from slurmft.agent.striking import strike
+from slurmft.agent.timing_reports import TimingReports
+from slurmft.agent.torchrun import worker_command
+from slurmft.agent.workers import Worker, Workers, reserve_port
+from slurmft.config.config import RunConfig
+from slurmft.errors import LaunchError, StorageError
+from slurmft.ipc.channel import UNANSWERED, BadMessage, Channel, Message, connect
+from slurmft.ipc.pages.heartbeat import NOTHING, Slot
+from slurmft.policy.timing.fleet import report_interval_s
+from slurmft.policy.timing.stop import NEVER
+from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
+from slurmft.storage.run_folder import RunFolder
+from slurmft.system.files import read_json
+from slurmft.system.opening import read_bytes, trusted_owners
+from slurmft.system.sleeping import overslept_s
+
+RECONNECT_PAUSE_S = 0.2
+LEASE_CHECK_S = 1.0
+KEEPER_LOOK_S = 5.0
+STOPPED_GRACE_S = 20.0
+"""What a worker may still do after it has stopped at the agreed step: its finalizers."""
+
+LAST_FILES_S = 1.0
+"""How long the end waits for files of evidence that are still being written."""
+
+STORE_BUFFER_S = 0.001
+"""Wait between writing a proposal and reading the ticks, so that a tick stored before it is surely visible."""
+
+log = logging.getLogger(__name__)
+
+
+class Agent:
+    """One node's agent, from its first connection to its shutdown."""
+
+    def __init__(self, config: RunConfig, attempt: str, environment: Mapping[str, str]) -> None:
+        self._config, self._run, self._attempt = config, RunFolder(config.run_folder), attempt
+        self._environment = environment
+        self._index = int(environment.get("SLURMFT_NODE_INDEX", environment.get("SLURM_NODEID", "0")))
+        self._host = environment.get("SLURMD_NODENAME") or socket.gethostname()
+        self._lender = environment.get(LENDER_VARIABLE, "")
+        self._taken_back = False
+        self._workers = Workers(self._report_exit)
+        self._keeping = Keeping(self._workers.memory, config.checkpoint.peer_copies)
+        self._channel: Channel | None = None
+        self._port_holder: socket.socket | None = None
+        self._term_count = 0
+        self._term_passed_on = False
+        self._unreported: list[Message] = []
+        self._shutdown = False
+        self._last_heard = time.monotonic()
+        self._timings: TimingReports | None = None
+        self._hangs = HangWatch(config, self._report_own)
+        self._generation = 0
+        self._address: tuple[list[str], int, bytes] | None = None
+        self._forensics = Forensics(self._host)
+
+    async def run(self) -> int:
+        """Serve until told to shut down, or until the supervisor is gone for longer than the lease."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            loop.add_signal_handler(number, self._note_signal, signal.Signals(number).name)
+        loop.add_signal_handler(signal.SIGINT, lambda: None)
+        self._workers.start_zygote(
+            common_environment(self._config, self._environment), self._config.fault_tolerance.preload
+        )
+        reports = asyncio.create_task(self._report_regularly())
+        serving = asyncio.create_task(self._serve())
+        lease = asyncio.create_task(self._watch_lease())
+        hangs = asyncio.create_task(self._hangs.run())
+        notices = asyncio.create_task(NoticeWatch(self._config, self._environment, self._report).run())
+        keeping = asyncio.create_task(look_after_regularly(self._keeping, KEEPER_LOOK_S))
+        try:
+            await asyncio.wait([serving, lease], return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                return EXIT_TEMPORARY if self._taken_back else serving.result()
+            return LaunchError.exit_code
+        finally:
+            for task in (reports, serving, lease, hangs, keeping, notices):
+                task.cancel()
+            await asyncio.gather(notices, return_exceptions=True)  # a plug-in is ended with it
+            self._keeping.close()
+            self._workers.close()
+            self._forensics.finish(LAST_FILES_S)
+            if self._channel is not None:
+                self._channel.close()  # only now: it tells the supervisor that nothing of this node is left
+
+    async def _watch_lease(self) -> None:
+        """Return when nothing was heard for the lease: the run may already go on elsewhere, and two must never train.
+
+        Only the time counts in which this process could listen: a suspended job wakes up where it was.
+        """
+        lease_s = self._config.fault_tolerance.supervisor_lease_s
+        while time.monotonic() - self._last_heard < lease_s:
+            asleep_s = await overslept_s(LEASE_CHECK_S)
+            self._last_heard += asleep_s  # not in one: += reads before it awaits, and forgets what was heard meanwhile
+        log.error("no word from the supervisor for %.0f s; stopping this node's workers", lease_s)
+
+    async def _serve(self) -> int:
+        while not self._shutdown:
+            try:
+                await self._serve_one_connection()
+            except (OSError, BadMessage, StorageError) as error:  # OSError covers TimeoutError
+                log.debug("no supervisor: %s", error)
+            if not self._shutdown:
+                await asyncio.sleep(RECONNECT_PAUSE_S)
+        return 0
+
+    def _where(self) -> tuple[list[str], int, bytes]:
+        """Read once: a reconnection must not wait for a run folder that stalls."""
+        if self._address is None:
+            folder = self._run.attempts / self._attempt
+            where = read_json(folder / "control.json")
+            if where is None:
+                raise OSError("the supervisor has not said yet where it listens")
+            try:
+                hosts, port = list(where["hosts"]), int(where["port"])
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
+                raise OSError(f"{folder / 'control.json'} is damaged") from error
+            self._address = hosts, port, read_bytes(folder / "secret", owners=trusted_owners(folder))
+        return self._address
+
+    async def _serve_one_connection(self) -> None:
+        channel = await self._connect_any(*self._where())
+        lent = {"lender": self._lender} if self._lender else {}
+        channel.send({"kind": "hello", "node": self._index, "host": self._host, "pid": os.getpid(), **lent})
+        self._channel = channel
+        for report in self._unreported:
+            channel.send(report)
+        self._unreported = []
+        try:
+            while not self._shutdown:
+                message = await channel.receive()
+                if message is None:
+                    return
+                self._last_heard = time.monotonic()
+                answer = await self._handle(message)
+                if message["id"] == UNANSWERED:
+                    continue
+                channel.send({"kind": "reply", "id": message["id"], **answer})
+            await channel.drain()
+        finally:
+            if not self._shutdown:
+                self._channel = None
+                channel.close()
+
+    async def _connect_any(self, hosts: list[str], port: int, secret: bytes) -> Channel:
+        errors: list[Exception] = []
+        for host in hosts:
+            try:
+                return await connect(host, port, secret)
+            except (OSError, BadMessage) as error:
+                errors.append(error)
+        raise errors[-1] if errors else OSError("the supervisor has left no address")
+
+    async def _handle(self, message: Message) -> dict[str, Any]:
+        match message["kind"]:
+            case "start":
+                return await self._start(message)
+            case "port":
+                if self._port_holder is not None:
+                    self._port_holder.close()
+                self._port_holder, port = reserve_port()
+                return {"port": port}
+            case "sections":
+                return self._hangs.facts(message.get("first", 0))
+            case "ping":
+                self._hangs.learn(message.get("limits", {}))
+            case "look":
+                return self._looks()
+            case "propose" | "commit" | "withdraw":
+                return await self._agree(message)
+            case "signal":
+                self._pass_on_term()
+            case "evidence" | "rescue":
+                return await self._before_the_kill(message)
+            case "inject":
+                return strike(list(self._workers.by_rank.values()), message["order"], message["ranks"])
+            case "kill":
+                self._workers.kill()
+            case "shutdown":
+                self._shutdown = True
+        return {}
+
+    async def _start(self, message: Message) -> dict[str, Any]:
+        """Start the workers, on none of the suspect GPUs; or say which of them cannot be done without."""
+        config, environment = self._config, self._environment
+        if suspects := message.get("suspect_gpus"):
+            visible = await asyncio.to_thread(visible_without, environment, suspects, config.nproc_per_node)
+            if visible is None:
+                return {"suspect_gpus": suspects}
+            environment = {**environment, VISIBLE_VARIABLE: visible}
+        await self._workers.end_earlier()  # an attempt that went on without this node while it was cut off
+        if held := await asyncio.to_thread(wait_until_free, self._workers.earlier_pids(), environment):
+            log.error("GPU memory is still held by processes that have ended: %s; the node may need a reset", held)
+        self._attempt, self._generation = message["attempt"], message["generation"]
+        self._term_count, self._term_passed_on = 0, False
+        ranks = range(message["first_rank"], message["first_rank"] + config.nproc_per_node)
+        folder = self._run.attempts / self._attempt
+        self._begin_keeping(message, folder)
+        self._workers.start(
+            ranks,
+            [worker_environment(config, environment, message, rank, self._attempt) for rank in ranks],
+            command=worker_command(config),
+            folder=config.working_directory or Path.cwd(),
+            logs=folder,
+            verdicts=[self._run.verdicts / f"{self._attempt}.rank-{rank}.json" for rank in ranks],
+            generation=message["generation"],
+            timed=config.straggler_detection.enabled,
+        )
+        self._timings = TimingReports(config.straggler_detection.report_time_interval, time.monotonic())
+        self._hangs.begin(list(self._workers.by_rank.values()), learned=message.get("limits", {}))
+        return {}
+
+    def _begin_keeping(self, message: Message, folder: Path) -> None:
+        address = self._channel.own_address if self._channel is not None else ""
+        self._keeping.begin(
+            folder,
+            generation=message["generation"],
+            place=message["first_rank"] // self._config.nproc_per_node,
+            nodes=message["nodes"],
+            hosts=[host for host in (self._host, address) if host],
+            secret=self._where()[2],
+        )
+
+    async def _before_the_kill(self, message: Message) -> dict[str, Any]:
+        """What workers know, and what they have, is kept."""
+        workers = list(self._workers.by_rank.values())
+        if message["kind"] == "rescue":
+            return {"step": await rescue_on_node(workers)}
+        folder, within_s = self._run.attempts / self._attempt, float(message["within_s"])
+        dumps_within_s = float(message.get("dumps_within_s", 0.0))
+        return {"ranks": await self._forensics.take_evidence(workers, folder, within_s, dumps_within_s)}
+
+    async def _agree(self, message: Message) -> dict[str, Any]:
+        """One step of the agreement on a stop (``policy.timing.stop``)."""
+        match message["kind"]:
+            case "propose":
+                self._propose(message["tick"], message["action"])
+                await asyncio.sleep(STORE_BUFFER_S)
+                return self._looks()
+            case "commit":
+                self._write(Slot.COMMITTED, message["tick"])
+            case _:
+                self._write(Slot.PROPOSED, NEVER)
+        return {}
+
+    def _propose(self, tick: int, action: int) -> None:
+        # in this order: a worker acts when the commit equals the proposal, which must never be an older one's
+        self._write(Slot.ACTION, action)
+        self._write(Slot.COMMITTED, NOTHING)
+        self._write(Slot.PROPOSED, tick)
+
+    def _write(self, slot: Slot, value: int) -> None:
+        for worker in self._workers.by_rank.values():
+            worker.page[slot] = value
+
+    def _looks(self) -> dict[str, Any]:
+        looks = [worker.look() for worker in self._workers.by_rank.values()]
+        return {"looks": [[look.attached, look.tick, look.alive, look.holding] for look in looks]}
+
+    def _note_signal(self, name: str) -> None:
+        self._term_count += 1
+        if self._lender:  # its job ends, not the run: the workers stop with all others, at an agreed step
+            self._taken_back = True
+        else:
+            self._pass_on_term()
+        self._report({"kind": "signal", "name": name, "count": self._term_count, "at": time.time()})
+
+    def _pass_on_term(self) -> None:
+        """Give every worker SIGTERM once, so that handlers of the user's own run on every site alike.
+
+        With proctrack/cgroup Slurm signals only this process, with others the whole tree.
+        """
+        if not self._term_passed_on:
+            self._term_passed_on = True
+            self._workers.signal(signal.SIGTERM)
+
+    def _report_exit(self, worker: Worker) -> None:
+        self._forensics.keep_last_words(worker, self._run.attempts / self._attempt)
+        facts = {"generation": self._generation, **_facts(worker)}
+        self._report({"kind": "exited", "code": worker.exit_code, "killed": worker.killed, **facts})
+
+    def _report_own(self, message: Message) -> None:
+        self._report({"generation": self._generation, **message})
+
+    def _report(self, message: Message) -> None:
+        if self._channel is None:
+            self._unreported.append(message)
+        else:
+            self._channel.send(message)
+
+    async def _report_regularly(self) -> None:
+        interval_s = report_interval_s(self._config.nodes + self._config.spare_nodes)
+        while True:
+            await asyncio.sleep(interval_s)
+            self._workers.kill_lingering(STOPPED_GRACE_S)
+            if self._channel is not None:
+                ranks = [_facts(worker) for worker in self._workers.by_rank.values()]
+                own = {"generation": self._generation}
+                self._channel.send({"kind": "progress", "ranks": ranks, "ready": self._workers.ready.is_set(), **own})
+                if self._timings is not None and self._config.straggler_detection.enabled:
+                    for report in self._timings.due(list(self._workers.by_rank.values()), time.monotonic()):
+                        self._channel.send(report | own)
+                if (durations := self._hangs.durations()) is not None:
+                    self._channel.send(durations | own)
+
+
+def _facts(worker: Worker) -> dict[str, Any]:
+    page = worker.page
+    return {
+        "rank": worker.rank,
+        "state": page[Slot.STATE],
+        "attached": page[Slot.PID] != 0,
+        "step": page[Slot.STEP],
+        "until": page[Slot.UNTIL],
+        "saved": page[Slot.SAVED],
+        "durable": page[Slot.DURABLE],
+        "resumed": page[Slot.RESUMED],
+        "first_step_at": page[Slot.FIRST_STEP_AT] / 1e9,
+        "answered": page[Slot.ANSWERED],
+        "metric": page.metric(),
+        "first_step_s": page[Slot.FIRST_STEP_NS] / 1e9,
+        "longest_step_s": page[Slot.LONGEST_STEP_NS] / 1e9,
+        "saves": page[Slot.SAVES],
+        "save_failures": page[Slot.SAVE_FAILURES],
+        "save_errno": page[Slot.SAVE_ERRNO],
+        "save_s": page[Slot.SAVE_NS] / 1e9,
+        "save_cost_s": page[Slot.SAVE_COST_NS] / 1e9,
+        # a node's processes have one monotonic clock
+        "saving_s": (time.monotonic_ns() - began_ns) / 1e9 if (began_ns := page[Slot.SAVE_BEGAN_NS]) else 0.0,
+        "since_saved_s": (time.monotonic_ns() - page[Slot.SAVED_AT_NS]) / 1e9,
+    }
+
+
+async def serve(config: RunConfig, attempt: str, environment: Mapping[str, str]) -> int:
+    """Run this node's agent; returns its exit code."""
+    agent = Agent(config, attempt, environment)
+    with contextlib.suppress(asyncio.CancelledError):
+        return await agent.run()
+    return LaunchError.exit_code
+
+
+__all__ = ["Agent", "serve"]

@@ -1,0 +1,86 @@
+"""The environment of zygote and workers: what torchrun's contract asks for, and what slurmft adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slurmft.agent import flight_recorder
+from slurmft.agent.gpus import own_device
+from slurmft.agent.workers import zygote_arguments
+from slurmft.config.config import RunConfig
+from slurmft.policy.checkpoints.checkpoint_settings import MTBF_VARIABLE
+from slurmft.policy.site import nccl
+from slurmft.policy.timing.hangs import STEP
+from slurmft.storage.fence import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
+from slurmft.storage.verdicts import ERROR_DIR_VARIABLE, EVIDENCE_VARIABLE, VERDICT_VARIABLE
+
+LENDER_VARIABLE = "SLURMFT_LENDER"
+"""The job that lends an agent's node; not set for the run's own."""
+
+
+def common_environment(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
+    """What all workers of the run share; libraries that the zygote preloads read parts of it while they load.
+
+    One OpenMP thread each unless the user says otherwise, as torchrun does: more would fight for the same cores.
+    """
+    environment = dict(base)
+    if config.nproc_per_node > 1:
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    # a name that stays the same over all restarts, so that an experiment tracker continues one experiment
+    environment.setdefault("WANDB_RUN_ID", config.name)
+    environment.setdefault("WANDB_RESUME", "allow")
+    return environment | config.environment
+
+
+def worker_environment(
+    config: RunConfig, base: Mapping[str, str], start: Mapping[str, Any], rank: int, attempt: str
+) -> dict[str, str]:
+    """One rank's environment; ``start`` is the supervisor's message."""
+    environment = common_environment(config, base)
+    folder = config.run_folder / "attempts" / attempt
+    world_size = start["nodes"] * config.nproc_per_node
+    local_rank, node = rank - start["first_rank"], start["first_rank"] // config.nproc_per_node
+    environment |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(config.nproc_per_node),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(start["nodes"]),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(world_size),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": start["master_addr"],
+        "MASTER_PORT": str(start["master_port"]),
+        "TORCHELASTIC_RESTART_COUNT": str(start["cycle"]),
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": config.name,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        RUN_FOLDER_VARIABLE: str(config.run_folder),
+        GENERATION_VARIABLE: str(start["generation"]),
+        "SLURMFT_ATTEMPT": attempt,
+        VERDICT_VARIABLE: str(config.run_folder / "verdicts" / f"{attempt}.rank-{rank}.json"),
+        EVIDENCE_VARIABLE: str(config.run_folder / "verdicts" / f"{attempt}.rank-{rank}.evidence.jsonl"),
+        ERROR_DIR_VARIABLE: str(folder),
+        # what torch's own @record writes, for scripts that have it already
+        "TORCHELASTIC_ERROR_FILE": str(folder / f"torch-error.rank_{rank}"),
+        "SLURMFT_CHECKPOINT_DIR": str(config.checkpoint_dir),
+        **config.checkpoint.variables(),
+        MTBF_VARIABLE: str(start.get("mtbf_s", "")),
+        "SLURMFT_BACKEND": config.nccl.backend,
+        "SLURMFT_INIT_TIMEOUT_MINUTES": str(config.nccl.init_timeout_minutes),
+        "SLURMFT_STEP_TIMEOUT_MINUTES": str(config.nccl.step_timeout_minutes),
+        "SLURMFT_BATCH_DIVISOR": str(start.get("batch_divisor", 1)),
+        "SLURMFT_RERUN": config.rerun.model_dump_json(),
+        "SLURMFT_STRAGGLER_DETECTION": "1" if config.straggler_detection.enabled else "0",
+        "SLURMFT_STRAGGLER_PROFILING_INTERVAL": str(config.straggler_detection.profiling_interval),
+    }
+    if config.elastic.batch == "keep_micro_batch":
+        environment["SLURMFT_BASE_WORLD_SIZE"] = str(config.world_size)
+    same_torch = zygote_arguments(config.command) is not None
+    entries, timeout_s = config.nccl.flight_recorder_buffer_size, 60 * config.nccl.step_timeout_minutes
+    limit_s = config.fault_tolerance.limits().sections.get(STEP, 0.0)
+    environment |= own_device(environment, local_rank)
+    environment |= nccl.variables(environment, timeout_s=timeout_s, limit_s=limit_s)
+    return flight_recorder.variables(entries, folder, same_torch=same_torch) | environment

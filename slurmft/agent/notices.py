@@ -1,0 +1,213 @@
+"""What every node's agent asks its cloud: will this machine be taken away? Off where no sign of a cloud is seen."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from slurmft.agent.metadata import Answer, NoAnswer, ask
+from slurmft.config.config import RunConfig
+from slurmft.policy.site.notices import (
+    Cloud,
+    Notice,
+    aws_action,
+    aws_rebalance,
+    azure_events,
+    azure_incarnation,
+    endpoints,
+    from_plugin,
+    gcp_maintenance,
+    gcp_preempted,
+    server_time,
+)
+
+FIRMWARE = Path("/sys/class/dmi/id")
+_FACTS = ("sys_vendor", "product_name", "bios_version", "chassis_asset_tag")
+TOKEN_TTL_S = 21_600
+LONGEST_PAUSE_S = 60.0
+"""Between two questions to a service that does not answer."""
+
+MAX_LINE_BYTES = 8192
+MAX_NOTICES = 100
+"""Of one attempt's agent; whoever announces more is not to be believed, nor to fill the journal."""
+
+log = logging.getLogger(__name__)
+
+
+def firmware_facts(folder: Path = FIRMWARE) -> dict[str, str]:
+    """What the firmware says of this machine; what cannot be read is left out."""
+    facts = {}
+    for name in _FACTS:
+        with contextlib.suppress(OSError):
+            facts[name] = (folder / name).read_text(encoding="utf-8", errors="replace")[:1000]
+    return facts
+
+
+class Service(Protocol):
+    """One cloud's metadata service."""
+
+    async def look(self) -> list[Notice]:
+        """The notices that are there now.
+
+        Raises:
+            NoAnswer: it cannot be asked.
+        """
+
+
+class Aws:
+    """IMDSv2: a token first, then the questions."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint, self._token = endpoint, ""
+
+    async def look(self) -> list[Notice]:
+        """The spot notice and the rebalance recommendation."""
+        if not self._token:
+            headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
+            answer = await ask(self._endpoint, "/latest/api/token", method="PUT", headers=headers)
+            if answer.status != 200 or not answer.text.strip():
+                raise NoAnswer(f"no token: status {answer.status}")
+            self._token = answer.text.strip()
+        action = await self._get("spot/instance-action")
+        rebalance = await self._get("events/recommendations/rebalance")
+        return _present(
+            aws_action(action.text, _now(action)) if action.status == 200 else None,
+            aws_rebalance(rebalance.text) if rebalance.status == 200 else None,
+        )
+
+    async def _get(self, path: str) -> Answer:
+        headers = {"X-aws-ec2-metadata-token": self._token}
+        answer = await ask(self._endpoint, f"/latest/meta-data/{path}", headers=headers)
+        if answer.status == 401:
+            self._token = ""  # it has expired
+            raise NoAnswer("the token is not taken any more")
+        return answer
+
+
+class Gcp:
+    """The metadata server's two values; an answer without Google's own header is somebody else's."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+
+    async def look(self) -> list[Notice]:
+        """Preemption and maintenance."""
+        return _present(
+            gcp_preempted(await self._value("preempted")), gcp_maintenance(await self._value("maintenance-event"))
+        )
+
+    async def _value(self, name: str) -> str:
+        path = f"/computeMetadata/v1/instance/{name}"
+        answer = await ask(self._endpoint, path, headers={"Metadata-Flavor": "Google"})
+        is_googles = answer.headers.get("metadata-flavor", "").lower() == "google"
+        return answer.text if answer.status == 200 and is_googles else ""
+
+
+class Azure:
+    """Scheduled events; the document names all machines of the set, so this one's own name is asked for first."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint, self._names, self._incarnation = endpoint, "", -1
+
+    async def look(self) -> list[Notice]:
+        """The events of this machine; nothing while the document is the same."""
+        if not self._names:
+            path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+            self._names = (await self._get(path)).text.strip()[:1000]
+        answer = await self._get("/metadata/scheduledevents?api-version=2020-07-01")
+        incarnation = azure_incarnation(answer.text)
+        if incarnation is None:
+            raise NoAnswer("this is no document of scheduled events")
+        if incarnation == self._incarnation:
+            return []
+        self._incarnation = incarnation
+        return azure_events(answer.text, (self._names, socket.gethostname()), _now(answer))
+
+    async def _get(self, path: str) -> Answer:
+        answer = await ask(self._endpoint, path, headers={"Metadata": "true"})
+        if answer.status != 200:
+            raise NoAnswer(f"status {answer.status}")
+        return answer
+
+
+SERVICES: Mapping[Cloud, Callable[[str], Service]] = {Cloud.AWS: Aws, Cloud.GCP: Gcp, Cloud.AZURE: Azure}
+
+
+class NoticeWatch:
+    """Reports each notice once. Whatever a service or a plug-in does, nothing here ends or holds up the agent."""
+
+    def __init__(
+        self, config: RunConfig, environment: Mapping[str, str], report: Callable[[dict[str, Any]], None],
+        *, firmware: Path = FIRMWARE,
+    ) -> None:  # fmt: skip
+        self._section, self._environment, self._report = config.notices, environment, report
+        self._firmware = firmware
+        self._seen: set[str] = set()
+
+    async def run(self) -> None:
+        """Watch until cancelled; returns at once where there is nothing to watch."""
+        if self._section.enabled == "off":
+            return
+        places = endpoints(firmware_facts(self._firmware), self._environment)
+        watches = [self._watch(cloud, SERVICES[cloud](place)) for cloud, place in places.items()]
+        if self._section.plugin:
+            watches.append(self._watch_plugin())
+        await asyncio.gather(*watches)
+
+    async def _watch(self, cloud: Cloud, service: Service) -> None:
+        pause_s = self._section.poll_seconds
+        while True:
+            try:
+                for notice in await service.look():
+                    self._tell(notice)
+                pause_s = self._section.poll_seconds
+            except NoAnswer as error:
+                log.debug("%s says nothing: %s", cloud, error)
+                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+            await asyncio.sleep(pause_s)
+
+    async def _watch_plugin(self) -> None:
+        while True:
+            try:
+                await self._run_plugin()
+            except (OSError, ValueError) as error:
+                log.warning("notices.plugin cannot be run: %s", error)
+            await asyncio.sleep(self._section.poll_seconds)
+
+    async def _run_plugin(self) -> None:
+        process = await asyncio.create_subprocess_exec(
+            *self._section.plugin, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+            env=dict(self._environment), limit=MAX_LINE_BYTES, start_new_session=True,
+        )  # fmt: skip
+        try:
+            while process.stdout is not None and (line := await process.stdout.readline()):
+                if (notice := from_plugin(line.decode("utf-8", "replace"))) is not None:
+                    self._tell(notice)
+            await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # all of it: it has a session of its own
+            await process.wait()
+
+    def _tell(self, notice: Notice) -> None:
+        if notice.key in self._seen or len(self._seen) >= MAX_NOTICES:
+            return
+        self._seen.add(notice.key)
+        self._report({"kind": "notice", "source": notice.source, "what": notice.what, "ends": notice.ends,
+                      "left_s": notice.left_s, "at": time.time()})  # fmt: skip
+
+
+def _now(answer: Answer) -> float:
+    return server_time(answer.headers.get("date", ""), time.time())
+
+
+def _present(*notices: Notice | None) -> list[Notice]:
+    return [notice for notice in notices if notice is not None]

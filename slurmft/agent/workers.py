@@ -1,0 +1,335 @@
+"""A node's workers: their pages, their processes (through the zygote), and what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmft.agent.flight_recorder import PIPE_VARIABLE, pipe_prefix
+from slurmft.agent.zygote import PACKET_BYTES
+from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, STACKS_SUFFIX, Page, Slot, State
+from slurmft.ipc.pages.timing_page import TIMING_PAGE_VARIABLE, TimingPage
+from slurmft.policy.timing.stop import Look
+from slurmft.storage.memory_folder import MEMORY_VARIABLE
+from slurmft.system.private_folder import make_private_folder
+from slurmft.system.processes import was_given
+
+PRELOAD = (
+    "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim", "numpy",
+    "slurmft.worker.session", "slurmft.checkpoint.manager",
+)  # fmt: skip
+"""torch.optim pulls torch._dynamo in when the first optimizer is built: 1.1 s that every worker would pay."""
+
+END_LOOK_S = 0.005
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Worker:
+    """One rank on this node."""
+
+    rank: int
+    page: Page
+    stacks: Path
+    """Where it writes its Python stacks when it is asked for them; no file where it cannot (``ipc.stacks``)."""
+
+    timings: TimingPage | None = None
+    """Where it leaves how long its work takes; None where nobody asks for it."""
+
+    pid: int = 0
+    forked_at: float | None = None
+    """When its process was started, by the monotonic clock; None before."""
+
+    exit_code: int | None = None
+    """As of subprocess: negative for a signal; None while it lives."""
+
+    killed: bool = False
+    """We killed it."""
+
+    stacks_kept: int = 0
+    """Bytes of its stacks that are in the attempt's folder."""
+
+    stopped_since: float | None = None
+    """When it was first seen in state STOPPED, by the monotonic clock."""
+
+    @property
+    def alive(self) -> bool:
+        """It has not been seen to end."""
+        return self.exit_code is None
+
+    @property
+    def trainer_pid(self) -> int:
+        """The process that trains, where it is known to be another one than was forked: ``launcher: torchrun``.
+
+        What a page tells may be a number inside of a container, which means somebody else out here.
+        """
+        told = self.page[Slot.PID]
+        is_another = told not in (0, self.pid) and was_given(told, PAGE_VARIABLE, str(self.stacks.with_suffix("")))
+        return told if is_another else self.pid
+
+    def close(self) -> None:
+        """Let go of its pages."""
+        self.page.close()
+        if self.timings is not None:
+            self.timings.close()
+
+    def look(self) -> Look:
+        """What the stop agreement needs to know."""
+        return Look(
+            attached=self.page[Slot.PID] != 0,
+            tick=self.page[Slot.TICK],
+            alive=self.alive and self.pid != 0,
+            holding=self.page[Slot.HOLDING],
+        )
+
+
+def zygote_arguments(command: Sequence[str]) -> list[str] | None:
+    """What follows the interpreter in ``command`` when a fork of ours can run it, else None.
+
+    It can when the command is this very interpreter with a script or ``-m module`` and no option but ``-u``.
+    """
+    program = command[0]
+    if program.endswith(".py"):
+        return list(command)
+    found = shutil.which(program)
+    # the unresolved names must agree: all virtual environments link to one interpreter
+    same = found is not None and os.path.abspath(found) == os.path.abspath(sys.executable)  # noqa: PTH100
+    rest = [word for index, word in enumerate(command[1:]) if not (word == "-u" and index == 0)]
+    if not (same or program in ("python", "python3")) or not rest:
+        return None
+    if rest[0] == "-m":
+        return rest if len(rest) > 1 else None
+    return None if rest[0].startswith("-") else rest
+
+
+class Workers:
+    """Starts, watches and ends the workers of one node."""
+
+    def __init__(self, on_exit: Callable[[Worker], None]) -> None:
+        self._on_exit = on_exit
+        self.by_rank: dict[int, Worker] = {}
+        self._private = make_private_folder()
+        self.folder = self._private.path
+        self.memory = self.folder / "memory"
+        """Where workers keep snapshots, from one attempt to the next."""
+        self.memory.mkdir(mode=0o700)
+        self._zygote: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._zygote_began_with: tuple[Mapping[str, str], bool] = {}, False
+        self._signal_at_start: int | None = None
+        self.ready = asyncio.Event()
+
+    def start_zygote(self, environment: Mapping[str, str], preload: bool) -> None:
+        """Begin importing torch; returns at once."""
+        self._zygote_began_with = environment, preload
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            argv = [
+                sys.executable,
+                "-P",
+                "-m",
+                "slurmft.agent.zygote",
+                str(theirs.fileno()),
+                *(PRELOAD if preload else ()),
+            ]
+            self._zygote = subprocess.Popen(
+                argv, pass_fds=[theirs.fileno()], env=dict(environment), stdin=subprocess.DEVNULL
+            )
+        mine.setblocking(False)
+        self._socket = mine
+        asyncio.get_running_loop().add_reader(mine.fileno(), self._read)
+
+    def start(
+        self, ranks: Sequence[int], environments: Sequence[dict[str, str]], *, command: Sequence[str],
+        folder: Path, logs: Path, verdicts: Sequence[Path], generation: int, timed: bool = False,
+    ) -> None:  # fmt: skip
+        """Fork one worker for each rank; the zygote takes the requests as soon as it is ready."""
+        self._forget()
+        arguments = zygote_arguments(command)
+        for rank, environment, verdict in zip(ranks, environments, verdicts, strict=True):
+            path = self.folder / f"rank-{rank}"
+            page = Page.create(path, rank=rank, generation=generation)
+            worker = Worker(rank=rank, page=page, stacks=path.with_suffix(STACKS_SUFFIX))
+            worker.stacks.unlink(missing_ok=True)
+            self.by_rank[rank] = worker
+            pages = {PAGE_VARIABLE: str(path), MEMORY_VARIABLE: str(self.memory)}
+            pages |= self._timing_page(worker, generation) if timed else {}
+            pages[PIPE_VARIABLE] = environment.get(PIPE_VARIABLE) or pipe_prefix(self.folder)
+            self._send(
+                {
+                    "rank": rank,
+                    "environment": environment | pages,
+                    "python": arguments is not None,
+                    "argv": arguments or list(command),
+                    "folder": str(folder),
+                    "log": str(logs / f"rank-{rank}.log"),
+                    "verdict": str(verdict),
+                    "stacks": str(worker.stacks),
+                }
+            )
+
+    def _forget(self) -> None:
+        """Leave the workers of an earlier attempt behind; their zygote goes on, or a new one begins."""
+        if self._living():
+            raise RuntimeError("workers of an earlier attempt are alive")
+        for worker in self.by_rank.values():
+            worker.close()
+        self.by_rank, self._signal_at_start = {}, None
+        if self._socket is None or self._zygote is None or self._zygote.poll() is not None:
+            self.ready.clear()
+            self._leave_zygote()
+            self.start_zygote(*self._zygote_began_with)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every living worker itself, not to its children; to those to come, when they come."""
+        self._signal_at_start = number
+        for worker in self._living():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL every living worker and all that it started in its own session.
+
+        Workers that wait for the zygote's imports never come to life: the zygote goes with them.
+        """
+        waiting = [worker for worker in self.by_rank.values() if worker.alive and not worker.pid]
+        for worker in waiting:
+            worker.killed = True
+        if waiting and self._zygote is not None:
+            self._zygote.kill()
+        for worker in self._living():
+            self._kill(worker)
+
+    async def end_earlier(self) -> None:
+        """Return when no worker lives, and none is still to come: a zygote that was killed for it has ended."""
+        if any(worker.alive for worker in self.by_rank.values()):
+            self.kill()
+        while any(worker.alive for worker in self.by_rank.values()):
+            await asyncio.sleep(END_LOOK_S)
+
+    def earlier_pids(self) -> set[int]:
+        """Process ids of the workers so far, which may have ended; those of trainers under another launcher as well."""
+        told = {worker.page[Slot.PID] for worker in self.by_rank.values()}
+        return {worker.pid for worker in self.by_rank.values() if worker.pid} | (told - {0})
+
+    def kill_lingering(self, grace_s: float) -> None:
+        """Kill workers that have stopped at the agreed step, with everything saved, but do not end."""
+        now = time.monotonic()
+        for worker in self._living():
+            if worker.page[Slot.STATE] == State.STOPPED:
+                worker.stopped_since = worker.stopped_since or now
+                if now - worker.stopped_since > grace_s:
+                    self._kill(worker)
+
+    def close(self) -> None:
+        """End the zygote and all workers with it, and remove the pages."""
+        self.kill()
+        self._leave_zygote()
+        for worker in self.by_rank.values():
+            worker.close()
+        self._private.close()
+
+    def _hang_up(self) -> None:
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            self._socket.close()
+            self._socket = None
+
+    def _leave_zygote(self) -> None:
+        self._hang_up()
+        if self._zygote is not None:
+            self._zygote.kill()  # it holds nothing, and the kernel ends its children with it
+            self._zygote.wait()
+
+    def _timing_page(self, worker: Worker, generation: int) -> dict[str, str]:
+        path = self.folder / f"rank-{worker.rank}.timings"
+        try:
+            worker.timings = TimingPage.create(path, rank=worker.rank, generation=generation)
+        except OSError as error:  # training matters more than its timings
+            log.warning("no timings of rank %d: %s", worker.rank, error)
+            return {}
+        return {TIMING_PAGE_VARIABLE: str(path)}
+
+    def _kill(self, worker: Worker) -> None:
+        worker.killed = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(worker.pid, signal.SIGKILL)  # it may not lead its group yet
+            os.killpg(worker.pid, signal.SIGKILL)
+
+    def _living(self) -> list[Worker]:
+        return [worker for worker in self.by_rank.values() if worker.alive and worker.pid]
+
+    def _send(self, request: dict[str, object]) -> None:
+        if self._socket is None:
+            raise RuntimeError("start_zygote first")
+        # in a file: an environment may be larger than what a socket holds while the zygote is still importing
+        path = self.folder / f"request-{request['rank']}.json"
+        path.touch(mode=0o600)
+        path.write_text(json.dumps(request), encoding="utf-8")
+        self._socket.send(json.dumps({"request": str(path)}).encode())
+
+    def _read(self) -> None:
+        if self._socket is None:
+            return
+        try:
+            packet = self._socket.recv(PACKET_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:  # it was killed with a request unread
+            packet = b""
+        if not packet:
+            self._zygote_is_gone()
+            return
+        message = json.loads(packet)
+        if message["kind"] == "ready":
+            self.ready.set()
+        elif message["kind"] == "started":
+            worker = self.by_rank[message["rank"]]
+            worker.pid, worker.forked_at = message["pid"], time.monotonic()
+            if self._signal_at_start is not None:
+                os.kill(worker.pid, self._signal_at_start)
+        else:
+            self._ended(message["pid"], message["code"])
+
+    def _ended(self, pid: int, code: int) -> None:
+        for worker in self.by_rank.values():
+            if worker.pid == pid and worker.alive:
+                worker.exit_code = code
+                if worker.page[Slot.STATE] not in (State.STOPPED, State.FINISHED):
+                    worker.page[Slot.STATE] = State.FAILED
+                self._on_exit(worker)
+
+    def _zygote_is_gone(self) -> None:
+        # its children died with it, the kernel sees to that; what these had started did not
+        self._hang_up()
+        for worker in self.by_rank.values():
+            if worker.alive:
+                if worker.pid:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(worker.pid, signal.SIGKILL)
+                worker.exit_code = -signal.SIGKILL
+                self._on_exit(worker)
+
+
+def reserve_port() -> tuple[socket.socket, int]:
+    """A port for rank 0's store, held by a bound socket that does not listen.
+
+    With SO_REUSEADDR on both, the store can bind it as well while nobody else is handed it.
+    """
+    holder = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    return holder, int(holder.getsockname()[1])

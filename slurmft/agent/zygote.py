@@ -1,0 +1,271 @@
+"""The zygote: a process with torch imported already, from which workers are forked.
+
+``import torch`` and what optimizers pull in lazily cost two to three seconds; a fork costs milliseconds. The zygote
+stays single-threaded and never touches a GPU, so that its children can do both. It speaks with its agent over a
+socketpair, one JSON object per packet (a request names the file it lies in). It dies with its agent, and its children
+die with it.
+
+Run as ``python -m slurmft.agent.zygote FD PRELOAD...``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import gc
+import importlib
+import importlib.machinery
+import io
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from slurmft.errors import SlurmftError, StorageError
+from slurmft.ipc import stacks
+from slurmft.policy.verdicts.symptoms import cause_of_text, last_words
+from slurmft.policy.verdicts.testimony import claimed
+from slurmft.policy.verdicts.verdict import EXIT_USAGE, Cause
+from slurmft.storage.verdicts import WorkerVerdict, read_verdict, write_verdict
+from slurmft.system.opening import appending
+from slurmft.system.processes import die_with_parent
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+PACKET_BYTES = 64 * 1024
+_CUDA_DEVICE = "/dev/nvidia-uvm"
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Serve fork requests until the agent is gone. In a forked child, become the worker and end with its exit code."""
+    die_with_parent()
+    # Slurm sends its TERM to the whole tree on some sites; only the agent answers to it
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    agent = socket.socket(fileno=int(arguments[0]))
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a module that only asks for a GPU must not begin CUDA
+    for module in arguments[1:]:
+        with contextlib.suppress(ImportError):  # a worker that needs it will say so itself
+            importlib.import_module(module)
+    _send(agent, {"kind": "ready", "pid": os.getpid()})
+    gc.collect()
+    gc.freeze()  # children share these pages for as long as no collector touches them
+    worker = _serve(agent)
+    if worker is None:
+        os._exit(0)
+    _leave(worker())
+
+
+def _leave(code: int) -> NoReturn:
+    """End like an interpreter does, without taking the module state apart.
+
+    That part costs a forked child about a second of copying shared pages, and torch's destructors can deadlock in it.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
+
+
+def _serve(agent: socket.socket) -> Callable[[], int] | None:
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write)
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+    children: set[int] = set()
+    while True:
+        ready = select.select([agent.fileno(), wake_read], [], [])[0]
+        if wake_read in ready:
+            os.read(wake_read, 4096)
+            _reap(agent, children)
+        if agent.fileno() not in ready:
+            continue
+        packet = agent.recv(PACKET_BYTES)
+        if not packet:
+            _end(children)
+            return None
+        request = json.loads(Path(json.loads(packet)["request"]).read_text(encoding="utf-8"))
+        zygote, gpu_in_use = os.getpid(), why_not_to_fork()
+        if (pid := os.fork()) == 0:
+            die_with_parent(zygote)
+            signal.set_wakeup_fd(-1)
+            os.close(wake_read)
+            os.close(wake_write)
+            agent.close()
+            return lambda: _become(request, gpu_in_use)
+        children.add(pid)
+        _send(agent, {"kind": "started", "rank": request["rank"], "pid": pid})
+
+
+def _reap(agent: socket.socket, children: set[int]) -> None:
+    for pid in list(children):
+        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end is None:
+            continue
+        if end.si_code != os.CLD_EXITED:
+            # it could not end what it had started, which would hold its memory and its GPU; before it is reaped its
+            # id is nobody else's
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        children.discard(pid)
+        _send(agent, {"kind": "exited", "pid": pid, "code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])})
+
+
+def _end(children: set[int]) -> None:
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _send(agent: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # the agent is gone; the next read says so
+        agent.send(json.dumps(message).encode())
+
+
+def why_not_to_fork(descriptors: Path = Path("/proc/self/fd")) -> str:
+    """Why no child of this process could use a GPU; empty where it can.
+
+    CUDA does not survive a fork. torch says so of itself, and the driver by the device that only CUDA opens: it may
+    have been some library that was imported, or a sitecustomize of the user's.
+    """
+    cuda = sys.modules.get("torch.cuda")
+    if cuda is not None and cuda.is_initialized():
+        return "torch has initialised CUDA"
+    for path in descriptors.iterdir():
+        with contextlib.suppress(OSError):
+            if path.readlink().as_posix().startswith(_CUDA_DEVICE):
+                return f"{_CUDA_DEVICE} is open"
+    return ""
+
+
+def _become(request: dict[str, Any], gpu_in_use: str = "") -> int:
+    """Turn this child into the worker: signals, session, output, environment, then the user's program."""
+    # what the shell ignored that slurmft was started from is no matter of the worker's: SIGINT and SIGQUIT, behind &
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.setsid()
+    with appending(request["log"]) as log:
+        for descriptor in (1, 2):
+            os.dup2(log, descriptor)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    if gpu_in_use and request["python"]:
+        text = f"{gpu_in_use} in the process that workers are forked from, so that none of them could use a GPU"
+        hint = "something uses CUDA while it is imported (sitecustomize?); or set fault_tolerance.preload: false"
+        sys.stderr.write(f"slurmft: {text}\n  hint: {hint}\n")
+        _leave_verdict(Path(request["verdict"]), text)
+        return EXIT_USAGE
+    try:
+        os.chdir(request["folder"])
+        if request["python"]:
+            stacks.arm(Path(request["stacks"]))
+            return run_python(request["argv"], Path(request["verdict"]))
+        _execute(request["argv"])
+    except OSError as error:
+        sys.stderr.write(f"slurmft: cannot start {request['argv'][0]!r} in {request['folder']}: {error}\n")
+        return 127
+
+
+def _execute(argv: Sequence[str]) -> NoReturn:
+    os.execvp(argv[0], list(argv))  # noqa: S606 - an argument list, no shell
+
+
+def run_python(argv: Sequence[str], verdict: Path) -> int:
+    """Run ``script.py ARGS``, ``-m module ARGS`` or ``-c code ARGS`` as the interpreter itself would."""
+    sys.stdout, sys.stderr = _log_stream(1), _log_stream(2)
+    try:
+        if argv[0] == "-m":
+            sys.argv = [argv[1], *argv[2:]]
+            sys.path.insert(0, str(Path.cwd()))
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(argv)
+            script = Path(argv[0])
+            if not script.exists():
+                sys.stderr.write(f"slurmft: there is no script {argv[0]!r} in {Path.cwd()}\n")
+                return EXIT_USAGE
+            sys.path.insert(0, str(script.resolve().parent))
+            _run_script(script.absolute())
+    except SystemExit as stop:
+        return _exit_code(stop)
+    except SlurmftError as error:  # says what, where and what to do; a traceback would bury it
+        sys.stderr.write(f"slurmft: {error}\n")
+        _leave_verdict(verdict, str(error.what))
+        return error.exit_code
+    except BaseException:  # noqa: BLE001 - whatever the user's program raised, as the interpreter would report it
+        text = traceback.format_exc()
+        kind, value, trace = sys.exc_info()
+        if kind is not None and value is not None:
+            sys.excepthook(kind, value, trace)
+        _leave_verdict(verdict, text)
+        return 1
+    return 0
+
+
+class _LogFile(io.FileIO):
+    """A log that a full disk does not turn into the end of the training: what it cannot take is dropped."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(memoryview(data))
+
+
+def _log_stream(descriptor: int) -> io.TextIOWrapper:
+    stream = io.BufferedWriter(_LogFile(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(stream, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+def _run_script(path: Path) -> None:
+    """As ``python path`` would: ``__file__`` absolute, ``sys.argv[0]`` as given. runpy makes them the same."""
+    name = str(path)
+    module = types.ModuleType("__main__")
+    vars(module).update(
+        __file__=name, __cached__=None, __spec__=None, __builtins__=builtins,
+        __loader__=importlib.machinery.SourceFileLoader("__main__", name),
+    )  # fmt: skip
+    sys.modules["__main__"] = module
+    exec(compile(path.read_bytes(), name, "exec", dont_inherit=True), vars(module))  # noqa: S102 - the user's own program
+
+
+def _leave_verdict(path: Path, text: str) -> None:
+    """Say why, unless the worker has said something better of itself: that it fails now is a consequence then."""
+    with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(StorageError):
+            earlier = read_verdict(path)
+            if earlier is not None and claimed(earlier.cause) not in (Cause.UNKNOWN, Cause.WORKER_ERROR):
+                return
+        cause = cause_of_text(text) or Cause.WORKER_ERROR
+        text = text.encode(errors="backslashreplace").decode()
+        write_verdict(path, WorkerVerdict(cause=cause, message=last_words(text), traceback=text))
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code & 0xFF
+    sys.stderr.write(f"{stop.code}\n")
+    return 1
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

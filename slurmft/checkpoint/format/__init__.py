@@ -1,0 +1,1 @@
+"""What lies where in a checkpoint, and how it is read and checked."""

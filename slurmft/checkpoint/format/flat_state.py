@@ -1,0 +1,169 @@
+"""The trainer's objects as a flat mapping of keys to tensors and objects: what is stored of them, and what is loaded.
+
+The keys are those of torch.distributed.checkpoint for ``{"model": get_model_state_dict(...), "optimizer":
+get_optimizer_state_dict(...)}``, so that it reads what is stored here. Unlike torch's own functions, these change
+nothing: they do not step an optimizer that has no state yet.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from slurmft.checkpoint.format.flat_keys import Path, flatten, key_of
+from slurmft.checkpoint.format.plain_state import as_plain
+from slurmft.checkpoint.state import Trainee, unwrapped
+from slurmft.errors import CheckpointError, UsageError
+from slurmft.worker.streams import settle
+
+MODEL, OPTIMIZER, STATE, GROUPS, PARAMS = "model", "optimizer", "state", "param_groups", "params"
+FACTS = "slurmft.facts"
+"""The key of what a marker also tells: metrics, and how many ranks have a state of their own in it."""
+
+BUFFERS_OF = "buffers_of"
+"""Among the facts of a state that was kept just in time: whose buffers it has."""
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""What torch.compile and activation checkpointing of an inner module put into the names below it."""
+
+_DENSE_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+def rank_key(rank: int) -> str:
+    """The key of what one rank has for itself: random number generators, loader."""
+    return f"slurmft.rank.{rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class FlatState:
+    """What one rank has to store. Tensors are the trainer's own: nothing is copied yet."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The same keys in the same order on every rank; a DTensor stands for its part on this rank."""
+
+    objects: dict[str, Any] = field(default_factory=dict)
+    """What this rank stores: rank 0 what is equal everywhere, and each what is its own."""
+
+    paths: dict[str, Path] = field(default_factory=dict)
+    """Each key in its pieces."""
+
+    of_lead: set[str] = field(default_factory=set)
+    """Tensors that are rank 0's: DDP leaves each rank with buffers of its own, and sends rank 0's before each step."""
+
+    def put(self, key: str, value: Any) -> None:
+        """Add an object under a key of its own."""
+        self.objects[key], self.paths[key] = value, (key,)
+
+    def _put(self, leaves: Iterable[tuple[Path, Any]], *, with_objects: bool) -> None:
+        for path, value in leaves:
+            key = key_of(path)
+            if key in self.paths:
+                raise CheckpointError(f"two values of this model and optimizer have the name {key}")
+            if is_dense(value):
+                self.tensors[key] = value.detach() if value.requires_grad else value
+            elif with_objects:
+                self.objects[key] = value
+            else:
+                continue
+            self.paths[key] = path
+
+
+def capture(trainee: Trainee, extra: Mapping[str, Any] | None, *, rank: int, settles: bool = False) -> FlatState:
+    """The present state, as views of the trainer's own tensors. Every rank calls it, in the same state.
+
+    Args:
+        settles: wait first until a device has computed all that it was asked for; never in a run that fails.
+
+    Raises:
+        UsageError: the model is of a kind that cannot be saved.
+        CheckpointError: two values have the same name.
+    """
+    refuse_unsupported(trainee.model)
+    if settles:
+        settle(trainee.model.parameters())
+    state, leads = FlatState(), rank == 0
+    state._put(model_leaves(trainee.model), with_objects=leads)
+    buffers = unwrapped(trainee.model).named_buffers(remove_duplicate=False)
+    state.of_lead.update(key_of((MODEL, plain_name(name))) for name, _ in buffers)
+    state._put(_optimizer_leaves(trainee), with_objects=leads)
+    objects: dict[str, Any] = {}
+    if leads:
+        parts = trainee.shared_parts().items()
+        objects |= {name: as_plain(part.state_dict()) for name, part in parts if part is not None}
+        objects["extra"] = as_plain(dict(extra or {}))
+    objects[rank_key(rank)] = trainee.rank_payload()
+    for key, value in objects.items():
+        state.put(key, value)
+    return state
+
+
+def refuse_unsupported(model: torch.nn.Module) -> None:
+    """Raises UsageError for FSDP1, whose flat parameters have no names that another world size could use."""
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise UsageError(
+            "the model is wrapped in FullyShardedDataParallel (FSDP1), which cannot be saved here",
+            hint="use torch.distributed.fsdp.fully_shard (FSDP2), or DistributedDataParallel",
+        )
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether some of its weights are spread over ranks."""
+    return any(isinstance(one, DTensor) for one in unwrapped(model).parameters())
+
+
+def is_dense(value: Any) -> bool:
+    """Whether it is a tensor whose values can be copied into rows of memory; others are stored as objects."""
+    if type(value) in _DENSE_TYPES:
+        return value.layout is torch.strided and not value.is_quantized and not value.is_nested
+    return isinstance(value, DTensor) and is_dense(value._local_tensor)
+
+
+def model_leaves(model: torch.nn.Module) -> Iterator[tuple[Path, Any]]:
+    """Every value of the model's state with its path."""
+    for name, value in unwrapped(model).state_dict().items():
+        yield from flatten((MODEL, plain_name(name)), value, _is_tensor)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers of inner modules put into it."""
+    return ".".join(piece for piece in name.split(".") if piece not in _WRAPPERS)
+
+
+def group_names(trainee: Trainee) -> list[list[str]]:
+    """The names of the optimizer's parameters, group by group: the model's, or for others their place."""
+    names: dict[int, str] = {}
+    for name, parameter in unwrapped(trainee.model).named_parameters():
+        names.setdefault(id(parameter), plain_name(name))
+    return [
+        [names.get(id(parameter), f"group_{number}.param_{place}") for place, parameter in enumerate(group[PARAMS])]
+        for number, group in enumerate(trainee.optimizer.param_groups)
+    ]
+
+
+def _optimizer_leaves(trainee: Trainee) -> Iterator[tuple[Path, Any]]:
+    names = group_names(trainee)
+    flat_names = [name for group in names for name in group]
+    state = trainee.optimizer.state_dict()
+    numbers = [number for group in state[GROUPS] for number in group[PARAMS]]
+    name_of = dict(zip(numbers, flat_names, strict=True))
+    named = {name_of.get(number, number): value for number, value in state[STATE].items()}
+    if named:
+        for name, value in named.items():
+            yield from flatten((OPTIMIZER, STATE, str(name)), value, _is_tensor)
+    else:
+        yield (OPTIMIZER, STATE), {}
+    groups = [{**group, PARAMS: group_names} for group, group_names in zip(state[GROUPS], names, strict=True)]
+    yield from flatten((OPTIMIZER, GROUPS), groups, _is_tensor)
+    for name, value in state.items():
+        if name not in (STATE, GROUPS):
+            yield from flatten((OPTIMIZER, name), value, _is_tensor)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)

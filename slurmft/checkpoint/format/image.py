@@ -1,0 +1,341 @@
+"""A shard's image: where each tensor lies, the bytes around it, and the objects behind it.
+
+An item is a complete small archive of torch.save. Where a tensor's values go is left open (``skip_data``) and filled
+by a copy, so that staging a save costs that copy and nothing else. Knows memory, not files or ranks' agreement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import mmap
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.serialization import skip_data
+
+from slurmft.checkpoint.format.assignment import spread
+from slurmft.checkpoint.format.flat_keys import Path
+from slurmft.checkpoint.format.objects import ObjectPacker, Packed
+from slurmft.checkpoint.format.shard_index import Item, ShardIndex, text_of
+from slurmft.errors import CheckpointError, UsageError
+from slurmft.storage.checkpoint_names import Identity
+
+ALIGNMENT = 64
+"""Of items and of each tensor's values: as torch.save has it, and enough for every dtype."""
+
+SPARE_OBJECT_BYTES = 256 << 10
+"""What ``capacity_bytes`` leaves for objects to grow from save to save."""
+
+Memory = memoryview | bytearray | mmap.mmap
+"""Writable, byte by byte."""
+
+
+class NoRoom(Exception):
+    """The memory is too small for this save; never leaves the package."""
+
+    def __init__(self, needed_bytes: int) -> None:
+        super().__init__(f"the image takes {needed_bytes} bytes")
+        self.needed_bytes = needed_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Archive:
+    """What torch.save writes around a tensor's values."""
+
+    head: bytes
+    tail: bytes
+    data_bytes: int
+
+    @property
+    def length(self) -> int:
+        return _aligned(len(self.head) + self.data_bytes + len(self.tail))
+
+
+class Layout:
+    """Where one shard's tensors lie; the same from save to save until the trainer's tensors change."""
+
+    def __init__(
+        self, *, items: Sequence[Item], archives: Sequence[_Archive], rows: Sequence[tuple[Any, ...]], shard: int,
+        shards: int,
+    ) -> None:  # fmt: skip
+        self.items = tuple(items)
+        self._texts = tuple(map(text_of, self.items))
+        self.shard, self.shards = shard, shards
+        self.tensor_bytes = items[-1].offset + items[-1].length if items else 0
+        self._archives = archives
+        self._rows = list(rows)
+        self._packer = ObjectPacker()
+        digest = hashlib.blake2b(repr((shards, self._rows)).encode(), digest_size=8).digest()
+        self.fingerprint = int.from_bytes(digest, "big") >> 1
+        """63 bits over all keys, dtypes, shapes and placements, in order: equal on all ranks that save the same."""
+
+    @classmethod
+    def plan(
+        cls, tensors: Mapping[str, torch.Tensor], *, shard: int, shards: int, paths: Mapping[str, Path] | None = None,
+        of_lead: Collection[str] = (),
+    ) -> Layout:  # fmt: skip
+        """Lay out this shard's part of ``tensors``, which all ranks have alike: the same keys in the same order.
+
+        Plain tensors are spread over the shards, but for those ``of_lead``, which shard 0 stores; of a DTensor each
+        rank stores its own part, once if several hold it.
+
+        Raises:
+            UsageError: a tensor has no values that could be saved (partial sums, the meta device).
+        """
+        items, archives, end = list[Item](), list[_Archive](), 0
+        for key, chunk in _own_chunks(tensors, shard=shard, shards=shards, of_lead=of_lead).items():
+            starts, sizes = chunk
+            whole = tensors[key]
+            archive = _archive(whole.dtype, sizes)
+            archives.append(archive)
+            items.append(
+                Item(
+                    key=key,
+                    path=(paths or {}).get(key, (key,)),
+                    kind="tensor",
+                    offset=end,
+                    length=archive.length,
+                    data_offset=end + len(archive.head),
+                    data_length=archive.data_bytes,
+                    dtype=str(whole.dtype).removeprefix("torch."),
+                    shape=tuple(whole.shape),
+                    starts=starts,
+                    sizes=sizes,
+                )
+            )
+            end += archive.length
+        rows = [_row(key, tensor) for key, tensor in tensors.items()]
+        return cls(items=items, archives=archives, rows=rows, shard=shard, shards=shards)
+
+    def matches(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether ``tensors`` are still of the same keys, dtypes, shapes and placements; cheap."""
+        return len(tensors) == len(self._rows) and all(
+            _row(key, tensor) == row for (key, tensor), row in zip(tensors.items(), self._rows, strict=True)
+        )
+
+    def pack(self, objects: Mapping[str, Any]) -> list[Packed]:
+        """The objects' bytes, for ``capacity_bytes`` and ``with_objects``; keep them between the two.
+
+        Raises:
+            CheckpointError: one of them could not be loaded again.
+        """
+        return self._packer.pack(objects)
+
+    def size_bytes(self, packed: Sequence[Packed]) -> int:
+        """Of the image with these objects."""
+        return self.tensor_bytes + sum(_aligned(len(each.data)) for each in packed)
+
+    def capacity_bytes(self, packed: Sequence[Packed]) -> int:
+        """What a slot should have: objects may grow."""
+        objects_bytes = self.size_bytes(packed) - self.tensor_bytes
+        return self.tensor_bytes + objects_bytes + objects_bytes // 4 + SPARE_OBJECT_BYTES
+
+    def write_fixed(self, memory: Memory) -> None:
+        """Put the bytes around the tensors into ``memory``: once for each slot and layout.
+
+        Raises:
+            NoRoom: it is too small.
+        """
+        self._check_room(memory, self.tensor_bytes)
+        target = memoryview(memory)
+        for item, archive in zip(self.items, self._archives, strict=True):
+            after, end = item.offset + len(archive.head) + archive.data_bytes, item.offset + item.length
+            target[item.offset : item.offset + len(archive.head)] = archive.head
+            target[after:end] = archive.tail.ljust(end - after, b"\0")
+
+    def views(self, memory: Memory) -> list[torch.Tensor]:
+        """One tensor for each of ``items``, that lies in ``memory``: copy the values there, and nothing else.
+
+        Raises:
+            NoRoom: the memory is too small.
+        """
+        self._check_room(memory, self.tensor_bytes)
+        if not self.items:
+            return []
+        whole = torch.frombuffer(memory, dtype=torch.uint8, count=self.tensor_bytes)
+        return [_view(whole, item) for item in self.items]
+
+    def sources(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's own tensor for each of ``items``, in the same order; nothing is copied."""
+        with torch.no_grad():  # or a DTensor's part would become a node of the graph
+            return [local(tensors[item.key]) for item in self.items]
+
+    def with_objects(
+        self,
+        memory: Memory,
+        packed: Sequence[Packed],
+        *,
+        identity: Identity,
+        paths: Mapping[str, Path] | None = None,
+    ) -> ShardIndex:
+        """Append the objects behind the tensors; the image's index, without digests.
+
+        Raises:
+            NoRoom: the memory is too small.
+        """
+        self._check_room(memory, self.size_bytes(packed))
+        target, items, end = memoryview(memory), list(self.items), self.tensor_bytes
+        for each in packed:
+            length = _aligned(len(each.data))
+            target[end : end + length] = each.data.ljust(length, b"\0")
+            items.append(
+                Item(
+                    key=each.key,
+                    path=(paths or {}).get(each.key, (each.key,)),
+                    kind="object",
+                    offset=end,
+                    length=length,
+                    data_offset=end,
+                    data_length=len(each.data),
+                )
+            )
+            end += length
+        return ShardIndex(
+            identity=identity, shard=self.shard, shards=self.shards, size_bytes=end, items=tuple(items),
+            texts=self._texts,
+        )  # fmt: skip
+
+    def _check_room(self, memory: Memory, needed_bytes: int) -> None:
+        if memoryview(memory).nbytes < needed_bytes:
+            raise NoRoom(needed_bytes)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def dtype_named(name: str) -> torch.dtype | None:
+    """``torch.float32`` for ``float32``; None for what this torch does not know."""
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def _own_chunks(
+    tensors: Mapping[str, torch.Tensor], *, shard: int, shards: int, of_lead: Collection[str]
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Key -> where this shard's part begins, and its sizes; in the order of ``tensors``."""
+    alike: dict[Any, list[str]] = {None: []}
+    own = set[str]()
+    for key, tensor in tensors.items():
+        if tensor.is_meta:
+            raise UsageError(f"{key} is on the meta device: it has no values to save")
+        group = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        if group is None and key in of_lead:
+            own |= {key} if shard == 0 else set()
+        else:
+            alike.setdefault(group, []).append(key)
+    for group, keys in alike.items():
+        holder, holders = (shard, shards) if group is None else _replica(cast(DTensor, tensors[keys[0]]))
+        sizes = [tensors[key].nbytes for key in keys]
+        own |= {key for key, chosen in zip(keys, spread(sizes, holders), strict=True) if chosen == holder}
+    return {key: chunk for key in tensors if key in own and (chunk := _chunk(key, tensors[key])) is not None}
+
+
+def _replica(tensor: DTensor) -> tuple[int, int]:
+    """Which of the ranks that hold the same part of a DTensor this one is, and how many they are."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return -1, 1  # this rank is not in the mesh
+    number, count = 0, 1
+    for place, size, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
+        if placement.is_replicate():
+            number, count = number * size + place, count * size
+    return number, count
+
+
+def _chunk(key: str, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """This rank's part; None where it has none of a tensor that is not itself empty."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim(), tuple(tensor.shape)
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise UsageError(f"{key} is a partial sum over ranks: reduce it before it is saved")
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    if len(chunks) != 1:
+        raise CheckpointError(f"{key} has {len(chunks)} parts on this rank; one is what can be saved")
+    starts, sizes = tuple(chunks[0].offsets), tuple(chunks[0].sizes)
+    if 0 in sizes and 0 not in tensor.shape:
+        return None
+    return starts, sizes
+
+
+def _row(key: str, tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a layout depends on; compared at every save, and of the same repr on every rank."""
+    if isinstance(tensor, DTensor):
+        return key, tensor.dtype, tensor.shape, tensor.placements, tensor.device_mesh.shape
+    return key, tensor.dtype, tensor.shape
+
+
+def _view(whole: torch.Tensor, item: Item) -> torch.Tensor:
+    dtype = dtype_named(item.dtype)
+    if not item.data_length or dtype is None:
+        return torch.empty(item.sizes, dtype=dtype)
+    return whole[item.data_offset : item.data_offset + item.data_length].view(dtype).view(item.sizes)
+
+
+def _aligned(length: int) -> int:
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+class _Recorder:
+    """A file for torch.save that keeps the bytes and where it was left open."""
+
+    def __init__(self) -> None:
+        self.head, self.tail = bytearray(), bytearray()
+        self.data_bytes = 0
+
+    def write(self, data: bytes) -> int:
+        (self.tail if self.data_bytes else self.head).extend(data)
+        return len(data)
+
+    def seek(self, count: int, whence: int) -> int:
+        if whence != 1 or self.data_bytes:
+            raise ValueError("not left open once")
+        self.data_bytes = count
+        return count
+
+    def flush(self) -> None:
+        """Nothing lies anywhere else."""
+
+
+_archives: dict[tuple[torch.dtype, tuple[int, ...]], _Archive] = {}
+
+
+def _archive(dtype: torch.dtype, sizes: tuple[int, ...]) -> _Archive:
+    """The archive of any tensor of this kind: its name is not part of it."""
+    if (known := _archives.get((dtype, sizes))) is not None:
+        return known
+    recorder = _Recorder()
+    blank = torch.empty(sizes, dtype=dtype)  # never touched: costs address space only
+    try:
+        with skip_data():
+            torch.save(blank, cast("IO[bytes]", recorder))
+        archive = _Archive(bytes(recorder.head), bytes(recorder.tail), recorder.data_bytes)
+    except (ValueError, RuntimeError):
+        archive = None
+    if archive is None or not _is_usable(archive, blank):
+        archive = _cut_archive(blank)  # skip_data is young, and may change
+    if not _is_usable(archive, blank):
+        raise CheckpointError(f"torch {torch.__version__} writes its archives in a way that is not known here")
+    _archives[dtype, sizes] = archive
+    return archive
+
+
+def _is_usable(archive: _Archive, tensor: torch.Tensor) -> bool:
+    return archive.data_bytes == tensor.nbytes and not (tensor.nbytes and len(archive.head) % ALIGNMENT)
+
+
+def _cut_archive(tensor: torch.Tensor) -> _Archive:
+    """The same by way of a whole archive, in memory."""
+    stream = io.BytesIO()
+    torch.save(tensor, stream)
+    if not tensor.nbytes:
+        return _Archive(stream.getvalue(), b"", 0)
+    stream.seek(0)
+    start: int = torch._C.PyTorchFileReader(stream).get_record_offset("data/0")  # type: ignore[attr-defined]
+    whole = stream.getbuffer()
+    return _Archive(bytes(whole[:start]), bytes(whole[start + tensor.nbytes :]), tensor.nbytes)

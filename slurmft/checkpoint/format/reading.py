@@ -1,0 +1,245 @@
+"""Reading a stored state: each tensor straight into its place, its digest checked on the way.
+
+A checkpoint folder and a snapshot in memory are read alike; only the paths differ. Nothing that is read is run: objects
+come through torch.load(weights_only=True), and only after their digest was right.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slurmft.checkpoint.format.damage import Damage, Damaged
+from slurmft.checkpoint.format.flat_keys import Path as KeyPath
+from slurmft.checkpoint.format.image import dtype_named
+from slurmft.checkpoint.format.image_file import ImageFile
+from slurmft.checkpoint.format.objects import from_bytes
+from slurmft.checkpoint.format.placing import Box
+from slurmft.checkpoint.format.shard_index import Item, ShardIndex, image_file, index_file
+
+MAX_THREADS = 4
+"""Of one rank: the ranks of a node read at the same time."""
+
+HUGE_PAGE_BYTES = 2 << 20
+_MADV_HUGEPAGE = 14
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Where one shard's bytes are: in a checkpoint folder, in this node's memory, or a peer's copy."""
+
+    image: Path
+    index: ShardIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Memory that is to be filled with a part of a stored tensor."""
+
+    tensor: torch.Tensor
+    """On the host, contiguous, of the stored dtype; its shape is the part's."""
+
+    starts: tuple[int, ...]
+    """Where the part begins in the whole tensor."""
+
+    @property
+    def box(self) -> Box:
+        return Box(self.starts, tuple(self.tensor.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    source: Source
+    item: Item
+
+    @property
+    def box(self) -> Box:
+        return Box(self.item.starts, self.item.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """What is known of a tensor before it is read."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: int
+    """1 for a tensor that was on every rank, or is small; more when it was spread over ranks."""
+
+
+class Stored:
+    """One complete state, its shards wherever they are. Nothing is read before it is asked for.
+
+    Raises:
+        Damaged: a shard is missing, belongs to another checkpoint, or the shards do not fit together.
+    """
+
+    def __init__(self, sources: Iterable[Source], *, threads: int = 0) -> None:
+        by_shard = {source.index.shard: source for source in sources}
+        if not by_shard:
+            raise Damaged(Damage.MISSING, index_file(0))
+        first = next(iter(by_shard.values())).index
+        self.identity, self.shards = first.identity, first.shards
+        for shard in range(self.shards):
+            if (source := by_shard.get(shard)) is None:
+                raise Damaged(Damage.MISSING, image_file(shard))
+            if (source.index.identity, source.index.shards) != (self.identity, self.shards):
+                raise Damaged(Damage.UNREADABLE, index_file(shard), "it belongs to another checkpoint")
+        self._threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._pieces: dict[str, list[_Piece]] = {}
+        for shard in range(self.shards):
+            for item in by_shard[shard].index.items:
+                self._pieces.setdefault(item.key, []).append(_Piece(by_shard[shard], item))
+        self.tensors: dict[str, StoredTensor] = {}
+        """Every stored tensor by its key."""
+        self.objects: list[str] = []
+        """The keys of what is no tensor."""
+        for key, pieces in self._pieces.items():
+            if pieces[0].item.kind == "tensor":
+                self.tensors[key] = _checked(key, pieces)
+            else:
+                self.objects.append(key)
+
+    @classmethod
+    def in_folder(cls, folder: Path, indexes: Iterable[ShardIndex], *, threads: int = 0) -> Stored:
+        """All shards in one checkpoint folder."""
+        return cls((Source(image=folder / image_file(index.shard), index=index) for index in indexes), threads=threads)
+
+    def path(self, key: str) -> KeyPath:
+        """The key in its pieces."""
+        return self._pieces[key][0].item.path or (key,)
+
+    def holder(self, key: str) -> str:
+        """The name of the file that has (the first part of) it, for messages."""
+        return image_file(self._pieces[key][0].source.index.shard)
+
+    def load_objects(self, keys: Collection[str]) -> dict[str, Any]:
+        """The values of objects, verified.
+
+        Raises:
+            Damaged: one of them is not what was written, or cannot be loaded.
+        """
+        buffers = {key: bytearray(self._pieces[key][0].item.data_length) for key in keys}
+        self._read([(self._pieces[key][0], [(0, memoryview(buffer))], None) for key, buffer in buffers.items()])
+        return {key: self._unpacked(key, buffer) for key, buffer in buffers.items()}
+
+    def fill(self, targets: Mapping[str, Target]) -> None:
+        """Fill each target from the pieces that cover it, and verify every piece that is touched, whole.
+
+        Raises:
+            Damaged: a piece is not what was written. The targets hold whatever was read by then.
+        """
+        jobs = []
+        for key, target in targets.items():
+            for piece in self._pieces[key]:
+                if (part := piece.box.overlap(target.box)) is not None:
+                    jobs.append((piece, *_placed(piece, target, part)))
+                elif not piece.box.count:
+                    jobs.append((piece, [], None))
+        self._read(jobs)
+
+    def _unpacked(self, key: str, data: bytearray) -> Any:
+        try:
+            return from_bytes(data)
+        except MemoryError:
+            raise  # says nothing about the file
+        except Exception as error:
+            raise Damaged(Damage.UNREADABLE, self.holder(key), f"{key}: {error}") from error
+
+    def _read(self, jobs: Sequence[_Job]) -> None:
+        with ExitStack() as stack:
+            files = {
+                source.image: stack.enter_context(ImageFile(source.image, source.index))
+                for source in {id(piece.source): piece.source for piece, _, _ in jobs}.values()
+            }
+            largest_first = sorted(jobs, key=lambda job: -job[0].item.length)
+            queue, failed = iter(largest_first), threading.Event()
+            count = max(1, min(self._threads, len(jobs)))
+            with ThreadPoolExecutor(count, thread_name_prefix="slurmft-read") as pool:
+                for done in [pool.submit(_work, queue, files, failed) for _ in range(count)]:
+                    done.result()
+
+
+_Job = tuple[_Piece, "list[tuple[int, memoryview]]", "_Scatter | None"]
+"""A piece, where its bytes go, and what is copied when they are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scatter:
+    """Values that do not follow each other in memory: read into a piece of their own first."""
+
+    read: torch.Tensor
+    to: torch.Tensor
+
+    def run(self) -> None:
+        self.to.copy_(self.read)
+
+
+def _work(queue: Iterator[_Job], files: Mapping[Path, ImageFile], failed: threading.Event) -> None:
+    """Take jobs until there are none (an iterator of a list hands each out once), or another thread has failed."""
+    try:
+        for piece, memory, scatter in queue:
+            if failed.is_set():
+                return
+            files[piece.source.image].read(piece.item, memory)
+            if scatter is not None:
+                scatter.run()
+    except BaseException:
+        failed.set()
+        raise
+
+
+def _placed(piece: _Piece, target: Target, part: Box) -> tuple[list[tuple[int, memoryview]], _Scatter | None]:
+    from_value, to_value = piece.box.run_of(part), target.box.run_of(part)
+    if from_value is not None and to_value is not None:
+        width = target.tensor.element_size()
+        start, length = to_value * width, part.count * width
+        return [(from_value * width, bytes_of(target.tensor)[start : start + length])], None
+    whole = fresh(piece.item.sizes, target.tensor.dtype)
+    scatter = _Scatter(whole[piece.box.slices(part)], target.tensor[target.box.slices(part)])
+    return [(0, bytes_of(whole))], scatter
+
+
+def _checked(key: str, pieces: Sequence[_Piece]) -> StoredTensor:
+    """What the pieces say of the whole. Indexes have a checksum: this finds the errors of a writer, not of a disk."""
+    first = pieces[0].item
+    dtype = dtype_named(first.dtype)
+    name = index_file(pieces[0].source.index.shard)
+    if dtype is None:
+        raise Damaged(Damage.UNREADABLE, name, f"{key} has dtype {first.dtype[:40]!r}, which this torch does not know")
+    whole = Box((0,) * len(first.shape), first.shape)
+    boxes = {piece.box for piece in pieces}
+    for piece in pieces:
+        item = piece.item
+        fits = (item.kind, item.dtype, item.shape) == ("tensor", first.dtype, first.shape)
+        inside = all(a + n <= m for a, n, m in zip(item.starts, item.sizes, item.shape, strict=True))
+        if not fits or not inside or item.data_length != piece.box.count * dtype.itemsize:
+            raise Damaged(Damage.UNREADABLE, name, f"the parts of {key} do not fit together")
+    if sum(box.count for box in boxes) != whole.count:
+        raise Damaged(Damage.UNREADABLE, name, f"parts of {key} are missing, or there twice")
+    return StoredTensor(dtype, first.shape, len(pieces))
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A contiguous tensor's own memory; the tensor must outlive it."""
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def fresh(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """New memory of any content, in huge pages where that is allowed: to touch it then costs a tenth."""
+    tensor = torch.empty(sizes, dtype=dtype)
+    begin = -(-tensor.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    length = (tensor.data_ptr() + tensor.nbytes - begin) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    if length > 0:  # advice only: what the system answers does not matter
+        _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_HUGEPAGE)
+    return tensor

@@ -1,0 +1,340 @@
+"""A worker's side of its writer: hands snapshots over, hears what came of them, replaces a writer that is gone.
+
+Nothing here blocks, but ``wait`` and ``close`` for as long as they are told. A daemon thread that sleeps in poll() does
+all the watching.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import math
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from slurmft.checkpoint.writer.progress_page import Lane, Progress
+from slurmft.checkpoint.writer.spawned_writer import SpawnedWriter
+from slurmft.checkpoint.writer.write_requests import (
+    LIFETIME_S,
+    Report,
+    WriteRequest,
+    abandon_line,
+    close_line,
+    hurry_line,
+    report_from,
+    request_line,
+)
+from slurmft.errors import UsageError
+from slurmft.storage.checkpoint_names import Identity
+
+STALL_TIMEOUT_S = 30.0
+WARN_AFTER_S = 5.0
+"""Without progress for so long, a save is reported as ``stalled``; nothing is done about it yet."""
+
+MAX_TRIES = 3
+"""Writers that may die or stall over one snapshot before it is given up."""
+
+MAX_STUCK = 2
+"""Processes that cannot be killed, because a filesystem holds them, before nobody follows them."""
+
+_LOOK_S = 0.5
+_PAUSE_S = 1.0
+_KEPT_ENDS = 256
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Save:
+    request: WriteRequest
+    since: float
+    tries: int = 0
+    abandoned: bool = False
+
+
+class WriterProcess:
+    """The writer of one rank. Any thread may call; methods do not block unless they say so.
+
+    Args:
+        on_report: called in the watching thread with every report, within about a second of what it tells of.
+        stall_timeout_s: without any progress for so long, a save has failed (ETIMEDOUT) and the writer is replaced.
+        lifetime_s: how long the writer goes on with what it has in hand after this process has died or closed it.
+        log: a file for what the writer logs; None: nowhere.
+    """
+
+    def __init__(
+        self, *, on_report: Callable[[Report], None] | None = None, stall_timeout_s: float = STALL_TIMEOUT_S,
+        lifetime_s: float = LIFETIME_S, log: Path | None = None,
+    ) -> None:  # fmt: skip
+        self._on_report = on_report
+        self._stall_timeout_s = stall_timeout_s
+        self._lifetime_s = lifetime_s
+        self._log = log
+        self._changed = threading.Condition()
+        self._saves: dict[Identity, _Save] = {}
+        self._ends: dict[Identity, Report] = {}
+        self._reports: deque[Report] = deque(maxlen=1000)
+        self._unheard: list[Report] = []
+        self._writer: SpawnedWriter | None = None
+        self._stuck: list[SpawnedWriter] = []
+        self._moved: dict[Lane, tuple[tuple[bool, int], float]] = {}
+        self._looked_at = time.monotonic()
+        self._start_again_at = 0.0
+        self._warned = False
+        self._closing = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        with self._changed:
+            self._start()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="checkpoint writer")
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """The writer's process id; 0 while there is none."""
+        return self._writer.pid if self._writer else 0
+
+    def submit(self, request: WriteRequest) -> None:
+        """Have a snapshot written; the newest that waits wins, older waiting ones are reported as superseded.
+
+        The image belongs to the writer until a report says ``written``, or is final.
+
+        Raises:
+            UsageError: ``close`` was called before.
+        """
+        with self._changed:
+            if self._closing:
+                raise UsageError("the checkpoint writer was closed; nothing more is written")
+            if not self._saves:
+                self._moved.clear()
+            self._saves[request.identity] = _Save(request, time.monotonic())
+            if self._writer is None:
+                self._start()
+            else:
+                self._writer.send(request_line(request))
+        self._awaken()
+
+    def abandon(self, identity: Identity) -> None:
+        """Leave a save as soon as can be; ``abandoned`` is reported then, or what came of it before."""
+        with self._changed:
+            if identity in self._saves:
+                self._saves[identity].abandoned = True
+                self._tell(abandon_line(identity))
+        self._awaken()
+
+    def hurry(self) -> None:
+        """Lift the bandwidth cap of what is being written now."""
+        with self._changed:
+            self._tell(hurry_line())
+        self._awaken()
+
+    def poll(self) -> list[Report]:
+        """What has been reported since the last call."""
+        with self._changed:
+            reports = list(self._reports)
+            self._reports.clear()
+        return reports
+
+    def unfinished(self) -> list[Identity]:
+        """Saves that have no final report yet, oldest first."""
+        with self._changed:
+            return list(self._saves)
+
+    def progress(self) -> Progress:
+        """Of the image that is being written, or was last."""
+        writer = self._writer
+        return writer.page.progress() if writer else Progress(0, 0)
+
+    def wait(self, identity: Identity, timeout_s: float) -> Report | None:
+        """The final report of a save; None when there is none after ``timeout_s`` seconds. Blocks until then."""
+        with self._changed:
+            self._changed.wait_for(lambda: identity not in self._saves, timeout_s)
+            return self._ends.get(identity)
+
+    def close(self, timeout_s: float) -> bool:
+        """Whether everything was finished within ``timeout_s`` seconds; blocks no longer.
+
+        What is not finished then, the writer finishes by itself, within its lifetime.
+        """
+        with self._changed:
+            done = self._changed.wait_for(lambda: not self._saves, timeout_s)
+            self._closing = True
+        self._awaken()
+        self._thread.join(_LOOK_S)
+        return done
+
+    # -- what follows holds the lock
+
+    def _tell(self, line: bytes) -> None:
+        if self._writer is not None:
+            self._writer.send(line)
+
+    def _start(self) -> None:
+        """Start a writer and hand over what is unfinished; try again later where that fails."""
+        self._start_again_at = math.inf
+        self._stuck = [writer for writer in self._stuck if not writer.is_gone()]
+        if len(self._stuck) >= MAX_STUCK:
+            self._failed_try("starting the writer", errno.ETIMEDOUT, "earlier writers hang in the filesystem")
+            return
+        try:
+            self._writer = SpawnedWriter(lifetime_s=self._lifetime_s, log=self._log)
+        except OSError as error:
+            self._failed_try("starting the writer", error.errno or 0, f"the writer cannot be started: {error}")
+            return
+        self._moved.clear()
+        for identity, save in self._saves.items():
+            self._writer.send(request_line(save.request))
+            if save.abandoned:
+                self._writer.send(abandon_line(identity))
+
+    def _failed_try(self, phase: str, number: int, text: str) -> None:
+        """A writer has failed all that was unfinished: told once for each, and tried again but for too many times."""
+        stuck = len(self._stuck) >= MAX_STUCK
+        for identity, save in list(self._saves.items()):
+            save.tries += 1
+            over = stuck or save.tries >= MAX_TRIES
+            seconds = time.monotonic() - save.since
+            failed = Report(kind="failed", identity=identity, phase=phase, errno=number, text=text)
+            self._note(replace(failed, seconds=seconds, final=over))
+        if self._saves and not self._closing:
+            tries = max(save.tries for save in self._saves.values())
+            self._start_again_at = time.monotonic() + (tries - 1) * _PAUSE_S
+
+    def _note(self, report: Report) -> None:
+        if report.identity not in self._saves and report.kind != "pruned":
+            return  # its end was told already, by a writer that was taken for dead
+        if report.kind == "written" and not report.final:
+            save = self._saves[report.identity]
+            save.request = replace(save.request, is_written=True)
+        self._reports.append(report)
+        self._unheard.append(report)
+        if report.final and self._saves.pop(report.identity, None) is not None:
+            self._ends[report.identity] = report
+            while len(self._ends) > _KEPT_ENDS:
+                del self._ends[next(iter(self._ends))]
+            self._changed.notify_all()
+
+    def _hear(self) -> None:
+        """Take in what the writer says; replace it when it is gone."""
+        writer = self._writer
+        if writer is None:
+            return
+        writer.flush()
+        lines = writer.receive()
+        for line in lines or ():
+            self._note(report_from(line))
+        if lines is None:
+            self._lost(writer)
+
+    def _lost(self, writer: SpawnedWriter) -> None:
+        writer.kill()  # one without a socket is of no use
+        deadline = time.monotonic() + 0.2
+        while not writer.is_gone() and time.monotonic() < deadline:
+            time.sleep(0.005)  # between its socket and its exit status lie microseconds
+        self._retire(writer)
+        if not self._closing:
+            log.warning("the checkpoint writer (process %d) %s", writer.pid, writer.ending)
+            self._failed_try("writer", 0, f"the writer {writer.ending}")
+
+    def _retire(self, writer: SpawnedWriter) -> None:
+        writer.let_go()
+        self._writer = None
+        if not writer.is_gone():
+            self._stuck.append(writer)
+
+    def _look_for_stall(self, now: float) -> None:
+        late = now - self._looked_at > 10 * _LOOK_S
+        self._looked_at = now
+        writer = self._writer
+        if writer is None or not self._saves:
+            return
+        if late:
+            self._moved.clear()  # this process stood still as well: a suspended job
+        counts = writer.page.counts()
+        for lane, state in counts.items():
+            if self._moved.get(lane, (None, 0.0))[0] != state:
+                self._moved[lane] = (state, now)
+        rest_s = {lane: now - since for lane, (_, since) in self._moved.items()}
+        busy = [rest_s[lane] for lane, (at_work, _) in counts.items() if at_work]
+        still_s = max(busy, default=min(rest_s.values()))
+        if still_s > self._stall_timeout_s:
+            self._replace_stalled(writer)
+        elif still_s < WARN_AFTER_S:
+            self._warned = False
+        elif not self._warned:
+            self._warned = True
+            self._warn(still_s)
+
+    def _warn(self, still_s: float) -> None:
+        text = f"the writer has made no progress for {still_s:.0f} s: the filesystem may hang"
+        log.warning("%s", text)
+        for identity, save in self._saves.items():
+            seconds = time.monotonic() - save.since
+            self._note(Report(kind="stalled", identity=identity, seconds=seconds, errno=errno.ETIMEDOUT, text=text))
+
+    def _replace_stalled(self, writer: SpawnedWriter) -> None:
+        log.error("the checkpoint writer (process %d) stands still; it is replaced", writer.pid)
+        writer.kill()
+        deadline = time.monotonic() + 0.2
+        while not writer.is_gone() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        self._retire(writer)
+        text = f"the writer made no progress for {self._stall_timeout_s:.0f} s: the filesystem hangs, or it was stopped"
+        self._failed_try("writer", errno.ETIMEDOUT, text)
+
+    # -- the watching thread
+
+    def _awaken(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+            os.eventfd_write(self._wake, 1)
+
+    def _watch(self) -> None:
+        while not self._is_over():
+            self._sleep()
+            with self._changed:
+                self._hear()
+                now = time.monotonic()
+                self._look_for_stall(now)
+                self._stuck = [writer for writer in self._stuck if not writer.is_gone()]
+                if self._writer is None and now >= self._start_again_at:
+                    self._start()
+                heard, self._unheard = self._unheard, []
+            for report in heard:
+                self._call_back(report)
+        wake, self._wake = self._wake, -1
+        os.close(wake)
+
+    def _is_over(self) -> bool:
+        with self._changed:
+            if not self._closing:
+                return False
+            if self._writer is not None:
+                self._writer.send(close_line())
+                self._writer.let_go()
+                self._writer = None
+            return True
+
+    def _sleep(self) -> None:
+        """Until something is heard; while something is unfinished, no longer than a look takes."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        with self._changed:
+            restless = bool(self._saves or self._stuck)
+            if self._writer is not None:
+                poll.register(self._writer, select.POLLIN | (select.POLLOUT if self._writer.wants_to_send else 0))
+        for number, _ in poll.poll(_LOOK_S * 1000 if restless else None):
+            if number == self._wake:
+                os.eventfd_read(self._wake)
+
+    def _call_back(self, report: Report) -> None:
+        if self._on_report is not None:
+            try:
+                self._on_report(report)
+            except Exception:
+                log.exception("what came of %s could not be handled", report.identity.folder_name)

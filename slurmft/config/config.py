@@ -1,0 +1,418 @@
+"""YAML to frozen, validated settings. The only home of yaml.
+
+Every section is one model; every field has its meaning beside it. A typo costs one second on the login node, not two
+hours in the queue: unknown keys are refused with the nearest known one, and all problems are reported at once.
+Whatever a file holds, ``load`` gives settings that can be written down and read back, or a ConfigError.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from slurmft.config.checkpoint import CheckpointConfig
+from slurmft.config.elastic import ElasticConfig
+from slurmft.config.exclusions import ExclusionsConfig
+from slurmft.config.fault_tolerance import FaultToleranceConfig
+from slurmft.config.nccl import NcclConfig
+from slurmft.config.notices import NoticesConfig
+from slurmft.config.oom import OomConfig
+from slurmft.config.preemption import PreemptionConfig
+from slurmft.config.reruns import RerunConfig
+from slurmft.config.stragglers import StragglerDetectionConfig
+from slurmft.config.types import Count, Folder, Text
+from slurmft.config.types import Positive as _Positive
+from slurmft.config.types import Section as _Section
+from slurmft.errors import ConfigError
+from slurmft.policy import plain_values as plain
+from slurmft.policy.nodes.membership import Size
+from slurmft.policy.site.sbatch_section import option_value, unknown_options
+from slurmft.policy.verdicts.exit_actions import ExitAction, lists_as_texts, unambiguous
+from slurmft.system.opening import UnsafeFile, read_bytes, read_pipe
+
+MAX_FILE_BYTES = 1024 * 1024
+PIPE_S = 8.0
+"""How long a configuration may take to come out of a pipe."""
+
+MAX_NODES, MAX_NPROC_PER_NODE = 65_536, 1024
+"""More than any cluster has; on one machine a slip of the finger would start a million processes."""
+
+Own = TypeVar("Own", bound=BaseModel)
+"""A section that has a file of its own."""
+
+
+def _as_argv(value: Any) -> Any:
+    return shlex.split(value) if isinstance(value, str) else value
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people mean it: 1:30:00 is a time and not 5400, ``no`` and 010 are what they look like (YAML 1.2).
+
+    A key that is given twice is refused: the first one, which somebody also meant, would be lost without a word.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._seen: set[int] = set()
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        # once: afterwards it also holds what << has merged into it, and that may be overridden
+        if id(node) not in self._seen:
+            self._seen.add(id(node))
+            self._refuse_duplicates(node)
+        super().flatten_mapping(node)
+        if len(node.value) > plain.MAX_VALUES:
+            raise yaml.constructor.ConstructorError(None, None, "<< merges too many keys", node.start_mark)
+
+    @staticmethod
+    def _refuse_duplicates(node: yaml.MappingNode) -> None:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.value in lines:
+                what = f"the key {key.value!r} is there twice (first in line {lines[key.value]})"
+                raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
+            lines[key.value] = key.start_mark.line + 1
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":int", ":float", ":bool", ":timestamp"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), [*"tTfF"])
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9][0-9]*)$"), [*"-+0123456789"])
+# fractions stay text until the field that takes them is known: 1.50 may be the name of a partition
+
+
+class SlurmConfig(_Section):
+    """sbatch's long options with ``_`` for ``-``; any option of sbatch's manual page may be given."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False, defer_build=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _options_are_words(cls, section: Any) -> Any:
+        if not isinstance(section, dict):
+            return section
+        return {key: value if key == "srun_args" else option_value(key, value) for key, value in section.items()}
+
+    partition: Text | None = None
+    """Partition to submit to; the cluster's default when empty."""
+
+    time: Text | None = None
+    """Time limit as sbatch reads it: minutes, ``"H:MM:SS"`` or ``"D-HH:MM:SS"``."""
+
+    account: Text | None = None
+    """Account to charge."""
+
+    qos: Text | None = None
+    """Quality of service."""
+
+    cpus_per_task: _Positive | None = None
+    """CPUs of each node's agent, shared by its workers."""
+
+    gpus_per_node: Text | None = None
+    """GPUs on each node, as a number or ``type:number``."""
+
+    mem: Text | None = None
+    """Memory of each node, such as ``64G``; ``0`` asks for all of it."""
+
+    constraint: Text | None = None
+    """Node features."""
+
+    exclude: Text | None = None
+    """Nodes never to run on (a hostlist); the exclusion list is added to it."""
+
+    job_name: Text | None = None
+    """Name in squeue; the run's name when empty."""
+
+    output: Text | None = None
+    """Log of the batch script; in the run folder when empty."""
+
+    requeue: bool = True
+    """Let Slurm restart the job (``--requeue``)."""
+
+    no_kill: bool = False
+    """Keep the allocation when one of its nodes dies (``--no-kill``)."""
+
+    srun_args: tuple[str, ...] = ()
+    """More options for the ``srun`` that starts the agents, such as ``--mpi=none``."""
+
+
+class RunConfig(_Section):
+    """One run: what to train, where, and how it survives."""
+
+    command: Annotated[tuple[Text, ...], BeforeValidator(_as_argv), Field(min_length=1)]
+    """The trainer: a list of arguments, or one string that is split like a shell would, without running one."""
+
+    run_folder: Annotated[Path, BeforeValidator(plain.usable_run_folder)]
+    """Folder of this run on the shared filesystem; its last part is the run's name. Relative to where you submit."""
+
+    nodes: Annotated[Count, AfterValidator(plain.at_most(MAX_NODES))] = Field(default=1, ge=1)
+    """Nodes to train on."""
+
+    spare_nodes: Annotated[Count, AfterValidator(plain.at_most(MAX_NODES))] = Field(default=0, ge=0)
+    """Nodes allocated beyond those, agent and torch warm: one takes over where a node is lost or suspected."""
+
+    nproc_per_node: Annotated[Count, AfterValidator(plain.at_most(MAX_NPROC_PER_NODE))] = Field(default=1, ge=1)
+    """Workers on each node: one per GPU."""
+
+    launcher: Literal["agent", "torchrun"] = "agent"
+    """Who starts the workers of a node: slurmft's agent, or torch's own elastic agent under it. Stops, checkpoints,
+    verdicts and restarts are slurmft's either way; without torchrun a restart is faster."""
+
+    environment: dict[str, Text] = Field(default_factory=dict)
+    """Variables added to every worker's environment. Not for secrets: they are stored in the run folder."""
+
+    working_directory: Folder | None = None
+    """Where the trainer starts; where you submit when empty."""
+
+    slurm: SlurmConfig = Field(default_factory=SlurmConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    fault_tolerance: FaultToleranceConfig = Field(default_factory=FaultToleranceConfig)
+    preemption: PreemptionConfig = Field(default_factory=PreemptionConfig)
+    nccl: NcclConfig = Field(default_factory=NcclConfig)
+    oom: OomConfig = Field(default_factory=OomConfig)
+    notices: NoticesConfig = Field(default_factory=NoticesConfig)
+    rerun: RerunConfig = Field(default_factory=RerunConfig)
+    elastic: ElasticConfig = Field(default_factory=ElasticConfig)
+    exclusions: ExclusionsConfig = Field(default_factory=ExclusionsConfig)
+    straggler_detection: StragglerDetectionConfig = Field(default_factory=StragglerDetectionConfig)
+
+    ignore_nonlead_status: bool = False
+    """Only rank 0's end counts: other ranks may fail without ending or restarting anything. false: any rank's failure
+    restarts all."""
+
+    exit_actions: Annotated[
+        dict[ExitAction, Text], BeforeValidator(lists_as_texts), AfterValidator(unambiguous)
+    ] = Field(default_factory=dict)  # fmt: skip
+    """The trainer's own exit codes: ``{COMPLETE: "0", RESCHEDULE: "11-20", FAIL: "17"}``; beats the defaults."""
+
+    @field_validator("command")
+    @classmethod
+    def _program_is_named(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value[0].strip():
+            raise ValueError("its first word, the program, is empty")
+        return value
+
+    @field_validator("environment")
+    @classmethod
+    def _names_are_variables(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(f"{name!r} is not the name of an environment variable")
+        return value
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> Self:
+        self.elastic.size(self.nodes)
+        if 0 < self.nodes <= (copies := self.checkpoint.peer_copies):
+            raise ValueError(f"checkpoint.peer_copies={copies} needs more than {copies} nodes; nodes={self.nodes}")
+        return self
+
+    @property
+    def size(self) -> Size:
+        """How many nodes it may train on."""
+        return self.elastic.size(self.nodes)
+
+    @property
+    def nodes_range(self) -> str:
+        """What ``--nodes`` asks for where the job may start with fewer; empty where it may not.
+
+        Seen on 22.05: such a job starts on what is free, keeps its range through a requeue, and never grows in between.
+        """
+        most = self.nodes + self.spare_nodes
+        return f"{self.size.minimum}-{most}" if self.elastic.start_with_fewer else ""
+
+    @property
+    def survives_nodes(self) -> bool:
+        """Whether the allocation outlives one of its nodes (``--no-kill``): somebody can take its place."""
+        return self.slurm.no_kill or self.spare_nodes > 0 or self.size.is_elastic
+
+    @property
+    def name(self) -> str:
+        """The run's name: the last part of its folder."""
+        return self.run_folder.name
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.nproc_per_node
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where checkpoints live."""
+        return self.checkpoint.directory or self.run_folder / "checkpoints"
+
+    def placed_in(self, folder: Path) -> Self:
+        """The same run in ``folder``: what was to lie inside of the run folder lies there."""
+        directory = self.checkpoint.directory
+        if directory is not None and directory.is_relative_to(self.run_folder):
+            directory = folder / directory.relative_to(self.run_folder)
+        checkpoint = self.checkpoint.model_copy(update={"directory": directory})
+        return self.model_copy(update={"run_folder": folder, "checkpoint": checkpoint})
+
+    def as_yaml(self) -> str:
+        """The settings as a file that ``load`` reads back to an equal value."""
+        return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False)
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read ``path``, apply ``key.sub=value`` overrides, validate, and make every path absolute.
+
+    Raises:
+        ConfigError: names every wrong key at once, with the nearest known one.
+    """
+    raw = _yaml(_text_of(path), of=str(path))
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold keys and values", hint="see configs/reference.yaml")
+    for override in overrides:
+        _apply(raw, override)
+    source = " ".join([str(path), *(f"--set {plain.shown(override)}" for override in overrides)])
+    return _absolute(validate(raw, source=source), source=source)
+
+
+def load_section(path: Path, model: type[Own]) -> Own:
+    """Read a file that holds one section by itself, such as health.yaml.
+
+    Raises:
+        ConfigError: names every wrong key at once, with the nearest known one.
+    """
+    raw = _yaml(_text_of(path), of=str(path)) or {}
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold keys and values")
+    given = {key: value for key, value in raw.items() if value is not None}
+    try:
+        problems = list(plain.unusable(given))
+        section = model.model_validate(given)
+    except ValidationError as error:
+        problems += [_problem(detail, model) for detail in error.errors(include_input=False, include_url=False)]
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}", hint="look at its aliases (*name)") from error
+    if problems:
+        raise ConfigError(f"{path}: {plain.as_text(problems)}")
+    return section
+
+
+def validate(raw: Mapping[str, Any], *, source: str) -> RunConfig:
+    """Validate plain values; ``source`` names them in errors.
+
+    Raises:
+        ConfigError: one line for each problem.
+    """
+    given = {key: value for key, value in raw.items() if value is not None}  # a key without a value: not given
+    try:
+        problems = list(plain.unusable(given))
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}", hint="look at its aliases (*name)") from error
+    problems += unknown_options(given.get("slurm"), list(SlurmConfig.model_fields))
+    try:
+        config = RunConfig.model_validate(given)
+    except ValidationError as error:
+        problems += [_problem(detail) for detail in error.errors(include_input=False, include_url=False)]
+    if problems:
+        raise ConfigError(f"{source}: {plain.as_text(problems)}", hint="configs/reference.yaml documents every key")
+    return config
+
+
+def _text_of(path: Path) -> str:
+    try:
+        # a pipe of the shell's, but none that somebody has put in a folder
+        if str(path).startswith(("/dev/", "/proc/")) and path.is_fifo():
+            return read_pipe(path, limit_bytes=MAX_FILE_BYTES, within_s=PIPE_S).decode()
+        return read_bytes(path, limit_bytes=MAX_FILE_BYTES).decode()
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no configuration file {path}", hint="see configs/quickstart.yaml") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {path}: it is not UTF-8 ({error.reason} at byte {error.start})") from error
+    except UnsafeFile as error:
+        raise ConfigError(f"cannot read {path}: it {error.strerror}", hint="give the path of a YAML file") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read {path}: {reason}", hint="give the path of a YAML file") from error
+
+
+def _yaml(text: str, *, of: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{of} is not YAML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{of} is nested too deeply") from error
+    # what yaml lets through of its constructors: numbers of 5000 digits, !!int of nothing, !!bool of something else
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"{of} is not YAML: one of its values is not what its tag says ({error})") from error
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {override!r} is not of the form key.sub=value")
+    value = _yaml(text, of=f"--set {override!r}: the value")
+    *parents, last = key.split(".")
+    target = raw
+    for parent in parents:
+        child = target[parent] = {} if target.get(parent) is None else target[parent]
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {override!r}: {parent} is a value, not a section")
+        target = child
+    target[last] = value
+
+
+def _problem(detail: Mapping[str, Any], of: type[BaseModel] = RunConfig) -> str:
+    where = ".".join(plain.shown(part) for part in detail["loc"])
+    *section, last = detail["loc"] or ("",)
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key {where}{plain.did_you_mean(plain.shown(last), _known_keys(of, section))}"
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    if detail["type"] == "missing":
+        return f"{where}: missing; it has no default"
+    return f"{where}: {message}" if where and not message.startswith(where) else message
+
+
+def _known_keys(model: type[BaseModel], section: Sequence[Any]) -> list[str]:
+    for part in section:
+        field = model.model_fields.get(str(part))
+        if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):
+            return []
+        model = field.annotation
+    return list(model.model_fields)
+
+
+def _absolute(config: RunConfig, *, source: str) -> RunConfig:
+    base = Path.cwd()
+
+    def absolute(path: Path | None) -> Path | None:
+        return None if path is None else Path(os.path.abspath(base / path.expanduser()))  # noqa: PTH100 - keeps links
+
+    try:
+        folders = {name: absolute(getattr(config.checkpoint, name)) for name in ("directory", "local_directory")}
+        checkpoint = config.checkpoint.model_copy(update=folders)
+        exclusions = config.exclusions.model_copy(update={"path": absolute(config.exclusions.path)})
+        return config.model_copy(
+            update={
+                "run_folder": absolute(config.run_folder),
+                "working_directory": absolute(config.working_directory or Path()),
+                "checkpoint": checkpoint,
+                "exclusions": exclusions,
+            }
+        )
+    except RuntimeError as error:  # ~somebody
+        raise ConfigError(f"{source}: a path begins with the home folder of a user who does not exist here") from error

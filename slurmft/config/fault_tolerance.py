@@ -1,0 +1,53 @@
+"""The section ``fault_tolerance:``: what may go wrong, how often, and for how long."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from slurmft.config.faults import SimulatedFaults
+from slurmft.config.hangs import HangSettings
+from slurmft.config.poison import PoisonSettings
+from slurmft.config.types import Count, Seconds
+from slurmft.policy.verdicts.verdict import Cause, by_cause
+
+
+class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
+    """What may go wrong, how often, and for how long."""
+
+    num_in_job_restarts: Count = Field(default=3, ge=0)
+    """Restarts within one start of the job, on the nodes that it has, before it goes back into the queue; counted anew
+    whenever the run has made progress in between."""
+
+    num_job_retries_on_failure: Count = Field(default=2, ge=0)
+    """Restarts of the job after failures of one cause, counted anew whenever the run has made progress in between."""
+
+    retry_delay_s: Seconds = Field(default=1.0, ge=0)
+    """Seconds before the second retry in a row without progress; they double with each further one, with jitter. The
+    first one is immediate. 0 switches the delay off."""
+
+    max_retry_delay_s: Seconds = Field(default=300.0, ge=0)
+    """What the delay grows to; a restart in the allocation waits no longer than 10 s."""
+
+    retries: Annotated[dict[Cause, Annotated[Count, Field(ge=0)]], BeforeValidator(by_cause)] = Field(
+        default_factory=dict
+    )
+    """Other numbers of restarts for single causes: ``{node lost: 5, worker error: 1}``."""
+
+    max_no_progress_cycles: Count = Field(default=3, ge=1)
+    """Ends in a row without one new saved step, whatever their causes, before the run is given up with exit code 93.
+    Preemptions, requeues and stops by signal are not counted."""
+
+    launch_timeout_s: Seconds = Field(default=300.0, gt=0)
+    """Seconds until every agent must have reported."""
+
+    supervisor_lease_s: Seconds = Field(default=60.0, gt=0)
+    """Seconds an agent keeps its workers running without hearing from the supervisor (fencing)."""
+
+    agent_timeout_s: Seconds = Field(default=3.0, ge=1)
+    """Seconds without a word from a node's agent, which reports every 0.5 s, until the node counts as lost and another
+    one takes its place; four times as long where there is no other one, since a requeue costs more than patience."""
+
+    preload: bool = True
+    """Fork workers from a process that has torch imported already. Off: every worker starts its own interpreter."""

@@ -1,0 +1,30 @@
+"""The section ``notices`` of the configuration."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from slurmft.config.types import Section, Text
+from slurmft.policy import plain_values as plain
+
+
+def _as_argv(value: Any) -> Any:
+    return shlex.split(value) if isinstance(value, str) else value
+
+
+class NoticesConfig(Section):
+    """Clouds announce that they will take a machine away: how each node listens for it."""
+
+    enabled: Literal["auto", "off"] = "auto"
+    """auto: every node asks the metadata service of the cloud that its firmware names, and nobody where it names none.
+    off: nobody is asked, and no plug-in is run."""
+
+    poll_seconds: Annotated[float, Field(ge=0.1, le=60), BeforeValidator(plain.no_bool)] = 5.0
+    """Seconds between two looks."""
+
+    plugin: Annotated[tuple[Text, ...], BeforeValidator(_as_argv)] = ()
+    """A command that runs on every node and prints one line for each notice:
+    ``{"ends": true, "what": "evicted", "left_s": 90}``; started again poll_seconds after it has ended."""

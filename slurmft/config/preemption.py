@@ -1,0 +1,29 @@
+"""The section ``preemption`` of the configuration."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from slurmft.config.types import Count, Seconds, Section
+
+
+class PreemptionConfig(Section):
+    """What happens when Slurm asks for a stop."""
+
+    signal: Literal["SIGTERM", "SIGUSR1", "SIGUSR2"] = "SIGTERM"
+    """Signal of ``sbatch --signal``. A preemption sends SIGTERM in any case, so SIGTERM is always obeyed too."""
+
+    signal_lead_s: Count = Field(default=120, ge=1, le=65535)
+    """Seconds before the time limit at which Slurm sends the signal; up to 30 s earlier."""
+
+    continue_by: Literal["auto", "requeue", "resubmit", "nothing"] = "auto"
+    """How the run continues: requeue this job, submit a successor, or only say how. auto: requeue, else resubmit."""
+
+    requeue_delay_s: Count = Field(default=2, ge=1, le=600)
+    """Begin time of a requeued job, seconds from now. It must lie after the end of the job's processes and epilog:
+    a shorter one falls back to Slurm's own 121 s."""
+
+    stop_timeout_s: Seconds = Field(default=600.0, gt=0)
+    """Longest wait for the save of a stop that has no deadline of its own (``slurmft stop``, a signal by hand)."""

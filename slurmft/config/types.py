@@ -1,0 +1,33 @@
+"""What every section of the configuration is made of: its base and the types of its values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from slurmft.policy import plain_values as plain
+
+MAX_SECONDS = 10 * 365 * 86_400.0
+MAX_COUNT = 10**15 - 1
+"""Steps and counts are kept as integers of 64 bits."""
+
+Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) in (int, float) else value)]
+"""A string that YAML may have read as a number."""
+
+Count = Annotated[int, BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_COUNT))]
+Positive = Annotated[int, Field(ge=1), BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_COUNT))]
+Seconds = Annotated[float, BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_SECONDS))]
+Minutes = Annotated[float, BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_SECONDS / 60))]
+Fraction = Annotated[float, Field(ge=0, lt=1), BeforeValidator(plain.no_bool)]
+
+
+Folder = Annotated[Path, BeforeValidator(plain.usable_path)]
+"""A path that can be one; whether it is there is another question."""
+
+
+class Section(BaseModel):
+    """One section: frozen, and unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)

@@ -1,0 +1,1 @@
+"""The probes themselves: one that looks, one that judges."""

@@ -1,0 +1,353 @@
+"""Reads what torch's flight recorder has dumped, without trusting it.
+
+A dump is a pickle of plain containers, which torch writes itself (``torch::jit::Pickler``), and it lies in a shared
+place. Unpickling would run whatever stands in it, so the few opcodes that build plain containers are carried out here,
+and every other one is damage. Formats 2.1 (torch 2.4) to 2.10 (torch 2.13) have the same keys, as far as they are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import struct
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from slurmft.policy.verdicts.collectives import Progress
+from slurmft.system.foreign_text import one_line
+from slurmft.system.opening import read_bytes
+
+MAX_DUMP_BYTES = 64 << 20
+"""2000 collectives with their stacks are about 2 MB."""
+
+MAX_OPCODES = 5_000_000
+MAX_GROUPS, MAX_SPANS, MAX_MEMBERS = 16, 64, 1 << 18
+MAX_TEXT = 120
+MAX_AGE_S = 120.0
+"""Dumps that are older tell of an earlier hang."""
+
+_LOOK_EVERY = 4096
+"""Opcodes between two looks at the clock."""
+
+log = logging.getLogger(__name__)
+
+_MARK = object()
+_TORCH = re.compile(r"/(torch|slurmft)/|^<|\.(cpp|h|hpp|cc)$")
+"""Files whose frames do not say where a collective was called."""
+
+
+class BadDump(ValueError):
+    """It is no dump, a damaged one, or took too long to read."""
+
+
+def read_dump(path: Path, within_s: float = 10.0) -> list[Progress]:
+    """How far the rank had come in each of its groups, those first in which it waits.
+
+    Raises:
+        BadDump: it is none, or damaged, or was not read within the time.
+        OSError: it cannot be read.
+    """
+    return progress_of(plain(read_bytes(path, limit_bytes=MAX_DUMP_BYTES, follow=False), within_s))
+
+
+def read_new(paths: Mapping[int, Path], seen: dict[int, tuple[int, int]], within_s: float) -> dict[int, list[Progress]]:
+    """Progress of those of these ranks whose dumps are new since the last call, as far as the time allows.
+
+    Args:
+        paths: a dump of each rank; most have none.
+        seen: what has been read; kept by the caller, and changed here.
+    """
+    deadline, found = time.monotonic() + within_s, {}
+    for rank, path in paths.items():
+        try:
+            status = path.lstat()
+            stamp = (status.st_mtime_ns, status.st_size)
+            if seen.get(rank) != stamp and time.time() - status.st_mtime < MAX_AGE_S:
+                found[rank] = read_dump(path, deadline - time.monotonic())
+                seen[rank] = stamp
+        except FileNotFoundError:
+            continue
+        except (BadDump, OSError) as error:
+            log.warning("the flight recorder's dump of rank %d was not read: %s", rank, error)
+    return found
+
+
+def progress_of(dump: object) -> list[Progress]:
+    """As ``read_dump``, of what the file holds; whatever does not fit is left out.
+
+    Raises:
+        BadDump: it has no recorder's keys.
+    """
+    if not isinstance(dump, Mapping) or not isinstance(dump.get("version"), str) or "pg_config" not in dump:
+        raise BadDump("it is not a flight recorder's")
+    members = _members(dump["pg_config"])
+    status = dump.get("pg_status")
+    groups: dict[tuple[str, str], _Group] = {}
+    for entry in _list(dump.get("entries")):
+        if isinstance(entry, Mapping) and (names := _group_of(entry)) is not None:
+            groups.setdefault(names, _Group()).take(entry)
+    found = []
+    for (name, description), group in groups.items():
+        group.complete(status.get(group.id) if isinstance(status, Mapping) else None)
+        found.append(
+            Progress(
+                group=_text(name), description=_text(description), members=members.get(name, ()), entered=group.entered,
+                done=group.done, operation=group.operation, called_from=group.called_from,
+            )
+        )  # fmt: skip
+    found.sort(key=lambda each: each.entered <= each.done)
+    return found[:MAX_GROUPS]
+
+
+class _Group:
+    """The collectives of one group, and not what its ranks have sent each other."""
+
+    def __init__(self) -> None:
+        self.id, self.entered, self.done = "", 0, 0
+        self.operation = self.called_from = ""
+        self._open: dict[int, Mapping[Any, Any]] = {}
+        self._sends = False
+
+    def take(self, entry: Mapping[Any, Any]) -> None:
+        number, group = entry.get("collective_seq_id"), entry.get("pg_id")
+        self.id = str(group) if _is_count(group) else self.id
+        if entry.get("is_p2p") is not False or not _is_count(number):
+            self._sends = True
+            return
+        self.entered = max(self.entered, number)
+        if entry.get("state") == "completed":
+            self.done = max(self.done, number)
+        else:
+            self._open.setdefault(number, entry)
+
+    def complete(self, status: object) -> None:
+        """Take in what torch's watchdog knows of the group, whose numbers count sends too where there are any."""
+        if (
+            isinstance(status, Mapping)
+            and not self._sends
+            and _is_count(done := status.get("last_completed_collective"))
+        ):
+            self.done = max(self.done, min(done, self.entered))
+        waits = sorted(number for number in self._open if number > self.done)
+        if not waits:
+            self.done = self.entered
+            return
+        self.done, first = waits[0] - 1, self._open[waits[0]]
+        shapes = [shape for shape in _list(first.get("input_sizes"))[:4] if _is_shape(shape)]
+        name = _text(first.get("profiling_name")).rpartition(":")[2]
+        self.operation = _text(f"{name} of {', '.join(map(str, shapes))}" if shapes else name)
+        self.called_from = _called_from(first.get("frames"))
+
+
+def _group_of(entry: Mapping[Any, Any]) -> tuple[str, str] | None:
+    names = entry.get("process_group")
+    if isinstance(names, str):
+        return names, ""
+    if isinstance(names, tuple) and len(names) == 2 and all(isinstance(each, str) for each in names):
+        return names
+    return None
+
+
+def _members(config: object) -> dict[str, tuple[tuple[int, int], ...]]:
+    """The ranks of each group, which torch writes as text, as spans; none where they would be too many spans."""
+    found = {}
+    for name, facts in config.items() if isinstance(config, Mapping) else ():
+        ranks = facts.get("ranks") if isinstance(facts, Mapping) else None
+        if isinstance(name, str) and isinstance(ranks, str) and re.fullmatch(r"\[[0-9, ]*\]", ranks):
+            spans: list[tuple[int, int]] = []
+            for rank in sorted({int(word[:9]) for word in ranks[1:-1].split(",")[:MAX_MEMBERS] if word.strip()}):
+                if spans and spans[-1][1] == rank - 1:
+                    spans[-1] = (spans[-1][0], rank)
+                else:
+                    spans.append((rank, rank))
+            found[name] = tuple(spans) if len(spans) <= MAX_SPANS else ()
+    return found
+
+
+def _called_from(frames: object) -> str:
+    """The innermost frame that is not torch's."""
+    for frame in _list(frames)[:100]:
+        file, line = (frame.get("filename"), frame.get("line")) if isinstance(frame, Mapping) else (None, None)
+        if isinstance(file, str) and _is_count(line) and not _TORCH.search(file):
+            return _text(f"{_text(frame.get('name'))} ({file.rpartition('/')[2]}:{line})")
+    return ""
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, list) and len(value) <= 8 and all(map(_is_count, value))
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _text(value: object) -> str:
+    return one_line(value[:MAX_TEXT])[:MAX_TEXT] if isinstance(value, str) else ""
+
+
+# What travels from an agent to the supervisor
+
+
+def as_json(progress: Progress) -> dict[str, Any]:
+    """The fields, as a message holds them."""
+    return dataclasses.asdict(progress)
+
+
+def from_json(facts: Mapping[str, Any]) -> Progress:
+    """The inverse of ``as_json``, of facts whose shapes were checked (``ipc.shapes``)."""
+    return Progress(**{**facts, "members": tuple((first, last) for first, last in facts["members"])})
+
+
+# The pickle
+
+
+def plain(data: bytes, within_s: float = 10.0) -> object:
+    """The plain containers that a pickle builds: dicts, lists, tuples, texts, numbers, None.
+
+    Raises:
+        BadDump: it is damaged, endless, or wants anything else than those.
+    """
+    try:
+        return _run(data, time.monotonic() + within_s)
+    except (IndexError, KeyError, TypeError, ValueError, struct.error, OverflowError) as error:
+        raise error if isinstance(error, BadDump) else BadDump("it is damaged, or cut short") from error
+
+
+def _run(data: bytes, deadline: float) -> object:  # noqa: C901, PLR0912 - one opcode after the other
+    """Carry out the opcodes, those of which a dump has most first."""
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+    push, at, left = stack.append, 0, MAX_OPCODES
+    while left > 0:
+        code, left = data[at], left - 1
+        if not left % _LOOK_EVERY and time.monotonic() > deadline:
+            break
+        if code == 0x68:  # BINGET
+            push(memo[data[at + 1]])
+            at += 2
+        elif code == 0x6A:  # LONG_BINGET
+            push(memo[_UNSIGNED_4.unpack_from(data, at + 1)[0]])
+            at += 5
+        elif (form := _NUMBERS.get(code)) is not None:
+            push(form.unpack_from(data, at + 1)[0])
+            at += 1 + form.size
+        elif code in _CONSTANTS:
+            push(_CONSTANTS[code])
+            at += 1
+        elif code in _EMPTY:
+            push(_EMPTY[code]())
+            at += 1
+        elif (form := _PUT.get(code)) is not None:
+            memo[form.unpack_from(data, at + 1)[0]] = stack[-1]
+            at += 1 + form.size
+        elif code in _BUILDERS:
+            _BUILDERS[code](stack)
+            at += 1
+        elif (form := _TEXTS.get(code)) is not None or code == 0x8A:  # LONG1
+            length_form = form or _UNSIGNED_1
+            start = at + 1 + length_form.size
+            at = start + length_form.unpack_from(data, at + 1)[0]
+            if at > len(data):
+                break
+            raw = data[start:at]
+            push(raw.decode("utf-8", "replace") if form is not None else int.from_bytes(raw, "little", signed=True))
+        elif code in _TUPLES:
+            items = _pop(stack, _TUPLES[code])
+            stack[-len(items) :] = [tuple(items)]
+            at += 1
+        elif code == 0x94:  # MEMOIZE
+            memo[len(memo)] = stack[-1]
+            at += 1
+        elif code in _SKIPPED:
+            at += 1 + _SKIPPED[code]
+        elif code == 0x2E:  # STOP
+            return stack[-1]
+        else:
+            raise BadDump(f"opcode 0x{code:02x} at byte {at} builds no plain container")
+    raise BadDump("it is cut short, or takes too long to read")
+
+
+def _pop(stack: list[Any], size: int) -> list[Any]:
+    items = stack[len(stack) - size :] if size <= len(stack) else []
+    if len(items) < size or any(item is _MARK for item in items):
+        raise BadDump("it is damaged")
+    return items
+
+
+def _to_mark(stack: list[Any]) -> list[Any]:
+    place = len(stack) - 1
+    while stack[place] is not _MARK:
+        place -= 1
+        if place < 0:
+            raise BadDump("it is damaged")
+    items = stack[place + 1 :]
+    del stack[place:]
+    return items
+
+
+def _append(stack: list[Any]) -> None:
+    item = stack.pop()
+    _listed(stack[-1]).append(item)
+
+
+def _appends(stack: list[Any]) -> None:
+    items = _to_mark(stack)
+    _listed(stack[-1]).extend(items)
+
+
+def _set_item(stack: list[Any]) -> None:
+    key, value = _pop(stack, 2)
+    del stack[-2:]
+    _mapped(stack[-1])[_key(key)] = value
+
+
+def _set_items(stack: list[Any]) -> None:
+    items = _to_mark(stack)
+    target = _mapped(stack[-1])
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        target[_key(key)] = value
+
+
+def _tuple(stack: list[Any]) -> None:
+    stack.append(tuple(_to_mark(stack)))
+
+
+def _listed(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise BadDump("it is damaged")
+    return value
+
+
+def _mapped(value: object) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise BadDump("it is damaged")
+    return value
+
+
+def _key(value: object) -> str | int:
+    """Tuples within tuples would be hashed all the way down."""
+    if not isinstance(value, str | int):
+        raise BadDump("it is damaged")
+    return value
+
+
+_UNSIGNED_1, _UNSIGNED_4, _UNSIGNED_8 = struct.Struct("<B"), struct.Struct("<I"), struct.Struct("<Q")
+_NUMBERS = {ord("J"): struct.Struct("<i"), ord("K"): _UNSIGNED_1, ord("M"): struct.Struct("<H"),
+            ord("G"): struct.Struct(">d")}  # fmt: skip
+_TEXTS = {ord("X"): _UNSIGNED_4, 0x8C: _UNSIGNED_1, 0x8D: _UNSIGNED_8}
+_CONSTANTS: dict[int, Any] = {ord("N"): None, 0x88: True, 0x89: False, ord("("): _MARK, ord(")"): ()}
+_EMPTY: dict[int, Callable[[], Any]] = {ord("}"): dict, ord("]"): list}
+_PUT = {ord("q"): _UNSIGNED_1, ord("r"): _UNSIGNED_4}
+_TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
+_BUILDERS: dict[int, Callable[[list[Any]], None]] = {
+    ord("a"): _append, ord("e"): _appends, ord("s"): _set_item, ord("u"): _set_items, ord("t"): _tuple,
+}  # fmt: skip
+_SKIPPED = {0x80: 1, 0x95: 8}
+"""PROTO and FRAME, with the bytes of their arguments."""

@@ -1,0 +1,1 @@
+"""What people and cron do from outside of a job: status, rescue, sweep, doctor, drill."""

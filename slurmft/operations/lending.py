@@ -1,0 +1,81 @@
+"""Inside a job that lends its nodes: agents there report to the run's supervisor, as long as both live.
+
+They find it as its own agents do, by the address and the secret in the run folder, which only the run's user can read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+
+from slurmft.agent.environment import LENDER_VARIABLE
+from slurmft.config.config import RunConfig
+from slurmft.errors import SlurmUnavailable, StorageError, UsageError
+from slurmft.operations.run_configuration import configuration_of
+from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
+from slurmft.scheduler.environment import SlurmJob, current_job
+from slurmft.storage.run_folder import Attempt, RunFolder
+from slurmft.supervisor.cluster import agent_argv, srun_argv
+
+LOOK_S = 2.0
+PATIENCE_S = 1800.0
+"""How long a lending job waits for a run that is between two jobs, before it gives its nodes back."""
+
+log = logging.getLogger(__name__)
+
+
+def lend(run: RunFolder, environment: Mapping[str, str]) -> int:
+    """Keep agents for the run on this job's nodes; returns when the run is finished, or has not wanted them for long.
+
+    Raises:
+        UsageError: this is no job, or not the run's user.
+        SlurmUnavailable: there is no srun.
+    """
+    job = current_job(environment)
+    if job is None:
+        raise UsageError("this is not inside a Slurm job", hint=f"slurmft join {run.path}")
+    config = configuration_of(run)
+    wanted_s = time.monotonic()
+    while run.done() is None and time.monotonic() - wanted_s < PATIENCE_S:
+        if (crew := crew_of(run)) is None:
+            time.sleep(LOOK_S)
+            continue
+        code = _serve(config, crew, job, environment)
+        if code == EXIT_TEMPORARY:  # the agents were told that this job ends, and have given their nodes back
+            return 0
+        wanted_s = time.monotonic()
+        time.sleep(LOOK_S)
+    return 0
+
+
+def crew_of(run: RunFolder) -> Attempt | None:
+    """The attempt in whose folder the run's agents find their supervisor; None when there is none now."""
+    owner = run.owner()
+    if owner is None:
+        return None
+    for cycle in range(owner.cycle, -1, -1):
+        attempt = Attempt(job=owner.job, restart=owner.restart, cycle=cycle)
+        try:
+            if all((run.attempts / str(attempt) / name).exists() for name in ("secret", "control.json")):
+                return attempt
+        except OSError as error:
+            raise StorageError(f"cannot look into {run.attempts}: {error.strerror}") from error
+    return None
+
+
+def _serve(config: RunConfig, crew: Attempt, job: SlurmJob, environment: Mapping[str, str]) -> int:
+    argv = [*srun_argv(config, environment, job.node_count), *agent_argv(config, crew)]
+    log.info("lending %s to run %s", job.nodes, config.name)
+    try:
+        with subprocess.Popen(
+            argv,
+            env={**os.environ, LENDER_VARIABLE: job.job_id},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        ) as process:
+            return process.wait()
+    except FileNotFoundError as error:
+        raise SlurmUnavailable("there is no srun on this node") from error

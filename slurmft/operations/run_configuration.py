@@ -1,0 +1,185 @@
+"""The configuration of a run folder, wherever the folder lay when it was written.
+
+A folder that was moved or copied still names its old place. Verbs work on the folder that they were given, so paths
+that lay inside of it are taken to lie in it now; what lies outside may be another run's, and is not changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from slurmft.config import config as configuration
+from slurmft.config.config import RunConfig
+from slurmft.errors import ConfigError, StorageError, UsageError
+from slurmft.storage.run_folder import RunFolder, may_exist
+
+log = logging.getLogger(__name__)
+
+
+def configuration_of(run: RunFolder) -> RunConfig:
+    """The run's configuration, with the paths of the folder as it lies now.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    return configuration.load(run.config).placed_in(run.path)
+
+
+def original_of(run: RunFolder) -> Path | None:
+    """The other run folder that this one is a copy of, by its records or its configuration; None when it is no copy.
+
+    A folder that was moved is no copy: nothing lies any more where it names its place.
+
+    Raises:
+        StorageError: its records cannot be read.
+    """
+    if (recorded := run.copied_from()) is not None:
+        return Path(recorded)
+    try:
+        named = configuration.load(run.config).run_folder
+    except ConfigError:
+        return None
+    return None if _is_same(named, run.path) or not _is_a_run(named) else named
+
+
+def refuse_shared(run: RunFolder, directory: Path) -> None:
+    """Return when what lies in ``directory``, which the run's configuration names, may be changed for this run.
+
+    A directory outside of the run folder may be another run's. It counts as this run's only when the folder is known to
+    be the one that it was recorded as: that the recorded place is empty now proves nothing, as the original may have
+    been moved as well.
+
+    Raises:
+        UsageError: the run is, or may be, a copy of another one, which keeps its checkpoints there, too.
+        StorageError: its records cannot be read.
+    """
+    original = original_of(run)
+    if directory.resolve().is_relative_to(run.path.resolve()) and not _is_mounted_from(original, directory):
+        return
+    if _is_as_recorded(run):
+        return
+    try:
+        if original is not None and not _is_same(configuration_of(RunFolder(original)).checkpoint_dir, directory):
+            return
+    except ConfigError:
+        pass  # where the original keeps its checkpoints is not known: perhaps there
+    copied = "cannot be told from a copy of its original" if original is None else f"is a copy of {original}"
+    raise UsageError(
+        f"{run.path} {copied}, and {directory}, which both name, is not changed for the copy",
+        hint=f"name {original or 'the original'}, or {directory} itself; or set checkpoint.directory of the copy",
+    )
+
+
+def run_around(directory: Path) -> RunFolder | None:
+    """The run folder that ``directory`` lies in by its name, as it was given: it may be a link that leads elsewhere."""
+    inner = directory
+    while inner.name != ".." and inner != inner.parent:
+        inner = inner.parent
+        if RunFolder(inner).exists():
+            return RunFolder(inner)
+    return None
+
+
+def _is_mounted_from(original: Path | None, directory: Path) -> bool:
+    """Whether a directory inside of a copy is the original's own, as a bind mount is."""
+    try:
+        return original is not None and _is_same(configuration_of(RunFolder(original)).checkpoint_dir, directory)
+    except ConfigError:
+        return False
+
+
+def _is_as_recorded(run: RunFolder) -> bool:
+    """Whether the folder is the very one of its records, or lies at its recorded place, or is a new run's."""
+    if not run.has_records() and not may_exist(run.config):
+        return True
+    owner = run.owner()
+    if owner is not None and owner.inode:
+        return owner.folder == str(run.path) or run.path.stat().st_ino == owner.inode
+    try:
+        return _is_same(configuration.load(run.config).run_folder, run.path)
+    except ConfigError:
+        return False
+
+
+def refuse_moved(run: RunFolder) -> None:
+    """Return when the run's batch script, which names its folder, can be submitted as it is.
+
+    Raises:
+        StorageError: the folder was moved.
+    """
+    try:
+        named = configuration.load(run.config).run_folder
+    except ConfigError:
+        return
+    if not _is_same(named, run.path):
+        raise StorageError(f"{run.path} was moved from {named}, which its batch script still names",
+                           hint=f"slurmft submit {run.config}")  # fmt: skip
+
+
+def refuse_foreign_configuration(path: Path) -> None:
+    """Return when ``path`` may be executed: a run folder's own configuration only as the caller's.
+
+    Any other file is the word of the person who named it; this one is named by batch scripts that slurmft wrote, and
+    may have been replaced since.
+
+    Raises:
+        UsageError: it belongs to another user.
+    """
+    if path.name != RunFolder(path.parent).config.name:
+        return
+    try:
+        owner = path.stat().st_uid
+    except OSError:
+        return  # loading it says what is wrong
+    if owner not in (0, os.getuid()):
+        raise UsageError(f"{path} belongs to user id {owner}, not to you, and names the commands that would be run",
+                         hint="copy it, or slurmft submit it as a run of your own")  # fmt: skip
+
+
+def load_given(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration at ``path``; where that is a run folder's own, for that folder.
+
+    Raises:
+        ConfigError: it cannot be used.
+        UsageError: the folder is a copy of another run, which its configuration would act on.
+    """
+    settings, run = configuration.load(path, overrides), RunFolder(path.absolute().parent)
+    is_named = any(override.startswith("run_folder=") for override in overrides)
+    if is_named:
+        _refuse_checkpoints_of(run, path, settings)
+    if is_named or run.config.name != path.name or not run.has_records() or _is_same(settings.run_folder, run.path):
+        return settings
+    if _is_a_run(settings.run_folder):
+        raise UsageError(
+            f"{path} lies in a copy of {settings.run_folder}, and is the configuration of that run",
+            hint=f"name {settings.run_folder}/{path.name}, or give the copy --set run_folder={run.path}",
+        )
+    log.warning("%s was written for %s, which is gone; it is used for %s", path, settings.run_folder, run.path)
+    return settings.placed_in(run.path)
+
+
+def _refuse_checkpoints_of(run: RunFolder, path: Path, settings: RunConfig) -> None:
+    """Return when another run that begins with the configuration of ``run`` leaves the checkpoints of ``run`` alone."""
+    if run.config.name != path.name or not run.has_records() or _is_same(settings.run_folder, run.path):
+        return
+    if _is_same(configuration_of(run).checkpoint_dir, settings.checkpoint_dir):
+        raise UsageError(
+            f"{settings.checkpoint_dir} holds the checkpoints of {run.path}, and {settings.run_folder} is another run",
+            hint="set checkpoint.directory as well; slurmft checkpoint export writes what a new run can begin with",
+        )
+
+
+def _is_a_run(folder: Path) -> bool:
+    return may_exist(RunFolder(folder).config) or RunFolder(folder).has_records()
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    if one == other:
+        return True
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False

@@ -1,0 +1,72 @@
+"""What is held against a node: observations, each with its kind, and who is suspected of ending an attempt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What was observed of a node; the vocabulary of the exclusion list and of workers' evidence files."""
+
+    RERUN_UNDECIDED = "rerun undecided"
+    """A result was rejected and came out the same again in place: the node, or the software."""
+
+    RERUN_TRANSIENT = "rerun transient"
+    """A rejected result came out otherwise when it was computed again in place."""
+
+    RERUN_PERSISTENT = "rerun persistent"
+    """A rejected result came out the same in place and otherwise on other hardware: the first node is faulty."""
+
+    RERUN_ACQUITTED = "rerun acquitted"
+    """A rejected result came out the same on other hardware: the node computes correctly."""
+
+    STRAGGLER = "straggler"
+    HANG = "hang"
+    NODE_LOST = "node lost"
+    LAUNCH_FAILED = "launch failed"
+    """Slurm could not start a job there, and has drained it: a Prolog that fails."""
+
+    CRASH = "crash"
+    OUT_OF_MEMORY = "out of memory"
+    REPEATED_DEATH = "repeated death"
+    """Attempts died from the same checkpoint, all on this node."""
+
+    COMMUNICATION = "communication"
+    RECLAIMED = "reclaimed"
+    """Its cloud has announced to take the machine away."""
+
+    AT_RISK = "at risk"
+    """Its cloud has said that it may."""
+
+    HEALTH = "health check"
+    PASSED = "health check passed"
+    FORGIVEN = "forgiven"
+    """A person has lifted whatever was held against the node until then."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suspect:
+    """Hardware that may have ended an attempt or spoiled a result."""
+
+    node: str
+    gpu: str = ""
+    """UUID of the GPU; empty where there is none or it is not known."""
+
+    rank: int | None = None
+    """The rank that ran there; None when it is the whole node."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """One thing that a worker, an agent or the supervisor has seen of a node."""
+
+    kind: Kind
+    suspect: Suspect
+    message: str
+    """One line for people."""
+
+    at: float
+    """Unix time."""
+
+    step: int | None = None

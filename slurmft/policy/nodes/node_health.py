@@ -1,0 +1,339 @@
+"""What checks of nodes come to: results over time in, a verdict for each node out, and which of them to act on.
+
+One bad result takes no node out: N of the last M looks must agree, a failure that many nodes share is a problem of the
+cluster and changes no node, and no more than a few nodes are taken out in an hour. What could not be looked at is
+neither healthy nor sick.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from operator import attrgetter
+
+REASON_PREFIX = "slurmft: "
+MAX_REASON = 200
+"""Characters of a drain reason; sinfo and mails cut longer ones anywhere."""
+
+CLOCK_SLACK_S = 300.0
+"""How far a node's clock may be ahead of ours before its results are not believed."""
+
+
+class Status(IntEnum):
+    """The outcome of one check; the numbers are Nagios's exit codes."""
+
+    OK = 0
+    WARNING = 1
+    CRITICAL = 2
+    UNKNOWN = 3
+    """It could not look, or not in time: no word about the node."""
+
+
+class Problem(StrEnum):
+    """Whose business a failure is; the words of the drain reason."""
+
+    NODE = "node_problem"
+    HARDWARE = "hardware_problem"
+    USER = "user_problem"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeResult:
+    """What one probe found."""
+
+    name: str
+    status: Status
+    detail: str
+    """One line for people."""
+
+    value: float | None = None
+    """The number that was judged, in ``unit``; None where there is none."""
+
+    unit: str = ""
+    evidence: tuple[str, ...] = ()
+    """Lines that were seen; or, in a stored result, the file that holds them."""
+
+    remedy: str = ""
+    """What an admin would do next; empty when all is well."""
+
+    problem: Problem = Problem.NODE
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkup:
+    """One look at one node: all results of one run of its probes."""
+
+    node: str
+    at: float
+    """Unix time by the node's own clock."""
+
+    results: tuple[ProbeResult, ...]
+    context: str = "manual"
+    level: int = 1
+
+    @property
+    def status(self) -> Status:
+        """The worst of its results; unknown where there is none."""
+        return worst(result.status for result in self.results)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether something could be looked at, and nothing is critical; not being so does not make a node sick."""
+        known = {result.status for result in self.results} - {Status.UNKNOWN}
+        return bool(known) and Status.CRITICAL not in known
+
+
+class Condition(StrEnum):
+    """What a node's looks come to."""
+
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    """It failed, but not often enough to act on; or it failed and has not been well for long enough."""
+
+    SICK = "sick"
+    """N of the last M looks failed the same check, the newest among them."""
+
+    UNKNOWN = "unknown"
+    """Nothing recent is known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HealthRules:
+    """When results become a verdict, and a verdict an action."""
+
+    needed: int = 2
+    """Looks that must have failed the same check, ..."""
+
+    considered: int = 3
+    """... among so many newest ones that could look."""
+
+    clean_needed: int = 2
+    """Looks without a failure, newest ones, after which a node is healthy again."""
+
+    min_spacing_s: float = 30.0
+    """Looks closer together than this count as one: ten jobs that start at once are not ten opinions."""
+
+    max_age_s: float = 7200.0
+    """Looks older than this count no more."""
+
+    cluster_problem_fraction: float = 0.3
+    """Share of the nodes looked at: where more of them, and at least two, fail the same check it is the cluster's."""
+
+    max_nodes_per_hour: int = 4
+    """Nodes that may be taken out within an hour."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeVerdict:
+    """What the looks at one node come to."""
+
+    node: str
+    condition: Condition
+    check: str = ""
+    """The check that failed; empty when none did."""
+
+    problem: Problem = Problem.NODE
+    detail: str = ""
+    remedy: str = ""
+    failed: int = 0
+    """Of the looks that count, how many failed that check, ..."""
+
+    looked: int = 0
+    """... and how many could look."""
+
+    clean: int = 0
+    """Newest looks in a row in which nothing failed and something was seen."""
+
+    at: float = -math.inf
+    """Unix time of the newest look; minus infinity when there is none."""
+
+    @property
+    def reason(self) -> str:
+        """The drain reason."""
+        return drain_reason(self.problem, self.check, self.detail)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterProblem:
+    """One failure that many nodes share: no node's fault, and no node is changed for it."""
+
+    check: str
+    nodes: tuple[str, ...]
+    looked: int
+    """Nodes of which the newest look could tell."""
+
+    detail: str
+
+    def __str__(self) -> str:
+        return f"cluster problem: {self.check} fails on {len(self.nodes)} of {self.looked} nodes: {self.detail}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assessment:
+    """The verdicts on all nodes."""
+
+    verdicts: Mapping[str, NodeVerdict]
+    cluster_problems: tuple[ClusterProblem, ...] = ()
+
+    def of(self, *conditions: Condition) -> list[NodeVerdict]:
+        """The verdicts of these conditions, by node."""
+        return [self.verdicts[node] for node in sorted(self.verdicts) if self.verdicts[node].condition in conditions]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Who is to be taken out now."""
+
+    act: tuple[NodeVerdict, ...] = ()
+    held_back: tuple[tuple[NodeVerdict, str], ...] = ()
+    """Who is sick and stays, each with the reason."""
+
+    cluster_problems: tuple[ClusterProblem, ...] = field(default=())
+
+
+_SEVERITY = {Status.OK: 0, Status.UNKNOWN: 1, Status.WARNING: 2, Status.CRITICAL: 3}
+
+
+def worst(statuses: Iterable[Status]) -> Status:
+    """The gravest of them: critical, then warning, then unknown, then OK; unknown when there is none."""
+    return max(statuses, key=lambda status: _SEVERITY[status], default=Status.UNKNOWN)
+
+
+def assess(
+    checkups: Mapping[str, Sequence[Checkup]], now: float, rules: HealthRules, *, nodes: Iterable[str] = ()
+) -> Assessment:
+    """The verdict on each node from its checkups, in any order; ``nodes`` are those that may have none.
+
+    Linear in the number of results. A check that fails on many nodes leaves them out of SICK: they are SUSPECT.
+    """
+    recent = {node: _recent(checkups.get(node, ()), now, rules) for node in {*checkups, *nodes}}
+    problems = _cluster_problems(recent, rules)
+    shared = frozenset(problem.check for problem in problems)
+    verdicts = {node: _verdict(node, looks, rules, shared) for node, looks in recent.items()}
+    return Assessment(verdicts=verdicts, cluster_problems=problems)
+
+
+def plan(
+    assessment: Assessment, now: float, rules: HealthRules, *, taken_out_at: Iterable[float] = (),
+    already_out: frozenset[str] = frozenset(),
+) -> Plan:  # fmt: skip
+    """Who of the sick is taken out now.
+
+    Args:
+        taken_out_at: Unix times at which nodes were taken out before; those of the last hour count.
+        already_out: nodes that are drained or excluded; nothing is done about them.
+    """
+    left = rules.max_nodes_per_hour - sum(1 for at in taken_out_at if at > now - 3600)
+    sick = [verdict for verdict in assessment.of(Condition.SICK) if verdict.node not in already_out]
+    sick.sort(key=lambda verdict: (-verdict.failed, verdict.node))
+    act, late = sick[: max(0, left)], sick[max(0, left) :]
+    why = f"max_nodes_per_hour={rules.max_nodes_per_hour} is reached"
+    return Plan(
+        act=tuple(act),
+        held_back=tuple((verdict, why) for verdict in late),
+        cluster_problems=assessment.cluster_problems,
+    )
+
+
+def drain_reason(problem: Problem, check: str, detail: str) -> str:
+    """The reason that Slurm shows: one printable line that begins with our prefix, whatever the probe said."""
+    text = f"{REASON_PREFIX}[{problem.value}] {check}: {detail}"
+    plain = re.sub(r"[^ -~]+", " ", text).replace('"', "'").replace("\\", "/")
+    return " ".join(plain.split())[:MAX_REASON]
+
+
+def is_ours(reason: str) -> bool:
+    """Whether slurmft wrote this drain reason; no other is ever touched."""
+    return reason.startswith(REASON_PREFIX)
+
+
+def _recent(checkups: Sequence[Checkup], now: float, rules: HealthRules) -> list[Checkup]:
+    """The looks that count, newest first: neither old nor from the future, and apart from each other."""
+    oldest, latest = now - rules.max_age_s, now + CLOCK_SLACK_S
+    kept: list[Checkup] = []
+    for each in sorted((each for each in checkups if oldest <= each.at <= latest), key=attrgetter("at"), reverse=True):
+        if not kept or kept[-1].at - each.at >= rules.min_spacing_s:
+            kept.append(each)
+    return kept
+
+
+def _cluster_problems(recent: Mapping[str, Sequence[Checkup]], rules: HealthRules) -> tuple[ClusterProblem, ...]:
+    """By each node's newest look: what fails now counts, however often it failed before."""
+    looked: Counter[str] = Counter()
+    failing: dict[str, list[tuple[str, str]]] = {}
+    for node, looks in recent.items():
+        for result in looks[0].results if looks else ():
+            looked[result.name] += result.status is not Status.UNKNOWN
+            if result.status is Status.CRITICAL:
+                failing.setdefault(result.name, []).append((node, result.detail))
+    return tuple(
+        ClusterProblem(check=check, nodes=tuple(sorted(node for node, _ in found)), looked=looked[check],
+                       detail=min(found)[1])
+        for check, found in sorted(failing.items())
+        if len(found) >= 2 and len(found) > rules.cluster_problem_fraction * looked[check]
+    )  # fmt: skip
+
+
+def _verdict(node: str, looks: Sequence[Checkup], rules: HealthRules, shared: frozenset[str]) -> NodeVerdict:
+    if not looks:
+        return NodeVerdict(node=node, condition=Condition.UNKNOWN)
+    at, clean = looks[0].at, _clean(looks)
+    if clean == len(looks):  # nearly every node of a cluster: nothing to weigh
+        return NodeVerdict(node=node, condition=Condition.HEALTHY, at=at, clean=clean)
+    outcomes: dict[str, list[ProbeResult]] = {}
+    for look in looks:
+        for result in _once(look.results):
+            if result.status is not Status.UNKNOWN:
+                outcomes.setdefault(result.name, []).append(result)
+    worst_of: tuple[int, ProbeResult, int] | None = None
+    for found in outcomes.values():
+        newest = found[: rules.considered]
+        failed = [result for result in newest if result.status is Status.CRITICAL]
+        if failed and (worst_of is None or _rank(failed, newest, rules, shared) > worst_of[0]):
+            worst_of = (_rank(failed, newest, rules, shared), failed[0], len(newest))
+    if worst_of is None or (worst_of[0] < 0 and clean >= rules.clean_needed):
+        known = bool(outcomes)
+        return NodeVerdict(node=node, condition=Condition.HEALTHY if known else Condition.UNKNOWN, at=at, clean=clean)
+    _, result, looked = worst_of
+    failures = [each for each in outcomes[result.name][: rules.considered] if each.status is Status.CRITICAL]
+    still = outcomes[result.name][0].status is Status.CRITICAL
+    sick = still and len(failures) >= rules.needed and result.name not in shared
+    return NodeVerdict(
+        node=node, condition=Condition.SICK if sick else Condition.SUSPECT, check=result.name, problem=result.problem,
+        detail=result.detail, remedy=result.remedy, failed=len(failures), looked=looked, clean=clean, at=at,
+    )  # fmt: skip
+
+
+def _once(results: Iterable[ProbeResult]) -> Iterable[ProbeResult]:
+    """One result of each name, the gravest: what one look says twice it has still seen once."""
+    by_name: dict[str, ProbeResult] = {}
+    for result in results:
+        other = by_name.get(result.name)
+        if other is None or _SEVERITY[result.status] > _SEVERITY[other.status]:
+            by_name[result.name] = result
+    return by_name.values()
+
+
+def _rank(
+    failed: Sequence[ProbeResult], newest: Sequence[ProbeResult], rules: HealthRules, shared: frozenset[str]
+) -> int:
+    """Which failure is told: one to act on before one that is shared or too rare, and these before one that is over."""
+    if newest[0].status is not Status.CRITICAL:
+        return -1
+    acts = len(failed) >= rules.needed and failed[0].name not in shared
+    return len(failed) + (1_000_000 if acts else 0)
+
+
+def _clean(looks: Sequence[Checkup]) -> int:
+    count = 0
+    for look in looks:
+        seen = {result.status for result in look.results}
+        if Status.CRITICAL in seen or not seen - {Status.UNKNOWN}:
+            break
+        count += 1
+    return count

@@ -1,0 +1,366 @@
+"""What is held against nodes and GPUs, and what follows: observations fade, corroborate each other, and are lifted.
+
+A positive observation fades with the half-life of its kind. A negative one (an acquittal, a passed health check) takes
+its weight off what was held against the node before it, never off what comes later, and never below nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import NamedTuple
+
+from slurmft.policy.nodes.evidence import Evidence, Kind
+
+DAY_H = 24.0
+HOUR_S = 3600.0
+
+WEIGHTS: Mapping[str, float] = MappingProxyType({
+    Kind.RERUN_PERSISTENT: 2.0,
+    Kind.RECLAIMED: 2.0,
+    Kind.RERUN_UNDECIDED: 0.6,
+    Kind.RERUN_TRANSIENT: 0.4,
+    Kind.HEALTH: 0.8,
+    Kind.NODE_LOST: 0.6,
+    Kind.LAUNCH_FAILED: 0.6,
+    Kind.STRAGGLER: 0.5,
+    Kind.AT_RISK: 0.5,
+    Kind.REPEATED_DEATH: 0.5,
+    Kind.HANG: 0.3,
+    Kind.CRASH: 0.25,
+    Kind.COMMUNICATION: 0.2,
+    Kind.OUT_OF_MEMORY: 0.1,
+    Kind.RERUN_ACQUITTED: -1.0,
+    Kind.PASSED: -0.3,
+    Kind.FORGIVEN: -1_000_000.0,
+})  # fmt: skip
+"""Weight of one observation where its source says nothing else. Alone, only a persistent error reaches 1, and for
+half an hour what is no suspicion: a cloud has announced to take the node away."""
+
+HALF_LIFE_HOURS: Mapping[str, float] = MappingProxyType({
+    Kind.RERUN_PERSISTENT: 30 * DAY_H,
+    Kind.RERUN_UNDECIDED: 7 * DAY_H,
+    Kind.RERUN_TRANSIENT: 7 * DAY_H,
+    Kind.HEALTH: 2 * DAY_H,
+    Kind.LAUNCH_FAILED: 2 * DAY_H,
+    Kind.NODE_LOST: 3 * DAY_H,
+    Kind.RECLAIMED: 0.5,
+    Kind.AT_RISK: 1.0,
+    Kind.STRAGGLER: 3 * DAY_H,
+    Kind.REPEATED_DEATH: 3 * DAY_H,
+    Kind.HANG: 2 * DAY_H,
+    Kind.CRASH: 1 * DAY_H,
+    Kind.COMMUNICATION: 1 * DAY_H,
+    Kind.OUT_OF_MEMORY: 1 * DAY_H,
+})  # fmt: skip
+"""Hours in which half of an observation fades; kinds with a negative weight act once and have none."""
+
+OTHER_HALF_LIFE_HOURS = 1 * DAY_H
+"""Of a kind that only a newer slurmft knows."""
+
+_OF_WORKERS = frozenset({Kind.CRASH, Kind.REPEATED_DEATH, Kind.HANG, Kind.COMMUNICATION, Kind.OUT_OF_MEMORY})
+ONCE_PER_RUN = _OF_WORKERS | {Kind.STRAGGLER}
+"""Kinds that a run's own fault shows as well: of one run only the strongest counts, so that a script which crashes
+wherever it runs excludes no node by itself."""
+
+SEEN_BY_CHECKS = _OF_WORKERS | {Kind.HEALTH, Kind.NODE_LOST}
+"""What a passed health check speaks against. It proves nothing about wrong results, nor about speed."""
+
+PRECISION_S = 1e-3
+"""Of the moment at which a state ends."""
+
+MAX_WEIGHT = 1_000_000.0
+FADED = 0.01
+"""What is left of an observation that may be forgotten, as a share of ``Rules.probation``."""
+
+
+class Observation(NamedTuple):
+    """One thing held against a node, or in its favour. A tuple: a list holds tens of thousands."""
+
+    kind: Kind | str
+    node: str
+    weight: float
+    """Positive: against the node; negative: in its favour."""
+
+    at: float
+    """Unix time."""
+
+    id: str
+    """Tells the same observation, handed in twice, from two."""
+
+    gpu: str = ""
+    """UUID; empty where it is not known."""
+
+    source: str = ""
+    """Who saw it, such as ``supervisor`` or ``sweep``."""
+
+    run: str = ""
+    job: str = ""
+    evidence: str = ""
+    """A path or a sentence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ManualEntry:
+    """A person keeps a node out; stronger than any score."""
+
+    node: str
+    reason: str
+    who: str
+    at: float
+    until: float | None = None
+    """Unix time; None: until it is removed."""
+
+    def holds(self, now: float) -> bool:
+        """Whether it has not expired."""
+        return self.until is None or self.until > now
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """When suspicion becomes exclusion, and how fast it fades."""
+
+    threshold: float = 1.0
+    """Score from which on a node is excluded."""
+
+    probation: float = 0.25
+    """Score from which on a node is on probation."""
+
+    half_life_hours: Mapping[str, float] = field(default_factory=dict)
+    """By kind, where it differs from ``HALF_LIFE_HOURS``."""
+
+    def half_life_s(self, kind: str) -> float:
+        """Seconds in which an observation of this kind loses half of its weight."""
+        return HOUR_S * self.half_life_hours.get(kind, HALF_LIFE_HOURS.get(kind, OTHER_HALF_LIFE_HOURS))
+
+
+class State(StrEnum):
+    """Whether new placements may use a node."""
+
+    EXCLUDED = "excluded"
+    PROBATION = "probation"
+    FREE = "free"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """What all observations of a node come to."""
+
+    node: str
+    state: State
+    score: float
+    reasons: tuple[str, ...]
+    """The weightiest first."""
+
+    until: float | None
+    """Unix time at which it leaves this state if nothing else is seen; infinite: never; None: it is free."""
+
+    by_hand: bool = False
+    """A person excluded it."""
+
+
+@dataclass(slots=True)
+class Weighed:
+    """One observation and what it means now."""
+
+    observation: Observation
+    value: float
+    """Positive: what still counts of it. Negative: what it took off when it was made."""
+
+    counts: bool = True
+    """False where a stronger one of the same kind and run stands for it."""
+
+    left: float = 1.0
+    """The share that favourable observations have left of it."""
+
+
+def observed(
+    evidence: Evidence, *, source: str, run: str = "", job: str = "", weight: float | None = None, where: str = ""
+) -> Observation:
+    """``evidence`` as an observation; ``where`` is the file it came from, and tells its message from others'.
+
+    The id is made of what was seen, of whom, in which job and when, so that reading the same file twice adds nothing.
+    """
+    suspect = evidence.suspect
+    seen = (evidence.kind, suspect.node, suspect.gpu, suspect.rank, run, job, f"{evidence.at:.3f}", evidence.step)
+    return Observation(
+        kind=evidence.kind,
+        node=suspect.node,
+        weight=WEIGHTS.get(evidence.kind, 0.0) if weight is None else weight,
+        at=evidence.at,
+        id="|".join(map(str, seen)),
+        gpu=suspect.gpu,
+        source=source,
+        run=run,
+        job=job,
+        evidence=f"{evidence.message} ({where})" if where else evidence.message,
+    )
+
+
+def weigh(observations: Iterable[Observation], now: float, rules: Rules) -> list[Weighed]:
+    """What each of one node's observations means at ``now``, oldest first; those that are no numbers are left out.
+
+    One from the future, by a clock that is ahead, counts as of now.
+    """
+    sound = [each for each in observations if math.isfinite(each.weight) and math.isfinite(each.at)]
+    if len(sound) > 1:
+        sound.sort(key=lambda each: (min(each.at, now), each.weight < 0, each.id))
+    weighed: list[Weighed] = []
+    against: list[Weighed] = []
+    for observation in sound:
+        entry = Weighed(observation, observation.weight)
+        weighed.append(entry)
+        if observation.weight > 0:
+            against.append(entry)
+        else:
+            entry.value = -_take_off(observation, against, min(observation.at, now), rules)
+    _value_at(against, now, rules)
+    return weighed
+
+
+def _take_off(favour: Observation, against: Sequence[Weighed], at: float, rules: Rules) -> float:
+    """Lift up to the weight of ``favour`` from what stands against the node; returns how much it was."""
+    checks_only = favour.kind is Kind.PASSED
+    held = [
+        entry for entry in against if entry.left and not (checks_only and entry.observation.kind not in SEEN_BY_CHECKS)
+    ]
+    total = _value_at(held, at, rules)
+    if total <= 0:
+        return 0.0
+    taken = min(total, -favour.weight)
+    for entry in held:
+        entry.left *= 1 - taken / total
+    return taken
+
+
+def _value_at(against: Sequence[Weighed], at: float, rules: Rules) -> float:
+    """Set what each of them is worth at that time, and which of one run's count; returns the sum."""
+    strongest: dict[tuple[str, str], Weighed] = {}
+    total = 0.0
+    for entry in against:
+        observation = entry.observation
+        age_s = max(0.0, at - observation.at)
+        entry.value = observation.weight * entry.left * 2.0 ** (-age_s / rules.half_life_s(observation.kind))
+        entry.counts = True
+        if observation.run and observation.kind in ONCE_PER_RUN:
+            key = (str(observation.kind), observation.run)
+            other = strongest.get(key)
+            if other is not None and other.value >= entry.value:
+                entry.counts = False
+                continue
+            if other is not None:
+                other.counts = False
+                total -= other.value
+            strongest[key] = entry
+        total += entry.value
+    return max(0.0, total)
+
+
+def standing(
+    observations: Iterable[Observation], manual: Iterable[ManualEntry], now: float, rules: Rules
+) -> dict[str, Standing]:
+    """Every node that anything is known of, by name."""
+    by_node: dict[str, list[Observation]] = {}
+    for observation in observations:
+        by_node.setdefault(observation.node, []).append(observation)
+    entries: dict[str, list[ManualEntry]] = {}
+    for entry in manual:
+        if entry.holds(now):
+            entries.setdefault(entry.node, []).append(entry)
+    names = sorted(by_node.keys() | entries.keys())
+    return {node: _standing_of(node, by_node.get(node, ()), entries.get(node, ()), now, rules) for node in names}
+
+
+def _standing_of(
+    node: str, observations: Sequence[Observation], manual: Sequence[ManualEntry], now: float, rules: Rules
+) -> Standing:
+    counting = [entry for entry in weigh(observations, now, rules) if entry.counts and entry.value > 0]
+    score = math.fsum(entry.value for entry in counting)
+    reasons = tuple(_by_hand(entry) for entry in manual) + _reasons(counting)
+    if score >= rules.threshold:
+        state, until = State.EXCLUDED, now + _fades_in_s(counting, rules.threshold, rules)
+    elif score >= rules.probation:
+        state, until = State.PROBATION, now + _fades_in_s(counting, rules.probation, rules)
+    else:
+        state, until = State.FREE, None
+    if manual:
+        ends = [math.inf if entry.until is None else entry.until for entry in manual]
+        until = max([*ends, until] if state is State.EXCLUDED and until is not None else ends)
+        state = State.EXCLUDED
+    return Standing(node=node, state=state, score=score, reasons=reasons, until=until, by_hand=bool(manual))
+
+
+def _by_hand(entry: ManualEntry) -> str:
+    return f"{entry.reason or 'no reason given'} (by {entry.who or 'hand'})"
+
+
+def _reasons(counting: Sequence[Weighed]) -> tuple[str, ...]:
+    totals: dict[str, tuple[float, int]] = {}
+    for entry in counting:
+        value, count = totals.get(entry.observation.kind, (0.0, 0))
+        totals[entry.observation.kind] = (value + entry.value, count + 1)
+    ordered = sorted(totals.items(), key=lambda item: (-item[1][0], item[0]))
+    return tuple(f"{f'{count} x ' if count > 1 else ''}{kind} {value:.2f}" for kind, (value, count) in ordered)
+
+
+def _fades_in_s(counting: Sequence[Weighed], level: float, rules: Rules) -> float:
+    """Seconds until the sum of what counts is down to ``level``, which it is not below now."""
+    sums: dict[float, float] = {}
+    for entry in counting:
+        half_life_s = rules.half_life_s(entry.observation.kind)
+        sums[half_life_s] = sums.get(half_life_s, 0.0) + entry.value
+    if len(sums) == 1:
+        return max(sums) * math.log2(max(1.0, math.fsum(sums.values()) / level))
+    seconds = 0.0
+    for _ in range(100):  # Newton on the logarithm, which is falling and convex: it comes nearer from one side only
+        left = [(value * 2.0 ** (-seconds / half_life_s), half_life_s) for half_life_s, value in sums.items()]
+        total = math.fsum(value for value, _ in left)
+        if total <= level:
+            break
+        step = math.log2(total / level) * total / math.fsum(value / half_life_s for value, half_life_s in left)
+        seconds += step
+        if step < PRECISION_S:
+            break
+    return seconds
+
+
+def suspect_gpus(observations: Iterable[Observation], now: float, rules: Rules) -> dict[str, float]:
+    """Score of every GPU, by UUID, that has reached the threshold by itself.
+
+    What speaks for a node as a whole speaks for its GPUs; what speaks against it accuses none of them.
+    """
+    by_gpu: dict[str, list[Observation]] = {}
+    for_nodes: dict[str, list[Observation]] = {}
+    for observation in observations:
+        if observation.gpu:
+            by_gpu.setdefault(observation.gpu, []).append(observation)
+        elif observation.weight < 0:
+            for_nodes.setdefault(observation.node, []).append(observation)
+    scores = {}
+    for gpu, held in sorted(by_gpu.items()):
+        favours = [each for node in {one.node for one in held} for each in for_nodes.get(node, ())]
+        weighed = weigh([*held, *favours], now, rules)
+        scores[gpu] = math.fsum(entry.value for entry in weighed if entry.counts and entry.value > 0)
+    return {gpu: score for gpu, score in scores.items() if score >= rules.threshold}
+
+
+def worth_keeping(observations: Iterable[Observation], now: float, rules: Rules) -> list[Observation]:
+    """All but those without which every node would stand where it does, now and later."""
+    by_node: dict[str, list[Observation]] = {}
+    for observation in observations:
+        by_node.setdefault(observation.node, []).append(observation)
+    return [each for held in by_node.values() for each in _worth_keeping_of_one(held, now, rules)]
+
+
+def _worth_keeping_of_one(held: Sequence[Observation], now: float, rules: Rules) -> list[Observation]:
+    weighed = weigh(held, now, rules)
+    matters = [entry for entry in weighed if entry.value > FADED * rules.probation]
+    oldest = min((entry.observation.at for entry in matters), default=math.inf)
+    lifted = [entry for entry in weighed if entry.value < 0 and entry.observation.at >= oldest]
+    # what such a one took off was shared by all that stood there then, faded since or not
+    newest = max((entry.observation.at for entry in lifted), default=-math.inf)
+    shared = [entry for entry in weighed if entry.observation.weight > 0 and entry.observation.at <= newest]
+    return list(dict.fromkeys(entry.observation for entry in (*matters, *shared, *lifted)))

@@ -1,0 +1,1 @@
+"""What a site, its Slurm, its clouds and its NCCL promise and refuse."""

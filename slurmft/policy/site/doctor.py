@@ -1,0 +1,355 @@
+"""What will and will not work on a site: its configuration and one run's wishes in, findings with remedies out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from slurmft.policy.timing.grace import REQUEUE_COST_S
+
+SILENT_NODE_S = 600.0
+FORGETFUL_S = 60.0
+CLOCK_WARNING_S, CLOCK_PROBLEM_S = 5.0, 300.0
+"""Half a minute of jitter is allowed for already; munge refuses credentials from 300 s on."""
+
+OWN_EXITS = (16, 17, 74, 75, 93)
+DEFAULT_CRED_EXPIRE_S = 120
+
+
+class Level(StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    NOTE = "note"
+    """A fact to know."""
+
+    WARNING = "warning"
+    """It works, worse than it could."""
+
+    PROBLEM = "problem"
+    """Something that this run needs will not work."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    check: str
+    level: Level
+    text: str
+    remedy: str = ""
+    """What to do about it, and who; empty where nothing is to be done."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartitionFacts:
+    """One partition that the run may start in."""
+
+    name: str
+    preempt_mode: str = ""
+    grace_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wishes:
+    """What the run asks for; of a run without a configuration, the defaults."""
+
+    partitions: tuple[str, ...] = ()
+    """As asked for; empty: the cluster's default."""
+
+    requeue: bool = True
+    continue_by: str = "auto"
+    requeue_delay_s: int = 2
+    survives_nodes: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FolderFacts:
+    """What a real try in the run folder's filesystem has shown."""
+
+    path: str
+    error: str = ""
+    """Why nothing could be written there."""
+
+    exclusive: bool = True
+    """A file can be created by one of two only."""
+
+    renames: bool = True
+    """A file can be replaced in one step."""
+
+    flock: str = "works"
+    """works, or why it does not."""
+
+    clock_offset_s: float = 0.0
+    """The filesystem's clock less this machine's."""
+
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdminFacts:
+    """Whether the user may drain nodes; None where nobody could tell."""
+
+    may_drain: bool | None
+    why: str
+
+
+def judge_cluster(conf: Mapping[str, str], wishes: Wishes) -> Iterator[Finding]:
+    """Findings on ``scontrol show config``; a key that is not there tells nothing, and nothing is said of it."""
+    for look in (_preemption, _kill_wait, _requeue, _requeue_delay, _proctrack, _silent_nodes, _accounting, _exits,
+                 _memory_of_jobs, _held_launches):  # fmt: skip
+        found = look(conf, wishes)
+        if found is not None:
+            yield found
+
+
+def judge_partitions(
+    conf: Mapping[str, str], known: Mapping[str, PartitionFacts], default: Sequence[str], wishes: Wishes
+) -> Iterator[Finding]:
+    """Findings on the partitions that the run may start in."""
+    names = wishes.partitions or tuple(default)
+    if not names:
+        yield Finding(check="partition", level=Level.PROBLEM, text="no partition is asked for and none is the default",
+                      remedy="set slurm.partition")  # fmt: skip
+    for name in names:
+        if name not in known:
+            yield Finding(check=f"partition {name}", level=Level.PROBLEM, text=f"there is no partition {name}",
+                          remedy=f"set slurm.partition to one of: {', '.join(sorted(known)[:20])}")  # fmt: skip
+        elif not _never_preempts(conf):
+            yield _of_partition(known[name], conf, wishes)
+
+
+def judge_folder(facts: FolderFacts) -> Iterator[Finding]:
+    """Findings on the run folder's filesystem."""
+    where = facts.path
+    if facts.error:
+        yield Finding(check="run folder", level=Level.PROBLEM, text=f"{where} cannot be written: {facts.error}",
+                      remedy="choose another run_folder, or ask for room and permission there")  # fmt: skip
+        return
+    if not (facts.exclusive and facts.renames):
+        what = "create a file exclusively" if not facts.exclusive else "replace a file in one step"
+        yield Finding(check="run folder", level=Level.PROBLEM, text=f"{where} cannot {what}",
+                      remedy="choose a run_folder on a POSIX filesystem")  # fmt: skip
+    elif facts.took_s > 1.0:
+        yield Finding(check="run folder", level=Level.WARNING, text=f"{where}: a small file takes {facts.took_s:.1f} s",
+                      remedy="stops and starts wait for it; choose a faster run_folder")  # fmt: skip
+    else:
+        yield Finding(check="run folder", level=Level.OK, text=f"{where} can be written, {facts.took_s * 1e3:.0f} ms")
+    if facts.flock == "works":
+        yield Finding(check="file locks", level=Level.OK, text="flock works there, on this machine at least")
+    else:
+        yield Finding(check="file locks", level=Level.NOTE, text=f"flock does not work there: {facts.flock}",
+                      remedy="slurmft's own locks need none; other programs may (mount with flock)")  # fmt: skip
+
+
+def judge_clocks(offsets_s: Mapping[str, float]) -> Iterator[Finding]:
+    """Findings on clocks: by whom, and its time less this machine's."""
+    for who, offset_s in offsets_s.items():
+        level = Level.PROBLEM if abs(offset_s) > CLOCK_PROBLEM_S else Level.WARNING
+        if abs(offset_s) <= CLOCK_WARNING_S:
+            yield Finding(check="clock", level=Level.OK, text=f"{who} and this machine agree within a few seconds")
+        else:
+            yield Finding(check="clock", level=level, text=f"{who} is {offset_s:+.0f} s off this machine's clock",
+                          remedy="correct it (chrony): deadlines are told by one and kept by the other")  # fmt: skip
+
+
+def judge_permissions(facts: AdminFacts) -> Finding:
+    """What the user may do to nodes; to own jobs every owner may do all that slurmft does."""
+    if facts.may_drain:
+        return Finding(check="permissions", level=Level.OK, text=f"you may drain nodes ({facts.why})")
+    unknown = "it is not known whether you may drain nodes" if facts.may_drain is None else "you may not drain nodes"
+    return Finding(check="permissions", level=Level.NOTE, text=f"{unknown} ({facts.why}); you may requeue your jobs",
+                   remedy="slurmft sweep prints the commands for an administrator")  # fmt: skip
+
+
+def worst(findings: Sequence[Finding]) -> Level:
+    """The gravest level among them."""
+    order = list(Level)
+    return max((finding.level for finding in findings), key=order.index, default=Level.OK)
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """0: nothing to do; 1: warnings; 2: problems."""
+    return {Level.WARNING: 1, Level.PROBLEM: 2}.get(worst(findings), 0)
+
+
+def seconds_of(text: str) -> float | None:
+    """The number in ``300 sec``; None where there is none."""
+    match = re.match(r"(\d{1,15})\b", text.strip())
+    return float(match[1]) if match else None
+
+
+def requeue_delay_s(conf: Mapping[str, str]) -> float:
+    """Seconds that a requeued job waits by itself: ``cred_expire`` and one more, or what the site has set."""
+    parameters = conf.get("SchedulerParameters", "")
+    if match := re.search(r"\brequeue_delay=(\d{1,9})\b", parameters):
+        return float(match[1])
+    match = re.search(r"\bcred_expire=(\d{1,9})\b", conf.get("AuthInfo", ""))
+    return float(match[1] if match else DEFAULT_CRED_EXPIRE_S) + 1
+
+
+def _never_preempts(conf: Mapping[str, str]) -> bool:
+    return conf.get("PreemptType", "").endswith("none")
+
+
+def _preemption(conf: Mapping[str, str], _: Wishes) -> Finding | None:
+    kind = conf.get("PreemptType", "")
+    if not kind:
+        return None
+    if _never_preempts(conf):
+        return Finding(
+            check="preemption", level=Level.OK, text="no job is preempted on this cluster (PreemptType none)"
+        )
+    return Finding(check="preemption", level=Level.OK, text=f"{kind}, PreemptMode {conf.get('PreemptMode', 'unknown')}")
+
+
+def _of_partition(partition: PartitionFacts, conf: Mapping[str, str], wishes: Wishes) -> Finding:
+    words = set((partition.preempt_mode or conf.get("PreemptMode", "")).upper().split(","))
+    check = f"partition {partition.name}"
+    if "CANCEL" in words:
+        stuck = wishes.continue_by == "requeue"
+        then = (
+            "and the run ends there, since preemption.continue_by is requeue" if stuck else "so a successor is queued"
+        )
+        return Finding(
+            check=check, level=Level.PROBLEM if stuck else Level.WARNING,
+            text=f"PreemptMode=CANCEL: a preempted job is never requeued, whatever it asks for, {then}",
+            remedy="set preemption.continue_by to auto" if stuck else
+            f"an administrator: scontrol update PartitionName={partition.name} PreemptMode=REQUEUE",
+        )  # fmt: skip
+    if "REQUEUE" not in words:
+        what = "suspended" if "SUSPEND" in words else "not preempted"
+        return Finding(check=check, level=Level.OK, text=f"its jobs are {what} (PreemptMode {','.join(sorted(words))})")
+    if conf.get("PreemptType", "").endswith("qos"):
+        return Finding(check=check, level=Level.NOTE, text="the grace of a preemption is that of the job's QOS",
+                       remedy="sacctmgr show qos format=Name,GraceTime,PreemptMode")  # fmt: skip
+    if partition.grace_s is None:
+        return Finding(check=check, level=Level.NOTE, text="its GraceTime is not known")
+    if partition.grace_s <= REQUEUE_COST_S:
+        return Finding(
+            check=check, level=Level.WARNING,
+            text=f"GraceTime={partition.grace_s:.0f}: a preempted job has KillWait alone "
+            f"({conf.get('KillWait', 'unknown')}) to save",
+            remedy=f"an administrator: GraceTime=120 for {partition.name}; or save often (checkpoint.interval_steps)",
+        )  # fmt: skip
+    return Finding(check=check, level=Level.OK, text=f"requeues with a grace of {partition.grace_s:.0f} s")
+
+
+def _kill_wait(conf: Mapping[str, str], _: Wishes) -> Finding | None:
+    kill_wait_s = seconds_of(conf.get("KillWait", ""))
+    if kill_wait_s is None:
+        return None
+    if kill_wait_s <= REQUEUE_COST_S:
+        return Finding(
+            check="KillWait", level=Level.WARNING,
+            text=f"{kill_wait_s:.0f} s between TERM and KILL: a manual requeue or scancel leaves no time for a save",
+            remedy="an administrator: KillWait=30 or more; use slurmft requeue and slurmft stop, which save first",
+        )  # fmt: skip
+    return Finding(check="KillWait", level=Level.OK, text=f"{kill_wait_s:.0f} s between TERM and KILL")
+
+
+def _requeue(conf: Mapping[str, str], wishes: Wishes) -> Finding | None:
+    if not wishes.requeue:
+        return Finding(check="requeue", level=Level.WARNING, text="slurm.requeue is false: a successor is queued",
+                       remedy="leave slurm.requeue true")  # fmt: skip
+    match conf.get("JobRequeue"):
+        case None:
+            return None
+        case "0":
+            return Finding(check="requeue", level=Level.NOTE,
+                           text="JobRequeue=0: only jobs that ask for it are requeued; those of slurmft submit do",
+                           remedy="own batch scripts need #SBATCH --requeue")  # fmt: skip
+    return Finding(check="requeue", level=Level.OK, text="jobs may be requeued (JobRequeue=1)")
+
+
+def _requeue_delay(conf: Mapping[str, str], wishes: Wishes) -> Finding | None:
+    if not conf:
+        return None
+    delay_s, own_s = requeue_delay_s(conf), wishes.requeue_delay_s
+    text = f"Slurm's own delay of a requeue is {delay_s:.0f} s; slurmft's begin time spares it (about {own_s} s)"
+    return Finding(check="requeue delay", level=Level.OK if delay_s <= 10 else Level.NOTE, text=text)
+
+
+def _proctrack(conf: Mapping[str, str], _: Wishes) -> Finding | None:
+    kind = conf.get("ProctrackType", "").rpartition("/")[2]
+    if not kind:
+        return None
+    if kind == "pgid":
+        return Finding(check="proctrack", level=Level.WARNING,
+                       text="pgid: processes that leave their group outlive the job, and hold GPUs and memory",
+                       remedy="an administrator: ProctrackType=proctrack/cgroup")  # fmt: skip
+    who = "the agent only, which passes it on" if kind == "cgroup" else "every process, data-loader workers too"
+    return Finding(check="proctrack", level=Level.OK, text=f"{kind}: a signal to the step reaches {who}")
+
+
+def _silent_nodes(conf: Mapping[str, str], wishes: Wishes) -> Finding | None:
+    timeout_s = seconds_of(conf.get("SlurmdTimeout", ""))
+    if timeout_s is None:
+        return None
+    if timeout_s == 0 or timeout_s > SILENT_NODE_S:
+        what = "never" if timeout_s == 0 else f"only after {timeout_s:.0f} s"
+        return Finding(check="SlurmdTimeout", level=Level.WARNING,
+                       text=f"Slurm notices a dead node {what}; until then its jobs seem to run",
+                       remedy="an administrator: SlurmdTimeout=300; or spare_nodes, slurm.no_kill")  # fmt: skip
+    faster = " (slurmft itself needs seconds)" if wishes.survives_nodes else ""
+    return Finding(check="SlurmdTimeout", level=Level.OK,
+                   text=f"Slurm notices a dead node after {timeout_s:.0f} s{faster}")  # fmt: skip
+
+
+def has_accounting(conf: Mapping[str, str]) -> bool:
+    """Whether the cluster keeps accounts, as far as its configuration tells."""
+    return conf.get("AccountingStorageType", "") not in ("accounting_storage/none", "(null)", "")
+
+
+def _accounting(conf: Mapping[str, str], _: Wishes) -> Finding | None:
+    kind = conf.get("AccountingStorageType")
+    if kind is None:
+        return None
+    if not has_accounting(conf):
+        return Finding(check="accounting", level=Level.WARNING,
+                       text="none: once Slurm has forgotten a job, nobody can tell a cancelled one from a lost one",
+                       remedy="slurmft status before slurmft requeue --rescue; or set up slurmdbd")  # fmt: skip
+    return Finding(check="accounting", level=Level.OK, text=kind)
+
+
+def _exits(conf: Mapping[str, str], _: Wishes) -> Finding | None:
+    if taken := sorted(_codes(conf.get("RequeueExitHold", "")) & set(OWN_EXITS)):
+        return Finding(check="exit codes", level=Level.PROBLEM,
+                       text=f"RequeueExitHold holds jobs that end with {', '.join(map(str, taken))}, which are ours",
+                       remedy="an administrator: take them out; until then: scontrol release JOB")  # fmt: skip
+    if taken := sorted(_codes(conf.get("RequeueExit", "")) & set(OWN_EXITS)):
+        return Finding(check="exit codes", level=Level.WARNING,
+                       text=f"RequeueExit requeues jobs that end with {', '.join(map(str, taken))}: twice, and nothing "
+                       "can be excluded before", remedy="an administrator: take them out")  # fmt: skip
+    return None
+
+
+def _memory_of_jobs(conf: Mapping[str, str], _: Wishes) -> Finding | None:
+    age_s = seconds_of(conf.get("MinJobAge", ""))
+    if age_s is None or age_s >= FORGETFUL_S:
+        return None
+    return Finding(check="MinJobAge", level=Level.NOTE,
+                   text=f"Slurm forgets a job {age_s:.0f} s after its end; a rescue then submits a new one",
+                   remedy="an administrator: MinJobAge=300")  # fmt: skip
+
+
+def _held_launches(conf: Mapping[str, str], _: Wishes) -> Finding | None:
+    prologs = [value for key, value in conf.items() if key.partition("[")[0] == "Prolog"]
+    if not any(value not in ("(null)", "") for value in prologs):
+        return None
+    if "nohold_on_prolog_fail" in conf.get("SchedulerParameters", ""):
+        return Finding(check="Prolog", level=Level.OK, text="a job whose Prolog fails begins on other nodes")
+    return Finding(check="Prolog", level=Level.NOTE,
+                   text="a job whose Prolog fails on one node is held until somebody releases it",
+                   remedy="slurmft requeue --rescue, or sweep, from cron: it releases the job, away from that node; or "
+                   "an administrator: SchedulerParameters=nohold_on_prolog_fail")  # fmt: skip
+
+
+def _codes(text: str) -> set[int]:
+    """Of ``16,90-93``."""
+    found: set[int] = set()
+    for first, last in re.findall(r"(\d{1,3})(?:-(\d{1,3}))?", text):
+        found.update(range(int(first), int(last or first) + 1))
+    return found

@@ -1,0 +1,92 @@
+"""torch's own watchdog over NCCL: who acts first on a collective that hangs, and the settings that keep it so.
+
+torch runs two threads in every rank that has a NCCL group. The watchdog ends the process when a collective has taken
+longer than its group's timeout, or when NCCL reports an error. The monitor ends it when the watchdog itself gives no
+sign of life. Names and defaults are those of torch 2.6 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+HANDLING_VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+OLD_HANDLING_VARIABLE = "NCCL_ASYNC_ERROR_HANDLING"
+"""torch takes it still, and warns of it."""
+
+HEARTBEAT_VARIABLE = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+
+NO_HANDLING, TEAR_DOWN, CLEAN_UP_ONLY, SKIP_CLEAN_UP = "0", "1", "2", "3"
+"""Values of HANDLING_VARIABLE: do nothing; abort and end; abort and go on; end without an abort (torch's default)."""
+
+MIN_HEARTBEAT_S = 480
+"""torch's default."""
+
+DUMP_S = 60
+"""For the watchdog's own dump of the flight recorder, before the monitor may think that it hangs."""
+
+BEFORE_THE_KILL_S = 20.0
+"""The last look at all ranks, their dumps, and the copy of their last step, at the longest."""
+
+
+class Actor(StrEnum):
+    """Who ends a rank that hangs."""
+
+    AGENT = "slurmft"
+    WATCHDOG = "torch's watchdog"
+    MONITOR = "torch's monitor"
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """What happens to a rank that hangs in a collective, unless something has happened before."""
+
+    after_s: float
+    """Since the collective was issued, about."""
+
+    actor: Actor
+    does: str
+
+
+def acts_on_a_hang(*, limit_s: float, timeout_s: float, heartbeat_s: float, handling: str = SKIP_CLEAN_UP) -> list[Act]:
+    """Who does what to a rank that waits for ever in a NCCL collective, first to last.
+
+    Args:
+        limit_s: of the section ``step``, configured or learned; 0: none.
+        timeout_s: ``nccl.step_timeout_minutes``, in seconds.
+        heartbeat_s: HEARTBEAT_VARIABLE.
+        handling: HANDLING_VARIABLE.
+    """
+    acts = []
+    if limit_s:
+        acts.append(Act(limit_s, Actor.AGENT, "stacks, flight recorder, the last step kept, then the kill"))
+    if handling != NO_HANDLING:
+        acts.append(Act(timeout_s, Actor.WATCHDOG, "flight recorder, then the process ends by SIGABRT"))
+    acts.append(Act(timeout_s + heartbeat_s, Actor.MONITOR, "only if the watchdog hangs as well: SIGABRT"))
+    return sorted(acts, key=lambda act: act.after_s)
+
+
+def heartbeat_s(timeout_s: float, limit_s: float) -> int:
+    """HEARTBEAT_VARIABLE with which the monitor is the last to act: after the agent, and after a dump."""
+    return max(MIN_HEARTBEAT_S, round(timeout_s + DUMP_S), round(limit_s + BEFORE_THE_KILL_S))
+
+
+def variables(environment: Mapping[str, str], *, timeout_s: float, limit_s: float) -> dict[str, str]:
+    """What to set for workers with this environment; what the user has set stays."""
+    wanted = {HANDLING_VARIABLE: SKIP_CLEAN_UP, HEARTBEAT_VARIABLE: str(heartbeat_s(timeout_s, limit_s))}
+    if OLD_HANDLING_VARIABLE in environment:
+        del wanted[HANDLING_VARIABLE]
+    return {name: value for name, value in wanted.items() if name not in environment}
+
+
+def why_not_to_trust(environment: Mapping[str, str]) -> str:
+    """Why weights of a rank whose collective has failed may be wrong; empty where they may not.
+
+    An abort lets the device go on behind the collective, with a gradient that was never reduced: for a moment before
+    the process ends (1), or for good (2).
+    """
+    handling = environment.get(HANDLING_VARIABLE) or environment.get(OLD_HANDLING_VARIABLE, SKIP_CLEAN_UP)
+    if handling in (TEAR_DOWN, CLEAN_UP_ONLY):
+        return f"{HANDLING_VARIABLE}={handling} lets the device go on with gradients that were never reduced"
+    return ""

@@ -1,0 +1,201 @@
+"""The runbook: verdict and history in, decision out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slurmft.policy.verdicts.exit_actions import ExitAction, explicit_action
+from slurmft.policy.verdicts.verdict import (
+    EXIT_DO_NOT_REQUEUE,
+    EXIT_NOT_EXECUTABLE,
+    EXIT_NOT_FOUND,
+    EXIT_RERUN_ELSEWHERE,
+    EXIT_TEMPORARY,
+    EXIT_UNSAVED,
+    EXIT_USAGE,
+    EXIT_VALIDATION_FAILED,
+    PLANNED,
+    Action,
+    Cause,
+    Decision,
+    Verdict,
+)
+
+HOPELESS = frozenset({EXIT_USAGE, EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND})
+"""Exit codes that another try, on whatever node, would only repeat."""
+
+PATIENT = frozenset(
+    {
+        Cause.PREEMPTED, Cause.SIGNALLED, Cause.REQUEUED, Cause.REQUEUED_BY_USER, Cause.RESIZED, Cause.RECLAIMED,
+    }
+)  # fmt: skip
+"""Ends that say nothing about the run: it may be ended like this any number of times before it gets anywhere."""
+
+AVOIDING = PLANNED | {
+    Cause.RERUN_ELSEWHERE, Cause.VALIDATION_FAILED, Cause.STRAGGLER, Cause.NODE_LOST, Cause.DATA_CORRUPTION,
+}  # fmt: skip
+"""Causes whose suspects are kept away from. A crash, a node short of memory or a peer that was missed is weak evidence:
+it goes on the exclusion list, and the next placement may well be the same."""
+
+
+RESTARTABLE = frozenset(
+    {
+        Cause.WORKER_ERROR, Cause.SIGNAL_CRASH, Cause.HOST_OUT_OF_MEMORY, Cause.DEVICE_OUT_OF_MEMORY, Cause.HANG,
+        Cause.COMMUNICATION_ERROR, Cause.VALIDATION_FAILED, Cause.NODE_LOST, Cause.UNKNOWN,
+    }
+)  # fmt: skip
+"""Failures that are tried again in the allocation, as far as it has nodes for that, before the queue is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """What the run may still spend."""
+
+    failures_so_far: int
+    """Earlier ends of the verdict's own cause since the run last made progress."""
+
+    max_failures: int
+    """Retries that this cause has."""
+
+    knob: str = "fault_tolerance.num_job_retries_on_failure"
+    """The key that says so."""
+
+    idle_cycles: int = 0
+    """Earlier ends in a row, of whatever cause that counts, after which no new step had been saved."""
+
+    lost_cycles: int = 0
+    """Those among them that had saved something, and the run came back to the same step all the same."""
+
+    max_no_progress_cycles: int = 3
+
+    restarts_so_far: int = 0
+    """Restarts within this start of the job since the run last made progress."""
+
+    max_restarts: int = 0
+
+    has_nodes: bool = True
+    """Enough nodes for another attempt are left in this allocation."""
+
+
+def decide(verdict: Verdict, budget: Budget, exit_actions: Mapping[ExitAction, str] | None = None) -> Decision:
+    """What follows ``verdict``. Planned stops, exit 16 and moves away from a slow node never spend a budget."""
+    has_code = verdict.cause is Cause.FINISHED or (verdict.exit_code != 0 and verdict.cause not in PLANNED)
+    action = explicit_action(verdict.exit_code, exit_actions or {}) if has_code else None
+    if action is ExitAction.COMPLETE or (action is None and verdict.cause is Cause.FINISHED):
+        return Decision(action=Action.FINISH, reason=verdict.reason, exit_code=0)
+    if action is ExitAction.FAIL:
+        return Decision(
+            action=Action.STOP,
+            reason=f"exit_actions maps {verdict.exit_code} to FAIL: {verdict.reason}",
+            exit_code=verdict.exit_code,
+        )
+    match verdict.cause:
+        case Cause.CANCELLED:
+            return Decision(action=Action.STOP, reason=verdict.reason, exit_code=EXIT_TEMPORARY)
+        case Cause.STOPPED_BY_USER:
+            return Decision(action=Action.STOP, reason=verdict.reason, exit_code=_code_of_stop(verdict))
+        case Cause.RESIZED if budget.has_nodes:
+            return Decision(action=Action.RESTART, reason=verdict.reason, exit_code=_code_of_stop(verdict))
+        case cause if cause in PLANNED:
+            return _after_planned_stop(verdict, budget)
+        case Cause.RERUN_ELSEWHERE | Cause.STRAGGLER:
+            return _move(verdict, budget)
+        case Cause.VALIDATION_FAILED if action is None:
+            return _after_validation(verdict, budget)
+        case Cause.WORKER_ERROR if verdict.exit_code in HOPELESS and action is None:
+            reason = f"{verdict.reason}; bad usage, bad input or a missing program fails again wherever it is tried"
+            return Decision(action=Action.STOP, reason=reason, exit_code=verdict.exit_code)
+    return _after_failure(verdict, budget)
+
+
+def _after_planned_stop(verdict: Verdict, budget: Budget) -> Decision:
+    if verdict.cause not in PATIENT and (given_up := _without_progress(verdict, budget)) is not None:
+        return given_up
+    return Decision(
+        action=Action.CONTINUE,
+        reason=verdict.reason,
+        exit_code=_code_of_stop(verdict),
+        avoid=verdict.suspect_nodes,
+    )
+
+
+def _code_of_stop(verdict: Verdict) -> int:
+    return EXIT_UNSAVED if verdict.unsaved_steps else EXIT_TEMPORARY
+
+
+def _move(verdict: Verdict, budget: Budget) -> Decision:
+    """Go on, on other nodes than the suspects; it costs nothing, and is bounded by progress alone."""
+    if (given_up := _without_progress(verdict, budget)) is not None:
+        return given_up
+    return Decision(
+        action=Action.CONTINUE,
+        reason=verdict.reason,
+        exit_code=EXIT_RERUN_ELSEWHERE if verdict.cause is Cause.RERUN_ELSEWHERE else EXIT_TEMPORARY,
+        avoid=verdict.suspect_nodes,
+        elsewhere=True,
+    )
+
+
+def _after_validation(verdict: Verdict, budget: Budget) -> Decision:
+    """By the re-run state machine's word: only where it knows which node was wrong can training go on."""
+    if verdict.rerun == "persistent" and verdict.suspects:
+        if (given_up := _without_progress(verdict, budget)) is not None:
+            return given_up
+        return Decision(
+            action=Action.CONTINUE,
+            reason=f"{verdict.reason}; {', '.join(verdict.suspect_nodes)} computes wrong, so on from the checkpoint "
+            "without it",
+            exit_code=EXIT_TEMPORARY,
+            avoid=verdict.suspect_nodes,
+            elsewhere=True,
+        )
+    if verdict.rerun == "transient":
+        return _after_failure(verdict, budget)
+    return Decision(action=Action.STOP, reason=verdict.reason, exit_code=EXIT_VALIDATION_FAILED)
+
+
+def _after_failure(verdict: Verdict, budget: Budget) -> Decision:
+    if verdict.cause in RESTARTABLE and budget.has_nodes and budget.restarts_so_far < budget.max_restarts:
+        number = f"{budget.restarts_so_far + 1} of {budget.max_restarts}"
+        return Decision(
+            action=Action.RESTART,
+            reason=f"{verdict.reason}; restart {number} in this allocation",
+            exit_code=verdict.exit_code or EXIT_TEMPORARY,
+        )
+    if budget.failures_so_far >= budget.max_failures:
+        return Decision(
+            action=Action.STOP,
+            reason=f"{verdict.reason}; {budget.failures_so_far + 1} failures of this kind without progress are more "
+            f"than {budget.knob}={budget.max_failures} retries",
+            exit_code=verdict.exit_code or EXIT_DO_NOT_REQUEUE,
+        )
+    if (given_up := _without_progress(verdict, budget)) is not None:
+        return given_up
+    avoid = verdict.suspect_nodes if verdict.cause in AVOIDING and verdict.rerun != "transient" else ()
+    return Decision(
+        action=Action.CONTINUE,
+        reason=f"{verdict.reason}; retry {budget.failures_so_far + 1} of {budget.max_failures}",
+        exit_code=verdict.exit_code or EXIT_TEMPORARY,
+        avoid=avoid,
+        elsewhere=bool(avoid) and verdict.cause is Cause.DATA_CORRUPTION,
+    )
+
+
+def _without_progress(verdict: Verdict, budget: Budget) -> Decision | None:
+    """The end of a run that comes back to the same step again and again, whatever ends it; None while there is hope."""
+    cycles = budget.idle_cycles + 1
+    is_further = verdict.progressed and not budget.lost_cycles
+    if is_further or cycles < budget.max_no_progress_cycles:
+        return None
+    advice = ""
+    if verdict.progressed:
+        advice = f"; what is saved after step {verdict.first_step} is not resumed from: see why in the workers' logs"
+    elif verdict.cause is Cause.TIME_LIMIT:
+        advice = "; the limit may be too short for one step and a save (slurm.time)"
+    return Decision(
+        action=Action.STOP,
+        reason=f"{cycles} ends in a row without a new saved step (fault_tolerance.max_no_progress_cycles), the last: "
+        f"{verdict.reason}{advice}",
+        exit_code=EXIT_DO_NOT_REQUEUE,
+    )

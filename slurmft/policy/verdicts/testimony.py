@@ -1,0 +1,86 @@
+"""What was said about an attempt's end by those who cannot say it with an exit code: files of workers, srun's lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from slurmft.policy.nodes.evidence import Evidence, Suspect
+from slurmft.policy.verdicts.verdict import Cause
+
+CLAIMABLE = frozenset(
+    {
+        Cause.WORKER_ERROR, Cause.SIGNAL_CRASH, Cause.HOST_OUT_OF_MEMORY, Cause.DEVICE_OUT_OF_MEMORY, Cause.HANG,
+        Cause.COMMUNICATION_ERROR, Cause.DATA_CORRUPTION, Cause.RERUN_ELSEWHERE, Cause.VALIDATION_FAILED,
+        Cause.STRAGGLER,
+    }
+)  # fmt: skip
+"""What a worker or an agent may say of itself. That it was preempted, cancelled or is complete is for others to say."""
+
+
+def claimed(word: str) -> Cause:
+    """The cause that a verdict file names; UNKNOWN for anything that its writer cannot know."""
+    return next((cause for cause in CLAIMABLE if cause.value == word), Cause.UNKNOWN)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What one rank, or the agent of one node, has left in a file."""
+
+    source: str
+    """Which file that is, in words."""
+
+    rank: int | None = None
+    """None when an agent speaks for its node."""
+
+    node: str = ""
+    cause: Cause = Cause.UNKNOWN
+    message: str = ""
+    traceback: str = ""
+    suspects: tuple[Suspect, ...] = ()
+    rerun: str = ""
+    binding: bool = False
+    """It is a verdict file: it beats the exit code. Other files only explain one."""
+
+    guessed: bool = False
+    """From a log, in which anything may stand: only what an exit code does not contradict is believed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskEnd:
+    """One of srun's lines about tasks that did not end well."""
+
+    nodes: tuple[str, ...]
+    tasks: str
+    """As srun writes it: ``4-7``."""
+
+    word: str
+    """``Killed``, ``Terminated``, ``Exited``, ``Out Of Memory``, ``Segmentation fault``, ..."""
+
+    code: int | None = None
+    """Exit code, for ``Exited``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepWords:
+    """What srun and slurmstepd had to say of the step. Who was killed or terminated is a victim."""
+
+    ends: tuple[TaskEnd, ...] = ()
+    failed_nodes: tuple[str, ...] = ()
+    oom_nodes: tuple[str, ...] = ()
+    oom_somewhere: bool = False
+    """The kernel has ended processes of the step for memory; on which node is not said."""
+
+    def oom_on(self, node: str) -> bool:
+        """Whether processes of ``node`` may have been ended for memory; srun and slurmstepd do not always name it."""
+        return node in self.oom_nodes if self.oom_nodes else self.oom_somewhere
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Testimony:
+    """All of it."""
+
+    reports: tuple[Report, ...] = ()
+    step: StepWords = field(default_factory=StepWords)
+    evidence: tuple[Evidence, ...] = ()
+    problems: tuple[str, ...] = ()
+    """Files that could not be read or believed, in words."""

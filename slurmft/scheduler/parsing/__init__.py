@@ -1,0 +1,1 @@
+"""What Slurm printed, as values. Pure; tested on recorded output."""

@@ -1,0 +1,1 @@
+"""How long things took in earlier attempts and runs: one bounded file each."""

@@ -1,0 +1,129 @@
+"""What the supervisor and its run folder have to tell each other while an attempt runs. Nobody waits for the folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from slurmft.errors import SlurmftError, StorageError, StorageUnavailable
+from slurmft.scheduler.parsing.parsing import ended_tasks
+from slurmft.storage import signs_of_life
+from slurmft.storage.patience import write_state
+from slurmft.supervisor.start import Start
+from slurmft.supervisor.watch.hangs import Hangs
+from slurmft.supervisor.watch.observations import Observations
+from slurmft.supervisor.watch.slow_nodes import SlowNodes
+from slurmft.system.opening import read_part
+
+FIRST_FILE_S = 60.0
+"""How long the first file of an attempt may take; nothing can start without it."""
+
+PROGRESS_S = 1.0
+"""How often progress is written."""
+
+SRUN_ERRORS_BYTES = 1 << 20
+
+Result = TypeVar("Result")
+
+
+class AttemptFolder:
+    """One attempt's view of its run folder."""
+
+    def __init__(self, start: Start, *, on_superseded: Callable[[], None] = lambda: None) -> None:
+        self._run, self._journal, self._thread = start.run, start.journal, start.thread
+        self._attempt, self._generation = start.cluster.attempt, start.generation
+        self._is_superseded, self._on_superseded = False, on_superseded
+        self.path = start.run.attempts / str(start.cluster.attempt)
+        self._kill_seen = False
+        self._told_at = 0.0
+
+    async def tell_agents(self, where: Mapping[str, Any]) -> None:
+        """Write where the supervisor listens.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        path = self.path / "control.json"
+        try:
+            await asyncio.wait_for(self._do(lambda: write_state(path, where)), FIRST_FILE_S)
+        except TimeoutError as error:
+            raise StorageUnavailable(f"{path} could not be written within {FIRST_FILE_S:.0f} s") from error
+
+    async def ended_agent(self) -> tuple[str, str] | None:
+        """Node of an agent that has ended, and how, in the words of srun; None when there is none."""
+        with contextlib.suppress(OSError, StorageError):
+            text = await self._do(self._srun_errors)
+            return next(iter(ended_tasks(text)), None)
+        return None
+
+    async def requests(self, *, ready: bool) -> dict[str, str]:
+        """New requests and who made them: KILL, REQUEUE, and SAVE when the workers are ``ready`` for one."""
+        if self._is_superseded:  # what is asked for is the new owner's business
+            return {}
+        with contextlib.suppress(OSError, StorageError):  # a filesystem that hiccups; the next look finds the file
+            found = await self._do(lambda: self._look(ready=ready))
+            self._kill_seen = self._kill_seen or "KILL" in found
+            return found
+        return {}
+
+    async def tell_progress(self, seen: Observations, slow: SlowNodes, hangs: Hangs) -> None:
+        """Write progress, and what the journal could not take before, when it is time to."""
+        if time.monotonic() - self._told_at < PROGRESS_S:
+            return
+        self._told_at = time.monotonic()
+        self._journal.retry()
+        with contextlib.suppress(OSError, StorageError):
+            await self._do(lambda: signs_of_life.touch(self._run, self._attempt))
+            await self._do(seen.write_progress)
+            await self._do(slow.exchange)
+            await self._do(hangs.exchange)
+            owner = await self._do(self._run.owner)
+            if owner is not None and owner.generation > self._generation:
+                self._is_superseded = True
+                self._on_superseded()
+
+    def leave(self, seen: Observations, slow: SlowNodes, hangs: Hangs) -> None:
+        """Write the last progress before anything that is journaled from now on."""
+
+        def work() -> None:
+            with contextlib.suppress(OSError, SlurmftError):
+                seen.write_progress()
+                seen.write_timings()
+                slow.exchange()
+                hangs.leave()
+
+        self._thread.submit(work)
+
+    def remove_secret(self) -> None:
+        """Nobody is to be let in any more."""
+
+        def work() -> None:
+            with contextlib.suppress(OSError):
+                (self.path / "secret").unlink(missing_ok=True)
+
+        self._thread.submit(work)
+
+    def last_words(self) -> str:
+        """The last line of srun's errors, with what it is; empty when there is none."""
+        try:
+            lines = self._srun_errors().strip().splitlines()
+        except OSError:
+            return ""
+        return f"; srun: {lines[-1][:300]}" if lines else ""
+
+    def _srun_errors(self) -> str:
+        return read_part(self.path / "srun.err", -SRUN_ERRORS_BYTES, SRUN_ERRORS_BYTES).decode(errors="replace")
+
+    def _look(self, *, ready: bool) -> dict[str, str]:
+        found = {
+            "KILL": None if self._kill_seen else self._run.see_request("KILL"),
+            "REQUEUE": self._run.take_request("REQUEUE"),
+            "SAVE": self._run.take_request("SAVE") if ready else None,
+        }
+        return {kind: who for kind, who in found.items() if who is not None}
+
+    async def _do(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.wrap_future(self._thread.submit(work))

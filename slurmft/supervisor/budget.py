@@ -1,0 +1,65 @@
+"""The run's journal as the budget it has left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from slurmft.config.config import RunConfig
+from slurmft.policy.verdicts.budget import PastEnd, budget_for
+from slurmft.policy.verdicts.decide import Budget
+from slurmft.policy.verdicts.verdict import Action, Verdict, has_progressed
+from slurmft.storage.journal import Event
+
+BATCH_REDUCED = "batch reduced"
+QUARANTINED = "checkpoint quarantined"
+CHANGES = frozenset({BATCH_REDUCED, QUARANTINED})
+"""After these the run is another one, and its count begins anew; how many there may be has limits of its own."""
+
+
+def budget_of(history: Sequence[Event], verdict: Verdict, config: RunConfig, attempt: str = "") -> Budget:
+    """What the run had spent before ``verdict`` of ``attempt``; ``history`` is the journal without that attempt."""
+    section = config.fault_tolerance
+    return budget_for(
+        verdict,
+        past_ends(history),
+        retries=section.num_job_retries_on_failure,
+        retries_of=section.retries,
+        max_no_progress_cycles=section.max_no_progress_cycles,
+        restarts=section.num_in_job_restarts,
+        job_start=_job_start(attempt),
+    )
+
+
+def past_ends(history: Sequence[Event]) -> list[PastEnd]:
+    """Each end that the journal tells of, oldest first; what is damaged in it counts as no progress."""
+    ends = []
+    for event in history:
+        facts = event.details
+        if event.event == "verdict":
+            ends.append(
+                PastEnd(
+                    cause=str(facts.get("cause", "")), progressed=progressed(facts), first_step=_first_step(facts)
+                )
+            )  # fmt: skip
+        elif (event.event == "decision" and facts.get("action") == Action.STOP) or event.event in CHANGES:
+            ends.append(PastEnd(cause="", given_up=True))
+        elif event.event == "decision" and facts.get("action") == Action.RESTART and ends:
+            ends[-1] = replace(ends[-1], restarted_in=_job_start(event.attempt))
+    return ends
+
+
+def _job_start(attempt: str) -> str:
+    """What all attempts of one start of a job have in common."""
+    return attempt.rpartition(".")[0]
+
+
+def _first_step(facts: Mapping[str, object]) -> int | None:
+    first, last, saved = facts.get("first_step", 0), facts.get("last_step"), facts.get("saved_step")
+    return first if type(first) is int and (last or saved is not None) else None
+
+
+def progressed(facts: Mapping[str, object]) -> bool:
+    """Whether the end that these details of an event ``verdict`` tell of came after a new saved step."""
+    first, saved = facts.get("first_step", 0), facts.get("saved_step")
+    return has_progressed(first, saved) if type(first) is int and type(saved) is int else False

@@ -1,0 +1,347 @@
+"""Where a supervisor runs: in a Slurm job, or on this machine alone. Everything above this seam is the same."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from slurmft.config.config import RunConfig
+from slurmft.errors import SlurmError, SlurmUnavailable
+from slurmft.policy.site.job_identity import OwnJob, merged
+from slurmft.policy.timing.grace import JobTimes, SlurmClock, Terms
+from slurmft.policy.verdicts.verdict import Cause
+from slurmft.scheduler import nodes, own_jobs, queueing, slurm
+from slurmft.scheduler.environment import SlurmJob, current_job
+from slurmft.scheduler.parsing.parsing import JobEnding
+from slurmft.storage.jobs_file import LOCAL_PREFIX
+from slurmft.storage.patience import writing
+from slurmft.storage.run_folder import Attempt
+from slurmft.supervisor.own_signals import keep_across_exec
+from slurmft.system.opening import appending
+
+log = logging.getLogger(__name__)
+LOCAL_JOB_VARIABLE = "SLURMFT_LOCAL_JOB"
+LOCAL_RESTART_VARIABLE = "SLURMFT_LOCAL_RESTART"
+
+_OUTSIDE = {
+    JobEnding.REQUEUED: (Cause.REQUEUED, "Slurm puts the job back into the queue (scontrol requeue, or preemption)"),
+    JobEnding.PREEMPTED: (Cause.PREEMPTED, "Slurm ends the job: preempted"),
+    JobEnding.TIME_LIMIT: (Cause.TIME_LIMIT, "Slurm ends the job: time limit"),
+    JobEnding.NODE_LOST: (Cause.NODE_LOST, "Slurm ends the job: a node failed"),
+    JobEnding.BATCH_LOST: (Cause.SUPERVISOR_LOST, "Slurm ends the job: its batch step was killed"),
+    JobEnding.CANCELLED: (Cause.CANCELLED, "the job was cancelled (scancel)"),
+}
+
+GPUS_OF_A_TASK = frozenset({"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"})
+TRES_OF_A_TASK = frozenset({"SLURM_TRES_PER_TASK", "SLURM_TRES_BIND"})
+"""These may also tell of processors."""
+
+
+class Cluster(Protocol):
+    """What a supervisor needs from the place it runs in."""
+
+    attempt: Attempt
+    nodes: tuple[str, ...]
+    """Nodes to run the next attempt on; empty for the first ones of the allocation, as many as are needed."""
+
+    @property
+    def name(self) -> str:
+        """``slurm`` or ``local``."""
+
+    @property
+    def listen_host(self) -> str | None:
+        """Interface of the control channel; None for all."""
+
+    lost: set[str]
+    """Nodes whose agents are gone, over all attempts."""
+
+    def size(self, config: RunConfig) -> int:
+        """Nodes that agents run on, spares included."""
+
+    def control_hosts(self) -> list[str]:
+        """Names and addresses at which agents find the supervisor, best first."""
+
+    async def start_agents(self, config: RunConfig, log_folder: Path) -> list[asyncio.subprocess.Process]:
+        """Start one agent per node; the processes end when the agents have."""
+
+    async def start_agent(
+        self, config: RunConfig, log_folder: Path, attempt: Attempt, *, host: str, index: int
+    ) -> asyncio.subprocess.Process:
+        """Start the agent of one node alone; it finds the supervisor by the folder of ``attempt``."""
+
+    def give_back(self, host: str) -> str:
+        """Take a lost node out of the allocation; why that was not possible, else empty; blocking."""
+
+    def times(self) -> JobTimes:
+        """When the job started and will end; blocking."""
+
+    def terms(self) -> Terms:
+        """The clock of those times, and how long a job has that is being ended; blocking."""
+
+    def why_ending(self) -> tuple[Cause, str] | None:
+        """Why the job is being ended from outside; None when it is not, or nobody can tell; blocking."""
+
+    def is_newest_start(self) -> bool | None:
+        """Whether this is the newest start of the job; None when it cannot be told; blocking."""
+
+    def node_states(self) -> Mapping[str, str]:
+        """Slurm's states of the allocation's nodes, as far as it tells them; blocking."""
+
+
+def agent_argv(config: RunConfig, attempt: Attempt) -> list[str]:
+    """The agent's command; the secret's place follows from the attempt, the secret itself is in no argument."""
+    return [sys.executable, "-P", "-u", "-m", "slurmft", "agent", str(config.run_folder / "config.yaml"), str(attempt)]
+
+
+class SlurmCluster:
+    """Inside a Slurm job's batch step."""
+
+    name = "slurm"
+    listen_host = None
+
+    def __init__(self, job: SlurmJob) -> None:
+        self.job = job
+        self.own = OwnJob(job.job_id, job.identity)
+        """The same, with what is known of it."""
+
+        self.nodes: tuple[str, ...] = ()
+        self.lost: set[str] = set()
+        self.given_back: set[str] = set()
+        """Those of them that are not in the allocation any more: a requeue must ask for their number again."""
+
+        self.attempt = Attempt(job=job.job_id, restart=job.restart)
+
+    def present(self) -> list[str]:
+        """The allocation's nodes, in its order, without those that are lost.
+
+        Raises:
+            ValueError: what Slurm calls its node list is none.
+        """
+        return [node for node in nodes.expand(self.job.nodes) if node not in self.lost]
+
+    def size(self, config: RunConfig) -> int:
+        """All nodes of the allocation."""
+        return max(self.job.node_count, config.size.minimum)
+
+    def control_hosts(self) -> list[str]:
+        """The node's own name, then every address that is not of this machine alone."""
+        addresses = [
+            address.address
+            for interface in psutil.net_if_addrs().values()
+            for address in interface
+            if address.family == socket.AF_INET and not address.address.startswith("127.")
+        ]
+        return list(dict.fromkeys([os.environ.get("SLURMD_NODENAME") or socket.gethostname(), *addresses]))
+
+    async def start_agents(self, config: RunConfig, log_folder: Path) -> list[asyncio.subprocess.Process]:
+        """One srun with one agent per node.
+
+        Raises:
+            SlurmUnavailable: there is no srun.
+        """
+        argv = [*srun_argv(config, os.environ, self.size(config)), *agent_argv(config, self.attempt)]
+        return [await self._srun(argv, log_folder, agents_environment(os.environ))]
+
+    async def start_agent(
+        self, config: RunConfig, log_folder: Path, attempt: Attempt, *, host: str, index: int
+    ) -> asyncio.subprocess.Process:
+        """A step of one node.
+
+        Raises:
+            SlurmUnavailable: there is no srun.
+        """
+        argv = [*srun_argv(config, os.environ, 1), "--nodelist", host, *agent_argv(config, attempt)]
+        environment = agents_environment(os.environ)
+        return await self._srun(argv, log_folder, {**environment, "SLURMFT_NODE_INDEX": str(index)})
+
+    def give_back(self, host: str) -> str:
+        """Shrink the job."""
+        try:
+            queueing.shrink(self.own, [node for node in self.present() if node != host])
+        except (SlurmError, ValueError) as error:  # Slurm may have noticed by itself, and does not know it any more
+            return str(error)
+        self.given_back.add(host)
+        return ""
+
+    @staticmethod
+    async def _srun(argv: Sequence[str], folder: Path, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+        with writing(folder / "srun.err"), appending(folder / "srun.err") as errors:
+            try:
+                # a session of its own: a Ctrl-C at the terminal must not reach srun, which would kill the step
+                return await asyncio.create_subprocess_exec(
+                    *argv,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stderr=errors,
+                    env=_for_srun(environment),
+                    start_new_session=True,
+                )
+            except FileNotFoundError as error:
+                raise SlurmUnavailable("there is no srun on this node") from error
+
+    def times(self) -> JobTimes:
+        """From scontrol; all unknown when Slurm does not answer."""
+        try:
+            return own_jobs.job_times(self.own)
+        except SlurmError:
+            return JobTimes(start=None, end=None, limit_s=None)
+
+    def terms(self) -> Terms:
+        """From scontrol; this machine's clock and Slurm's defaults when Slurm does not answer."""
+        try:
+            return slurm.terms()
+        except SlurmError:
+            return Terms(SlurmClock(time.time(), time.monotonic()))
+
+    def node_states(self) -> Mapping[str, str]:
+        """From sinfo; none when Slurm does not answer."""
+        try:
+            own = set(nodes.expand(self.job.nodes))
+            return {record.node: record.state for record in nodes.nodes(timeout_s=3.0) if record.node in own}
+        except (SlurmError, ValueError):
+            return {}
+
+    def identify(self) -> None:
+        """Learn what tells this job from others that have its number before or after it; blocking."""
+        try:
+            text = own_jobs.show(OwnJob(self.job.job_id, self.job.identity))
+        except SlurmError as error:
+            log.warning("only its environment tells who job %s is: %s", self.job.job_id, error.what)
+            return
+        seen = own_jobs.identity_of(text, self.job.identity.cluster)
+        self.own = OwnJob(self.job.job_id, merged(self.job.identity, seen))
+
+    def is_newest_start(self) -> bool | None:
+        """From scontrol: the job runs here, and was not requeued since."""
+        try:
+            return own_jobs.is_newest_start(self.own, self.job.restart, os.environ.get("SLURMD_NODENAME", ""))
+        except SlurmUnavailable:
+            return None
+        except SlurmError:  # another job has the number, or none
+            return False
+
+    def why_ending(self) -> tuple[Cause, str] | None:
+        """From scontrol; None when Slurm does not answer."""
+        try:
+            return _OUTSIDE.get(own_jobs.ending(self.own, self.job.restart))
+        except SlurmError:
+            return None
+
+
+def _for_srun(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without the cluster that a submission was sent to: srun would ask the accounting where it is."""
+    return {name: value for name, value in environment.items() if name != "SLURM_CLUSTERS"}
+
+
+def srun_argv(config: RunConfig, environment: Mapping[str, str], count: int) -> list[str]:
+    """The srun that starts the agents: one task on each of ``count`` nodes, and no task's end is another one's."""
+    nodes = str(count)
+    argv = ["srun", "--overlap", "--kill-on-bad-exit=0", "--export=ALL", "--mpi=none", "--input=none"]
+    argv += ["--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1"]
+    # since 22.05 srun does not inherit it from sbatch
+    if cpus := environment.get("SLURM_CPUS_PER_TASK"):
+        argv += ["--cpus-per-task", cpus]
+    if config.survives_nodes:
+        argv.append("--no-kill")
+    return [*argv, *config.slurm.srun_args]
+
+
+def agents_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of an agents' srun: without what says how many GPUs a task gets, and which.
+
+    srun takes these variables of the job for options of its own. An agent is one task for all ranks of its node, and
+    would see the GPUs of one rank.
+    """
+    return {
+        name: value for name, value in environment.items()
+        if name not in GPUS_OF_A_TASK and not (name in TRES_OF_A_TASK and "gpu" in value.lower())
+    }  # fmt: skip
+
+
+class LocalCluster:
+    """This machine alone: agents are plain processes, and a requeue is the supervisor starting itself anew."""
+
+    name = "local"
+    listen_host = "127.0.0.1"
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        job = environment.get(LOCAL_JOB_VARIABLE) or f"{LOCAL_PREFIX}{os.getpid()}"
+        self.attempt = Attempt(job=job, restart=int(environment.get(LOCAL_RESTART_VARIABLE, "0")))
+        self.nodes: tuple[str, ...] = ()
+        self.lost: set[str] = set()
+
+    def size(self, config: RunConfig) -> int:
+        """As many as the configuration asks for, all on this machine."""
+        return config.nodes + config.spare_nodes
+
+    def control_hosts(self) -> list[str]:
+        """Loopback."""
+        return ["127.0.0.1"]
+
+    async def start_agents(self, config: RunConfig, log_folder: Path) -> list[asyncio.subprocess.Process]:
+        """One process per node of the configuration, all on this machine."""
+        return [
+            await self.start_agent(config, log_folder, self.attempt, host="127.0.0.1", index=index)
+            for index in range(self.size(config))
+        ]
+
+    async def start_agent(
+        self, config: RunConfig, log_folder: Path, attempt: Attempt, *, host: str, index: int
+    ) -> asyncio.subprocess.Process:
+        """A process."""
+        with writing(log_folder / "agents.log"), appending(log_folder / "agents.log") as log:
+            return await asyncio.create_subprocess_exec(
+                *agent_argv(config, attempt),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "SLURMFT_NODE_INDEX": str(index), "SLURMD_NODENAME": host},
+                start_new_session=True,
+            )
+
+    def give_back(self, host: str) -> str:
+        """There is nobody to give it to."""
+        return f"{host} is this machine"
+
+    def times(self) -> JobTimes:
+        """A machine of one's own has no limits."""
+        return JobTimes(start=None, end=None, limit_s=None)
+
+    def terms(self) -> Terms:
+        """This machine's clock; nobody kills."""
+        return Terms(SlurmClock(time.time(), time.monotonic()))
+
+    def node_states(self) -> Mapping[str, str]:
+        """There is one node, and it is up."""
+        return {}
+
+    def is_newest_start(self) -> bool | None:
+        """Nobody keeps a list of a machine's starts."""
+        return None
+
+    def why_ending(self) -> tuple[Cause, str] | None:
+        """Nobody ends a process from outside but by a signal, and that asks for a stop."""
+        return None
+
+    def start_anew(self, argv: Sequence[str]) -> None:
+        """Replace this process by the next start of the run; returns only by raising OSError."""
+        environment = os.environ | {
+            LOCAL_JOB_VARIABLE: self.attempt.job,
+            LOCAL_RESTART_VARIABLE: str(self.attempt.restart + 1),
+        }
+        keep_across_exec()
+        os.execve(argv[0], list(argv), environment)  # noqa: S606 - an argument list, no shell
+
+
+def detect(environment: Mapping[str, str]) -> Cluster:
+    """The cluster around this process."""
+    job = current_job(environment)
+    return LocalCluster(environment) if job is None else SlurmCluster(job)

@@ -1,0 +1,1 @@
+"""The agents of a job: started, called, replaced, and the nodes that they stand for."""

@@ -1,0 +1,262 @@
+"""The supervisor's side of the control channel: who has connected, calls to them, and what they report.
+
+A message without the shape that its readers rely on (``shapes``) closes the connection it came by, whoever sent it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slurmft.ipc.channel import MAX_LINE_BYTES, UNANSWERED, BadMessage, Channel, Message, accept, keep_alive
+from slurmft.ipc.shapes import check_hello, check_reply, check_report
+from slurmft.policy.strangers import Strangers
+
+CALL_TIMEOUT_S = 10.0
+TELL_TIMEOUT_S = 2.0
+MAX_STRANGERS, STRANGERS_PER_ADDRESS = 128, 32
+"""Connections that have not proved themselves yet: when there are more, the oldest is closed."""
+
+TOLD_REFUSALS = 10
+"""Refused connections that the log tells of; a stranger must not fill the disk either. The others are counted."""
+
+log = logging.getLogger(__name__)
+
+
+class AgentLost(Exception):
+    """The agent's connection is gone, or it does not answer."""
+
+
+class AgentLink:
+    """One node's agent as the supervisor sees it. Survives a reconnection of the same agent."""
+
+    def __init__(self, channel: Channel, hello: Message) -> None:
+        if hello["kind"] != "hello":
+            raise BadMessage(f"the first message is {hello['kind'][:40]!r}")
+        check_hello(hello)
+        self.node: int = hello["node"]
+        self.host: str = hello["host"]
+        self.pid: int = hello["pid"]
+        self.address = channel.peer
+        self.channel: Channel | None = channel
+        self.lender: str = hello.get("lender", "")
+        """The job that lends this node; empty for one of the run's own job."""
+
+        self.leaving = self.dropped = self.ready = False
+        """leaving: its job is ending. dropped: it counts as lost, whatever may come of it. ready: torch is imported."""
+
+        self.last_heard = time.monotonic()
+        self._next_id = 0
+        self._waiting: dict[int, tuple[str, asyncio.Future[Message]]] = {}
+
+    async def call(self, kind: str, *, timeout_s: float = CALL_TIMEOUT_S, **fields: Any) -> Message:
+        """Ask the agent for something and wait for its reply.
+
+        Raises:
+            AgentLost: it is not connected, or does not reply in time.
+        """
+        if self.channel is None:
+            raise AgentLost(f"the agent on {self.host} is not connected")
+        call_id = self._next_id = self._next_id + 1
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = kind, future
+        self.channel.send({"kind": kind, "id": call_id, **fields})
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError as error:
+            raise AgentLost(f"the agent on {self.host} did not answer {kind!r} within {timeout_s:.0f} s") from error
+        finally:
+            self._waiting.pop(call_id, None)
+
+    def answered(self, message: Message) -> None:
+        """Hand a reply to the call that waits for it.
+
+        Raises:
+            BadMessage: it cannot be a reply to anything, or not to that call.
+        """
+        call_id = message.get("id")
+        if type(call_id) is not int:
+            raise BadMessage(f"a reply has the id {str(call_id)[:40]!r}")
+        if call_id not in self._waiting:  # its caller has given up
+            return
+        kind, future = self._waiting[call_id]
+        check_reply(kind, message)  # before it is taken off: the end of the connection fails the call
+        del self._waiting[call_id]
+        if not future.done():
+            future.set_result(message)
+
+    def disconnected(self) -> None:
+        """Fail every call that waits."""
+        self.channel = None
+        for _, future in self._waiting.values():
+            if not future.done():
+                future.set_exception(AgentLost(f"the agent on {self.host} has gone"))
+        self._waiting.clear()
+
+
+class AgentPool:
+    """Listens for the attempt's agents. Reports go to ``events`` as ``(link, message)``."""
+
+    def __init__(self, secret: bytes, expected: int) -> None:
+        self._secret, self._expected = secret, expected
+        self._server: asyncio.Server | None = None
+        self._strangers: Strangers[asyncio.StreamWriter] = Strangers(MAX_STRANGERS, STRANGERS_PER_ADDRESS)
+        self._refused = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.links: dict[int, AgentLink] = {}
+        self._lent: dict[tuple[str, int], int] = {}
+        self.members: list[AgentLink] = []
+        """Those that take part in the present attempt, in the order of their ranks; empty before there is one."""
+
+        self.events: asyncio.Queue[tuple[AgentLink, Message]] = asyncio.Queue()
+        self.complete = asyncio.Event()
+
+    async def listen(self, host: str | None) -> int:
+        """Open the port; None listens on every interface. Returns the port."""
+        # one socket: given no host, start_server opens one per address family, each with a port of its own
+        if host is None and socket.has_dualstack_ipv6():
+            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            listener = socket.create_server((host or "", 0))
+        self._server = await asyncio.start_server(self._serve, sock=listener, limit=MAX_LINE_BYTES)
+        return int(listener.getsockname()[1])
+
+    async def close(self) -> None:
+        """Close the port and every connection."""
+        if self._server is not None:
+            self._server.close()
+        for link in self.links.values():
+            if link.channel is not None:
+                link.channel.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def call_all(self, kind: str, *, timeout_s: float = CALL_TIMEOUT_S, **fields: Any) -> list[Message]:
+        """Ask every member, in the order of the ranks; before there are any, everybody, in the order of the nodes.
+
+        Raises:
+            AgentLost: one of them does not answer.
+        """
+        links = self.members or [self.links[node] for node in sorted(self.links)]
+        return await asyncio.gather(*(link.call(kind, timeout_s=timeout_s, **fields) for link in links))
+
+    def ping(self, **fields: Any) -> None:
+        """A sign of life to every agent that can be reached; none of them answers."""
+        for link in self.links.values():
+            if link.channel is not None:
+                link.channel.send({"kind": "ping", "id": UNANSWERED, **fields})
+
+    async def tell_all(self, kind: str, *, timeout_s: float = TELL_TIMEOUT_S, **fields: Any) -> None:
+        """Ask every agent that can still be reached, member or not; the others are somebody else's finding."""
+        links = list(self.links.values())
+        results: Sequence[Any] = await asyncio.gather(
+            *(link.call(kind, timeout_s=timeout_s, **fields) for link in links), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, Exception):
+                log.debug("%s: %s", kind, result)
+
+    @staticmethod
+    def drop(link: AgentLink) -> None:
+        """Hang up on an agent that counts as lost; nobody waits for its answers any more."""
+        link.dropped = True
+        if link.channel is not None:
+            link.channel.close()
+            link.disconnected()
+
+    async def wait_until_gone(self, timeout_s: float) -> bool:
+        """Whether every agent has closed its connection, which it does when its workers are dead, in that time."""
+        deadline = time.monotonic() + timeout_s
+        while any(link.channel is not None for link in self.links.values()):
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(0.01)
+        return True
+
+    def places(self, per_node: int) -> Mapping[int, str]:
+        """Host of each rank of the present attempt."""
+        return {
+            place * per_node + local: link.host for place, link in enumerate(self.members) for local in range(per_node)
+        }
+
+    def silent_for(self, seconds: float, now: float) -> list[AgentLink]:
+        """Agents that are connected, and were not heard of for so long."""
+        return [link for link in self.links.values() if link.channel and now - link.last_heard > seconds]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is not None:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        with contextlib.suppress(asyncio.CancelledError):
+            link = await self._admit(reader, writer)
+            if link is not None and link.channel is not None:
+                await self._listen_to(link, link.channel)
+        writer.close()
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> AgentLink | None:
+        address = str((writer.get_extra_info("peername") or ("?",))[0])
+        for one in self._strangers.admit(writer, address):
+            one.transport.abort()
+        try:
+            channel, hello = await accept(reader, writer, self._secret)
+            self._strangers.forget(writer)
+            keep_alive(writer)
+            link = AgentLink(channel, hello)
+            if link.lender:  # nodes of another job come behind our own
+                link.node = self._lent.setdefault((link.lender, link.node), self._expected + len(self._lent))
+            elif link.node >= self._expected:
+                raise BadMessage(
+                    f"it says it is node {link.node} ({link.host}), but the run has {self._expected} nodes"
+                )
+        except (BadMessage, TimeoutError, OSError) as error:
+            self._tell_refusal(str(error) or type(error).__name__)
+            return None
+        finally:
+            self._strangers.forget(writer)
+        old = self.links.get(link.node)
+        if old is not None and not old.dropped and old.channel is not None and old.pid != link.pid:
+            # one that counted as lost, and was replaced: two would take the connection from each other for ever
+            self._tell_refusal(f"{link.host} has another agent, process {old.pid}")
+            channel.send({"kind": "shutdown", "id": UNANSWERED})
+            return None
+        if old is not None:
+            if old.channel is not None:
+                old.channel.close()
+            if not old.dropped:
+                self.members = [link if member is old else member for member in self.members]
+        if link.lender or (old is not None and old.dropped):
+            self.events.put_nowait((link, {"kind": "connected"}))
+        self.links[link.node] = link
+        if sum(node < self._expected for node in self.links) == self._expected:
+            self.complete.set()
+        return link
+
+    def _tell_refusal(self, why: str) -> None:
+        self._refused += 1
+        if self._refused <= TOLD_REFUSALS or self._refused % 1000 == 0:
+            log.warning("refused a connection: %s (%d so far)", why, self._refused)
+
+    async def _listen_to(self, link: AgentLink, channel: Channel) -> None:
+        try:
+            while (message := await channel.receive()) is not None:
+                link.last_heard = time.monotonic()
+                if message["kind"] == "reply":
+                    link.answered(message)
+                else:
+                    check_report(message)
+                    link.ready = link.ready or message.get("ready") is True
+                    self.events.put_nowait((link, message))
+        except BadMessage as error:
+            log.warning("closed the connection of %s: %s", link.host, error)
+        finally:
+            link.disconnected()
+            if self.links.get(link.node) is link:
+                self.events.put_nowait((link, {"kind": "disconnected"}))

@@ -1,0 +1,127 @@
+"""The agents of one start of a job. They and their warm zygotes outlive attempts, so that a restart is a fork."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import time
+from collections.abc import Sequence
+
+from slurmft.config.config import RunConfig
+from slurmft.errors import LaunchError
+from slurmft.policy.nodes.membership import TooFew, Wait
+from slurmft.supervisor.attempt_folder import AttemptFolder
+from slurmft.supervisor.cluster import Cluster
+from slurmft.supervisor.fleet.agents import AgentLink, AgentLost, AgentPool
+from slurmft.supervisor.fleet.reviving import Reviver
+from slurmft.supervisor.fleet.roster import Roster
+from slurmft.supervisor.fleet.winding_down import end_agents
+from slurmft.supervisor.start import Start
+
+LOOK_S = 0.05
+SPARE_DESCRIPTORS = 200
+
+
+def allow_connections(count: int) -> None:
+    """Raise this process's soft limit of open files, where ``count`` connections would not fit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + SPARE_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+class Crew:
+    """Agents on all nodes of the allocation, spares included, from the first attempt of the job's start to the last.
+
+    Args:
+        start: the first attempt's; its folder is where agents find the supervisor, and where srun leaves its errors.
+    """
+
+    def __init__(self, config: RunConfig, start: Start) -> None:
+        self._config = config
+        self.secret = start.secret
+        self.pool = AgentPool(start.secret, start.cluster.size(config))
+        self.roster = Roster(self.pool, config.size)
+        self.folder = AttemptFolder(start)
+        self.reviver = Reviver(config, start, self.pool, self.roster, self.folder)
+        self.processes: list[asyncio.subprocess.Process] = []
+        self._mustered = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Every agent has reported once."""
+        return self.pool.complete.is_set()
+
+    async def muster(self, cluster: Cluster) -> None:
+        """Have the agents started, unless they are; they report to the pool when they are ready.
+
+        Raises:
+            StorageError: the run folder does not take the address that they look for.
+            SlurmUnavailable: there is no srun.
+        """
+        if self._mustered:
+            self._muster_again()
+            return
+        self._mustered = True
+        allow_connections(cluster.size(self._config))
+        port = await self.pool.listen(cluster.listen_host)
+        await self.folder.tell_agents({"hosts": cluster.control_hosts(), "port": port})
+        self.processes = await cluster.start_agents(self._config, self.folder.path)
+
+    def _muster_again(self) -> None:
+        """Where every srun has ended, each agent has, too, or will: one by one they are started again."""
+        if any(process.returncode is None for process in (*self.processes, *self.reviver.processes)):
+            return
+        for link in self.pool.links.values():
+            self.pool.drop(link)
+            self.reviver.lost(link, hung_up=True)
+
+    async def all_ended(self) -> list[int]:
+        """The exit codes of the processes that started the agents, when all have ended, later ones too."""
+        while True:
+            processes = [*self.processes, *self.reviver.processes]
+            codes = await asyncio.gather(*(process.wait() for process in processes))
+            if len(processes) == len(self.processes) + len(self.reviver.processes) and not self.roster.returning:
+                return codes
+            await asyncio.sleep(LOOK_S)
+
+    async def enlist(self, allowed: Sequence[str], over: asyncio.Event) -> list[AgentLink]:
+        """Who takes part in the next attempt, in the order of their ranks; waits for agents that are coming back.
+
+        Args:
+            allowed: the job's nodes that may; empty for all.
+            over: nobody is wanted any more once it is set, and nobody changes.
+
+        Raises:
+            LaunchError: too few of them are there.
+        """
+        since_s = time.monotonic()
+        # whoever died together with the one that ended the last attempt is found out before it is counted on
+        await self.pool.tell_all("ping", timeout_s=self._config.fault_tolerance.agent_timeout_s)
+        while isinstance(found := self.roster.next(allowed, waited_s=time.monotonic() - since_s), Wait):
+            if over.is_set():
+                return self.pool.members
+            await asyncio.sleep(LOOK_S)
+        if isinstance(found, TooFew):
+            raise LaunchError(found.reason)
+        self.pool.members = self.roster.take(found)
+        for link in self.pool.links.values():
+            if link.leaving and link not in self.pool.members:
+                with contextlib.suppress(AgentLost):  # it may go as soon as nothing of the run is on it
+                    await link.call("shutdown")
+        return self.pool.members
+
+    async def dismiss(self, *, node_lost: bool) -> None:
+        """End the agents, and the processes that started them; nothing of the job is left on any node then.
+
+        Nothing where none was mustered, or all have been dismissed.
+        """
+        if not self._mustered:
+            return
+        self._mustered = False
+        await self.reviver.close()
+        await end_agents(self.pool, [*self.processes, *self.reviver.processes], node_lost=node_lost)
+        await self.pool.close()
+        self.folder.remove_secret()

@@ -1,0 +1,128 @@
+"""The grace budget of a submission: what earlier runs needed, what Slurm leaves, and what is to be said about it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from slurmft.config.config import RunConfig
+from slurmft.errors import SlurmError, UsageError
+from slurmft.policy.timing import checkpoint_interval, grace
+from slurmft.policy.timing.grace import Finding, GraceNeed, GraceOffer, Severity
+from slurmft.scheduler import slurm
+from slurmft.scheduler.site import Partition, Site, parse_limit_s
+from slurmft.storage.history import timings
+
+log = logging.getLogger(__name__)
+
+
+def workload_of(config: RunConfig) -> str:
+    """The fingerprint of what ``config`` trains: what its speed depends on, and not where, when or how long."""
+    return timings.fingerprint(
+        {
+            "command": config.command,
+            "nodes": config.nodes,
+            "nproc_per_node": config.nproc_per_node,
+            "environment": config.environment,
+            "working_directory": config.working_directory,
+        }
+    )
+
+
+def check(
+    config: RunConfig, options: Mapping[str, Any], environment: Mapping[str, str], need: GraceNeed | None = None
+) -> list[Finding]:
+    """What there is to say about the grace budget of this submission; ``options`` are sbatch's from behind ``--``.
+
+    Slurm is asked twice, once each, and what it does not say is unknown. ``need``: as of ``need_of``, if known.
+    """
+    return grace.findings(need or need_of(config), _offers(config, options, environment))
+
+
+def refuse_warnings(findings: Sequence[Finding]) -> None:
+    """What ``--strict`` adds.
+
+    Raises:
+        UsageError: there are warnings.
+    """
+    if count := sum(finding.severity is Severity.WARNING for finding in findings):
+        raise UsageError(
+            f"--strict: the grace budget has {count} problem{'s' if count > 1 else ''}, named above",
+            hint="mend them, or submit without --strict",
+        )
+
+
+def need_of(config: RunConfig) -> GraceNeed:
+    """What a stop takes, from earlier runs of the same workload."""
+    return need_from(config, timings.earlier(config.run_folder, workload_of(config)))
+
+
+def need_from(config: RunConfig, measured: Sequence[timings.Timings]) -> GraceNeed:
+    """What a stop takes, from what earlier attempts measured, oldest first."""
+    save_s = timings.p99_save_s(measured)
+    cut_off_s = max((one.unfinished_save_s or 0.0 for one in measured), default=0.0)
+    return GraceNeed(
+        longest_step_s=timings.longest_step_s(measured),
+        save_s=max(cut_off_s, save_s or 0.0) or None,
+        cut_off=cut_off_s > (save_s or 0.0),
+        start_s=max((one.start_s for one in measured if one.start_s is not None), default=None),
+        step_s=next((one.step_s for one in reversed(measured) if one.step_s is not None), None),
+        **_interval_of(config),
+    )
+
+
+def _interval_of(config: RunConfig) -> dict[str, Any]:
+    section = config.checkpoint
+    if section.interval == "steps":
+        return {"interval_steps": section.interval_steps}
+    return {"interval_s": section.interval_seconds or checkpoint_interval.LONGEST_S}
+
+
+def _offers(config: RunConfig, options: Mapping[str, Any], environment: Mapping[str, str]) -> list[GraceOffer]:
+    site, partitions = _ask(elsewhere="clusters" in {*options, *(config.slurm.model_extra or {})})
+    # as for sbatch: its command line beats its variables, and these beat the script
+    wanted = options.get("partition") or environment.get("SBATCH_PARTITION") or config.slurm.partition
+    limit = options.get("time") or environment.get("SBATCH_TIMELIMIT") or config.slurm.time
+    names = str(wanted).split(",") if wanted else [partition.name for partition in partitions if partition.is_default]
+    known = {partition.name: partition for partition in partitions}
+    tiers = [partition.priority_tier for partition in partitions if partition.priority_tier is not None]
+    asked_s = parse_limit_s(str(limit)) if limit else None
+    lead_s = float(config.preemption.signal_lead_s)
+    return [_offer(known.get(name), asked_s if limit else _default_s(known.get(name)), lead_s, site, tiers)
+            for name in names or [""]]  # fmt: skip
+
+
+def _offer(
+    partition: Partition | None, limit_s: float | None, lead_s: float, site: Site, tiers: Sequence[int]
+) -> GraceOffer:
+    if partition is None:
+        return GraceOffer(lead_s=lead_s, limit_s=limit_s, kill_wait_s=site.kill_wait_s)
+    return GraceOffer(
+        lead_s=lead_s,
+        limit_s=limit_s,
+        partition=partition.name,
+        preempts=grace.preempts(
+            kind=site.preempt_type, mode=partition.preempt_mode, tier=partition.priority_tier, tiers=tiers
+        ),
+        grace_s=partition.grace_s,
+        kill_wait_s=site.kill_wait_s,
+    )
+
+
+def _default_s(partition: Partition | None) -> float | None:
+    return None if partition is None else partition.default_limit_s
+
+
+def _ask(*, elsewhere: bool) -> tuple[Site, list[Partition]]:
+    nothing = Site(preempt_type="", kill_wait_s=None, clock=None)
+    if elsewhere:  # scontrol tells about this cluster, and the job goes to another one
+        return nothing, []
+    try:
+        with ThreadPoolExecutor(1) as pool:  # both at once: somebody waits for this at a prompt
+            partitions = pool.submit(slurm.partitions)
+            return slurm.site(), partitions.result()
+    except SlurmError as error:
+        log.debug("the grace budget cannot be checked against Slurm: %s", error.what)
+        return nothing, []

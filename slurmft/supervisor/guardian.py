@@ -1,0 +1,112 @@
+"""The guardian: a small parent of the supervisor, so that a kill -9 of the supervisor does not end the run.
+
+Slurm ends a job when its batch step's process ends, and requeues nothing by itself then. The guardian is that process.
+It does nothing but wait: when a signal has ended the supervisor (an out-of-memory kill, ``kill -9``, a crash of the
+interpreter) it ends what the supervisor has left behind and becomes a new supervisor that decides what follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from slurmft.supervisor.own_signals import PASSED_ON, block_signals, keep_signals
+from slurmft.system.processes import children_of
+
+MAX_LOSSES = 3
+CLEAN_UP_S = 5.0
+
+_GUARD_VARIABLE = "SLURMFT_GUARD"
+_LOSSES_VARIABLE = "SLURMFT_GUARD_LOSSES"
+_LOST_VARIABLE = "SLURMFT_GUARD_LOST"
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def guarded(after_loss: Sequence[str]) -> None:
+    """Fork; returns in the child alone, with signals kept. The parent guards it and ends with its exit code.
+
+    ``after_loss`` is the command, less its last argument, that follows when a signal ends the child: the number of that
+    signal is added. A process that is guarded already stays as it is.
+    """
+    if os.environ.get(_GUARD_VARIABLE) == str(os.getppid()):
+        keep_signals()
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    block_signals()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    guardian = os.getpid()
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        os.environ[_GUARD_VARIABLE] = str(guardian)
+        keep_signals()
+        return
+    code = _wait_for(child)
+    if code < 0:
+        _recover(after_loss, child, -code)
+    os._exit(code)
+
+
+def _wait_for(child: int) -> int:
+    """The child's exit code, negative for a signal; hands every signal on to it meanwhile."""
+    while True:
+        for pid, code in _reap():
+            if pid == child:
+                return code
+        info = signal.sigwaitinfo(PASSED_ON | {signal.SIGCHLD})
+        if info.si_signo != signal.SIGCHLD:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, info.si_signo)
+
+
+def _reap() -> list[tuple[int, int]]:
+    ended = []
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            ended.append((pid, os.waitstatus_to_exitcode(status)))
+    return ended
+
+
+def lost_pids(environment: Mapping[str, str]) -> frozenset[int]:
+    """Process ids of the supervisor in whose place this process acts, and of those that tried to before it."""
+    return frozenset(int(pid) for pid in environment.get(_LOST_VARIABLE, "").split())
+
+
+def _recover(after_loss: Sequence[str], lost: int, number: int) -> NoReturn:
+    losses = int(os.environ.get(_LOSSES_VARIABLE, "0")) + 1
+    name = signal.Signals(number).name
+    if losses > MAX_LOSSES:
+        sys.stderr.write(f"slurmft: the supervisor was ended {losses} times, now by {name}; giving up\n")
+        sys.stderr.flush()
+        os._exit(128 + number)
+    sys.stderr.write(f"slurmft: {name} has ended the supervisor; acting in its place\n")
+    sys.stderr.flush()
+    _end_left_behind()
+    all_lost = f"{os.environ.get(_LOST_VARIABLE, '')} {lost}"
+    os.environ |= {_LOSSES_VARIABLE: str(losses), _LOST_VARIABLE: all_lost}
+    os.environ.pop(_GUARD_VARIABLE, None)
+    os.execv(after_loss[0], [*after_loss, str(number)])  # noqa: S606 - an argument list, no shell
+
+
+def _end_left_behind() -> None:
+    """End what the supervisor had started. Orphans become ours (subreaper), so that none escapes."""
+    deadline = time.monotonic() + CLEAN_UP_S
+    while (children := children_of(os.getpid())) and time.monotonic() < deadline + CLEAN_UP_S:
+        for pid, name in children:
+            # srun ends its step at once when it gets TERM; killed, it would leave the step to find out by itself
+            gentle = name == "srun" and time.monotonic() < deadline
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGTERM if gentle else signal.SIGKILL)
+        time.sleep(0.02)
+        _reap()

@@ -1,0 +1,67 @@
+"""Whether a run's owner is still there. Apart from the rest, so that reading verbs need not load a supervisor."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from slurmft.errors import SlurmError
+from slurmft.policy.site.job_identity import OwnJob
+from slurmft.scheduler import own_jobs
+from slurmft.storage import signs_of_life
+from slurmft.storage.run_folder import Owner, RunFolder
+from slurmft.system import processes
+
+BEATS_S = 10.0
+"""How long one who is about to take a run over watches for a sign of life of its owner, where Slurm does not tell."""
+
+LOOK_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+def owner_lives(run: RunFolder, owner: Owner) -> bool:
+    """Whether the owner's job has nodes, or its local process runs.
+
+    Where Slurm does not answer, or does not know the job, the owner lives as long as it writes: Slurm may have lost its
+    state. May take ``BEATS_S`` seconds.
+
+    Raises:
+        StorageError: the run folder cannot be read or written.
+    """
+    if owner.cluster == "local":
+        return local_owner_lives(owner)
+    try:
+        record = own_jobs.find_one(job_of(run, owner), patience_s=30.0)
+    except SlurmError as error:
+        log.warning("cannot tell whether job %s still runs: %s", owner.job, error.what)
+        record = None
+    if record is not None:
+        return record.alive and record.state != "COMPLETING"
+    return owner_writes(run, owner)
+
+
+def local_owner_lives(owner: Owner) -> bool:
+    """Whether the owner is a process of this machine that runs."""
+    return owner.cluster == "local" and owner.host == processes.me().host and processes.lives(owner.pid, owner.birth)
+
+
+def job_of(run: RunFolder, owner: Owner) -> OwnJob:
+    """The owner's job, with what the run knows of it."""
+    return next((job for job in run.own_jobs() if job.job_id == owner.job), OwnJob(owner.job))
+
+
+def owner_writes(run: RunFolder, owner: Owner) -> bool:
+    """Whether the owner gives signs of life; may take ``BEATS_S`` seconds.
+
+    Raises:
+        StorageError: the run folder cannot be read or written.
+    """
+    if not signs_of_life.is_fresh(run, owner):
+        return False
+    before, until = signs_of_life.newest(run, owner), time.monotonic() + BEATS_S
+    while time.monotonic() < until:
+        if signs_of_life.newest(run, owner) != before:
+            return True
+        time.sleep(LOOK_S)
+    return False

@@ -1,0 +1,54 @@
+"""The run's journal as a history of failures: how often work was lost, and how long how many nodes were at work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from slurmft.config.config import RunConfig
+from slurmft.policy.timing.checkpoint_interval import FailureHistory, mtbf_s
+from slurmft.policy.verdicts.verdict import BUDGETED
+from slurmft.storage.journal import Event
+from slurmft.supervisor.recovery.remedies import batch_divisor_of
+
+STARTED = "workers started"
+_LOST_WORK = frozenset(cause.value for cause in BUDGETED)
+_MAX_NODES = 1 << 20
+
+
+def history_of(events: Iterable[Event], nproc_per_node: int) -> FailureHistory:
+    """Failures that lost work, and node-seconds of training, as the journal tells them.
+
+    A failure is an end that nobody planned, after at least one step, or a stop that came to nothing. An attempt without
+    a verdict counts until its newest event. Times of one attempt are of one clock, that of its supervisor.
+    """
+    began: dict[str, tuple[float, int]] = {}
+    last: dict[str, float] = {}
+    failures = 0
+    for event in events:
+        last[event.attempt] = event.seconds()
+        if event.event == STARTED:
+            began[event.attempt] = event.seconds(), _nodes(event.details.get("world_size"), nproc_per_node)
+        elif event.event == "verdict":
+            failures += str(event.details.get("cause")) in _LOST_WORK and _has_worked(event.details)
+        elif event.event == "stop without a save":
+            failures += 1
+    node_s = sum(max(0.0, last[attempt] - at) * nodes for attempt, (at, nodes) in began.items())
+    return FailureHistory(failures=failures, node_s=node_s)
+
+
+def facts_for_workers(history: Sequence[Event], config: RunConfig, *, nodes: int) -> dict[str, Any]:
+    """What the workers of the next attempt, on ``nodes``, are told of what the run has been through."""
+    seen = history_of(history, config.nproc_per_node)
+    return {"batch_divisor": batch_divisor_of(history), "mtbf_s": round(mtbf_s(seen, nodes), 1)}
+
+
+def _nodes(world_size: Any, nproc_per_node: int) -> int:
+    if type(world_size) is not int or not 0 < world_size <= _MAX_NODES * nproc_per_node:
+        return 1
+    return max(1, world_size // nproc_per_node)
+
+
+def _has_worked(facts: dict[str, Any]) -> bool:
+    first, last = facts.get("first_step", 0), facts.get("last_step", 0)
+    return type(first) is int and type(last) is int and last > first

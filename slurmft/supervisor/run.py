@@ -1,0 +1,307 @@
+"""``slurmft run``: take the run over, run one attempt, act on its verdict."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmft.config.config import RunConfig
+from slurmft.errors import Fenced, RunBusy, StorageError, StorageUnavailable, UsageError
+from slurmft.operations.overview import Progress, progress_of
+from slurmft.policy.verdicts.findings import DECIDING
+from slurmft.policy.verdicts.judge import Circumstances, judge
+from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY, Action, Cause, Decision, Verdict
+from slurmft.scheduler import queueing
+from slurmft.scheduler.command import ignoring_signals
+from slurmft.storage import signs_of_life
+from slurmft.storage.journal import Event
+from slurmft.storage.patience import FolderThread, PatientJournal, patiently, writing
+from slurmft.storage.run_folder import Attempt, Owner, RunFolder
+from slurmft.supervisor.attempts import Attempts
+from slurmft.supervisor.cluster import Cluster, SlurmCluster, detect
+from slurmft.supervisor.evidence import collect
+from slurmft.supervisor.guardian import lost_pids
+from slurmft.supervisor.living import owner_lives, owner_writes
+from slurmft.supervisor.recovery.accusing import Accuser
+from slurmft.supervisor.recovery.ending import Ending
+from slurmft.supervisor.settling import next_cycle
+from slurmft.supervisor.start import Start
+from slurmft.system import processes
+from slurmft.system.files import replace_atomically
+from slurmft.system.logs import BackgroundLog
+from slurmft.system.opening import read_bytes
+
+STORAGE_PATIENCE_S = 120.0
+"""How long a start waits, with its nodes, for a run folder that is full, read-only or silent."""
+
+STORAGE_DELAY_S = 300
+"""Begin time of the job that tries again after that."""
+
+MAX_STORAGE_RETRIES = 12
+LOOK_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+def supervise(config: RunConfig, environment: Mapping[str, str]) -> int:
+    """Run attempts of ``config`` in this allocation, and what follows them; returns the batch script's exit code.
+
+    Raises:
+        RunBusy: another live job trains this run.
+        SlurmftError: nothing was started.
+    """
+    cluster, run = detect(environment), RunFolder(config.run_folder)
+    _refuse_too_few_nodes(config, environment)
+    thread, log_file = FolderThread(), BackgroundLog()
+    if isinstance(cluster, SlurmCluster):
+        cluster.identify()
+    with Attempts(config, log_file) as attempts:
+        held: int | None = None
+        while True:
+            claim = _Claim(environment, secret=attempts.secret, held=held)
+            try:
+                start = patiently(
+                    lambda claim=claim: thread.call(  # type: ignore[misc]
+                        lambda: _begin(config, cluster, run, thread, claim), timeout_s=STORAGE_PATIENCE_S
+                    ),
+                    patience_s=STORAGE_PATIENCE_S,
+                )
+            except StorageUnavailable as error:
+                return _try_again_later(config, cluster, run, error)
+            if start is None:
+                return 0
+            held = start.generation
+            if (code := attempts.run(start)) is not None:
+                return code
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """What a process that wants to own the run brings with it."""
+
+    environment: Mapping[str, str]
+    secret: bytes | None
+    """That of agents which are there already."""
+
+    held: int | None
+    """The generation as which this process has owned the run before; None before its first attempt."""
+
+
+def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> int:
+    """Act in the place of a supervisor that signal ``number`` has ended; returns the batch script's exit code."""
+    cluster, run = detect(environment), RunFolder(config.run_folder)
+    thread = FolderThread()
+    owner = thread.call(run.owner, timeout_s=STORAGE_PATIENCE_S)
+    if owner is None or owner.pid not in lost_pids(environment) or owner.host != os.uname().nodename:
+        return supervise(config, environment)  # it had not taken the run over yet; if somebody else has, this tells
+    cluster.attempt = Attempt(job=owner.job, restart=owner.restart, cycle=owner.cycle)
+    if isinstance(cluster, SlurmCluster):
+        cluster.identify()
+    journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
+    history = thread.call(journal.read, timeout_s=STORAGE_PATIENCE_S)
+    if run.done() is not None:
+        return 0
+    start = Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=owner.generation,
+                  history=history, secret=b"")  # fmt: skip
+    name = signal.Signals(number).name
+    journal.append("supervisor lost", signal=name, host=owner.host)
+    verdict = _verdict_in_its_place(run, cluster.attempt, name, owner.host, config.world_size)
+    # the guardian has ended its agents
+    ending = Ending(
+        config, start, Accuser(config, start), BackgroundLog(), dismiss=lambda: None, has_nodes=lambda: False
+    )
+    decided = [event for event in history if event.attempt == str(cluster.attempt) and event.event == "decision"]
+    code = ending.follow(verdict, _decision_of(decided[-1])) if decided else ending.act_on(verdict)
+    return supervise(config, environment) if code is None else code
+
+
+def _decision_of(event: Event) -> Decision:
+    facts = event.details
+    return Decision(
+        action=Action(facts["action"]),
+        reason=str(facts.get("reason")),
+        exit_code=int(facts.get("exit_code", EXIT_TEMPORARY)),
+        avoid=tuple(map(str, facts.get("avoid", []))),
+        elsewhere=bool(facts.get("elsewhere")),
+    )
+
+
+def _verdict_in_its_place(run: RunFolder, attempt: Attempt, name: str, host: str, world_size: int) -> Verdict:
+    progress = progress_of(run)
+    mine = progress if progress.attempt == str(attempt) else Progress()
+    facts: dict[str, Any] = {
+        "first_step": mine.resumed or 0, "last_step": mine.step or 0, "saved_step": mine.saved_step,
+    }  # fmt: skip
+    if (who := run.see_request("KILL")) is not None:
+        return Verdict(cause=Cause.STOPPED_BY_USER, reason=f"stopped by {who}; {name} ended the supervisor", **facts)
+    # what its workers had to say is still true: without it, a rerun would go on where it was
+    seen = Circumstances(
+        heard=collect(run, attempt, ()), reached=(facts["first_step"], facts["last_step"]), saved=mine.saved_step
+    )
+    told = judge((), world_size=world_size, seen=seen)
+    if told.cause in DECIDING:
+        return told
+    reason = f"the supervisor on {host} was ended by {name}"
+    return Verdict(cause=Cause.SUPERVISOR_LOST, reason=reason, **facts)
+
+
+def _begin(config: RunConfig, cluster: Cluster, run: RunFolder, thread: FolderThread, claim: _Claim) -> Start | None:
+    """Make the run ours; None when it is finished. May be repeated after StorageUnavailable."""
+    run.create()
+    if not run.config.exists():
+        with writing(run.config):
+            replace_atomically(run.config, config.as_yaml())
+    history = run.journal().read()
+    cluster.attempt = next_cycle(cluster.attempt, history)
+    journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
+    if (done := run.done()) is not None:
+        # at once: this process ends before a patient journal comes to it
+        run.journal(cluster.attempt).append("already finished", step=done.get("step"))
+        log.info("run %s is finished (%s); nothing to do", config.name, done.get("reason"))
+        return None
+    generation, overruled = _take_over(run, cluster, claim)
+    run.attempt_folder(cluster.attempt)
+    signs_of_life.touch(run, cluster.attempt)
+    if overruled:
+        journal.append("claim overruled", outcome=overruled)
+    if (secret := claim.secret) is None:
+        secret = read_bytes(run.new_secret(cluster.attempt), owners={os.geteuid()})
+    journal.append("attempt started", generation=generation, cluster=cluster.name, host=os.uname().nodename,
+                   nodes=os.environ.get("SLURM_JOB_NODELIST", ""), folder=str(Path.cwd()))  # fmt: skip
+    if cluster.attempt.cycle == 0:
+        _drop_stale_requests(run, journal)
+    return Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=generation, history=history,
+                 secret=secret)  # fmt: skip
+
+
+def _try_again_later(config: RunConfig, cluster: Cluster, run: RunFolder, error: StorageUnavailable) -> int:
+    """Give the nodes back and come again: idle nodes cost more than a wait in the queue."""
+    log.error("%s", error)
+    if isinstance(cluster, SlurmCluster) and config.preemption.continue_by in ("auto", "requeue"):
+        before, who = _look(run)
+        if who is not None:
+            log.warning("not trying again: stopped by %s", who)
+            return error.exit_code
+        since = cluster.attempt.restart - (before.restart if before and before.job == cluster.attempt.job else 0)
+        if since <= MAX_STORAGE_RETRIES:
+            log.warning("trying again in %d s (%d of %d)", STORAGE_DELAY_S, since, MAX_STORAGE_RETRIES)
+            with ignoring_signals():
+                queueing.requeue(cluster.own, restart=cluster.attempt.restart, delay_s=STORAGE_DELAY_S)
+    return error.exit_code
+
+
+def _look(run: RunFolder) -> tuple[Owner | None, str | None]:
+    """The run's owner, and who wants it stopped, as far as a run folder tells that may not answer."""
+    try:  # in a thread of its own: the other one may be stuck
+        return FolderThread().call(lambda: (run.owner(), run.see_request("KILL")), timeout_s=LOOK_S)
+    except (StorageError, OSError):
+        return None, None
+
+
+def _refuse_too_few_nodes(config: RunConfig, environment: Mapping[str, str]) -> None:
+    allocated = int(environment.get("SLURM_JOB_NUM_NODES", config.nodes))
+    if allocated < config.size.minimum:
+        raise UsageError(
+            f"the configuration asks for nodes: {config.size.minimum}, but this job has {allocated}",
+            hint="make --nodes of the batch script and nodes of the configuration agree",
+        )
+
+
+def _take_over(run: RunFolder, cluster: Cluster, claim: _Claim) -> tuple[int, str]:
+    """Become the run's owner; returns the generation, and what somebody has decided of this start in its absence.
+
+    Raises:
+        RunBusy: another start trains the run.
+        Fenced: another start has taken this one's place.
+    """
+    while True:
+        if (before := run.owner()) is not None:
+            _refuse_to_replace(before, run, cluster, claim)  # not with the lock held: Slurm may take its time
+        if (taken := _take_over_from(before, run, cluster)) is not None:
+            return taken
+
+
+def _take_over_from(before: Owner | None, run: RunFolder, cluster: Cluster) -> tuple[int, str] | None:
+    """As ``_take_over`` returns; None where ``before`` is not the owner any more."""
+    with run.lock():
+        if run.owner() != before:
+            return None
+        generation = 1 if before is None else before.generation + 1
+        me = processes.me()
+        run.take_over(
+            Owner(
+                job=cluster.attempt.job,
+                restart=cluster.attempt.restart,
+                cycle=cluster.attempt.cycle,
+                generation=generation,
+                cluster=cluster.name,
+                host=me.host,
+                pid=me.pid,
+                birth=me.birth,
+                folder=str(run.path),
+                inode=run.path.stat().st_ino,
+            )
+        )
+        run.add_job(cluster.attempt.job, cluster.own.known if isinstance(cluster, SlurmCluster) else None)
+        # this start lives: whoever has settled its end took it for gone, or meant an earlier job with its number
+        ending = run.ending(cluster.attempt)
+        if overruled := ending.outcome() or "":
+            ending.give_back()
+    return generation, overruled
+
+
+def _refuse_to_replace(before: Owner, run: RunFolder, cluster: Cluster, claim: _Claim) -> None:
+    attempt, me = cluster.attempt, processes.me()
+    if claim.held is not None:
+        if before.generation > claim.held:
+            raise _superseded(run, before)
+        return
+    is_newest = cluster.is_newest_start()
+    if is_newest is False:
+        raise _superseded(run, before)
+    if before.job != attempt.job:
+        if owner_lives(run, before):
+            raise RunBusy(
+                f"run {run.path.name} is being trained by job {before.job}",
+                hint=f"slurmft stop {run.path.name} ends it after a save",
+            )
+        return
+    is_of_us = before.host == me.host and (before.pid == me.pid or before.pid in lost_pids(claim.environment))
+    if before.restart < attempt.restart or is_of_us:
+        return
+    if before.restart == attempt.restart and before.host == me.host:
+        if processes.lives(before.pid, before.birth):
+            raise _second(run, before)
+        return
+    # the controller may have gone back to an older state, so that a number of restarts comes twice
+    if is_newest and not (before.restart == attempt.restart and owner_writes(run, before)):
+        return
+    raise _superseded(run, before) if before.restart > attempt.restart else _second(run, before)
+
+
+def _second(run: RunFolder, owner: Owner) -> RunBusy:
+    """The owner supervises this very start of this job: a batch script has started two supervisors."""
+    return RunBusy(
+        f"run {run.path.name} has a supervisor in this job already: process {owner.pid} on {owner.host}",
+        hint="slurmft run belongs into the batch script once, and not behind srun",
+    )
+
+
+def _superseded(run: RunFolder, owner: Owner) -> Fenced:
+    return Fenced(
+        f"this start of the job is not the newest one any more: run {run.path.name} belongs to job {owner.job}, "
+        f"restart {owner.restart}, on {owner.host}",
+        hint="nothing is to be done: what Slurm has started since goes on with the run",
+    )
+
+
+def _drop_stale_requests(run: RunFolder, journal: PatientJournal) -> None:
+    """A SAVE or REQUEUE left for an earlier start has been overtaken; a KILL has not: it still means stop."""
+    for kind in ("SAVE", "REQUEUE"):
+        if (run.path / kind).exists() and (who := run.take_request(kind)) is not None:
+            journal.append("dropped a stale request", request=kind, who=who)

@@ -1,0 +1,29 @@
+"""One attempt that may begin: the run is ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from slurmft.storage.journal import Event
+from slurmft.storage.patience import FolderThread, PatientJournal
+from slurmft.storage.run_folder import RunFolder
+from slurmft.supervisor.cluster import Cluster
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """What the supervisor of an attempt works with."""
+
+    cluster: Cluster
+    run: RunFolder
+    journal: PatientJournal
+    thread: FolderThread
+    """Does everything in the run folder that the supervisor must not wait for."""
+
+    generation: int
+    history: Sequence[Event] = field(repr=False)
+    """The journal as it was before."""
+
+    secret: bytes = field(repr=False)
+    """The control channel's."""

@@ -1,0 +1,223 @@
+"""Stops of an attempt: who asks for one, how long it may take, and the save at an agreed step before it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+
+from slurmft.config.config import RunConfig
+from slurmft.ipc.pages.heartbeat import StopAction
+from slurmft.policy.timing.grace import REQUEUE_COST_S, cause_of_signal, seconds_for_stop
+from slurmft.policy.timing.stop import ByThemselves, NothingToSave
+from slurmft.policy.verdicts.verdict import Cause
+from slurmft.supervisor.fleet.agents import AgentLost, AgentPool
+from slurmft.supervisor.fleet.winding_down import PEER_GRACE_S, kill_workers
+from slurmft.supervisor.slurms_word import SlurmsWord
+from slurmft.supervisor.start import Start
+from slurmft.supervisor.stopping import agree, describe
+from slurmft.supervisor.watch.last_look import take_evidence
+from slurmft.supervisor.watch.observations import Observations
+from slurmft.system.background import Background
+
+POLL_S = 0.25
+CAUSE_PATIENCE_S = 15.0
+
+log = logging.getLogger(__name__)
+
+
+class Stops:
+    """Carries out at most one stop, and any number of saves on demand.
+
+    Args:
+        over: set when the attempt has ended; a stop sets it where nothing is left to wait for.
+    """
+
+    def __init__(
+        self, config: RunConfig, start: Start, pool: AgentPool, seen: Observations, slurm: SlurmsWord,
+        *, over: asyncio.Event, background: Background,
+    ) -> None:  # fmt: skip
+        self._section, self._journal, self._cluster = config.preemption, start.journal, start.cluster
+        self._pool, self._seen, self._slurm = pool, seen, slurm
+        self._over, self.background = over, background
+        self._folder = start.run.attempts / str(start.cluster.attempt)
+        self._timer: asyncio.Timeout | None = None
+        self._agreement = asyncio.Lock()
+        self._told = asyncio.Event()
+        """The journal has the stop, its cause and its deadline."""
+
+        self._own_signals = 0
+        self.began = False
+        """The attempt's workers are being started; before, agents answer for those of the last one."""
+
+        self.planned: Cause | None = None
+        self.reason = ""
+        self.ends_at_s: float | None = None
+        """Monotonic time at which Slurm will have ended the job, where a stop has told it."""
+
+        slurm.on_ending = self._hurry
+
+    async def cause_is_known(self) -> None:
+        """Return when a stop that is under way has found out its cause, or takes too long to."""
+        if self.planned is not None:  # a slow Slurm must not cost us the cause
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._told.wait(), CAUSE_PATIENCE_S)
+
+    def on_own_signal(self, name: str) -> None:
+        """The supervisor itself got a signal."""
+        self._own_signals += 1
+        if self._own_signals == 1:
+            self.background.start(self._judge_own_signal(name))
+
+    async def _judge_own_signal(self, name: str) -> None:
+        """Slurm signals the batch step only when it ends the job; a person may at any time."""
+        if self._cluster.name == "local" and name == "SIGINT" and self.planned is None:
+            self.stop_for(Cause.STOPPED_BY_USER, "stopped with Ctrl-C")
+        elif not await self._slurm.is_ending():
+            self._own_signals = 0
+            self.on_signal(name, "the supervisor")
+
+    def on_signal(self, name: str, where: str) -> None:
+        """A signal that asks for a stop was seen ``where``; further ones of the row change nothing."""
+        if self.planned is None:
+            self.planned = Cause.SIGNALLED  # remembered at once; the second one of a row must find it
+            self.background.start(self._stop_for_signal(name, where, time.monotonic()))
+        elif self.planned is Cause.RESIZED:  # the save is under way; what changes is what follows
+            self.planned, self.reason = Cause.SIGNALLED, f"{name} at {where}"
+
+    def on_request(self, kind: str, who: str) -> None:
+        """Somebody asks for KILL, REQUEUE or SAVE."""
+        if kind == "KILL" and self.planned is not None:  # a stop is under way; what changes is what follows
+            self.planned, self.reason = Cause.STOPPED_BY_USER, f"stopped by {who}"
+            self._journal.append("will not continue", reason=self.reason)
+        elif kind == "REQUEUE" and self.planned is Cause.RESIZED:
+            self.planned, self.reason = Cause.REQUEUED_BY_USER, f"requeued by {who}"
+        elif self.planned is not None:
+            return
+        elif kind == "KILL":
+            self.stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
+        elif kind == "REQUEUE":
+            self.stop_for(Cause.REQUEUED_BY_USER, f"requeued by {who}")
+        else:
+            self.background.start(self._save_now(who))
+
+    def on_notice(self, cause: Cause, reason: str, *, left_s: float) -> None:
+        """A node will be gone in ``left_s`` seconds: stop before that, even if a stop is under way."""
+        stop_s = max(1.0, left_s - REQUEUE_COST_S)
+        if self.planned is None:
+            self.stop_for(cause, reason, within_s=stop_s)
+            return
+        if self.planned is Cause.RESIZED and cause is not Cause.RESIZED:  # the save is under way; what follows changes
+            self.planned, self.reason = cause, reason
+        self._end_by(time.monotonic() + stop_s)
+
+    def stop_for(self, cause: Cause, reason: str, *, within_s: float = math.inf) -> None:
+        """Begin a stop that has no deadline of Slurm's."""
+        self.planned = cause
+        stopping = asyncio.create_task(self._agreed_stop())
+        left_s = min(within_s, self._section.stop_timeout_s)
+        self.background.start(self._stop(cause, reason, stopping, at_s=time.monotonic(), left_s=left_s))
+
+    def _hurry(self) -> None:
+        self._end_by(self._slurm.kill_at_s)
+
+    def _end_by(self, at_s: float) -> None:
+        if self._timer is not None and (self._timer.when() or 0.0) > at_s:
+            with contextlib.suppress(RuntimeError):  # its time was up meanwhile
+                self._timer.reschedule(at_s)
+
+    async def _stop_for_signal(self, name: str, where: str, at_s: float) -> None:
+        # the save must not wait for Slurm's answers: they only say why, and how long there is
+        stopping = asyncio.create_task(self._agreed_stop())
+        times, ending = await asyncio.gather(self._slurm.times(), self._slurm.is_ending())
+        section = self._section
+        lead_s = float(section.signal_lead_s)
+        if self._cluster.name == "local":
+            cause, left_s = Cause.PREEMPTED, section.stop_timeout_s
+        elif ending and self._slurm.outside is not None:
+            cause, left_s = self._slurm.outside[0], max(1.0, self._slurm.kill_at_s - at_s)
+        else:
+            now = self._slurm.terms.clock.at(at_s)
+            cause = cause_of_signal(times, now=now, lead_s=lead_s)
+            left_s = seconds_for_stop(times, cause=cause, now=now, lead_s=lead_s, timeout_s=section.stop_timeout_s)
+            if not ending:
+                self.background.start(self._slurm.look_again())
+        if self.planned is Cause.STOPPED_BY_USER:  # asked for in the meantime
+            cause = Cause.STOPPED_BY_USER
+        if cause in (Cause.PREEMPTED, Cause.TIME_LIMIT):
+            self.ends_at_s = at_s + left_s + REQUEUE_COST_S
+        await self._stop(cause, f"{name} at {where}", stopping, at_s=at_s, left_s=left_s)
+
+    async def _stop(
+        self, cause: Cause, reason: str, stopping: asyncio.Task[None], *, at_s: float, left_s: float
+    ) -> None:
+        """Save at an agreed step and end the workers; by force when the time is up, which runs from ``at_s`` on."""
+        at = time.time() - (time.monotonic() - at_s)
+        if cause is not Cause.RESIZED:
+            self.planned = cause
+        self.reason = self.reason or reason
+        self._journal.append("stop requested", cause=cause.value, reason=reason, signal_at=at,
+                             seconds_left=round(left_s, 3))  # fmt: skip
+        self._told.set()
+        try:
+            async with asyncio.timeout_at(min(at_s + left_s, self._slurm.kill_at_s)) as self._timer:
+                await stopping
+                await self._over.wait()
+            left_s = min(left_s, self._slurm.kill_at_s - at_s)
+            if (facts := self._seen.save_of_stop(since_s=at_s, left_s=left_s)) is not None:
+                self._journal.append("stop saved", **facts)
+        except TimeoutError:
+            took_s = time.monotonic() - at_s
+            self._journal.append("stop overdue", seconds=round(took_s, 3), **self._seen.unsaved_at_stop())
+            log.error("THE SAVE OF THIS STOP DID NOT FINISH within %.0f s; the newest checkpoint continues", took_s)
+            await take_evidence(self._pool, self._journal, self._folder, ends=list(self._seen.ends.values()))
+            await kill_workers(self._pool, self._journal, "the time of the stop is up")
+            await asyncio.sleep(PEER_GRACE_S)
+            self._over.set()  # a node that is cut off cannot tell that its workers are gone
+
+    async def _agreed_stop(self) -> None:
+        if not self.began or (not self._seen.any_started and not await self._workers_run()):
+            self._over.set()  # nothing runs yet
+            return
+        told = False
+        while not self._over.is_set():
+            async with self._agreement:
+                try:
+                    plan = await agree(self._pool, StopAction.SAVE_AND_STOP)
+                except AgentLost as error:
+                    log.warning("no agreement: %s", error)
+                    return
+            if isinstance(plan, NothingToSave):
+                reason = "no rank has begun a step, so there is nothing to save"
+                await kill_workers(self._pool, self._journal, reason)
+            elif isinstance(plan, ByThemselves) and not told:
+                # none of them uses a session, or none of them yet: the signal is all they understand
+                await self._pool.tell_all("signal")
+            if not told:
+                await self._told.wait()
+                self._journal.append("stop agreed", **describe(plan))
+            told = True
+            if not isinstance(plan, ByThemselves):
+                return
+            await asyncio.sleep(POLL_S)
+
+    async def _workers_run(self) -> bool:
+        with contextlib.suppress(AgentLost):
+            return any(reply["looks"] for reply in await self._pool.call_all("look"))
+        return False
+
+    async def _save_now(self, who: str) -> None:
+        async with self._agreement:
+            try:
+                plan = await agree(self._pool, StopAction.SAVE)
+                self._journal.append("save requested", who=who, **describe(plan))
+                tick = getattr(plan, "tick", None)  # there is none where nobody uses a session: nothing is saved
+                while tick is not None and not self._over.is_set():
+                    if self._seen.all_answered(tick):
+                        break
+                    await asyncio.sleep(POLL_S)
+                await self._pool.call_all("withdraw")
+            except AgentLost as error:
+                log.warning("the save could not be agreed on: %s", error)

@@ -1,0 +1,1 @@
+"""What the supervisor sees while an attempt runs: hangs, stragglers, saves."""

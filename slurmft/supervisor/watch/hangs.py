@@ -1,0 +1,194 @@
+"""The supervisor's side of hang detection: who is to blame when an agent says that a rank hangs; and learned limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from slurmft.agent.hang_watch import look_of
+from slurmft.config.config import RunConfig
+from slurmft.errors import SlurmftError
+from slurmft.ipc.channel import Message
+from slurmft.policy.timing import learned_timeouts
+from slurmft.policy.timing.hangs import Exceeded, Hang, WorkerLook, find_culprit, narrowed
+from slurmft.policy.verdicts.culprit import Blame
+from slurmft.storage.history import ft_state
+from slurmft.storage.history.timings import fingerprint
+from slurmft.storage.journal import Event
+from slurmft.supervisor.budget import progressed
+from slurmft.supervisor.fleet.agents import AgentLink, AgentLost, AgentPool
+from slurmft.supervisor.grace import workload_of
+from slurmft.supervisor.start import Start
+
+LOOK_TIMEOUT_S = 2.0
+"""How long to wait for the other agents' word; a node that does not answer is not accused of anything."""
+
+SAMPLE_S = 10.0
+"""One sample of each section in so much time: the longest of all ranks."""
+
+WRITE_S = 60.0
+HUNG = "worker hung"
+
+log = logging.getLogger(__name__)
+
+
+class Hangs:
+    """One attempt's hang, if there is one, and what is learned for the next."""
+
+    def __init__(self, config: RunConfig, start: Start, pool: AgentPool) -> None:
+        self._config, self._start, self._pool = config, start, pool
+        self._settings = config.fault_tolerance
+        self._workload = fingerprint(
+            {
+                "workload": workload_of(config),
+                "world_size": config.world_size,
+                "checkpoint": config.checkpoint.model_dump(mode="json"),
+                "rerun": config.rerun.mode,
+            }
+        )
+        self._samples: dict[str, list[float]] = {}
+        self._window: dict[str, float] = {}
+        self._window_at = self._written_at = time.monotonic()
+        self._is_new = False
+        self._begun = False
+        self._limits: dict[str, float] | None = None
+        self.found: Hang | None = None
+        """Who hangs; None as long as nobody does."""
+
+    async def recall(self) -> None:
+        """Read what earlier attempts have left; a run folder that does not answer has left nothing."""
+        if self._settings.calc_ft_timeouts:
+            future = self._start.thread.submit(lambda: ft_state.read(self._start.run.path, self._workload))
+            try:
+                self._samples, self._limits = await asyncio.wait_for(asyncio.wrap_future(future), LOOK_TIMEOUT_S), None
+            except TimeoutError:
+                log.warning("the learned timeouts could not be read within %.0f s", LOOK_TIMEOUT_S)
+
+    def limits(self) -> dict[str, float]:
+        """What has been learned, for the agents; by section."""
+        if not self._settings.calc_ft_timeouts:
+            return {}
+        if self._limits is None:
+            self._limits = self._learned()
+        return self._limits
+
+    def note(self, message: Message) -> None:
+        """Take in how long sections took on one node (a checked message of kind ``durations``)."""
+        for name, seconds in message["sections"]:
+            self._window[name] = max(self._window.get(name, 0.0), seconds)
+        if time.monotonic() - self._window_at >= SAMPLE_S:
+            self._take_sample()
+
+    def leave(self) -> None:
+        """Write all that has been learned: the attempt is over. In the run folder's thread."""
+        if self._window:
+            self._take_sample()
+        self.write()
+
+    def exchange(self) -> None:
+        """Write what has been learned, now and then. In the run folder's thread."""
+        if self._is_new and time.monotonic() - self._written_at > WRITE_S:
+            self.write()
+
+    def write(self) -> None:
+        """Write what has been learned, if it is new; what cannot be written is learned again."""
+        if not self._is_new:
+            return
+        self._is_new, self._written_at = False, time.monotonic()
+        try:
+            ft_state.write(self._start.run.path, self._workload, {**self._samples})
+        except (OSError, SlurmftError) as error:
+            log.warning("the learned timeouts were not written: %s", getattr(error, "what", error))
+
+    async def investigate(self, link: AgentLink, message: Message) -> Hang | None:
+        """Who is to blame for the hang that this agent reports; None where one is being dealt with already."""
+        if self._begun:
+            return None
+        self._begun = True
+        first = Exceeded(rank=message["rank"], section=message["section"], held_s=message["held_s"],
+                         limit_s=message["limit_s"], why=message["why"])  # fmt: skip
+        looks = await self._looks()
+        if first.rank not in {look.rank for look in looks}:
+            looks.append(WorkerLook(rank=first.rank, node=link.host))
+        limits = self._settings.limits()
+        limits = replace(limits, sections={**limits.sections, **self.limits()})
+        self.found = find_culprit(looks, first, limits)
+        self._start.journal.append(HUNG, **_story(self.found))
+        return self.found
+
+    @property
+    def overdue(self) -> Mapping[int, str]:
+        """In words, each limit that was exceeded, by rank; empty as long as nobody hangs."""
+        return self.found.overdue if self.found is not None else {}
+
+    def narrow(self, blame: Blame) -> None:
+        """Where the pages did not tell whose fault it is, the stacks may have."""
+        if self.found is not None and len(blame.culprits) == 1:
+            one = blame.culprits[0]
+            self.found = narrowed(self.found, one.rank, one.node, one.reason)
+
+    def _learned(self) -> dict[str, float]:
+        configured = dict(self._settings.limits().sections)
+        doubtful = doubtful_in(self._start.history, configured)
+        samples = {name: each for name, each in self._samples.items() if name in configured or name not in doubtful}
+        merged = learned_timeouts.merged(
+            configured, self._settings.given_sections() | doubtful, samples, self._settings.safety_factor
+        )
+        return {name: round(limit_s, 3) for name, limit_s in merged.items() if limit_s != configured.get(name)}
+
+    def _take_sample(self) -> None:
+        self._window_at = time.monotonic()
+        for name, seconds in self._window.items():
+            if name in self._samples or len(self._samples) < ft_state.MAX_SECTIONS:
+                kept = self._samples.setdefault(name, [])
+                kept.append(seconds)
+                del kept[: -learned_timeouts.MAX_SAMPLES]
+        self._window, self._is_new, self._limits = {}, True, None
+
+    async def _looks(self) -> list[WorkerLook]:
+        return [look for looks in await asyncio.gather(*map(_looks_at, self._pool.members)) for look in looks]
+
+
+def doubtful_in(history: Sequence[Event], configured: Mapping[str, float]) -> frozenset[str]:
+    """Sections whose learned limit has ended an attempt since the run last made progress: perhaps they need longer.
+
+    Without the patience of what is configured, a run would come to a long evaluation in a step again and again.
+    """
+    found: set[str] = set()
+    for event in history:
+        section, limit_s = event.details.get("section"), event.details.get("limit_s")
+        if event.event == HUNG and isinstance(section, str) and isinstance(limit_s, int | float):
+            if 0 < limit_s < configured.get(section, math.inf):
+                found.add(section)
+        elif event.event == "verdict" and progressed(event.details):
+            found.clear()
+    return frozenset(found)
+
+
+async def _looks_at(link: AgentLink) -> list[WorkerLook]:
+    """The workers of one agent; those it does not tell of in time are not seen."""
+    looks: list[WorkerLook] = []
+    with contextlib.suppress(AgentLost):
+        while True:
+            answer = await link.call("sections", timeout_s=LOOK_TIMEOUT_S, first=len(looks))
+            looks += [look_of(facts, link.host) for facts in answer["workers"]]
+            if not answer["more"] or not answer["workers"]:
+                break
+    return looks
+
+
+def _story(hang: Hang) -> dict[str, Any]:
+    """What the journal says of it; a rank and a node where it is one."""
+    one = len(hang.ranks) == 1
+    return {
+        "rank": hang.ranks[0] if one else None, "node": hang.nodes[0] if one else "", "section": hang.section,
+        "held_s": round(hang.held_s, 3), "limit_s": hang.limit_s, "reason": hang.reason,
+        "ranks": list(hang.ranks[:100]), "nodes": list(dict.fromkeys(hang.nodes))[:100],
+        "victims": list(hang.victims[:100]),
+    }  # fmt: skip

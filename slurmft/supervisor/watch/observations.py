@@ -1,0 +1,199 @@
+"""What the supervisor has seen of an attempt's workers, and what it tells the run folder about it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from slurmft.errors import StorageError
+from slurmft.ipc.channel import Message
+from slurmft.ipc.pages.heartbeat import State
+from slurmft.policy.verdicts.findings import WorkerEnd
+from slurmft.policy.verdicts.symptoms import last_words
+from slurmft.policy.verdicts.verdict import Action, steps_at_risk
+from slurmft.storage.attempt_facts import noted_source
+from slurmft.storage.history import timings
+from slurmft.storage.journal import Event, Journal
+from slurmft.storage.run_folder import Attempt, RunFolder
+from slurmft.storage.verdicts import read_verdict
+from slurmft.supervisor.watch.measurements import Measurements
+from slurmft.supervisor.watch.save_watch import SaveWatch
+
+TIMINGS_EVERY_S = 60.0
+"""How often what was measured is written while the attempt goes on."""
+
+
+class Observations:
+    """Newest facts of every rank, and how those that have ended did.
+
+    Args:
+        workload: fingerprint under which what was measured is kept; nothing is kept when it is empty.
+        history: the journal as it was before this attempt.
+        max_failed_saves: failed saves in a row after which it is said loudly.
+    """
+
+    def __init__(
+        self, run: RunFolder, journal: Journal, attempt: Attempt, world_size: int,
+        *, workload: str, history: Sequence[Event], max_failed_saves: int = 3,
+    ) -> None:  # fmt: skip
+        self._run, self._journal, self._attempt, self.world_size = run, journal, attempt, world_size
+        self._workload, self._history = workload, history
+        self._ranks: dict[int, Message] = {}
+        self._first_step_seen = False
+        self._saves = SaveWatch(journal, max_failed_saves)
+        self._measured = Measurements(time.monotonic())
+        self._timings_at_s = time.monotonic()
+        self.ends: dict[int, WorkerEnd] = {}
+
+    @property
+    def all_ended(self) -> bool:
+        """Every rank's end has been seen."""
+        return len(self.ends) == self.world_size
+
+    @property
+    def any_started(self) -> bool:
+        """Some agent has reported workers."""
+        return bool(self._ranks)
+
+    def reached(self) -> tuple[int, int]:
+        """First and newest step of the attempt, as far as its ranks have told; zeros before."""
+        told = [facts for facts in list(self._ranks.values()) if facts["resumed"] >= 0]
+        if not told:
+            return 0, 0
+        return max(facts["resumed"] for facts in told), max(facts["step"] for facts in told)
+
+    def until(self) -> int:
+        """Steps the run will have, as far as its ranks have told; 0 before."""
+        return max((facts["until"] for facts in list(self._ranks.values())), default=0)
+
+    def saved(self) -> int | None:
+        """Newest step that every rank has saved, or one has committed for all; None when there is none."""
+        ranks = [facts for facts in self._ranks.values() if facts["attached"]]
+        by_all = min((facts["saved"] for facts in ranks), default=-1) if len(ranks) == self.world_size else -1
+        newest = max([by_all, *(facts["durable"] for facts in ranks)])
+        return newest if newest >= 0 else None
+
+    def all_answered(self, tick: int) -> bool:
+        """Every rank has done what was agreed for ``tick``."""
+        return bool(self._ranks) and all(facts["answered"] >= tick for facts in self._ranks.values())
+
+    def note_progress(self, ranks: Sequence[Message]) -> None:
+        """Take in one agent's report."""
+        self._ranks.update({facts["rank"]: facts for facts in ranks})
+        self._measured.note(ranks, time.monotonic())
+        if (lead := self._ranks.get(0)) is not None:
+            self._saves.note(lead)
+        self._note_first_step()
+
+    def note_exit(self, host: str, message: Message) -> WorkerEnd:
+        """Take in the end of one worker."""
+        rank = int(message["rank"])
+        self.note_progress([message])
+        end = self.ends[rank] = WorkerEnd(
+            rank=rank,
+            node=host,
+            code=message["code"],
+            attached=message["attached"],
+            stopped=message["state"] == State.STOPPED,
+            finished=message["state"] == State.FINISHED,
+            killed=message["killed"],
+            error="" if message["code"] == 0 or message["killed"] else self._error_of(rank),
+            step=message["step"],
+        )
+        return end
+
+    def _error_of(self, rank: int) -> str:
+        with contextlib.suppress(StorageError, OSError):
+            if (verdict := read_verdict(self._run.verdicts / f"{self._attempt}.rank-{rank}.json")) is not None:
+                return (verdict.message or last_words(verdict.traceback))[:500]
+        return ""
+
+    def save_of_stop(self, *, since_s: float, left_s: float) -> dict[str, Any] | None:
+        """What the journal says of a stop's save: its step, seconds from the signal to the commit, seconds left then.
+
+        ``since_s`` is the monotonic time of the signal, ``left_s`` how many seconds there were from it on. None when
+        not all steps that were done are in a checkpoint of all ranks.
+        """
+        step = self.saved()
+        if step is None or step < self.reached()[1]:
+            return None
+        took_s = self._measured.seconds_to_save(since_s) or 0.0  # none was needed where nothing was done since
+        return {"step": step, "seconds": round(took_s, 3), "seconds_left": round(left_s - took_s, 3)}
+
+    def unsaved_at_stop(self) -> dict[str, Any]:
+        """What the journal says of a stop whose time is up: steps since the newest checkpoint, how far its save was."""
+        facts: dict[str, Any] = {"steps_at_risk": steps_at_risk(*self.reached(), self.saved())}
+        if (seconds := self._measured.unfinished_save_s) is not None:
+            facts["unfinished_save_s"] = round(seconds, 3)
+        return facts
+
+    def write_timings(self) -> None:
+        """Keep what was measured for the next submission of this workload; nothing before anything was.
+
+        Raises:
+            OSError: the run folder cannot be written.
+        """
+        self._timings_at_s = time.monotonic()
+        measured = self._measured.timings()
+        if self._workload and measured != timings.Timings():
+            timings.write(self._run.path, self._workload, str(self._attempt), measured)
+
+    def write_progress(self) -> None:
+        """Replace the run's progress report, and now and then the timings; nothing before the first rank has reported.
+
+        May be called in another thread than the rest.
+
+        Raises:
+            OSError: the run folder cannot be written.
+        """
+        if not self._ranks:
+            return
+        if time.monotonic() - self._timings_at_s > TIMINGS_EVERY_S:
+            self.write_timings()
+        ranks = list(self._ranks.values())  # another thread may add to it meanwhile
+        if not any(facts["attached"] for facts in ranks):
+            # a script that does not use the session says nothing about its steps
+            self._run.write_progress(at=time.time(), attempt=str(self._attempt), state="running")
+            return
+        metric = self._ranks.get(0, {}).get("metric", math.nan)
+        self._run.write_progress(
+            at=time.time(),
+            attempt=str(self._attempt),
+            resumed=self.reached()[0],
+            step=max(facts["step"] for facts in ranks),
+            until=max(facts["until"] for facts in ranks),
+            saved=max(facts["saved"] for facts in ranks),
+            state=State(min(facts["state"] for facts in ranks)).name.lower(),
+            metric=metric if math.isfinite(metric) else None,
+            **self._saves.facts(),
+        )
+
+    def _note_first_step(self) -> None:
+        times = [facts["first_step_at"] for facts in self._ranks.values()]
+        if self._first_step_seen or len(times) < self.world_size or min(times) <= 0:
+            return
+        self._first_step_seen = True
+        resumed, step = self.reached()
+        self._measured.first_step_done(step, time.monotonic())
+        facts = since_last_stop(self._history, max(times))
+        if source := noted_source(self._run.attempts / str(self._attempt)):
+            facts["source"] = source
+        self._journal.append("first step", resumed_from=resumed, **facts)
+
+
+def since_last_stop(events: Sequence[Event], first_step_at: float) -> dict[str, Any]:
+    """Seconds from the signal that asked for the newest stop to the first step after it.
+
+    Empty when the newest end of an attempt was none that continues by itself.
+    """
+    decisions = [event for event in events if event.event == "decision"]
+    stops = [event for event in events if event.event == "stop requested"]
+    if not decisions or not stops or decisions[-1].details.get("action") != Action.CONTINUE:
+        return {}
+    if decisions[-1].attempt != stops[-1].attempt:
+        return {}
+    seconds = round(first_step_at - stops[-1].details["signal_at"], 3)
+    return {"seconds_since_stop_request": seconds, "stop_of_attempt": stops[-1].attempt}

@@ -1,0 +1,78 @@
+"""Failed saves, as the supervisor tells of them: in the journal, in its log, in the progress report."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from slurmft.ipc.channel import Message
+from slurmft.policy.checkpoints.failing_saves import FailingSaves, News
+from slurmft.storage.journal import Event, Journal
+
+log = logging.getLogger(__name__)
+
+FAILED = "save failed"
+KEEP_FAILING = "saves keep failing"
+WORK_AGAIN = "saves work again"
+
+
+class SaveWatch:
+    """Looks at rank 0's reports: all ranks fail alike.
+
+    Args:
+        most: failures in a row after which it warns loudly.
+    """
+
+    def __init__(self, journal: Journal, most: int) -> None:
+        self._journal, self._failing = journal, FailingSaves(most)
+        self._reason = ""
+        self._saved = -1
+
+    def note(self, lead: Message) -> None:
+        """Take in a report."""
+        news = self._failing.note(failures=lead["save_failures"], done=lead["saves"])
+        self._saved = max(self._saved, lead["saved"])
+        if news in (News.FAILED, News.KEEP_FAILING):
+            self._reason = _words(lead["save_errno"])
+            self._journal.append(FAILED, step=lead["step"], reason=self._reason, failures=lead["save_failures"])
+        if news is News.KEEP_FAILING:
+            log.error("SAVES KEEP FAILING: %s", self._in_words(lead))
+            self._journal.append(KEEP_FAILING, step=lead["step"], reason=self._in_words(lead),
+                                 in_a_row=self._failing.in_a_row)  # fmt: skip
+        elif news is News.WORK_AGAIN:
+            log.warning("saves work again: step %d is saved", lead["saved"])
+            self._journal.append(WORK_AGAIN, step=lead["step"], saved=lead["saved"])
+
+    def facts(self) -> dict[str, Any]:
+        """For the progress report: failures in a row and their reason; empty while nothing is wrong."""
+        if not self._failing.in_a_row:
+            return {}
+        return {"failed_saves": self._failing.in_a_row, "save_problem": self._reason}
+
+    def _in_words(self, lead: Message) -> str:
+        newest = f"the newest checkpoint of this attempt is of step {self._saved}"
+        saved = newest if self._saved >= 0 else "this attempt has saved nothing"
+        return f"{self._failing.in_a_row} in a row, {self._reason}; {saved}, and the run is at step {lead['step']}"
+
+
+def saves_told(events: Sequence[Event]) -> list[tuple[str, str]]:
+    """What ``slurmft explain`` says of saves that keep failing, as names and texts: the attempt, then the facts.
+
+    Empty when the newest word about saves is a better one.
+    """
+    for event in reversed(events):
+        if event.event == KEEP_FAILING:
+            text = str(event.details.get("reason", ""))
+            return [("attempt", event.attempt), ("problem", text), ("remedy", _REMEDY)]
+        if event.event == WORK_AGAIN or (event.event == "decision" and event.details.get("action") == "finish"):
+            return []
+    return []
+
+
+_REMEDY = "make room or mend the filesystem; the run saves at its next try, or at once with slurmft save"
+
+
+def _words(number: int) -> str:
+    return os.strerror(number) if number > 0 else "for a reason that nobody has told"

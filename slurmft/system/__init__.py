@@ -1,0 +1,1 @@
+"""Files, processes and authentication on one machine: what every other package may use."""

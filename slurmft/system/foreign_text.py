@@ -1,0 +1,92 @@
+"""Text of others as it may be shown: it cannot move a cursor, colour a terminal, end a line or run from right to left.
+
+What an exception says, the name of a file or a node, a reason that somebody typed: all of it may hold escape sequences.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+MAX_TEXT = 20_000
+"""Characters of one message that are shown; exceptions may hold whole tensors."""
+
+_KEPT_IN_BLOCKS = frozenset("\n\t")
+_JOINERS = frozenset("\u200c\u200d")
+"""Invisible, and part of how some scripts and emoji are written; they change no other character."""
+
+_COLOUR = re.compile(r"\x1b\[[0-9;:]{0,32}m")
+_UNFINISHED = re.compile(r"(\x1b(\[[0-9;:]{0,32})?|\r)\Z")
+RESET = "\x1b[0m"
+
+_SHOWN = frozenset((0, 1, 2, 3, 4, 9, 22, 23, 24, 29, *range(31, 37), 39, *range(91, 97)))
+"""Colours and styles in which text can be read whatever the terminal's own colours are. Not: concealed and blinking
+text, black, grey and white, and backgrounds, any of which can make text look like what is behind it."""
+
+_EXTENDED = {5: 2, 2: 4}
+"""How many more numbers belong to a colour of 256, and to one of all: ``38;5;N`` and ``38;2;R;G;B``."""
+
+
+def is_safe(character: str) -> bool:
+    """Whether it may be shown as it is within a line: printable, or a space of some kind."""
+    return character.isprintable() or character in _JOINERS or unicodedata.category(character) == "Zs"
+
+
+def one_line(text: str, limit: int | None = None) -> str:
+    """``text`` in one line: what is not safe is shown as an escape, such as ``\\x1b``; at most ``limit`` characters."""
+    return _cut(_escaped(text, frozenset()), limit)
+
+
+def block(text: str, limit: int | None = None) -> str:
+    """As ``one_line``, but line feeds and tabs stay; CR LF is a line feed."""
+    return _cut(_escaped(text.replace("\r\n", "\n"), _KEPT_IN_BLOCKS), limit)
+
+
+def _escaped(text: str, kept: frozenset[str]) -> str:
+    if text.isprintable():
+        return text
+    return "".join(each if each in kept or is_safe(each) else ascii(each)[1:-1] for each in text)
+
+
+def _cut(text: str, limit: int | None) -> str:
+    if limit is None or len(text) <= limit:
+        return text
+    return f"{text[:limit]}... ({len(text) - limit} more characters)"
+
+
+class Terminal:
+    """A worker's own output for a terminal, piece by piece: nothing that a terminal obeys stays but plain colours.
+
+    Those that could hide text are left out, so that a line which a pipe shows is seen on a terminal as well. What a
+    carriage return would overwrite is shown in a line of its own.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        """The next piece; the beginning of a sequence at its end is held back."""
+        text = self._held + text
+        match = _UNFINISHED.search(text)
+        self._held = match.group() if match else ""
+        text = text[: len(text) - len(self._held)].replace("\r\n", "\n").replace("\r", "\n")
+        parts, at = [], 0
+        for colour in _COLOUR.finditer(text):
+            parts += [block(text[at : colour.start()]), _readable(colour.group())]
+            at = colour.end()
+        return "".join([*parts, block(text[at:]), RESET * bool(parts)])
+
+
+def _readable(colour: str) -> str:
+    """A sequence that chooses colours, without those that could hide text; may be empty."""
+    numbers = colour[2:-1].split(";")
+    kept, at = [], 0
+    while at < len(numbers):
+        number = int(numbers[at] or 0) if ":" not in numbers[at] else -1
+        if number in (38, 48, 58) and at + 1 < len(numbers):
+            kind = numbers[at + 1]
+            at += _EXTENDED.get(int(kind), 1) if kind.isdecimal() else 0
+        elif number in _SHOWN:
+            kept.append(str(number))
+        at += 1
+    return f"\x1b[{';'.join(kept)}m" if kept else ""

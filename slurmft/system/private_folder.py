@@ -1,0 +1,187 @@
+"""A process's private folder in shared memory, under a name that cannot be guessed, locked while its process lives.
+
+    <shared memory>/slurmft-<user id>-<random>/    mode 0700
+        lock                                       locked (flock) by the process that made the folder
+
+Every user can create names in shared memory. An entry counts as ours only when it is a folder that belongs to this
+user and that no other user can write to. It is opened as a folder first and looked at through that descriptor, and
+nothing inside of a folder of another user is opened: a FIFO, a lease or a lock there would make us wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmft.system.opening import UnsafeFile, check_regular
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only private folders with random names are made in it
+LOCK = "lock"
+MAX_DEPTH = 16
+"""Folders in folders that are removed; no folder of ours is deeper than 3."""
+
+_IS_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateFolder:
+    """A folder of this process; another process of this user removes it once this one has ended."""
+
+    path: Path
+    lock: int
+    """Descriptor of the locked file."""
+
+    def close(self) -> None:
+        """Remove it with everything in it."""
+        with contextlib.suppress(OSError):
+            remove_tree(self.path, owner=os.geteuid())
+        with contextlib.suppress(OSError):
+            os.close(self.lock)
+
+
+def shared_memory() -> Path:
+    """Where private folders are made: in memory, or among temporary files where there is no shared memory."""
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
+def prefix(kind: str = "slurmft") -> str:
+    """What the names of this user's private folders begin with."""
+    return f"{kind}-{os.geteuid()}-"
+
+
+def make_private_folder() -> PrivateFolder:
+    """A new private folder; what killed processes of this user have left in shared memory is removed first.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    root = shared_memory()
+    remove_left_overs(root)
+    path = Path(tempfile.mkdtemp(dir=root, prefix=prefix()))  # exclusively, with mode 0700
+    draft = path / f".{LOCK}"
+    lock = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        draft.rename(path / LOCK)  # locked before it has its name: it is never seen free
+    except BaseException:
+        os.close(lock)
+        raise
+    return PrivateFolder(path, lock)
+
+
+def remove_left_overs(root: Path) -> None:
+    """Remove this user's private folders whose processes have ended.
+
+    A lock tells the living from the dead across namespaces of process ids; a process id would not.
+    """
+    for path in own_folders(root, prefix()):
+        with contextlib.suppress(OSError):
+            if is_left_over(path, owner=os.geteuid()):
+                remove_tree(path, owner=os.geteuid())
+
+
+def own_folders(root: Path, name_prefix: str) -> list[Path]:
+    """The folders in ``root`` with such a name that belong to this user and are private, sorted."""
+    found, me = [], os.geteuid()
+    with contextlib.suppress(OSError), os.scandir(root) as entries:
+        for entry in entries:
+            # another user may have made a hundred thousand: each costs one look
+            if entry.name.startswith(name_prefix) and entry.stat(follow_symlinks=False).st_uid == me:
+                found.append(Path(entry.path))
+    return sorted(path for path in found if _is_private(path))
+
+
+@contextlib.contextmanager
+def open_folder(path: Path, *, owner: int) -> Iterator[int]:
+    """A descriptor of the folder at ``path``, which belongs to ``owner`` and is writable by no one else.
+
+    Raises:
+        UnsafeFile: it is another user's, or writable by others.
+        OSError: it is no folder, or cannot be opened.
+    """
+    descriptor = os.open(path, _IS_FOLDER)
+    try:
+        _check_folder(path, os.fstat(descriptor), owner)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def check_private(path: Path) -> None:
+    """Return when ``path`` is a folder of this user that no other user can write to.
+
+    Raises:
+        UnsafeFile: it is not.
+        OSError: it cannot be looked at.
+    """
+    _check_folder(path, os.lstat(path), os.geteuid())
+
+
+def _is_private(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        check_private(path)
+        return True
+    return False
+
+
+def is_left_over(path: Path, *, owner: int) -> bool:
+    """Whether the private folder of ``owner`` has a lock that no process holds. Never waits, and writes nothing."""
+    try:
+        with open_folder(path, owner=owner) as folder:
+            check_regular(path / LOCK, os.stat(LOCK, dir_fd=folder, follow_symlinks=False), owners={owner})
+            lock = os.open(LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except OSError:
+        return False
+    try:
+        check_regular(path / LOCK, os.fstat(lock), owners={owner})
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def remove_tree(path: Path, *, owner: int) -> None:
+    """Remove the folder of ``owner`` with all that is in it. No link is followed, and nothing but folders is opened.
+
+    Raises:
+        OSError: something in it could not be removed.
+    """
+    with open_folder(path, owner=owner) as folder:
+        _empty(folder, MAX_DEPTH)
+    path.rmdir()
+
+
+def _empty(folder: int, depth: int) -> None:
+    if not depth:
+        raise OSError(errno.ELOOP, "folders are nested too deeply")
+    with os.scandir(folder) as entries:
+        names = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    names.sort(key=lambda each: each[0] == LOCK)  # last: when we are killed before that, it is still left over
+    for name, is_folder in names:
+        if not is_folder:
+            os.unlink(name, dir_fd=folder)
+            continue
+        inner = os.open(name, _IS_FOLDER, dir_fd=folder)
+        try:
+            _empty(inner, depth - 1)
+        finally:
+            os.close(inner)
+        os.rmdir(name, dir_fd=folder)
+
+
+def _check_folder(path: Path, status: os.stat_result, owner: int) -> None:
+    if not stat.S_ISDIR(status.st_mode):
+        raise UnsafeFile(errno.ENOTDIR, "is not a folder", str(path))
+    if status.st_uid != owner:
+        raise UnsafeFile(errno.EPERM, f"belongs to user id {status.st_uid}", str(path))
+    if status.st_mode & 0o022:
+        raise UnsafeFile(errno.EPERM, "can be written to by other users", str(path))

@@ -1,0 +1,100 @@
+"""Processes of this machine, as /proc tells of them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pwd
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_START_TICKS = 18
+"""Index of starttime among the fields of /proc/PID/stat that follow the process's state (proc(5), field 22)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process as another machine may remember it."""
+
+    host: str
+    pid: int
+    birth: str
+    """What tells it from a later one with the same id (``birth_of``)."""
+
+
+def me() -> Process:
+    """The process that asks."""
+    pid = os.getpid()
+    return Process(os.uname().nodename, pid, birth_of(pid))
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel to kill this process when its parent dies; end here where ``parent`` has died already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+
+def birth_of(pid: int) -> str:
+    """What tells a process from a later one with the same id: the machine's boot, and its start in ticks since then.
+
+    Empty when there is no such process. A start in Unix seconds would move with every correction of the clock.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+    _, fields = _stat(Path(f"/proc/{pid}"))
+    return f"{boot}:{fields[_START_TICKS]}" if fields else ""
+
+
+def lives(pid: int, birth: str) -> bool:
+    """Whether the process that was born then still runs on this machine; a zombie does not."""
+    return bool(birth) and birth_of(pid) == birth
+
+
+def was_given(pid: int, variable: str, value: str) -> bool:
+    """Whether the process began with this environment variable; False where it is gone, or not ours to look at."""
+    try:
+        return f"{variable}={value}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the kernel has stopped the process: SIGSTOP, or a debugger."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[:1] in (["T"], ["t"])
+
+
+def user_name(user_id: int | None = None) -> str:
+    """Login name of the user, by default this process's; the number where the system has no name for it.
+
+    Never from LOGNAME or USER, which say who logged in and not whose process this is.
+    """
+    user_id = os.getuid() if user_id is None else user_id
+    try:
+        return pwd.getpwuid(user_id).pw_name
+    except KeyError:
+        return str(user_id)
+
+
+def children_of(pid: int) -> list[tuple[int, str]]:
+    """Process id and name of its living children."""
+    found = [(folder, *_stat(folder)) for folder in Path("/proc").glob("[0-9]*")]
+    return [(int(folder.name), name) for folder, name, fields in found if fields and fields[0] == str(pid)]
+
+
+def _stat(folder: Path) -> tuple[str, list[str]]:
+    """Name of a living process, and what follows its state in /proc/PID/stat, its parent first; else nothing."""
+    try:
+        before, _, after = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")
+    except OSError:
+        return "", []
+    state, *fields = after.split()
+    return before.partition("(")[2], [] if state in "ZX" else fields

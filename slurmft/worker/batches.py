@@ -1,0 +1,57 @@
+"""The micro-batch and the accumulation of this start: as asked for, unless an earlier start ran out of memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from slurmft.errors import UsageError
+from slurmft.policy.checkpoints.batches import BatchSplit, split_batch
+from slurmft.policy.checkpoints.oom import divisor_in, pieces
+from slurmft.storage.attempt_facts import note_batches
+from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
+
+DIVISOR_VARIABLE = "SLURMFT_BATCH_DIVISOR"
+BASE_WORLD_VARIABLE = "SLURMFT_BASE_WORLD_SIZE"
+"""Set where each rank keeps its share (``elastic.batch: keep_micro_batch``): the ranks of a whole global batch."""
+
+
+class Batches:
+    """Cuts what the trainer asks for into as many pieces as the supervisor says, and says what was asked for.
+
+    The supervisor cannot know a trainer's batch; what it finds in the attempt's folder tells it how far it may go.
+    """
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        base = environment.get(BASE_WORLD_VARIABLE, "")
+        self._base_world_size = int(base) if base.isascii() and base.isdecimal() and len(base) < 12 else 0
+        text = environment.get(DIVISOR_VARIABLE, "")
+        self.divisor = divisor_in([int(text)] if text.isascii() and text.isdecimal() and len(text) < 12 else [])
+        folder = environment.get(ERROR_DIR_VARIABLE)
+        self._folder = Path(folder) if folder and environment.get("RANK", "0") == "0" else None
+        self._asked: set[int] = set()
+        self._pieces = self.divisor
+
+    def micro_batch(self, samples: int) -> int:
+        """``samples``, or a part of them with which they can be covered exactly."""
+        if type(samples) is not int or samples < 1:
+            raise UsageError(f"a micro-batch of {samples!r} samples makes no sense")
+        if samples not in self._asked:
+            self._asked.add(samples)
+            if self._folder is not None:
+                note_batches(self._folder, self._asked, self.divisor)
+        self._pieces = pieces(samples, self.divisor)
+        return samples // self._pieces
+
+    def accumulation(self, steps: int = 1) -> int:
+        """``steps`` times the number of pieces of the micro-batch that was asked for last."""
+        if type(steps) is not int or steps < 1:
+            raise UsageError(f"an accumulation over {steps!r} micro-batches makes no sense")
+        return steps * self._pieces
+
+    def split(self, global_batch: int, world_size: int, max_micro_batch: int) -> BatchSplit:
+        """``split_batch`` of ``policy.checkpoints.batches`` with this start's micro-batch, and its ranks' samples."""
+        if self._base_world_size > 0:
+            global_batch = max(1, global_batch * world_size // self._base_world_size)
+        return split_batch(global_batch, world_size, self.micro_batch(max_micro_batch))

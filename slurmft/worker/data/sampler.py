@@ -1,0 +1,252 @@
+"""Which samples each rank takes next: exact over stops, restarts and changes of the world size.
+
+The order of an epoch depends on the number of samples, the seed and the epoch only. A position is a number of samples
+that all ranks together have taken, so a run may stop on four ranks and go on with three: it takes what comes next in
+the same order, each sample of the epoch once. Every rank gets its part of each global batch, and parts differ by at
+most one sample (``policy.checkpoints.batches``), whatever the world size.
+
+    sampler = ElasticSampler(len(data), global_batch=256, seed=1)
+    loader = ElasticLoader(DataLoader(data, batch_sampler=sampler, num_workers=4, generator=torch.Generator()), sampler)
+    loaded = checkpoints.load_latest(model, optimizer, loader=loader)
+    for step in session.steps(...):
+        batch = next(loader)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Generic, Literal, TypeVar, get_args
+
+import torch
+from torch.utils.data import Sampler
+
+from slurmft.errors import DataError, UsageError
+from slurmft.policy.checkpoints.batches import BatchSplit, even_parts, split_batch
+
+FORMAT = 1
+Tail = Literal["span", "short", "drop"]
+Batch = TypeVar("Batch")
+
+
+class ElasticSampler(Sampler[list[int]]):
+    """This rank's sample numbers of one global batch after another: a ``batch_sampler`` for torch's DataLoader.
+
+    Iterating yields the batches from the position to the end of the epoch and does not move the position: a DataLoader
+    fetches ahead of what the trainer has used. ``advance()`` moves it, which ``ElasticLoader`` does by itself.
+
+    Args:
+        samples: samples in the data set.
+        global_batch: samples of all ranks together behind one optimizer step. The same on any world size.
+        rank, world_size: as in the environment (RANK, WORLD_SIZE) when not given.
+        tail: what becomes of the samples at the end of an epoch that fill no global batch. ``span``: the batch is
+            filled from the next epoch. ``short``: the last batch is shorter; where it has fewer samples than ranks, the
+            highest ranks get an empty list, which torch's own ``default_collate`` refuses. ``drop``: they are left out.
+            Nothing is ever repeated to pad a batch.
+
+    Raises:
+        UsageError: the numbers make no sense.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        global_batch: int,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        tail: Tail = "span",
+    ) -> None:
+        self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+        if type(samples) is not int or samples < 1:
+            raise UsageError(f"a data set of {samples!r} samples cannot be trained on")
+        if not 0 <= self.rank < self.world_size:
+            raise UsageError(f"rank {self.rank} of {self.world_size} makes no sense")
+        if tail not in get_args(Tail):
+            raise UsageError(f"tail is {tail!r}; it is one of {', '.join(get_args(Tail))}")
+        if tail == "drop" and samples < global_batch:
+            raise UsageError(f"{samples} samples fill no global batch of {global_batch}, and tail='drop' leaves none")
+        split_batch(global_batch, self.world_size, global_batch)  # refuses what cannot be spread
+        self.samples, self.global_batch, self.seed, self.shuffle = samples, global_batch, seed, shuffle
+        self.tail: Tail = tail
+        self.epoch = 0
+        """The epoch of the next global batch's first sample."""
+
+        self.consumed = 0
+        """Samples of this epoch that all ranks together have taken."""
+
+        self._orders: dict[int, torch.Tensor] = {}
+
+    @property
+    def position(self) -> int:
+        """Samples that all ranks together have taken, in all epochs; with ``drop``, those left out count as well."""
+        return self.epoch * self.samples + self.consumed
+
+    def __len__(self) -> int:
+        """Global batches from the position to the end of the epoch: those that begin in it."""
+        left = self.samples - self.consumed
+        return left // self.global_batch if self.tail == "drop" else -(-left // self.global_batch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return _Batches(self)
+
+    def split(self, max_micro_batch: int | None = None) -> BatchSplit:
+        """How the next global batch is spread: micro-batches and weights of the gradients.
+
+        With the tail ``short``, a rank may have no sample in the last batch of an epoch; its part is empty.
+        """
+        samples = even_parts(self._size(self.consumed), self.world_size)
+        return BatchSplit(samples=samples, max_micro_batch=max_micro_batch or self.global_batch)
+
+    def advance(self) -> None:
+        """One global batch has been used."""
+        further, self.consumed = divmod(self.consumed + self._size(self.consumed), self.samples)
+        self.epoch += further
+        if not len(self):  # what is left is dropped
+            self.epoch, self.consumed = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The global position; the same on every rank."""
+        return {
+            "format": FORMAT,
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "samples": self.samples,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        """Go on behind the last sample of ``state_dict``, also when world size or global batch are others.
+
+        Raises:
+            DataError: it belongs to other data or another order, where the position would mean nothing, or it is no
+                position; this sampler stays as it was.
+        """
+        version = state_dict.get("format")
+        if type(version) is not int or version > FORMAT:
+            raise DataError(
+                f"the sampler's state has format {version!r}; this slurmft reads up to {FORMAT}",
+                hint="upgrade slurmft, or resume with the loader that was saved",
+            )
+        for key in ("samples", "seed", "shuffle"):
+            if state_dict.get(key) != getattr(self, key):
+                raise DataError(
+                    f"the checkpoint has {key} {state_dict.get(key)!r}, and this sampler has {getattr(self, key)!r}",
+                    hint="resume with the same data, seed and order, or start a new run",
+                )
+        epoch, consumed = state_dict.get("epoch"), state_dict.get("consumed")
+        if type(epoch) is not int or type(consumed) is not int or epoch < 0 or not 0 <= consumed < self.samples:
+            raise DataError(f"the sampler's state is no position: epoch {epoch!r}, {consumed!r} samples of it")
+        self.epoch, self.consumed = epoch, consumed
+        if not len(self):  # a larger global batch than before
+            self.epoch, self.consumed = epoch + 1, 0
+
+    def shared_position(self, state_dict: Mapping[str, Any], /) -> Any:
+        """Of ``state_dict`` what all ranks have alike, which is all of it."""
+        return {key: state_dict.get(key) for key in self.state_dict()}
+
+    def _size(self, consumed: int) -> int:
+        """Samples of the global batch that begins behind ``consumed``."""
+        return min(self.global_batch, self.samples - consumed) if self.tail == "short" else self.global_batch
+
+    def _part(self, epoch: int, consumed: int) -> list[int]:
+        parts = even_parts(self._size(consumed), self.world_size)
+        first = consumed + sum(parts[: self.rank])
+        return self._numbers(epoch, first, first + parts[self.rank])
+
+    def _numbers(self, epoch: int, first: int, end: int) -> list[int]:
+        """The samples ``first`` to ``end`` of the endless stream that begins with ``epoch``."""
+        found: list[int] = []
+        while first < end:
+            ahead, offset = divmod(first, self.samples)
+            found += self._order(epoch + ahead)[offset : offset + end - first].tolist()
+            first = epoch_end if (epoch_end := (ahead + 1) * self.samples) < end else end
+        return found
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        if epoch not in self._orders:
+            if len(self._orders) > 1:  # a batch may span two epochs
+                del self._orders[min(self._orders)]
+            self._orders[epoch] = self._shuffled(epoch) if self.shuffle else torch.arange(self.samples)
+        return self._orders[epoch]
+
+    def _shuffled(self, epoch: int) -> torch.Tensor:
+        mixed = hashlib.sha256(f"{self.seed} {epoch}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(mixed[:7], "big"))
+        return torch.randperm(self.samples, generator=generator)
+
+
+class _Batches(Iterator[list[int]]):
+    """The batches from the sampler's position to the end of its epoch.
+
+    torchdata's StatefulDataLoader asks it where it is: where that loader is the one that is saved, it goes on there,
+    since the sampler itself stays at the beginning.
+    """
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        self._sampler, self._epoch, self._first = sampler, sampler.epoch, sampler.consumed
+        self._left, self._taken = len(sampler), 0
+
+    def __next__(self) -> list[int]:
+        if self._taken >= self._left:
+            raise StopIteration
+        part = self._sampler._part(self._epoch, self._first + self._taken * self._sampler.global_batch)
+        self._taken += 1
+        return part
+
+    def state_dict(self) -> dict[str, Any]:
+        """Batches that were taken since it began."""
+        return {"format": FORMAT, "taken": self._taken}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        """Go on behind them; raises DataError where there are fewer."""
+        taken = state_dict.get("taken")
+        if type(taken) is not int or not 0 <= taken <= self._left:
+            raise DataError(f"the sampler's state is no position: {taken!r} of {self._left} batches")
+        self._taken = taken
+
+
+class ElasticLoader(Iterator[Batch], Generic[Batch]):
+    """Endless batches of ``loader``, whose ``batch_sampler`` is ``sampler``; the position moves as they are handed out.
+
+    Pass it to ``CheckpointManager`` as ``loader=``. What a DataLoader's workers have fetched ahead is not counted as
+    taken, and is fetched again by the next start.
+    """
+
+    def __init__(self, loader: Iterable[Batch], sampler: ElasticSampler) -> None:
+        self.loader, self.sampler = loader, sampler
+        self._batches: Iterator[Batch] | None = None
+
+    def __iter__(self) -> ElasticLoader[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        for _ in range(2):
+            if self._batches is None:
+                self._batches = iter(self.loader)
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                self._batches = None  # the end of an epoch
+                continue
+            self.sampler.advance()
+            return batch
+        raise UsageError("the loader has no batches", hint="pass the sampler to it as batch_sampler")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position behind the batches handed out so far."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        """Go on from there; raises as ``ElasticSampler.load_state_dict`` does."""
+        self.sampler.load_state_dict(state_dict)
+        self._batches = None
+
+    def shared_position(self, state_dict: Mapping[str, Any], /) -> Any:
+        """As of the sampler."""
+        return self.sampler.shared_position(state_dict)

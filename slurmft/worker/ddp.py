@@ -1,0 +1,37 @@
+"""DistributedDataParallel that sums gradients in the same order in every process start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from slurmft.worker.data import rng
+
+Rehearsal = Callable[[nn.Module], torch.Tensor]
+
+
+def settled_ddp(model: nn.Module, rehearsal: Rehearsal, **options: Any) -> DistributedDataParallel:
+    """``model`` in DDP with its gradient buckets in their final order; ``options`` are DDP's own.
+
+    DDP rearranges its buckets after the first backward pass of a process, and the order in which three or more ranks
+    are summed depends on where in a bucket a gradient lies. Without a pass before step one, the first step after a
+    resume would sum in another order than the uninterrupted run did, and the weights would part in their last bits.
+
+    ``rehearsal(ddp_model)`` does one forward pass on any batch of the usual shape and returns the loss. Weights,
+    buffers, gradients and random numbers are afterwards what they were before; call it before the optimizer exists or
+    before its first step, on every rank.
+    """
+    wrapped = DistributedDataParallel(model, **options)
+    randomness = rng.capture()
+    buffers = {name: value.detach().clone() for name, value in model.named_buffers()}
+    rehearsal(wrapped).backward()  # type: ignore[no-untyped-call]
+    wrapped.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for name, value in model.named_buffers():
+            value.copy_(buffers[name])
+    rng.restore(randomness)
+    return wrapped

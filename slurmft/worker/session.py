@@ -1,0 +1,383 @@
+"""The session: what a trainer's own script needs to survive. A few lines of it are enough:
+
+    with start_session(seed=1) as session:
+        loaded = checkpoints.load_latest(model, optimizer)
+        for step in session.steps(start=loaded.step, until=1000, save=save):
+            ...
+
+It finds out by itself whether an agent watches (a heartbeat page in the environment), and does without one under plain
+srun, torchrun or python.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import operator
+import os
+import random
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from slurmft.ipc.pages.heartbeat import NOTHING, PAGE_VARIABLE, Page, Slot, State, StopAction
+from slurmft.ipc.pages.section_stack import Phase, SectionStack
+from slurmft.policy.checkpoints.batches import BatchSplit
+from slurmft.policy.timing.stop import END, end_of_evaluation, tick_of
+from slurmft.policy.verdicts.verdict import EXIT_RERUN_ELSEWHERE, EXIT_TEMPORARY, EXIT_VALIDATION_FAILED
+from slurmft.storage.checkpoint_names import MAX_STEP
+from slurmft.worker.agreement import AgreementByAgent, AgreementByCollective
+from slurmft.worker.background import BACKGROUND
+from slurmft.worker.batches import Batches
+from slurmft.worker.data import rng
+from slurmft.worker.ddp import Rehearsal, settled_ddp
+from slurmft.worker.groups import ProcessGroups
+from slurmft.worker.injected import InjectedFaults
+from slurmft.worker.rank_log import log_with_rank
+from slurmft.worker.rerun.rerun import RerunStateMachine
+from slurmft.worker.rerun.rerun_data import RerunDataIterator
+from slurmft.worker.rerun.rerun_reports import Departure
+from slurmft.worker.saves import SAVE_RETRY_S, SaveFunction, Saves
+from slurmft.worker.sections import Sections
+from slurmft.worker.signals import StopSignal
+from slurmft.worker.stragglers.stragglers import StragglerDetector
+
+Batch = TypeVar("Batch")
+SAVE_TRIES_BEFORE_EXIT = 60
+
+log = logging.getLogger(__name__)
+
+
+class PlannedStop(SystemExit):
+    """Ends the worker after an agreed stop; exit code 75. Not an ``Exception``, so that trainers do not swallow it."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(EXIT_TEMPORARY)
+        self.step = step
+
+
+class RerunElsewhere(SystemExit):
+    """Ends the worker so that a result is computed again on other hardware; exit code 16."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(EXIT_RERUN_ELSEWHERE)
+        self.step = step
+
+
+class ValidationFailed(SystemExit):
+    """Ends the worker after a verdict with which training does not go on; exit code 17."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(EXIT_VALIDATION_FAILED)
+        self.step = step
+
+
+class Session(Sections):
+    """One worker's part of the run. Use ``start_session``; leave it as a context manager."""
+
+    rank: int
+    """This worker's rank in the world."""
+
+    local_rank: int
+    """Its rank on its node."""
+
+    world_size: int
+    """Ranks in all."""
+
+    device: torch.device
+    """Where its model belongs."""
+
+    checkpoint_dir: Path
+    """Where the run's checkpoints live."""
+
+    stragglers: StragglerDetector
+    """Times this rank's own work; named sections and a role are for you to add."""
+
+    def __init__(self, page: Page | None, groups: ProcessGroups, sections: SectionStack | None = None) -> None:
+        environment = os.environ
+        self.rank = int(environment.get("RANK", "0"))
+        self.local_rank = int(environment.get("LOCAL_RANK", "0"))
+        self.world_size = int(environment.get("WORLD_SIZE", "1"))
+        self.device = groups.device
+        self.checkpoint_dir = Path(environment.get("SLURMFT_CHECKPOINT_DIR", "checkpoints"))
+        self._groups = groups
+        self._batches = Batches()
+        self._signal = StopSignal.install()
+        self.stragglers = StragglerDetector.from_environment(groups.device)
+        self._page = page or Page.private()
+        super().__init__(sections or SectionStack(self._page))
+        self.stragglers.on_first_collective = self._note_own_work
+        by_collective = AgreementByCollective(self._signal, self.world_size)
+        self._agreement = AgreementByAgent(self._page) if page is not None else by_collective
+        self._faults = InjectedFaults(self._page)
+        self._saves = Saves(self._page, self._sections, is_lead=self.is_lead)
+        self._reruns: RerunStateMachine | None = None
+        self._step = self._start = self._evaluations = self._safe_at_ns = 0
+        self._page[Slot.STATE] = State.SETUP
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this is rank 0: the one that prints."""
+        return self.rank == 0
+
+    def steps(self, *, start: int, until: int, save: SaveFunction) -> Iterator[int]:
+        """The numbers of the steps to do: ``start`` up to ``until - 1``.
+
+        ``save(step)`` is called on every rank, with the number of steps that are complete: as often as
+        ``checkpoint.interval`` says, when somebody asks for it, before a stop, and at the end. A stop raises
+        PlannedStop here, after the save, on all ranks at the same step.
+
+        Raises:
+            PlannedStop: the run was asked to stop, and its state is saved.
+            ValueError: ``start`` or ``until`` is no whole number of steps, or more than 10^15 - 1.
+        """
+        start, until = _steps("start", start), _steps("until", until)
+        self._start, page = start, self._page
+        page[Slot.RESUMED] = page[Slot.STEP] = start
+        page[Slot.UNTIL] = until
+        page[Slot.STATE] = State.TRAINING
+        saved = start if start else NOTHING  # resumed from it, so it is on disk
+        page[Slot.SAVED] = NOTHING
+        pace = self._saves.begin(start, save)
+        if BACKGROUND.is_armed:
+            BACKGROUND.at_boundary(start)
+        for step in range(start, until):
+            self._step, self._evaluations = step, 0
+            if pace.is_due(step) and saved != step:
+                worked = self._saves.now(step, is_periodic=True)
+                saved = step if worked else saved
+            self._at_tick(tick_of(step), saved)
+            self._sections.phase(Phase.STEP)
+            self.stragglers.begin_step()
+            if page[Slot.FAULT] != self._faults.seen:
+                self._faults.strike(step)
+            try:
+                yield step
+            except GeneratorExit:  # the loop was left early: what follows is no step
+                self._sections.phase(Phase.NONE)
+                raise
+            self.stragglers.end_step()
+            if self._reruns is not None:
+                self._reruns.check_is_over()
+            page[Slot.STATE] = State.TRAINING  # an evaluation that was begun and never ended is over now
+            self._signal.chain_again()
+            self._step_is_done(step + 1, start)
+        if until > start:
+            self._step = until
+            self._saves.at_end(until, lambda tries: self._at_tick(tick_of(until, 0, tries), None))
+        self._sections.phase(Phase.NONE)
+        page[Slot.TICK] = END
+        page[Slot.STATE] = State.FINISHED
+
+    def evaluating(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Iterate over the batches of an evaluation inside a step, stopping between two of them when asked to.
+
+        The evaluation leaves no trace in the training's random numbers. A stop inside of it saves the state of the step
+        it belongs to, so that the resumed run repeats the whole evaluation: put it at the beginning of a step, on every
+        rank, and run it to its end. Ranks may have different numbers of batches. One that only some ranks do works too,
+        but a stop then waits for its end.
+
+        Raises:
+            PlannedStop: the run was asked to stop, and its state is saved.
+        """
+        before = rng.capture()
+        step, number, self._evaluations = self._step, self._evaluations, self._evaluations + 1
+        state, phase = self._page[Slot.STATE], self._sections.current_phase
+        if state == State.EVALUATING:  # another one that was left early
+            state, phase = State.TRAINING, Phase.STEP
+        self._page[Slot.STATE] = State.EVALUATING
+        self._sections.phase(Phase.EVALUATION)
+        try:
+            for index, batch in enumerate(batches, start=1):
+                self._note_span()
+                self._at_tick(tick_of(step, number, index), None, before)
+                self._sections.phase(Phase.EVALUATION)  # anew: an evaluation may take as long as it has batches
+                yield batch
+            self._note_span()
+            self._at_tick(end_of_evaluation(step, number), None, before)
+        finally:
+            # an iterator that somebody keeps may end much later, when neither page nor generators are its own
+            is_current = (self._step, self._evaluations) == (step, number + 1)
+            if is_current and self._page[Slot.STATE] == State.EVALUATING:
+                self._page[Slot.TICK] = END if state == State.FINISHED else end_of_evaluation(step, number)
+                rng.restore(before)
+                self._page[Slot.STATE] = state
+                self._sections.phase(phase)
+
+    def report(self, **metrics: float) -> None:
+        """Show numbers beside the step in ``slurmft status``; the first one is kept. Call it as often as you like."""
+        self._sections.sign()
+        if metrics:
+            self._page.set_metric(float(next(iter(metrics.values()))))
+
+    def distributed(self, model: nn.Module, rehearsal: Rehearsal) -> nn.Module:
+        """``model`` in DDP that sums gradients in the same order after every start; itself where there is one rank.
+
+        ``rehearsal(ddp_model)`` does one forward pass and returns the loss; it leaves no trace (``worker.ddp``).
+        """
+        if self.world_size == 1:
+            return model
+
+        def attached(wrapped: nn.Module) -> torch.Tensor:
+            if isinstance(wrapped, DistributedDataParallel):
+                self.stragglers.attach(wrapped)
+            return rehearsal(wrapped)
+
+        devices = [self.device] if self.device.type == "cuda" else None
+        return settled_ddp(model, attached, device_ids=devices)
+
+    def micro_batch(self, samples: int) -> int:
+        """Samples to compute at once: ``samples``, or a half, a quarter... of it after an attempt without enough memory
+        (``oom.action: reduce_batch``). Without this call, the supervisor does not know that there is one to reduce.
+
+        Raises:
+            UsageError: ``samples`` is no positive number.
+        """
+        return self._batches.micro_batch(samples)
+
+    def accumulation(self, steps: int = 1) -> int:
+        """Micro-batches behind one optimizer step where there would be ``steps``; the global batch stays the same."""
+        return self._batches.accumulation(steps)
+
+    def split_batch(self, global_batch: int, max_micro_batch: int) -> BatchSplit:
+        """How ``global_batch`` is spread over the ranks that there are now, whatever their number: elastic runs.
+
+        With ``elastic.batch: keep_micro_batch`` it is what the configured number of ranks would have, and grows and
+        shrinks with the ranks.
+
+        Raises:
+            UsageError: there are more ranks than samples, or a number is not positive.
+        """
+        return self._batches.split(global_batch, self.world_size, max_micro_batch)
+
+    def rerun_machine(self, model: nn.Module, loader: Iterable[Any]) -> RerunStateMachine:
+        """Reruns of steps whose results look wrong, as the section ``rerun:`` says (``worker.rerun.rerun``).
+
+        Give what this returns to ``save`` and ``load_latest`` as their ``loader``, take batches from its ``data``, and
+        begin every step with ``while machine.should_run_forward_backward():``. It saves and ends the worker by itself.
+
+        Raises (within the step):
+            RerunElsewhere: the step is saved, and is to be repeated on other hardware.
+            ValidationFailed: the verdict is correct or inconclusive.
+        """
+        self._reruns = RerunStateMachine(
+            model=model, data=RerunDataIterator(loader), step=lambda: self._step, leave=self._leave_for_rerun
+        )
+        return self._reruns
+
+    def new_group(self, ranks: list[int] | None = None, **options: Any) -> Any:
+        """``torch.distributed.new_group`` with the configured timeout, which torch does not hand down by itself."""
+        return self._groups.new_group(ranks, **options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, PlannedStop | SystemExit):
+            self._page[Slot.STATE] = State.FAILED
+        if isinstance(error, Exception):
+            BACKGROUND.rescue()
+        if self._reruns is not None and error is None:
+            self._reruns.report()
+        self._groups.close(orderly=kind is None or isinstance(error, PlannedStop | RerunElsewhere | ValidationFailed))
+
+    def _note_own_work(self) -> None:
+        """From here on this rank waits for the others: where all of them stand still, it is not the one to blame."""
+        self._page[Slot.OWN_WORK_DONE] = self._step + 1
+
+    def _step_is_done(self, step: int, start: int) -> None:
+        page = self._page
+        self._note_span()
+        page[Slot.STEP] = step
+        page.touch(Slot.PROGRESS_AT)
+        if BACKGROUND.is_armed:
+            BACKGROUND.at_boundary(step)
+        if step == start + 1:
+            page.touch(Slot.FIRST_STEP_AT)
+            self._groups.after_first_step()
+
+    def _at_tick(self, tick: int, saved: int | None, randomness: dict[str, Any] | None = None) -> None:
+        action = self._agreement.at(tick)
+        if action is StopAction.NONE:
+            self._safe_at_ns = time.monotonic_ns()
+            return
+        step = self._step
+        if saved != step or not self._saves.is_durable(step):
+            if randomness is not None:
+                now = rng.capture()
+                rng.restore(randomness)
+            worked = self._saves.now(step)
+            while not worked and action is StopAction.SAVE_AND_STOP:  # until it works, or the time of the stop is up
+                time.sleep(SAVE_RETRY_S)
+                worked = self._saves.now(step)
+            if randomness is not None:
+                rng.restore(now)
+        self._agreement.answered(tick)
+        if action is StopAction.SAVE_AND_STOP:
+            self._page[Slot.STATE] = State.STOPPED
+            raise PlannedStop(step)
+        self._safe_at_ns = time.monotonic_ns()
+
+    def _leave_for_rerun(self, departure: Departure) -> NoReturn:
+        """All ranks leave alike; the machine has put everything back to what it was before the step."""
+        step = self._step
+        for _ in range(SAVE_TRIES_BEFORE_EXIT if departure.should_checkpoint else 0):
+            if self._saves.now(step):
+                break
+            time.sleep(SAVE_RETRY_S)
+        departure.write_verdict()
+        self._page[Slot.STATE] = State.STOPPED
+        raise RerunElsewhere(step) if departure.exit_code == EXIT_RERUN_ELSEWHERE else ValidationFailed(step)
+
+    def _note_span(self) -> None:
+        """Note how long no stop was possible: one that is asked for in the meantime waits for it, and then saves."""
+        if not self._safe_at_ns:
+            return
+        span_ns = time.monotonic_ns() - self._safe_at_ns
+        slot = Slot.FIRST_STEP_NS if self._step == self._start else Slot.LONGEST_STEP_NS
+        self._page[slot] = max(self._page[slot], span_ns)
+
+
+def _steps(name: str, value: Any) -> int:
+    """A number of steps; also one of numpy's, or a tensor of one."""
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= MAX_STEP:
+        raise ValueError(f"{name}={value!r:.40} is not a number of completed steps")
+    return number
+
+
+def start_session(*, seed: int | None = None, backend: str | None = None) -> Session:
+    """Join the run: process group with the configured timeouts, device, seeds, and the agent's heartbeat page.
+
+    ``seed`` seeds python and torch (and numpy where it is imported) the same way on every start; a checkpoint's own
+    random state replaces it. ``backend`` overrides ``nccl.backend``.
+
+    Raises:
+        torch.distributed.DistError: the process group cannot be joined.
+    """
+    log_with_rank()
+    path = os.environ.get(PAGE_VARIABLE)
+    page = Page.attach(Path(path)) if path else None
+    sections = None
+    if page is not None:
+        sections = SectionStack(page)
+        sections.phase(Phase.SETUP)
+    if seed is not None:
+        random.seed(seed)
+        torch.manual_seed(seed)
+    groups = ProcessGroups.join(backend)
+    session = Session(page, groups, sections)
+    if session.is_lead:
+        log.info("%s", json.dumps({"process group": groups.facts(), "agent": page is not None}))
+    return session

@@ -1,0 +1,1 @@
+"""Tools for training loops that have neither a session nor an agent."""

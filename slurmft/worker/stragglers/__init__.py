@@ -1,0 +1,1 @@
+"""How long this rank works for itself, measured."""

@@ -1,0 +1,477 @@
+"""The rules of the design that a reader relies on: who imports whom, who runs what, and what a login node pays."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import slurmft
+from slurmft import errors
+
+ROOT = Path(slurmft.__file__).parent
+REPOSITORY = ROOT.parent
+MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
+
+MAX_LINES = 440
+SLURM_COMMANDS = {"squeue", "sbatch", "scontrol", "scancel", "sacct", "sinfo", "srun", "sacctmgr", "salloc"}
+
+_SHARED = {"errors", "system", "policy", "config", "storage", "scheduler", "ipc"}
+_BESIDE_THE_TRAINER = {"errors", "system", "policy", "storage", "ipc.pages", "ipc.stacks"}
+
+ALLOWED = {
+    "errors": set(),
+    "system": {"errors", "system"},
+    "policy": {"errors", "policy"},
+    "config": {"errors", "policy", "config", "system.opening"},
+    "storage": {"errors", "system", "policy", "storage"},
+    "scheduler": {"errors", "system", "policy", "config", "storage", "scheduler"},
+    "ipc": {"errors", "system", "policy", "ipc"},
+    "agent": {*_SHARED, "agent", "supervisor.fleet.agents"},
+    "supervisor": {
+        *_SHARED,
+        "supervisor",
+        "agent.hang_watch",
+        "agent.rescuing",
+        "agent.striking",
+        "operations.overview",
+    },
+    "worker": {*_BESIDE_THE_TRAINER, "worker"},
+    "checkpoint": {
+        *_BESIDE_THE_TRAINER,
+        "worker.background",
+        "worker.host_group",
+        "worker.streams",
+        "worker.data.rng",
+        "checkpoint",
+    },
+    "health": {"errors", "system", "policy", "config", "storage", "scheduler", "health"},
+    "operations": {*_SHARED, "supervisor", "agent", "health", "operations"},
+    "lab": {"", "errors", "system.files", "lab"},
+    "cli": {"", *_SHARED, "supervisor", "agent", "health", "operations", "lab", "checkpoint", "examples", "cli"},
+    "examples": {"", "errors", "config", "worker", "checkpoint", "examples"},
+    "": {
+        "cli",
+        "errors",
+        "worker",
+        "checkpoint",
+    },  # __init__ names them for type checkers, __main__ starts the command line
+}
+"""Layer -> the slurmft layers, or single modules, that it may import. The empty name is the package itself."""
+
+HOMES = {
+    "yaml": ("config/config.py",),
+    "submitit": ("scheduler/submission.py",),
+    "filelock": ("storage/", "lab/"),
+    "torch": ("worker/", "checkpoint/", "examples/"),
+    "numpy": (
+        "policy/timing/straggler",
+        "supervisor/watch/straggler_watch.py",
+        "supervisor/watch/node_past.py",
+        "worker/",
+    ),
+    "click": ("cli/",),
+    "rich": ("cli/",),
+}
+
+
+@functools.cache
+def tree(module: str) -> ast.Module:
+    return ast.parse((ROOT / module).read_text(encoding="utf-8"))
+
+
+def imported(module: str) -> list[str]:
+    """Every absolute module name that the file imports, at whatever depth; ``from a import b`` counts as a.b too."""
+    names: list[str] = []
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively"
+            base = node.module or ""
+            names += [f"{base}.{alias.name}" for alias in node.names]
+    return names
+
+
+def layer_of(module: str) -> str:
+    first, slash, _ = module.partition("/")
+    name = first.removesuffix(".py")
+    return name if slash or name not in ("__init__", "__main__") else ""
+
+
+def is_allowed(name: str, allowed: set[str]) -> bool:
+    """``name`` is as in ``imported``: its last part may be a module or a name in one."""
+    inner = name.removeprefix("slurmft").removeprefix(".")
+    if not inner:  # import slurmft
+        return "" in allowed
+    if any(inner == rule or inner.startswith(f"{rule}.") for rule in allowed if rule):
+        return True
+    return "" in allowed and not (ROOT / inner.split(".")[0]).exists() and not (ROOT / f"{inner}.py").exists()
+
+
+def test_every_layer_has_its_rule():
+    assert {layer_of(module) for module in MODULES} <= set(ALLOWED)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_the_layers_below_it(module):
+    layer = layer_of(module)
+    strays = [
+        name
+        for name in imported(module)
+        if name.partition(".")[0] == "slurmft" and not is_allowed(name, ALLOWED[layer])
+    ]
+    assert strays == []
+
+
+@pytest.mark.parametrize("dependency", sorted(HOMES))
+def test_each_heavy_dependency_has_one_home(dependency):
+    strays = [
+        module
+        for module in MODULES
+        if any(name.partition(".")[0] == dependency for name in imported(module))
+        and not module.startswith(HOMES[dependency])
+    ]
+    assert strays == []
+
+
+def test_only_the_trainers_own_code_imports_the_worker():
+    importers = {
+        module for module in MODULES for name in imported(module)
+        if name.startswith("slurmft.worker") and not module.startswith(("worker/", "examples/"))
+        and not is_allowed(name, {"worker.streams"})  # a device, and nothing of a trainer's
+    }  # fmt: skip
+    assert importers <= {
+        "__init__.py",
+        "checkpoint/state.py",
+        "checkpoint/manager.py",
+        "checkpoint/just_in_time.py",
+        "checkpoint/staging/rank_records.py",
+        "checkpoint/team.py",
+    }
+
+
+def test_torch_is_named_as_a_string_only_where_the_zygote_preloads_it():
+    """importlib.import_module("torch") would slip through the import rules."""
+    lazy = [
+        module for module in MODULES
+        if not module.startswith(HOMES["torch"])
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"torch(\.\w+)*", node.value)
+    ]  # fmt: skip
+    # the second one only asks for its version, which imports nothing; the last one means the format of a file
+    assert set(lazy) <= {
+        "agent/workers.py", "agent/torchrun.py", "agent/flight_recorder.py", "agent/zygote.py",
+        "cli/checkpoints.py", "cli/quickstart.py",
+    }  # fmt: skip
+
+
+def _commands_in(module: str) -> set[str]:
+    """Slurm commands in argv position: the first element of a list or tuple, or the first argument of a call."""
+    found = set()
+    for node in ast.walk(tree(module)):
+        first: ast.expr | None = None
+        if isinstance(node, ast.List | ast.Tuple) and node.elts:
+            first = node.elts[0]
+        elif isinstance(node, ast.Call) and node.args:
+            first = node.args[0]
+        if isinstance(first, ast.Constant) and isinstance(first.value, str):
+            words = first.value.split()
+            if words and Path(words[0]).name in SLURM_COMMANDS:
+                found.add(Path(words[0]).name)
+    return found
+
+
+def test_only_the_scheduler_runs_slurms_commands():
+    users = {module: found for module in MODULES if (found := _commands_in(module))}
+    strays = {
+        module: found for module, found in users.items() if not module.startswith(("scheduler/", "lab/", "cli/lab"))
+    }
+    assert strays == {"supervisor/cluster.py": {"srun"}}
+
+
+def test_no_shell_ever_reads_a_command():
+    strays = [
+        f"{module}:{node.lineno}" for module in MODULES for node in ast.walk(tree(module))
+        if (isinstance(node, ast.keyword) and node.arg == "shell" and getattr(node.value, "value", None) is not False)
+        or (isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.system", "os.popen"))
+    ]  # fmt: skip
+    assert strays == []
+
+
+def test_only_the_command_line_has_a_broad_except():
+    strays = [
+        module for module in MODULES for node in ast.walk(tree(module))
+        if isinstance(node, ast.ExceptHandler)
+        and (node.type is None or ast.unparse(node.type) == "Exception")
+        # a rank reports whatever happened to it to the others; a probe that crashes is a result
+        # and one run's damage must not keep cron from the others
+        and not module.startswith(("cli/", "checkpoint/", "system/isolation", "operations/rescue"))
+    ]  # fmt: skip
+    assert strays == []
+
+
+OPENERS = {
+    "system/opening.py": "the one opener",
+    "system/processes.py": "/proc",
+    "worker/standalone/memory.py": "/proc and cgroups",
+    "agent/kernel_view.py": "/proc",
+    "agent/notices.py": "/sys",
+    "health/scene.py": "/proc and /sys, without waiting and in bounds",
+    "health/probes/xid.py": "/dev/kmsg, without waiting and in bounds",
+    "system/bounded.py": "its own folder, opened as one and without following links",
+    "operations/drill.py": "a folder that the drill has just made for itself",
+    "system/private_folder.py": "private folders, checked in its own way",
+    "operations/folder_test.py": "a folder that the test has just made for itself",
+    "ipc/pages/page_memory.py": "pages in the agent's private folder",
+    "agent/workers.py": "the agent's private folder",
+    "agent/zygote.py": "requests in the agent's private folder, and the user's own program",
+    "agent/flight_recorder.py": "torch's pipe, without waiting",
+    "agent/rescuing.py": "a worker's pipe, without waiting",
+    "storage/soft_lock.py": "creates exclusively",
+    "system/files.py": "folders, to make renames durable",
+    "cli/schema.py": "slurmft's own source",
+    "lab/": "a cluster that root has made for itself",
+    "checkpoint/writer/politeness.py": "/proc",
+    "checkpoint/staging/memory_limits.py": "/proc and cgroups",
+    "checkpoint/just_in_time.py": "a worker's pipe, which it has just made in the agent's private folder",
+    "checkpoint/format/image_writing.py": "creates exclusively",
+    "checkpoint/staging/holding.py": "creates exclusively",
+    "checkpoint/writer/fault_points.py": "creates exclusively",
+    "checkpoint/writer/durable_image.py": "a folder, opened as one and without following links",
+}
+"""Who may open files without ``system.opening``, and why that is safe. A shared folder may hold a FIFO or a device
+under any name: a reader that is not on this list goes through the opener."""
+
+_OPENS = {"read_text", "read_bytes", "write_text", "write_bytes"}
+
+
+def _opens_itself(call: ast.Call) -> bool:
+    name = ast.unparse(call.func)
+    to_nowhere = bool(call.args) and ast.unparse(call.args[0]) == "os.devnull"
+    if name in ("open", "os.open", "io.open", "os.fdopen"):
+        return not to_nowhere
+    if not isinstance(call.func, ast.Attribute) or ast.unparse(call.func.value) == "opening":
+        return False
+    # the methods of paths; open() of other things takes what no file has
+    return call.func.attr in _OPENS or (call.func.attr == "open" and _looks_like_a_mode(call))
+
+
+def _looks_like_a_mode(call: ast.Call) -> bool:
+    if not call.args:
+        return all(keyword.arg in ("mode", "encoding", "errors", "newline", "buffering") for keyword in call.keywords)
+    mode = getattr(call.args[0], "value", None)
+    return isinstance(mode, str) and re.fullmatch(r"[rwxabt+]{1,3}", mode) is not None
+
+
+def test_files_are_opened_by_the_one_opener():
+    found = {
+        f"{module}:{node.lineno} {ast.unparse(node)[:60]}" for module in MODULES for node in ast.walk(tree(module))
+        if isinstance(node, ast.Call) and _opens_itself(node) and not module.startswith(tuple(OPENERS))
+    }  # fmt: skip
+    assert found == set()
+
+
+def test_nobody_is_on_the_list_of_openers_without_need():
+    needed = {
+        module for module in MODULES for node in ast.walk(tree(module))
+        if isinstance(node, ast.Call) and _opens_itself(node)
+    }  # fmt: skip
+    assert {place for place in OPENERS if not any(module.startswith(place) for module in needed)} == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "opens"),
+    [("open('a')", True), ("os.open(path, 0)", True), ("path.read_text()", True), ("path.open()", True),
+     ("path.open('rb')", True), ("path.open(encoding='utf-8')", True), ("path.write_bytes(b'')", True),
+     ("os.open(os.devnull, 0)", False), ("opening.read_text(path)", False), ("read_bytes(path)", False),
+     ("proceedings.open(own, 3)", False)],
+)  # fmt: skip
+def test_what_counts_as_opening(text, opens):
+    call = ast.parse(text, mode="eval").body
+    assert isinstance(call, ast.Call) and _opens_itself(call) is opens
+
+
+def test_text_of_others_reaches_terminals_and_logs_through_one_place_each():
+    homes = {"cli/output.py", "system/log_format.py"}
+    calls = [
+        f"{module}: {ast.unparse(node.func)}" for module in MODULES if module not in homes
+        for node in ast.walk(tree(module)) if isinstance(node, ast.Call)
+    ]  # fmt: skip
+    printing = ("click.echo", "click.secho", "print", "Console", "rich.print", "sys.stdout.write", "sys.stderr.write")
+    logging = ("logging.basicConfig", "logging.Formatter", "logging.StreamHandler", "logging.FileHandler")
+    assert [call for call in calls if call.startswith("cli/") and call.partition(": ")[2] in printing] == []
+    assert [call for call in calls if call.partition(": ")[2] in logging] == []
+
+
+def test_policy_has_no_files_no_clock_no_processes():
+    forbidden = {
+        "os",
+        "pathlib",
+        "time",
+        "datetime",
+        "subprocess",
+        "asyncio",
+        "logging",
+        "random",
+        "socket",
+        "threading",
+    }
+    strays = [
+        f"{module} imports {name}" for module in MODULES if module.startswith("policy/")
+        for name in imported(module) if name.partition(".")[0] in forbidden
+    ]  # fmt: skip
+    assert strays == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_stay_short(module):
+    lines = len((ROOT / module).read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_LINES
+
+
+def test_there_are_no_junk_drawers():
+    names = {Path(module).stem for module in MODULES} | {Path(module).parent.name for module in MODULES}
+    assert names & {"utils", "util", "helpers", "helper", "common", "misc", "tools"} == set()
+
+
+def test_the_public_names_are_exactly_these():
+    assert slurmft.__all__ == [
+        "__version__", "start_session", "Session", "PlannedStop", "ignore_strangers_term", "record",
+        "CheckpointManager", "DistributedCheckpointManager", "ElasticSampler", "ElasticLoader", "HealthMonitor",
+        "WatchdogTimer", "DistributedSignalHandler", "categorize_failure",
+        "SlurmftError", "UsageError", "ConfigError", "DataError", "RunBusy", "DirectoryInUse", "LabError",
+        "LabUnavailable", "SlurmError", "SlurmUnavailable", "StorageError", "StorageUnavailable", "NewerFormat",
+        "Fenced", "CheckpointError", "LaunchError",
+    ]  # fmt: skip
+    assert dir(slurmft) == sorted(slurmft.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = slurmft.nonsense
+
+
+def test_editors_and_type_checkers_see_every_public_name():
+    (block,) = [node for node in tree("__init__.py").body if isinstance(node, ast.If)]
+    seen = {alias.asname for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert {"__version__", *seen} == set(slurmft.__all__)
+
+
+def test_every_error_is_public():
+    assert {name for name in vars(errors) if isinstance(vars(errors)[name], type) and name != "ClassVar"} <= set(
+        slurmft.__all__
+    )
+
+
+def test_the_public_names_can_be_loaded():
+    assert {name for name in slurmft.__all__ if getattr(slurmft, name) is None} == set()
+
+
+def _drawn_tree() -> dict[str, tuple[str | None, int]]:
+    """Class -> (parent, exit code), from the picture in the docstring of slurmft.errors."""
+    drawn: dict[str, tuple[str | None, int]] = {}
+    above: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        if match := re.match(r"((?:[|] {3}| {4})*(?:[+]-- )?)(\w+) \((\d+)\)", line):
+            depth = len(match[1]) // 4
+            above[depth:] = [match[2]]
+            drawn[match[2]] = (above[depth - 1] if depth else None, int(match[3]))
+    return drawn
+
+
+def test_the_error_tree_is_the_one_that_is_drawn():
+    actual: dict[str, tuple[str | None, int]] = {"SlurmftError": (None, errors.SlurmftError.exit_code)}
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and issubclass(value, errors.SlurmftError) and value is not errors.SlurmftError:
+            actual[name] = (value.__bases__[0].__name__, value.exit_code)
+    assert actual == _drawn_tree()
+
+
+def test_every_error_of_other_modules_has_a_place_below_the_tree():
+    """Subclasses outside of errors.py are fine where a caller tells them apart; their exit code is their parent's."""
+    from slurmft.scheduler.queueing import RequeueDisabled
+
+    assert RequeueDisabled.exit_code == errors.SlurmError.exit_code
+
+
+def test_an_error_shows_its_hint_below_what_happened():
+    error = errors.ConfigError("no such key", hint="look there")
+    assert (str(error), error.what, error.hint) == ("no such key\n  hint: look there", "no such key", "look there")
+    assert str(errors.ConfigError("no such key")) == "no such key"
+
+
+_LOOK = "import json, sys\n{code}\nprint(json.dumps(sorted(m for m in sys.modules if m.partition('.')[0] == 'torch')))"
+_MAIN = """
+import slurmft.cli.main as entry
+sys.argv = ['slurmft', *{arguments!r}]
+try:
+    entry.main()
+except SystemExit as stop:
+    assert not stop.code, stop.code
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param("import slurmft", id="import slurmft"),
+        pytest.param(_MAIN.format(arguments=["--help"]), id="slurmft --help"),
+        pytest.param(_MAIN.format(arguments=["schema"]), id="slurmft schema"),
+        pytest.param(_MAIN.format(arguments=["exclude", "list"]), id="slurmft exclude list"),
+        pytest.param(_MAIN.format(arguments=["status"]), id="slurmft status"),
+        pytest.param(
+            _MAIN.format(
+                arguments=["submit", str(REPOSITORY / "configs/quickstart.yaml"), "--dry-run", "--cluster", "local"]
+            ),
+            id="slurmft submit --dry-run",
+        ),
+        pytest.param(
+            "import slurmft.supervisor.run, slurmft.agent.agent, slurmft.agent.zygote", id="supervisor and agent"
+        ),
+    ],
+)
+def test_torch_is_not_imported_by(code, tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-c", _LOOK.format(code=code)],
+        capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1]) == []
+
+
+MAX_MODULES = 18
+
+
+@pytest.mark.parametrize("folder", sorted({str(Path(module).parent) for module in MODULES}))
+def test_a_folder_can_be_taken_in_at_a_glance(folder):
+    modules = [
+        module for module in MODULES if str(Path(module).parent) == folder and not module.endswith("__init__.py")
+    ]
+    assert len(modules) <= (MAX_MODULES if folder != "cli" else 24)  # one file for each verb
+
+
+def test_no_module_takes_part_in_a_circle():
+    """By imports at the top of a module: those inside of functions may point back."""
+    names = {
+        "slurmft." + module.removesuffix(".py").removesuffix("/__init__").replace("/", "."): module
+        for module in MODULES
+    }
+    edges = {
+        module: {
+            names[name] for node in tree(module).body if isinstance(node, ast.ImportFrom)
+            for name in (f"{node.module}.{alias.name}" for alias in node.names) if name in names
+        } | {
+            names[node.module] for node in tree(module).body
+            if isinstance(node, ast.ImportFrom) and node.module in names
+        }
+        for module in MODULES
+    }  # fmt: skip
+    left = dict(edges)
+    while free := [module for module, needs in left.items() if not needs & set(left) - {module}]:
+        for module in free:
+            del left[module]
+    assert sorted(left) == []

@@ -1,0 +1,181 @@
+"""The same supervisor, agents and workers without Slurm: stop, resume, and a TERM that is a preemption."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slurm.conftest import STEPS, TRAINER, eventually
+from slurmft.storage.run_folder import RunFolder
+
+pytestmark = pytest.mark.timeout(400)
+SLURMFT = [sys.executable, "-m", "slurmft"]
+
+
+class LocalRun:
+    """One run on this machine."""
+
+    def __init__(self, path: Path, **changes: object) -> None:
+        self.folder = RunFolder(path)
+        self.config = path.with_suffix(".yaml")
+        self.config.write_text(
+            yaml.safe_dump(
+                {
+                    "command": [*TRAINER, "--steps", str(STEPS), "--step-delay", "0.1"],
+                    "run_folder": str(path),
+                    "nodes": 2,
+                    "nproc_per_node": 2,
+                    "checkpoint": {"interval_steps": 25},
+                    **changes,
+                }
+            )
+        )
+
+    def slurmft(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        result = subprocess.run([*SLURMFT, *arguments], capture_output=True, text=True, timeout=100, check=False)
+        assert not check or result.returncode == 0, result.stderr + self.story()
+        return result
+
+    def submit(self, *options: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        return self.slurmft("submit", str(self.config), "--cluster", "local", *options, check=check)
+
+    def wait_for_step(self, step: int) -> None:
+        eventually(
+            lambda: ((self.folder.progress() or {}).get("step") or 0) >= step,
+            60,
+            lambda: f"step {step}\n{self.story()}",
+        )
+
+    def wait_until_done(self) -> None:
+        eventually(lambda: self.folder.done() is not None, 90, lambda: f"done\n{self.story()}")
+
+    def story(self) -> str:
+        logs = "".join(path.read_text(errors="replace") for path in self.folder.path.glob("submissions/*.out"))
+        lines = [f"{e.at:%H:%M:%S} {e.attempt} {e.event} {e.details}" for e in self.folder.journal().read()]
+        return "\n".join(lines) + "\n" + logs
+
+    def digest(self) -> str:
+        output = "".join(path.read_text() for path in self.folder.attempts.glob("*/rank-0.log"))
+        lines = [line for line in output.splitlines() if line.startswith("final weights sha256: ")]
+        assert len(lines) == 1, self.story() + output
+        return lines[0].split()[-1]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    run = LocalRun(tmp_path_factory.mktemp("local") / "undisturbed")
+    result = run.submit("--wait")
+    assert f"sha256 {run.digest()}" in result.stdout
+    return run.digest()
+
+
+def test_stop_and_resume(tmp_path: Path, undisturbed: str) -> None:
+    run = LocalRun(tmp_path / "stopped")
+    run.submit()
+    run.wait_for_step(8)
+    run.slurmft("stop", str(run.folder.path), "--timeout", "30")
+    status = json.loads(run.slurmft("status", str(run.folder.path), "--json").stdout)
+    assert (status["state"], status["saved"]) == ("stopped", status["step"])
+    assert status["step"] < STEPS
+    run.submit("--wait")
+    assert run.digest() == undisturbed
+
+
+def test_term_is_a_preemption_and_comes_three_times(tmp_path: Path, undisturbed: str) -> None:
+    run = LocalRun(tmp_path / 'it\'s odd, "quoted" and 100% spaced')
+    run.submit()
+    run.wait_for_step(8)
+    owner = run.folder.owner()
+    assert owner is not None
+    for _ in range(3):
+        os.kill(owner.pid, signal.SIGTERM)
+    run.wait_until_done()
+    events = [event.event for event in run.folder.journal().read()]
+    assert events.count("stop requested") == 1
+    assert events.count("starting anew") == 1
+    assert run.digest() == undisturbed
+
+
+def test_ctrl_c_saves_and_ends(tmp_path: Path) -> None:
+    """At a terminal the whole foreground group gets it: the guardian and the supervisor."""
+    run = LocalRun(tmp_path / "interrupted")
+    process = subprocess.Popen([*SLURMFT, "run", str(run.config)], start_new_session=True, stderr=subprocess.DEVNULL)
+    run.wait_for_step(8)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 75, run.story()
+    decision = run.folder.journal().read()[-1]
+    assert (decision.event, decision.details["action"]) == ("decision", "stop"), run.story()
+    assert "Ctrl-C" in decision.details["reason"]
+
+
+@pytest.mark.soak
+def test_a_second_submission_is_refused_while_it_runs(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path / "twice", command=[*TRAINER, "--steps", "4000", "--step-delay", "0.05"])
+    run.submit()
+    run.wait_for_step(1)
+    refused = run.submit(check=False)
+    assert refused.returncode == 2
+    assert "is running here" in refused.stderr
+    run.slurmft("stop", str(run.folder.path), "--timeout", "30")
+
+
+def test_a_worker_that_raises_is_told_by_its_own_words_and_code(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nif '--die' in sys.argv:\n    raise ValueError('no such tensor: x')\n")
+    run = LocalRun(
+        tmp_path / "raises",
+        command=["python", str(script), "--die"],
+        fault_tolerance={"num_in_job_restarts": 0, "num_job_retries_on_failure": 1, "preload": False},
+        nodes=1,
+    )
+    result = run.submit("--wait", check=False)
+    assert result.returncode == 1
+    events = run.folder.journal().read()
+    assert sum(event.event == "attempt started" for event in events) == 2
+    assert "ValueError: no such tensor: x" in [e for e in events if e.event == "decision"][-1].details["reason"]
+
+
+def test_an_unchanged_script_is_stopped_by_its_signal_and_resumes(tmp_path: Path) -> None:
+    """It knows nothing of slurmft: TERM ends it, and the next submission goes on from its own checkpoint."""
+    command = ["python", "-m", "slurmft.examples.plain_ddp", "--steps", "60", "--save-every", "5"]
+    command += ["--checkpoint", str(tmp_path / "plain.pt"), "--step-delay", "0.1"]
+    run = LocalRun(tmp_path / "plain", command=command, nodes=1)
+    run.submit()
+    eventually((tmp_path / "plain.pt").exists, 60, lambda: f"its own checkpoint\n{run.story()}")
+    run.slurmft("stop", str(run.folder.path), "--timeout", "30")
+    assert run.folder.done() is None
+    run.submit("--wait")
+    output = "".join(path.read_text() for path in run.folder.attempts.glob("*/rank-0.log"))
+    assert "resuming at step" in output
+    assert output.count("finished step 60") == 1
+
+
+def test_no_input_is_a_clear_error(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path / "no-input", nodes=1, fault_tolerance={"num_job_retries_on_failure": 0})
+    (tmp_path / "empty").mkdir()
+    result = run.submit("--wait", "--data", str(tmp_path / "empty"), check=False)
+    assert result.returncode == 2
+    assert "empty" in result.stdout
+
+
+def test_what_a_trainer_raises_reaches_no_terminal_and_no_log_as_it_is(tmp_path):
+    raising = r"raise Exception('\x1b]0;owned\x07\x1b[2J\r\n\u202eslurmft: all is well')"
+    run = LocalRun(
+        tmp_path / "run", command=[sys.executable, "-c", raising], nodes=1, nproc_per_node=1,
+        fault_tolerance={"num_in_job_restarts": 0},
+    )  # fmt: skip
+    said = run.submit("--wait", check=False)
+    assert said.returncode != 0 and r"\x1b]0;owned\x07\x1b[2J" in said.stdout
+    own = [path for path in run.folder.path.rglob("*") if path.suffix in (".log", ".out", ".err")]
+    logs = {path.name: path.read_text(errors="replace") for path in own if not path.name.startswith("rank-")}
+    for name, text in {"terminal": said.stdout + said.stderr, **logs}.items():
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", text), (name, text)
+        assert not re.search(r"^slurmft: all is well", text, re.M), (name, text)

@@ -1,0 +1,70 @@
+"""Nodes die with what they had in memory: their peers' copies are read, and the disk where those are lost too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from slurm.conftest import Run, eventually
+from slurmft.lab.cluster import Lab
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+
+NewRun = Callable[..., Run]
+KEPT_COPIES = "copied to node"
+
+
+def copies_made(run: Run) -> int:
+    """How many copies the writers' logs tell of."""
+    logs = run.folder.attempts.glob("*/writer-*.log")
+    return sum(path.read_text(errors="replace").count(KEPT_COPIES) for path in logs)
+
+
+def test_a_peer_has_what_a_dead_node_had(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
+    run = new_run(
+        spare_nodes=1,
+        checkpoint={"interval_steps": 10, "peer_copies": 1},
+        fault_tolerance={"num_in_job_restarts": 3},
+    )
+    run.submit()
+    eventually(lambda: copies_made(run) >= 4, 90, run.story)
+    hosts = run.events("agents ready")[0].details["hosts"]
+    lab.kill_node(hosts[1])
+    try:
+        run.wait_for("first step", 2)
+        run.wait_until_done(120)
+    finally:
+        lab.start_node(hosts[1])
+    assert "2 of 4 shards from memory, 2 of 4 shards from memory of a peer" in run.output(), run.output()
+    assert run.digest() == undisturbed
+
+
+@pytest.mark.soak
+def test_where_the_peer_is_lost_too_the_disk_is_read(lab: Lab, new_run: NewRun) -> None:
+    """Of three nodes in a ring, the second's copies lie with the third."""
+    run = new_run(
+        steps=40,
+        nodes=3,
+        nproc_per_node=1,
+        elastic={"min_nodes": 1},
+        checkpoint={"interval_steps": 10, "peer_copies": 1},
+        fault_tolerance={"num_in_job_restarts": 3},
+    )
+    run.submit()
+    eventually(lambda: copies_made(run) >= 3, 90, run.story)
+    run.wait_for_step(25)
+    run.wait_for_saved(20)
+    hosts = run.events("agents ready")[0].details["hosts"]
+    for host in hosts[1:]:
+        lab.kill_node(host)
+    try:
+        run.wait_for("first step", 2)
+        run.wait_until_done(120)
+    finally:
+        for host in hosts[1:]:
+            lab.start_node(host)
+    assert run.events("first step")[-1].details["resumed_from"] >= 20
+    # the first node has its own shard, and the third one's copy; the second one's copy went with the third
+    told = "1 of 3 shards from memory, 1 of 3 shards from memory of a peer, 1 of 3 shards from disk"
+    assert told in run.output(), run.output()

@@ -1,0 +1,693 @@
+"""Workers forked from a real zygote, without torch: run as under the interpreter, and never outliving their agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from slurmft.agent.workers import Worker, Workers, reserve_port, zygote_arguments
+from slurmft.agent.zygote import why_not_to_fork
+from slurmft.ipc.pages.heartbeat import Slot, State
+from slurmft.system import private_folder
+
+WAIT_S = 20.0
+
+pytestmark = pytest.mark.usefixtures("pages_of_its_own")
+PYTHON = "python"
+
+
+class Node:
+    """One node's workers, and where they leave things."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ended: list[Worker] = []
+        self.workers = Workers(self.ended.append)
+
+    def script(self, text: str, name: str = "train.py") -> Path:
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(textwrap.dedent(text), encoding="utf-8")
+        return path
+
+    def start(self, command: Sequence[str], *, ranks: int = 1, folder: Path | None = None, **environment: str) -> None:
+        self.workers.start(
+            range(ranks),
+            [{"PATH": os.environ["PATH"], "RANK": str(rank), **environment} for rank in range(ranks)],
+            command=command,
+            folder=folder or self.folder,
+            logs=self.folder,
+            verdicts=[self.folder / f"verdict-{rank}.json" for rank in range(ranks)],
+            generation=1,
+        )
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def codes(self) -> list[int | None]:
+        await self.until(lambda: len(self.ended) == len(self.workers.by_rank))
+        return [worker.exit_code for _, worker in sorted(self.workers.by_rank.items())]
+
+    async def run(self, command: Sequence[str], **options: Any) -> int | None:
+        self.start(command, **options)
+        return (await self.codes())[0]
+
+    def log(self, rank: int = 0) -> str:
+        path = self.folder / f"rank-{rank}.log"
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+@contextlib.asynccontextmanager
+async def node_in(folder: Path) -> AsyncIterator[Node]:
+    node = Node(folder)
+    node.workers.start_zygote(dict(os.environ), preload=False)
+    try:
+        yield node
+    finally:
+        node.workers.close()
+
+
+def on_a_node(folder: Path, work: Callable[[Node], Awaitable[Any]]) -> Any:
+    async def limited() -> Any:
+        async with asyncio.timeout(60), node_in(folder) as node:
+            return await work(node)
+
+    return asyncio.run(limited())
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+# which commands it can fork
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        (["train.py", "--lr", "1"], ["train.py", "--lr", "1"]),
+        (["python", "train.py"], ["train.py"]),
+        (["python3", "-u", "train.py", "-u"], ["train.py", "-u"]),
+        (["python", "-m", "pkg.train", "-x"], ["-m", "pkg.train", "-x"]),
+        (["python", "-u", "-m", "pkg.train"], ["-m", "pkg.train"]),
+        ([sys.executable, "train.py"], ["train.py"]),
+        (["python"], None),
+        (["python", "-u"], None),
+        (["python", "-m"], None),
+        (["python", "-c", "1"], None),
+        (["python", "-O", "train.py"], None),
+        (["python", "-X", "dev", "train.py"], None),
+        (["bash", "train.sh"], None),
+        (["/nowhere/python3.9", "train.py"], None),
+        (["torchrun", "train.py"], None),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_a_fork_can_run(command, arguments):
+    assert zygote_arguments(command) == arguments
+
+
+# how it ends
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        pytest.param("print('hello')", 0, "hello\n", id="the end of the script"),
+        pytest.param("print('no newline', end='')", 0, "no newline", id="buffered output is not lost"),
+        pytest.param("import sys; sys.exit()", 0, "", id="sys.exit()"),
+        pytest.param("import sys; sys.exit(3)", 3, "", id="sys.exit(3)"),
+        pytest.param("raise SystemExit(259)", 3, "", id="only the last byte counts"),
+        pytest.param("import sys; sys.exit('that was it')", 1, "that was it\n", id="sys.exit of a text"),
+        pytest.param("import os; os._exit(7)", 7, "", id="os._exit"),
+        pytest.param("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9, "", id="SIGKILL"),
+        pytest.param("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -15, "", id="SIGTERM, not ignored"),
+        pytest.param("import os; os.abort()", -6, None, id="abort"),
+        pytest.param("import atexit; atexit.register(print, 'bye'); print('hello')", 0, "hello\nbye\n", id="atexit"),
+        pytest.param("import sys; print('err', file=sys.stderr); print('out')", 0, "err\nout\n", id="both streams"),
+        pytest.param("import sys; print(repr(sys.stdin.read()))", 0, "''\n", id="no input"),
+        pytest.param(
+            "import threading; threading.Timer(0.05, print, ['late']).start()", 0, "late\n", id="waits for its threads"
+        ),
+    ],
+)
+def test_how_a_script_ends(tmp_path, text, code, said):
+    async def work(node: Node) -> None:
+        assert await node.run([PYTHON, str(node.script(text))]) == code
+        assert said is None or node.log() == said
+        assert node.workers.by_rank[0].page[Slot.STATE] == State.FAILED  # it never used a session
+
+    on_a_node(tmp_path, work)
+
+
+def test_an_exception_leaves_its_traceback_in_the_log_and_in_the_verdict(tmp_path):
+    async def work(node: Node) -> None:
+        script = node.script("def f():\n    raise ValueError('no such luck')\nf()\n")
+        assert await node.run([PYTHON, str(script)]) == 1
+        verdict = json.loads((tmp_path / "verdict-0.json").read_text())
+        assert (verdict["format"], verdict["cause"]) == (1, "worker error")
+        for text in (verdict["traceback"], node.log()):
+            assert text.rstrip().endswith("ValueError: no such luck")
+            assert "train.py" in text
+
+    on_a_node(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("own", "cause"),
+    [
+        ('{"format": 1, "cause": "rerun elsewhere", "message": "loss is NaN"}', "rerun elsewhere"),
+        ('{"format": 1, "cause": "worker error"}', "out of host memory"),
+        ('{"format": 1, "cause": "rerun el', "out of host memory"),
+        ('{"format": 1, "cause": "finished"}', "out of host memory"),
+    ],
+)
+def test_a_verdict_of_the_workers_own_is_kept(tmp_path, own, cause):
+    async def work(node: Node) -> None:
+        script = node.script(f"import pathlib\npathlib.Path('verdict-0.json').write_text({own!r})\nraise MemoryError\n")
+        assert await node.run([PYTHON, str(script)]) == 1
+        assert json.loads((tmp_path / "verdict-0.json").read_text())["cause"] == cause
+
+    on_a_node(tmp_path, work)
+
+
+def test_a_traceback_that_is_no_utf_8_is_left_all_the_same(tmp_path):
+    async def work(node: Node) -> None:
+        assert await node.run([PYTHON, str(node.script("raise ValueError('odd \\udcff text')"))]) == 1
+        assert json.loads((tmp_path / "verdict-0.json").read_text())["message"] == "ValueError: odd \\udcff text"
+
+    on_a_node(tmp_path, work)
+
+
+def test_a_script_that_ends_well_or_by_itself_leaves_no_verdict(tmp_path):
+    async def work(node: Node) -> None:
+        assert await node.run([PYTHON, str(node.script("raise SystemExit(5)"))]) == 5
+        assert not (tmp_path / "verdict-0.json").exists()
+
+    on_a_node(tmp_path, work)
+
+
+def test_a_long_traceback_keeps_its_end(tmp_path):
+    async def work(node: Node) -> None:
+        assert await node.run([PYTHON, str(node.script("raise ValueError('x' * 20_000 + 'the end')"))]) == 1
+        text = json.loads((tmp_path / "verdict-0.json").read_text())["traceback"]
+        assert len(text) <= 8000
+        assert text.rstrip().endswith("the end")
+
+    on_a_node(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def f(:\n", "SyntaxError"),
+        ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
+    ],
+    ids=["syntax", "import"],
+)
+def test_a_script_that_cannot_start_says_why(tmp_path, text, message):
+    async def work(node: Node) -> None:
+        assert await node.run([PYTHON, str(node.script(text))]) == 1
+        assert message in node.log()
+        assert message in (tmp_path / "verdict-0.json").read_text()
+
+    on_a_node(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    "command", [["no-such-program"], ["/nowhere/a"], ["python", "/nowhere/train.py"]], ids=" ".join
+)
+def test_a_missing_program_is_named(tmp_path, command):
+    async def work(node: Node) -> None:
+        assert await node.run(command) not in (0, None)
+        assert command[-1] in node.log()
+
+    on_a_node(tmp_path, work)
+
+
+def test_a_missing_working_folder_is_named(tmp_path):
+    async def work(node: Node) -> None:
+        assert await node.run(["true"], folder=tmp_path / "gone") == 127
+        assert "gone" in node.log()
+
+    on_a_node(tmp_path, work)
+
+
+# what it sees
+
+PROBE = """
+import json, os, signal, sys
+import __main__
+print(json.dumps({
+    "argv": sys.argv, "path0": sys.path[0], "name": __name__, "file": os.path.abspath(__file__),
+    "main is this": __main__.__dict__ is globals() or vars(__main__).get("json") is json,
+    "spec": getattr(__spec__, "name", None), "cwd": os.getcwd(), "rank": os.environ.get("RANK"),
+    "term": str(signal.getsignal(signal.SIGTERM)), "int": signal.getsignal(signal.SIGINT).__name__,
+    "quit": str(signal.getsignal(signal.SIGQUIT)),
+    "chld": str(signal.getsignal(signal.SIGCHLD)), "hup": str(signal.getsignal(signal.SIGHUP)),
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "encoding": sys.stdout.encoding.lower(),
+    "wakeup": signal.set_wakeup_fd(-1),
+}))
+"""
+
+
+def as_in_a_terminal() -> None:
+    """The signals of a program that a shell starts in the foreground, whatever started the tests."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def test_what_the_shell_ignores_a_worker_does_not(tmp_path):
+    numbers = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}  # as behind & and nohup
+
+    async def work(node: Node) -> None:
+        node.script(PROBE)
+        assert await node.run([PYTHON, "train.py"]) == 0, node.log()
+        seen = json.loads(node.log())
+        assert (seen["int"], seen["quit"], seen["hup"]) == ("default_int_handler", *[str(signal.SIG_DFL)] * 2)
+
+    try:
+        on_a_node(tmp_path, work)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [PYTHON, "train.py", "--lr", "a b"],
+        [PYTHON, "{folder}/train.py"],
+        [PYTHON, "{folder}/deep/../train.py", "x"],
+        [PYTHON, "-m", "pkg.train", "-x"],
+        [PYTHON, "-m", "pkg"],
+        [PYTHON, "-m", "train"],
+    ],
+    ids=" ".join,
+)
+def test_a_script_sees_what_the_interpreter_would_show_it(tmp_path, command):
+    (tmp_path / "deep").mkdir()
+
+    async def work(node: Node) -> None:
+        node.script(PROBE)
+        node.script(PROBE, "pkg/train.py")
+        node.script(PROBE, "pkg/__main__.py")
+        node.script("", "pkg/__init__.py")
+        argv = [word.format(folder=tmp_path) for word in command]
+        real = subprocess.run(
+            [sys.executable, *argv[1:]], capture_output=True, text=True, timeout=30, check=True, cwd=tmp_path,
+            env={"RANK": "0", "PATH": os.environ["PATH"]}, stdin=subprocess.DEVNULL, preexec_fn=as_in_a_terminal,
+        )  # fmt: skip
+        assert await node.run(argv) == 0, node.log()
+        assert json.loads(node.log()) == json.loads(real.stdout)
+
+    on_a_node(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        pytest.param(
+            "import os; name = __file__; os.chdir('/'); open(name).close()", "__file__ is relative", id="__file__"
+        ),
+        pytest.param(
+            "import sys; sys.excepthook = lambda *_: print('hook'); raise ValueError",
+            "excepthook is not called",
+            id="hook",
+        ),
+    ],
+)
+def test_a_script_behaves_as_under_the_interpreter(tmp_path, text, why):
+    async def work(node: Node) -> None:
+        node.script(text)
+        real = subprocess.run(
+            [sys.executable, "train.py"], capture_output=True, text=True, timeout=30, check=False, cwd=tmp_path,
+            preexec_fn=as_in_a_terminal,
+        )  # fmt: skip
+        assert await node.run([PYTHON, "train.py"]) == real.returncode, node.log()
+        assert node.log() == real.stdout + real.stderr
+
+    on_a_node(tmp_path, work)
+
+
+def test_modules_beside_the_script_are_found(tmp_path):
+    async def work(node: Node) -> None:
+        node.script("VALUE = 42", "code/model.py")
+        script = node.script("import model; print(model.VALUE)", "code/train.py")
+        assert await node.run([PYTHON, str(script)]) == 0, node.log()
+        assert node.log() == "42\n"
+
+    on_a_node(tmp_path, work)
+
+
+def test_processes_of_multiprocessing_find_the_script_again(tmp_path):
+    """spawn imports the parent's __main__ by its path; data loaders depend on it."""
+
+    async def work(node: Node) -> None:
+        node.script(
+            """
+            import multiprocessing
+
+            def double(number):
+                return 2 * number
+
+            if __name__ == "__main__":
+                with multiprocessing.get_context("spawn").Pool(1) as pool:
+                    print(pool.map(double, [1, 2]))
+            """
+        )
+        assert await node.run([PYTHON, "train.py"], HOME=str(tmp_path)) == 0, node.log()
+        assert node.log() == "[2, 4]\n"
+
+    on_a_node(tmp_path, work)
+
+
+def test_every_rank_has_its_own_environment_log_and_page(tmp_path):
+    async def work(node: Node) -> None:
+        node.script(
+            """
+            import os; from pathlib import Path
+            from slurmft.ipc.pages.heartbeat import Page, Slot, PAGE_VARIABLE
+            page = Page.attach(Path(os.environ[PAGE_VARIABLE]))
+            page[Slot.STEP] = 100 + int(os.environ["RANK"])
+            print(os.environ["RANK"], os.environ["EXTRA"], "LEAK" in os.environ)
+            raise SystemExit(page[Slot.RANK])
+            """
+        )
+        node.start([PYTHON, "train.py"], ranks=3, EXTRA="x y")
+        assert await node.codes() == [0, 1, 2]
+        for rank, worker in node.workers.by_rank.items():
+            assert node.log(rank) == f"{rank} x y False\n"
+            assert worker.page[Slot.STEP] == 100 + rank
+            assert worker.look().attached
+            assert not worker.look().alive
+
+    os.environ["LEAK"] = "1"
+    try:
+        on_a_node(tmp_path, work)
+    finally:
+        del os.environ["LEAK"]
+
+
+def test_a_program_that_is_not_python_is_executed(tmp_path):
+    async def work(node: Node) -> None:
+        assert await node.run(["bash", "-c", 'echo "rank $RANK of $0 at $PWD"; exit 9', "me"]) == 9
+        assert node.log() == f"rank 0 of me at {tmp_path}\n"
+
+    on_a_node(tmp_path, work)
+
+
+def test_a_program_that_is_executed_has_the_signals_of_a_fresh_process(tmp_path):
+    async def work(node: Node) -> None:
+        assert await node.run(["grep", "-E", "^Sig(Ign|Blk)", "/proc/self/status"]) == 0
+        ignored = {line.split()[0]: int(line.split()[1], 16) for line in node.log().splitlines()}
+        wanted = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD]
+        assert [number for number in wanted if ignored["SigIgn:"] & 1 << (number - 1)] == []
+        assert ignored["SigBlk:"] == 0
+
+    on_a_node(tmp_path, work)
+
+
+# signals and ends from outside
+
+WAITING = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print("term", flush=True), sys.exit(4)))
+child = subprocess.Popen(["sleep", "300"])
+print("ready", child.pid, flush=True)
+time.sleep(300)
+"""
+
+
+async def ready(node: Node) -> int:
+    """The process id of the worker's child, once it waits."""
+    await node.until(lambda: node.log().startswith("ready"))
+    await node.until(lambda: node.workers.by_rank[0].pid)  # the zygote's word may come later; kill(0) is for ourselves
+    return int(node.log().split()[1])
+
+
+def test_a_signal_reaches_the_worker_and_not_its_children(tmp_path):
+    async def work(node: Node) -> None:
+        node.script(WAITING)
+        node.start([PYTHON, "train.py"])
+        child = await ready(node)
+        node.workers.signal(signal.SIGTERM)
+        assert await node.codes() == [4]
+        assert "term" in node.log()
+        assert not gone(child)
+        os.kill(child, signal.SIGKILL)
+
+    on_a_node(tmp_path, work)
+
+
+def test_a_worker_is_killed_with_its_children(tmp_path):
+    async def work(node: Node) -> None:
+        node.script(WAITING)
+        node.start([PYTHON, "train.py"])
+        child = await ready(node)
+        node.workers.kill()
+        assert await node.codes() == [-9]
+        assert node.workers.by_rank[0].killed
+        await node.until(lambda: gone(child))
+
+    on_a_node(tmp_path, work)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_worker_that_a_signal_ends_leaves_no_children_to_the_next_attempt(tmp_path, number):
+    async def work(node: Node) -> None:
+        node.script(WAITING)
+        node.start([PYTHON, "train.py"])
+        child = await ready(node)
+        os.kill(node.workers.by_rank[0].pid, number)
+        assert await node.codes() == [-number]
+        await node.until(lambda: gone(child))
+
+    on_a_node(tmp_path, work)
+
+
+def test_workers_that_were_killed_before_they_came_to_life_do_not_take_the_next_ones_along(tmp_path):
+    async def work(node: Node) -> None:
+        node.script("print('ran')")
+        node.start([PYTHON, "train.py"])  # the zygote is not ready yet
+        node.workers.kill()
+        await node.workers.end_earlier()
+        node.ended.clear()
+        assert await node.run([PYTHON, "train.py"]) == 0
+        assert node.log() == "ran\n"
+
+    on_a_node(tmp_path, work)
+
+
+def test_a_worker_that_lingers_after_its_stop_is_killed(tmp_path):
+    async def work(node: Node) -> None:
+        node.script(WAITING)
+        node.start([PYTHON, "train.py"], ranks=2)
+        await node.until(lambda: node.log(0).startswith("ready") and node.log(1).startswith("ready"))
+        node.workers.by_rank[0].page[Slot.STATE] = State.STOPPED
+        node.workers.kill_lingering(60.0)
+        assert not node.workers.by_rank[0].killed
+        await asyncio.sleep(0.02)
+        node.workers.kill_lingering(0.01)
+        await node.until(lambda: node.ended)
+        assert node.workers.by_rank[0].exit_code == -9
+        assert node.workers.by_rank[1].alive
+
+    on_a_node(tmp_path, work)
+
+
+def test_closing_ends_everything_and_removes_the_pages(tmp_path):
+    pids: list[int] = []
+
+    async def work(node: Node) -> None:
+        node.script(WAITING)
+        node.start([PYTHON, "train.py"])
+        pids.append(await ready(node))
+        pids.append(node.workers.by_rank[0].pid)
+        pids.append(psutil.Process(pids[1]).ppid())
+
+    on_a_node(tmp_path, work)
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            psutil.Process(pid).wait(WAIT_S)
+        assert gone(pid)
+    assert list((tmp_path / "shm").iterdir()) == []
+
+
+def test_a_zygote_that_dies_takes_its_workers_along_and_is_noticed(tmp_path):
+    async def work(node: Node) -> None:
+        node.script(WAITING)
+        node.start([PYTHON, "train.py"])
+        child = await ready(node)
+        worker = node.workers.by_rank[0].pid
+        psutil.Process(worker).parent().kill()
+        assert await node.codes() == [-9]
+        await node.until(lambda: gone(worker) and gone(child))
+
+    on_a_node(tmp_path, work)
+
+
+def test_an_agent_that_is_killed_takes_its_workers_along(tmp_path):
+    (tmp_path / "train.py").write_text(WAITING)
+    (tmp_path / "agent.py").write_text(
+        textwrap.dedent(
+            """
+            import asyncio, os, sys
+            from pathlib import Path
+            from slurmft.agent import workers
+            from slurmft.system import private_folder
+            here = Path(sys.argv[1])
+            private_folder.SHARED_MEMORY = here
+
+            async def main():
+                node = workers.Workers(print)
+                node.start_zygote(dict(os.environ), preload=False)
+                node.start([0], [dict(os.environ)], command=["python", "train.py"], folder=here, logs=here,
+                           verdicts=[here / "v"], generation=1)
+                while not node.by_rank[0].pid:
+                    await asyncio.sleep(0.01)
+                print(node.by_rank[0].pid, node._zygote.pid, flush=True)
+                await asyncio.sleep(300)
+
+            asyncio.run(main())
+            """
+        )
+    )
+    agent = subprocess.Popen(
+        [sys.executable, str(tmp_path / "agent.py"), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert agent.stdout is not None
+        pids = [int(word) for word in agent.stdout.readline().split()]
+        assert len(pids) == 2
+        assert not any(gone(pid) for pid in pids)
+    finally:
+        agent.kill()
+        agent.wait()
+        agent.stdout.close()
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            psutil.Process(pid).wait(WAIT_S)
+        assert gone(pid)
+
+
+def test_the_pages_of_a_dead_agent_are_removed_and_those_of_a_living_one_are_kept(tmp_path):
+    dead = tmp_path / "shm" / f"{private_folder.prefix()}dead"
+    dead.mkdir()
+    (dead / "lock").touch()
+    (dead / "rank-0").touch()
+
+    async def work(node: Node) -> None:
+        other = Workers(lambda _: None)
+        assert not dead.exists()
+        assert node.workers.folder.exists()
+        other.close()
+
+    on_a_node(tmp_path, work)
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(1, 300_000), (16, 20_000)], ids=["one large", "many ranks"])
+def test_a_large_environment_reaches_the_workers(tmp_path, ranks, size):
+    """Requests wait in the socket while the zygote imports torch."""
+
+    async def work(node: Node) -> None:
+        node.script("import os; print(sum(len(os.environ[f'V{n}']) for n in range(10)))")
+        node.start([PYTHON, "train.py"], ranks=ranks, **{f"V{n}": "x" * (size // 10) for n in range(10)})
+        assert await node.codes() == [0] * ranks
+        assert node.log() == f"{size}\n"
+
+    on_a_node(tmp_path, work)
+
+
+def test_a_kill_right_after_the_fork_is_a_kill(tmp_path):
+    async def work(node: Node) -> None:
+        node.script("import time; time.sleep(300)")
+        await node.workers.ready.wait()
+        for _ in range(10):
+            node.ended.clear()
+            node.start([PYTHON, "train.py"])
+            while not node.workers.by_rank[0].pid:
+                await asyncio.sleep(0)
+            node.workers.kill()
+            async with asyncio.timeout(2):
+                assert await node.codes() == [-9]
+
+    on_a_node(tmp_path, work)
+
+
+def test_a_reserved_port_can_be_bound_by_the_store_and_by_nobody_else():
+    import socket
+
+    holder, port = reserve_port()
+    with holder:
+        store = socket.socket(holder.family)
+        with store:
+            store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            store.bind(("", port))
+            store.listen()
+        others = {reserve_port() for _ in range(50)}
+        assert port not in {other for _, other in others}
+        for other, _ in others:
+            other.close()
+
+
+# GPUs
+
+
+def test_no_worker_is_forked_from_a_zygote_that_has_used_a_gpu(tmp_path, monkeypatch):
+    """A sitecustomize of the user's, which every interpreter runs first."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, types\n"
+        "if 'slurmft.agent.zygote' in sys.orig_argv:\n"
+        "    sys.modules['torch.cuda'] = types.SimpleNamespace(is_initialized=lambda: True)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def work(node: Node) -> None:
+        node.script("print('trains')")
+        assert await node.run(["python", "train.py"]) == 2
+        assert "torch has initialised CUDA" in node.log() and "none of them could use a GPU" in node.log()
+        assert "trains" not in node.log()
+        assert "GPU" in json.loads((tmp_path / "verdict-0.json").read_text())["message"]
+
+    on_a_node(tmp_path, work)
+
+
+def test_the_driver_tells_of_cuda_that_torch_does_not_know_of(tmp_path):
+    (tmp_path / "3").symlink_to("/dev/nvidiactl")  # NVML opens it as well, which a fork survives
+    (tmp_path / "4").symlink_to("pipe:[7]")
+    assert why_not_to_fork(tmp_path) == ""
+    (tmp_path / "5").symlink_to("/dev/nvidia-uvm")
+    assert why_not_to_fork(tmp_path) == "/dev/nvidia-uvm is open"
+
+
+def test_the_fabrics_variables_reach_a_forked_worker(tmp_path):
+    fabric = {"NCCL_P2P_LEVEL": "NVL", "NCCL_IB_HCA": "mlx5_0", "UCX_TLS": "rc", "FI_PROVIDER": "efa"}
+
+    async def work(node: Node) -> None:
+        node.script("import ctypes, os; libc = ctypes.CDLL(None); libc.getenv.restype = ctypes.c_char_p\n"
+                    f"print([libc.getenv(name.encode()).decode() for name in {sorted(fabric)}])\n"
+                    "print(libc.getenv(b'PYTORCH_NVML_BASED_CUDA_CHECK'))")  # fmt: skip
+        assert await node.run(["python", "train.py"], **fabric) == 0
+        assert str([fabric[name] for name in sorted(fabric)]) in node.log(), "as C libraries read them"
+        assert "None" in node.log(), "what is for the zygote alone"
+
+    on_a_node(tmp_path, work)

@@ -1,0 +1,87 @@
+"""What fits into a node's memory, as /proc, the filesystem and control groups of both versions tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurmft.checkpoint.staging.memory_limits import fits
+
+GIB = 1 << 30
+LITTLE = 1 << 20
+
+
+def machine(root: Path, *, available_kib: int = 1 << 30, groups: str = "", files: dict[str, str] | None = None) -> Path:
+    """A root folder with /proc and /sys as a kernel would show them."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal:  {1 << 30} kB\nMemAvailable:   {available_kib} kB\nOdd line\n")
+    (root / "proc/self/cgroup").write_text(groups)
+    for name, text in (files or {}).items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def v1(limit: int, usage: int, inactive: int = 0) -> dict[str, str]:
+    return {
+        "memory/slurm/job_1/memory.limit_in_bytes": f"{limit}\n",
+        "memory/slurm/job_1/memory.usage_in_bytes": f"{usage}\n",
+        "memory/slurm/job_1/memory.stat": f"cache 5\ntotal_inactive_file {inactive}\n",
+    }
+
+
+def v2(limit: str, usage: int, inactive: int = 0, where: str = "slurm/job_1") -> dict[str, str]:
+    return {
+        f"{where}/memory.max": f"{limit}\n",
+        f"{where}/memory.current": f"{usage}\n",
+        f"{where}/memory.stat": f"anon 5\ninactive_file {inactive}\n",
+    }
+
+
+V1, V2 = "4:memory:/slurm/job_1\n1:cpu:/\n", "0::/slurm/job_1\n"
+
+
+@pytest.mark.parametrize(
+    ("described", "needed", "reason"),
+    [
+        pytest.param({}, LITTLE, "", id="no groups"),
+        pytest.param({"available_kib": 60 << 20}, 8 * GIB, "", id="what is free less a share"),
+        pytest.param({"available_kib": 60 << 20}, 9 * GIB, "this node has 60.00 GiB free of 1024.00", id="too much"),
+        pytest.param({"groups": V1, "files": v1(4 * GIB, GIB)}, 2 * GIB, "", id="version 1, room"),
+        pytest.param({"groups": V1, "files": v1(4 * GIB, GIB)}, 3 * GIB,
+                     "the control group /slurm/job_1 has 3.00 GiB free of 4.00", id="version 1, none"),
+        pytest.param({"groups": V1, "files": v1(4 * GIB, 4 * GIB, 3 * GIB)}, 2 * GIB, "", id="version 1, page cache"),
+        pytest.param({"groups": V1, "files": v1((1 << 63) - 4096, GIB)}, GIB, "", id="version 1, no limit"),
+        pytest.param({"groups": V2, "files": v2(str(4 * GIB), GIB)}, 2 * GIB, "", id="version 2, room"),
+        pytest.param({"groups": V2, "files": v2(str(4 * GIB), 3 * GIB)}, GIB, "/slurm/job_1 has 1.00 GiB free",
+                     id="version 2, none"),
+        pytest.param({"groups": V2, "files": v2(str(4 * GIB), 4 * GIB, 2 * GIB)}, GIB, "", id="version 2, page cache"),
+        pytest.param({"groups": V2, "files": v2("max", GIB)}, GIB, "", id="version 2, no limit"),
+        pytest.param({"groups": V2, "files": v2("max", GIB) | v2(str(GIB), GIB, where="slurm")}, GIB,
+                     "0.00 GiB free of 1.00", id="version 2, the parent's limit"),
+        pytest.param({"groups": V2, "files": v2(str(GIB), GIB, where=".")}, GIB, "0.00 GiB free",
+                     id="version 2, inside of a container"),
+        pytest.param({"groups": "nonsense\n::\n", "files": v2("soon", GIB)}, GIB, "", id="nonsense"),
+    ],
+)  # fmt: skip
+def test_what_fits(tmp_path, described, needed, reason, monkeypatch):
+    root = machine(tmp_path / "root", **described)
+    plenty = type("Status", (), {"f_bavail": 1 << 30, "f_frsize": 4096, "f_blocks": 1 << 30})
+    monkeypatch.setattr("os.statvfs", lambda _: plenty)
+    said = fits(needed, tmp_path, root=root)
+    assert (reason in said) if reason else said == ""
+
+
+def test_the_folder_itself_is_asked(tmp_path):
+    assert fits(1 << 60, tmp_path).startswith("1073741824.00 GiB are needed and")
+    assert "none (No such file or directory) has 0.00 GiB free" in fits(1, tmp_path / "none")
+
+
+def test_a_machine_that_says_nothing_limits_nothing(tmp_path):
+    assert fits(0, tmp_path, root=tmp_path / "none") == ""
+
+
+def test_this_machine_has_room_for_a_little():
+    assert fits(LITTLE, Path("/dev/shm")) == ""

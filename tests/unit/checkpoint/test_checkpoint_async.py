@@ -1,0 +1,713 @@
+"""Saves that go on in the background, what memory keeps of them, and the last step that is kept just in time."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from slurmft.checkpoint import Catalog, CheckpointManager
+from slurmft.checkpoint.just_in_time import JustInTime
+from slurmft.checkpoint.staging import arena, snapshots
+from slurmft.checkpoint.staging.arena import Arena, Place
+from slurmft.checkpoint.staging.rank_records import RankRecord, read_record
+from slurmft.checkpoint.writer.fault_points import ONCE_VARIABLE, VARIABLE
+from slurmft.errors import CheckpointError
+from slurmft.worker.background import BACKGROUND, Outcome
+from slurmft.worker.data.data import ByteCorpus, WindowLoader
+
+
+class Run:
+    """A tiny run with everything that has state."""
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        corpus = ByteCorpus(torch.arange(2000, dtype=torch.int64).to(torch.uint8), "numbers")
+        self.loader = WindowLoader(corpus, 8, 4, seed=5)
+        self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(16))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=50)
+        self.step = 0
+
+    @property
+    def objects(self):
+        return self.model, self.optimizer
+
+    @property
+    def parts(self):
+        return {"scheduler": self.scheduler, "loader": self.loader}
+
+    def forward(self) -> None:
+        x, _ = next(self.loader)
+        loss = (self.model(x.float() / 256 + random.random()) ** 2).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.forward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.step += 1
+            BACKGROUND.at_boundary(self.step)
+
+    def tensors(self) -> list[torch.Tensor]:
+        state = self.optimizer.state_dict()["state"].values()
+        values = [*self.model.state_dict().values(), *(value for one in state for value in one.values())]
+        return [value.detach().clone() for value in values]
+
+
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def steps(folder: Path) -> list[int]:
+    return [entry.step for entry in Catalog(folder).committed()]
+
+
+class Listener:
+    """What a session hears."""
+
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+        self.failed: list[tuple[int, int]] = []
+        self.rescued: list[int] = []
+        self.rescuable = -1
+
+    def on_saved(self, step, _seconds):
+        self.saved.append(step)
+
+    def on_save_failed(self, step, number):
+        self.failed.append((step, number))
+
+    def on_rescuable(self, step):
+        self.rescuable = step
+
+    def on_rescuing(self, *, is_over=False):
+        self.is_rescuing = not is_over
+
+    def on_rescued(self, step):
+        self.rescued.append(step)
+
+
+@pytest.fixture
+def listener():
+    BACKGROUND.listener = one = Listener()
+    yield one
+    BACKGROUND.listener = None
+    BACKGROUND.is_armed = False
+
+
+@pytest.fixture(autouse=True)
+def in_background(monkeypatch, synchronous_saves):
+    monkeypatch.setenv("SLURMFT_CHECKPOINT_ASYNC_SAVE", "1")
+    yield
+    BACKGROUND.save_begins(urgent=False)
+
+
+@pytest.fixture
+def run() -> Run:
+    run = Run()
+    run.train(1)
+    return run
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch) -> Path:
+    """The agent's folder, which outlives a worker."""
+    folder = tmp_path / "memory of the node"
+    folder.mkdir()
+    monkeypatch.setenv("SLURMFT_MEMORY_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+def children() -> set[int]:
+    """Processes that this one has started, and that are no zombies."""
+    pids = {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    return {pid for pid in pids if " Z " not in Path(f"/proc/{pid}/stat").read_text()}
+
+
+class Writer:
+    """The writer of the next manager: it stops by itself at a point of its first save, until it is let go on."""
+
+    def __init__(self, monkeypatch, once: Path, eventually) -> None:
+        self.before, self._eventually = children(), eventually
+        monkeypatch.setenv(VARIABLE, "request read=stop")
+        monkeypatch.setenv(ONCE_VARIABLE, str(once))
+
+    @property
+    def pid(self) -> int:
+        [pid] = children() - self.before
+        return pid
+
+    def is_stopped(self) -> bool:
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    def await_stop(self) -> None:
+        self._eventually(self.is_stopped)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def go_on_soon(self) -> threading.Thread:
+        def work() -> None:
+            time.sleep(0.3)  # whoever waits is waiting by then; if it is not, the test passes as well
+            self.go_on()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        return thread
+
+
+@pytest.fixture
+def writer(monkeypatch, tmp_path, eventually) -> Writer:
+    return Writer(monkeypatch, tmp_path / "stopped once", eventually)
+
+
+def test_a_save_returns_before_it_is_durable_and_holds_what_was_then(folder, run, writer, listener):
+    checkpoints = CheckpointManager(folder)
+    path = checkpoints.save(*run.objects, step=1, **run.parts)
+    writer.await_stop()
+    assert BACKGROUND.outcome is Outcome.STAGED and steps(folder) == [] and listener.saved == []
+    before, draw = run.tensors(), random.getstate()
+    with torch.no_grad():
+        for value in [*run.model.state_dict().values(), *run.optimizer.state[run.model[0].weight].values()]:
+            value.add_(1)
+    run.train(1)
+    assert not same(before, run.tensors())
+    writer.go_on()
+    checkpoints.wait()
+    checkpoints.wait()
+    assert (path / "manifest.json").exists() and listener.saved == [1]
+    fresh = Run(seed=9)
+    loaded = CheckpointManager(folder).load_latest(*fresh.objects, **fresh.parts)
+    assert (loaded.step, loaded.is_durable) == (1, True)
+    assert same(before, fresh.tensors()) and random.getstate() == draw
+
+
+@pytest.mark.parametrize("by", ["the same manager", "another one", "another one by the best metric"])
+def test_a_load_waits_for_what_this_process_still_saves(folder, run, writer, by):
+    checkpoints = saving = CheckpointManager(folder, best_metric="loss")
+    saving.save(*run.objects, step=1, metrics={"loss": 2.0}, **run.parts)
+    writer.await_stop()
+    saved, fresh, thread = run.tensors(), Run(seed=9), writer.go_on_soon()
+    if by != "the same manager":
+        (folder.parent / "link").symlink_to(folder)
+        checkpoints = CheckpointManager(folder.parent / "link", best_metric="loss")
+    load = checkpoints.load_best if "best" in by else checkpoints.load_latest
+    loaded = load(*fresh.objects, **fresh.parts)
+    thread.join()
+    assert (loaded.step, loaded.is_durable) == (1, True) and same(saved, fresh.tensors())
+
+
+def test_a_load_after_a_save_that_fails_says_so_and_takes_the_older_one(folder, run, monkeypatch, caplog):
+    monkeypatch.setenv(VARIABLE, f"before marker={errno.EROFS}")
+    checkpoints = CheckpointManager(folder)
+    checkpoints.save(*run.objects, step=1, **run.parts)
+    fresh = Run(seed=9)
+    assert not checkpoints.load_latest(*fresh.objects, **fresh.parts).found
+    assert "step-00000001.g0.c1 was not committed" in caplog.text
+    monkeypatch.delenv(VARIABLE)
+
+
+def test_with_both_places_in_use_a_save_is_skipped(folder, run, writer, caplog):
+    checkpoints = CheckpointManager(folder)
+    assert checkpoints.save(*run.objects, step=1)
+    writer.await_stop()
+    assert checkpoints.save(*run.objects, step=2)
+    assert checkpoints.save(*run.objects, step=3) is None
+    assert BACKGROUND.outcome is Outcome.SKIPPED and "step 3 is not saved" in caplog.text
+    writer.go_on()
+    checkpoints.wait()
+    assert steps(folder) == [2, 1]
+    assert checkpoints.save(*run.objects, step=4)
+    checkpoints.wait()
+    assert steps(folder)[0] == 4
+
+
+@pytest.mark.parametrize("why", ["when_busy", "urgent", "synchronous"])
+def test_a_save_that_must_not_be_skipped_waits(folder, run, writer, monkeypatch, why):
+    if why == "when_busy":
+        monkeypatch.setenv("SLURMFT_CHECKPOINT_WHEN_BUSY", "wait")
+    checkpoints = CheckpointManager(folder)
+    checkpoints.save(*run.objects, step=1)
+    writer.await_stop()
+    checkpoints.save(*run.objects, step=2)
+    thread = writer.go_on_soon()
+    BACKGROUND.save_begins(urgent=why == "urgent")
+    path = checkpoints.save(*run.objects, step=3, async_save=why != "synchronous")
+    thread.join()
+    checkpoints.wait()
+    assert path is not None and steps(folder)[0] == 3
+
+
+def test_a_disk_that_is_full_for_long_is_told_and_training_goes_on(
+    folder, run, listener, monkeypatch, caplog, eventually
+):
+    monkeypatch.setenv(VARIABLE, f"image half written={errno.ENOSPC}")
+    monkeypatch.setenv("SLURMFT_CHECKPOINT_MAX_FAILED_SAVES", "2")
+    checkpoints = CheckpointManager(folder)
+    for step in (1, 2):
+        assert checkpoints.save(*run.objects, step=step)
+        eventually(lambda: [one for one in listener.failed if one[0] == step])  # noqa: B023 - called at once
+        assert [record for record in caplog.records if record.levelno == logging.CRITICAL] == [] or step == 2
+    assert set(listener.failed) == {(1, errno.ENOSPC), (2, errno.ENOSPC)}
+    assert "failure 2 in a row" in next(one.getMessage() for one in caplog.records if one.levelno == logging.CRITICAL)
+    with pytest.raises(CheckpointError, match=os.strerror(errno.ENOSPC)) as caught:
+        checkpoints.wait()
+    assert caught.value.errno == errno.ENOSPC and listener.saved == [] and steps(folder) == []
+
+
+def test_a_closed_manager_has_saved_and_leaves_nothing_behind(folder, run, eventually):
+    before, places = children(), set(Path("/dev/shm").glob(f"slurmft-{os.getuid()}-*"))
+    checkpoints = CheckpointManager(folder)
+    checkpoints.save(*run.objects, step=1)
+    checkpoints.close()
+    assert steps(folder) == [1]
+    dropped = CheckpointManager(folder)
+    dropped.save(*run.objects, step=2)
+    assert len(children() - before) >= 1
+    del dropped
+    gc.collect()
+    assert steps(folder)[0] == 2
+    eventually(lambda: not children() - before)
+    mine = set(Path("/dev/shm").glob(f"slurmft-{os.getuid()}-*")) - places
+    assert not [path for path in mine if path.exists() and path.stat().st_uid == os.getuid() and is_mine(path)]
+
+
+def is_mine(path: Path) -> bool:
+    """Whether this process still maps something in a folder (other tests may run beside this one)."""
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+AT_ONCE = """
+import sys, torch
+from slurmft.checkpoint import CheckpointManager
+model = torch.nn.Linear(1000, 1000)
+CheckpointManager(sys.argv[1]).save(model, torch.optim.SGD(model.parameters()), step=1)
+kept = CheckpointManager(sys.argv[1])
+kept.save(model, torch.optim.SGD(model.parameters()), step=2)
+"""
+
+
+def test_the_end_of_the_process_waits_for_its_last_save(folder):
+    command = [sys.executable, "-W", "error", "-c", AT_ONCE, str(folder)]
+    done = subprocess.run(command, timeout=120, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert steps(folder) == [2, 1]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def uncommitted(folder, run, memory, monkeypatch) -> list[torch.Tensor]:
+    """Step 1 is on disk, step 2 in memory only; its weights."""
+    first = CheckpointManager(folder)
+    first.save(*run.objects, step=1, metrics={"loss": 3.0}, **run.parts)
+    first.wait()
+    first.close()
+    run.train(1)
+    monkeypatch.setenv(VARIABLE, f"before marker={errno.EROFS}")
+    second = CheckpointManager(folder)
+    second.save(*run.objects, step=2, metrics={"loss": 2.0}, extra={"name": "x"}, **run.parts)
+    with pytest.raises(CheckpointError):
+        second.wait()
+    second.close()
+    return run.tensors()
+
+
+def load(folder: Path):
+    fresh = Run(seed=9)
+    checkpoints = CheckpointManager(folder)
+    return checkpoints, fresh, checkpoints.load_latest(*fresh.objects, **fresh.parts)
+
+
+def test_what_is_only_in_memory_is_loaded_and_saved_again(folder, uncommitted, memory, monkeypatch):
+    monkeypatch.delenv(VARIABLE)
+    checkpoints, fresh, loaded = load(folder)
+    assert (loaded.step, loaded.is_durable, loaded.metrics, loaded.extra) == (2, False, {"loss": 2.0}, {"name": "x"})
+    assert "memory" in loaded.source and same(uncommitted, fresh.tensors())
+    tries = json.loads((memory / "tries.json").read_text())["tries"]
+    assert tries == {"step-00000002.g0.c2": [0], "step-00000002.g0.c3": [0]}, "generations that began with it"
+    checkpoints.wait()
+    [newest, older] = Catalog(folder).committed()
+    assert (newest.step, newest.metrics, older.step) == (2, {"loss": 2.0}, 1)
+    again = load(folder)[2]
+    assert (again.step, again.is_durable) == (2, True)
+
+
+def test_a_state_that_is_never_committed_is_begun_with_only_so_often(folder, uncommitted, monkeypatch):
+    begun = []
+    for generation in range(1, 5):
+        monkeypatch.setenv("SLURMFT_GENERATION", str(generation))
+        checkpoints, _, loaded = load(folder)
+        begun.append(loaded.step)
+        checkpoints.close()
+    assert begun == [2, 2, 1, 1]
+
+
+def edit(name: str, change):
+    """Change the newest snapshot's index or image in memory."""
+
+    def damage(memory: Path) -> None:
+        for path in memory.glob(f"shard-0.*.{name}"):
+            path.write_bytes(change(bytearray(path.read_bytes())))
+
+    return damage
+
+
+def flipped(content: bytearray) -> bytearray:
+    content[len(content) // 2] ^= 1
+    return content
+
+
+def first_item(content: bytearray) -> bytearray:
+    content[8] ^= 1
+    return content
+
+
+def without_digests(content: bytearray) -> bytes:
+    value = json.loads(content)
+    for item in value["items"]:
+        item["digest"] = ""
+    return json.dumps(value).encode()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(edit("image", first_item), id="flipped bit of an image"),
+        pytest.param(edit("image", lambda content: content[:5000]), id="image cut off"),
+        pytest.param(edit("image", lambda content: b""), id="empty image"),
+        pytest.param(edit("image", lambda content: os.urandom(len(content))), id="garbage image"),
+        pytest.param(edit("json", lambda content: content[:100]), id="index cut off"),
+        pytest.param(edit("json", lambda content: os.urandom(len(content))), id="garbage index"),
+        pytest.param(edit("json", lambda content: b"[]"), id="index is a list"),
+        pytest.param(edit("json", lambda content: b'{"format": 99}'), id="index of a newer format"),
+        pytest.param(edit("json", flipped), id="flipped bit of an index"),
+        pytest.param(lambda memory: [path.unlink() for path in memory.glob("*.image")], id="no image"),
+        pytest.param(lambda memory: [path.unlink() for path in memory.glob("*.json")], id="no index"),
+    ],
+)
+def test_damaged_memory_falls_back_to_disk(folder, uncommitted, memory, damage, monkeypatch):
+    monkeypatch.delenv(VARIABLE)
+    damage(memory)
+    _, fresh, loaded = load(folder)
+    assert (loaded.step, loaded.is_durable) == (1, True)
+    assert not same(uncommitted, fresh.tensors())
+
+
+def test_a_save_does_not_wait_for_room_that_is_still_being_made(folder, memory, monkeypatch):
+    room, warm = threading.Event(), Place._warm
+
+    def warm_slowly(place: Place, size_bytes: int) -> None:
+        room.wait(60)
+        warm(place, size_bytes)
+
+    monkeypatch.setattr(Place, "_warm", warm_slowly)
+    run, checkpoints = Run(), CheckpointManager(folder)
+    for step in (1, 2):
+        checkpoints.save(*run.objects, step=step, **run.parts)
+        checkpoints.wait()
+    assert [path.name for path in memory.glob("*.image")] == ["shard-0.a.image"], "the place that was warm"
+    room.set()
+    checkpoints.save(*run.objects, step=3, **run.parts)
+    checkpoints.save(*run.objects, step=4, **run.parts)
+    assert len(list(memory.glob("*.image"))) == 2
+    checkpoints.wait()
+    checkpoints.close()
+    assert load(folder)[2].step == 4
+
+
+def test_no_room_is_made_while_the_training_waits_for_a_copy(tmp_path, monkeypatch, eventually):
+    monkeypatch.setattr(arena, "_PIECE_BYTES", 4096)
+    made = Arena(0, tmp_path)
+    with made.copying():
+        made.warm_up(1 << 20)
+        assert all(place.is_warming for place in made.places)
+        assert all(path.stat().st_size == 0 for path in tmp_path.glob("*.image"))
+    eventually(lambda: not any(place.is_warming for place in made.places))
+    assert {len(place.memory or b"") for place in made.places} == {1 << 20}
+
+
+def test_who_wants_a_place_does_not_wait_until_its_room_is_made_politely(tmp_path):
+    made = Arena(0, tmp_path)
+    with made.copying():
+        made.warm_up(1 << 20)
+        assert len(made.places[1].begin(1 << 20)) == 1 << 20
+        assert not made.places[1].is_warming
+
+
+def test_what_is_saved_beside_the_runs_own_checkpoints_never_meets_them(tmp_path, memory, monkeypatch):
+    """An average of the weights, say: the same keys and steps, the same rank, another directory."""
+    monkeypatch.setenv("SLURMFT_CHECKPOINT_DIR", str(tmp_path / "own"))
+    monkeypatch.setenv("SLURMFT_CHECKPOINT_WHEN_BUSY", "wait")
+    run, average = Run(), Run(seed=1)
+    managers = CheckpointManager(tmp_path / "own"), CheckpointManager(tmp_path / "average")
+    for step in range(1, 4):
+        for each, checkpoints in zip((run, average), managers, strict=True):
+            each.train(1)
+            checkpoints.save(*each.objects, step=step, **each.parts)
+    for checkpoints in managers:
+        checkpoints.wait()
+        checkpoints.close()
+    assert {path.suffix for path in memory.glob("shard-*")} == {".image", ".json"}, "the run's own outlive the worker"
+    for folder, each in ((tmp_path / "own", run), (tmp_path / "average", average)):
+        _, fresh, loaded = load(folder)
+        assert loaded.step == 3 and same(each.tensors(), fresh.tensors())
+        assert loaded.source.startswith("memory" if each is run else "disk")
+
+
+# ---- just in time ----------------------------------------------------------------------------------------------------
+
+
+def test_the_last_complete_step_is_kept_bit_for_bit(folder, memory, listener):
+    whole = Run()
+    whole.train(9)
+    first = Run()
+    checkpoints = CheckpointManager(folder)
+    first.train(1)
+    checkpoints.save(*first.objects, step=1, **first.parts)
+    checkpoints.wait()
+    assert BACKGROUND.is_armed
+    first.train(3)
+    first.forward()  # of a step that is never over: it draws, counts on, and changes the buffers
+    assert listener.rescuable == 4
+    BACKGROUND.rescue()
+    BACKGROUND.rescue()
+    assert listener.rescued == [4]
+    checkpoints.close()
+    checkpoints, second, loaded = load(folder)
+    assert (loaded.step, loaded.is_durable) == (4, False)
+    second.train(5)
+    assert same(whole.tensors(), second.tensors())
+    checkpoints.wait()
+    assert steps(folder) == [4, 1]
+
+
+def test_weights_between_two_steps_are_never_kept(folder, memory, listener):
+    run, checkpoints = Run(), CheckpointManager(folder)
+    checkpoints.save(*run.objects, step=0, **run.parts)
+    run.train(2)
+    run.forward()
+    run.optimizer.step()
+    assert listener.rescuable < 0
+    BACKGROUND.rescue()
+    run.scheduler.step()
+    BACKGROUND.rescue()
+    assert listener.rescued == []
+    checkpoints.wait()
+    checkpoints.close()
+    assert load(folder)[2].step == 0
+
+
+def two_steps_after_a_save(folder: Path) -> tuple[Run, CheckpointManager]:
+    run, checkpoints = Run(), CheckpointManager(folder)
+    checkpoints.save(*run.objects, step=0, **run.parts)
+    checkpoints.wait()
+    run.train(2)
+    return run, checkpoints
+
+
+def test_a_rescue_waits_for_a_copy_that_is_under_way_and_takes_the_other_place(folder, memory, listener, monkeypatch):
+    run, checkpoints = two_steps_after_a_save(folder)
+    rescue = threading.Thread(target=BACKGROUND.rescue)
+    copy = snapshots.copy_into
+
+    def copy_meanwhile(*arguments: object, **options: object) -> None:
+        if not rescue.ident:
+            rescue.start()
+            rescue.join(0.3)
+            assert rescue.is_alive(), "it copies into what is being filled"
+        copy(*arguments, **options)
+
+    monkeypatch.setattr(snapshots, "copy_into", copy_meanwhile)
+    checkpoints.save(*run.objects, step=2, **run.parts)
+    rescue.join()
+    assert listener.rescued == [2]
+    checkpoints.wait()
+    checkpoints.close()
+    assert steps(folder) == [2, 0]
+    _, fresh, loaded = load(folder)
+    assert (loaded.step, loaded.is_durable) == (2, False), "the newer of the two"
+    assert same(run.tensors(), fresh.tensors())
+
+
+def test_what_a_rescue_has_kept_is_not_written_over(folder, memory, listener):
+    """This rank was late for a save that another has died in."""
+    run, checkpoints = two_steps_after_a_save(folder)
+    BACKGROUND.rescue()
+    assert listener.rescued == [2] and listener.rescuable < 0 and not listener.is_rescuing
+    kept = [path for path in memory.glob("*.json") if json.loads(path.read_text())["identity"][0] == 2]
+    content = kept[0].read_bytes()
+    checkpoints.save(*run.objects, step=2, **run.parts)
+    checkpoints.wait()
+    assert steps(folder) == [2, 0] and kept[0].read_bytes() == content
+    checkpoints.close()
+    assert load(folder)[2].step == 2
+
+
+def test_a_rescue_that_fails_does_not_let_the_agent_wait(folder, memory, listener, monkeypatch):
+    _run = two_steps_after_a_save(folder)
+    monkeypatch.setenv(VARIABLE, f"half staged={errno.ENOMEM}")
+    BACKGROUND.rescue()
+    assert listener.rescued == [] and listener.rescuable < 0 and not listener.is_rescuing
+
+
+def test_a_rescue_asks_for_room_before_it_grows(folder, memory, listener, monkeypatch, caplog):
+    _run = two_steps_after_a_save(folder)
+    before = {path.name: path.read_bytes() for path in memory.glob("shard-0.*")}
+    monkeypatch.setattr(snapshots.Layout, "capacity_bytes", lambda *_: 1 << 50)  # more than any node has
+    with caplog.at_level(logging.WARNING):
+        BACKGROUND.rescue()
+    assert listener.rescued == []
+    assert "step 2 is not kept just in time" in caplog.text and "are needed" in caplog.text
+    assert {path.name: path.read_bytes() for path in memory.glob("shard-0.*")} == before, "nothing was given up for it"
+
+
+def test_a_save_does_not_fail_of_what_is_for_a_rescue_alone(folder, memory, listener, monkeypatch, caplog):
+    def fail(*_: object) -> None:
+        raise MemoryError("no room for buffers")
+
+    monkeypatch.setattr(JustInTime, "_copy_buffers", fail)
+    run, checkpoints = Run(), CheckpointManager(folder)
+    with caplog.at_level(logging.INFO):
+        checkpoints.save(*run.objects, step=1, **run.parts)
+        checkpoints.wait()
+    assert steps(folder) == [1]
+    assert "no step is kept just in time: MemoryError: no room for buffers" in caplog.text
+    BACKGROUND.rescue()
+    assert listener.rescued == []
+
+
+@pytest.mark.parametrize("notes", [2, 3])
+def test_of_two_notes_of_one_boundary_the_newer_counts(tmp_path, notes):
+    """A script that saves inside of a step, and draws after that."""
+    record = RankRecord(tmp_path, 0, 1)
+    for place in range(notes):
+        record.note(7, {"place": place})
+    found = read_record(tmp_path, 0, 7, 1)
+    assert found is not None and found["loader"] == {"place": notes - 1}
+
+
+KILLED = """
+import json, os, random, signal, sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from slurmft.checkpoint import CheckpointManager
+from slurmft.checkpoint.writer.fault_points import VARIABLE
+from slurmft.worker.background import BACKGROUND
+from slurmft.worker.data.data import ByteCorpus, WindowLoader
+from slurmft.worker.checks.digest import weights_digest
+
+torch.set_num_threads(1)
+torch.optim.AdamW(torch.nn.Linear(1, 1).parameters())  # imports for a second, which the forks would do each
+root = sys.argv[1]
+
+class Listener:
+    def __getattr__(self, name):
+        return lambda *values, **more: None
+
+def work(name, rank, victim, until):
+    folder = f"{root}/{name}"
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+                      SLURMFT_MEMORY_DIR=folder + "/memory", SLURMFT_GENERATION=str(len(victim) and 1 or 2))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{len(victim)}", rank=rank, world_size=2,
+                            timeout=timedelta(seconds=60))
+    BACKGROUND.listener = Listener()
+    torch.manual_seed(1)
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 4))
+    model = DistributedDataParallel(plain)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    corpus = ByteCorpus(torch.arange(999).to(torch.uint8), "numbers")
+    loader = WindowLoader(corpus, 8, 2, rank=rank, world_size=2)
+    torch.manual_seed(100 + rank)
+    random.seed(rank)
+    checkpoints = CheckpointManager(folder + "/checkpoints", async_save=True)
+    loaded = checkpoints.load_latest(model, optimizer, loader=loader)
+    if not loaded.found and not name.startswith("only"):
+        checkpoints.save(model, optimizer, step=0, loader=loader)
+    try:
+        for step in range(loaded.step, until):
+            x, _ = next(loader)
+            loss = model(x.float() / 256 + random.random()).pow(2).mean()
+            if [rank, step] == victim:
+                checkpoints.wait = None
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            BACKGROUND.at_boundary(step + 1)
+            if name.startswith(("saving", "only")) and step + 1 == 4 and victim:
+                if rank == victim[0]:
+                    os.environ[VARIABLE] = "half staged=kill"
+                checkpoints.save(model, optimizer, step=4, loader=loader)
+    except RuntimeError:
+        BACKGROUND.rescue()
+        os._exit(7)
+    checkpoints.wait()
+    with open(f"{folder}/report-{rank}", "w") as stream:
+        json.dump({"from": loaded.step, "source": loaded.source, "digest": weights_digest(plain),
+                   "draw": random.random(), "torch": float(torch.rand(())), "position": loader.position}, stream)
+    os._exit(0)
+
+def start(name, victim, until=6):
+    os.makedirs(f"{root}/{name}/memory", exist_ok=True)
+    children = []
+    for rank in (0, 1):
+        if (child := os.fork()) == 0:
+            try:
+                work(name, rank, victim, until)
+            except BaseException:
+                import traceback
+                traceback.print_exc()
+                os._exit(1)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+codes = [start("whole", [])]
+for name, rank in (("first", 0), ("second", 1), ("saving-first", 0), ("saving-second", 1),
+                   ("only-first", 0), ("only-second", 1)):
+    codes += [start(name, [rank, 4]), start(name, [])]
+print(json.dumps(codes))
+"""
+
+
+def test_a_rank_that_is_killed_costs_no_completed_step(tmp_path):
+    """In a step, and while it stages a save (the very first, too) that the other one has staged already."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], env=environment, timeout=200, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    codes = json.loads(done.stdout)
+    assert codes == [[0, 0], *3 * [[-9, 7], [0, 0], [7, -9], [0, 0]]], done.stderr
+    reports = {
+        name: [json.loads((tmp_path / name / f"report-{rank}").read_text()) for rank in (0, 1)]
+        for name in ("whole", "first", "second", "saving-first", "saving-second", "only-first", "only-second")
+    }
+    for name in reports.keys() - {"whole"}:
+        for whole, resumed in zip(reports["whole"], reports[name], strict=True):
+            assert resumed["from"] == 4 and "memory" in resumed["source"], done.stderr
+            assert {**whole, "from": 0, "source": ""} == {**resumed, "from": 0, "source": ""}

@@ -1,0 +1,534 @@
+"""What is kept just in time is the state of a boundary, whole, or nothing: weights, schedule, generators, position."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from stored_state import IDENTITY, load, stage, write
+
+from slurmft.checkpoint import just_in_time
+from slurmft.checkpoint.format.damage import Damage, Damaged
+from slurmft.checkpoint.format.flat_state import FACTS, capture, rank_key
+from slurmft.checkpoint.format.reading import Stored
+from slurmft.checkpoint.format.shard_index import read_index
+from slurmft.checkpoint.just_in_time import JustInTime
+from slurmft.checkpoint.landing import prepare
+from slurmft.checkpoint.staging.rank_records import RankRecord, read_record, record_file
+from slurmft.checkpoint.state import Trainee
+from slurmft.ipc.pages.heartbeat import IN_UPDATE
+from slurmft.worker.background import BACKGROUND
+from slurmft.worker.data.data import ElasticSampler
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.rescuable, self.rescued = -1, list[int]()
+
+    def on_rescuable(self, step):
+        self.rescuable = step
+
+    def on_rescuing(self, *, is_over=False):
+        pass
+
+    def on_rescued(self, step):
+        self.rescued.append(step)
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    BACKGROUND.listener = one = Listener()
+    yield one
+    BACKGROUND.listener = None
+    BACKGROUND.is_armed = False
+
+
+class Kept:
+    """What was copied, by step."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, torch.Tensor] = {}
+        self.fails = False
+        self.meanwhile = lambda: None
+
+    def __call__(self, step, flat, check) -> None:
+        if self.fails:
+            raise OSError(errno.ENOMEM, "no memory")
+        copy = flat.tensors["model.weight"].detach().clone()
+        self.meanwhile()
+        check()
+        self.weights[step] = copy
+
+
+@pytest.fixture
+def kept() -> Kept:
+    return Kept()
+
+
+@pytest.fixture
+def model() -> torch.nn.Linear:
+    torch.manual_seed(1)
+    return torch.nn.Linear(8, 8)
+
+
+def gradients(model: torch.nn.Module) -> None:
+    model(torch.ones(1, 8)).sum().backward()
+
+
+class Outside(torch.optim.Optimizer):
+    """As accelerate's: an optimizer that is a wrapper, was never initialised as one, and calls another."""
+
+    def __init__(self, optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self):
+        return self.optimizer.state
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+
+class Lookahead:
+    """No optimizer by its type: every second step it goes back half of the way, behind the inner one's back."""
+
+    def __init__(self, optimizer) -> None:
+        self.inner, self.param_groups, self.count = optimizer, optimizer.param_groups, 0
+        self.slow = [one.detach().clone() for group in self.param_groups for one in group["params"]]
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    @property
+    def state(self):
+        return self.inner.state
+
+    def step(self):
+        self.inner.step()
+        self.count += 1
+        if self.count % 2 == 0:
+            weights = [one for group in self.param_groups for one in group["params"]]
+            for slow, fast in zip(self.slow, weights, strict=True):
+                slow.add_(fast.data - slow, alpha=0.5)
+                fast.data.copy_(slow)
+
+
+WRAPPERS = {"plain": lambda inner: inner, "accelerate": Outside, "twice": lambda inner: Outside(Outside(inner)),
+            "lookahead": Lookahead}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_a_step_of_any_optimizer_that_shares_a_weight_is_heard_of(tmp_path, listener, kept, model, wrap):
+    optimizer = WRAPPERS[wrap](torch.optim.SGD(model.parameters(), lr=0.1))
+    rescue = JustInTime(tmp_path, kept)
+    rescue.arm(Trainee(model, optimizer), step=0)
+    for step in (1, 2, 3):
+        gradients(model)
+        optimizer.step()
+        assert listener.rescuable == IN_UPDATE
+        if step < 3:
+            rescue.at_boundary(step)
+            at_boundary = model.weight.detach().clone()
+    rescue.rescue()  # in the third step, whose update is done
+    assert kept.weights == {} and listener.rescued == []
+    rescue.at_boundary(3)
+    at_boundary = model.weight.detach().clone()
+    gradients(model)
+    rescue.rescue()
+    assert listener.rescued == [3] and torch.equal(kept.weights[3], at_boundary)
+
+
+class ByHand:
+    """An optimizer that no hook can be hung on."""
+
+    def __init__(self, model) -> None:
+        self.weights = list(model.parameters())
+        self.param_groups = [{"params": self.weights, "lr": 0.1}]
+        self.state = {}
+
+    def state_dict(self):
+        return {"state": {}, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
+
+    def step(self):
+        for one in self.weights:
+            one.data.sub_(one.grad, alpha=0.1)
+
+
+def test_an_optimizer_that_cannot_be_heard_is_no_use_and_that_is_said_once(tmp_path, listener, kept, model, caplog):
+    optimizer, rescue = ByHand(model), JustInTime(tmp_path, kept)
+    for step in (0, 1, 2):
+        rescue.arm(Trainee(model, optimizer), step=step)
+        gradients(model)
+        optimizer.step()
+    rescue.rescue()
+    assert listener.rescuable < 0 and kept.weights == {}
+    [warning] = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert "ByHand updates the weights unseen" in warning and "save more often" in warning
+
+
+def swapped(model) -> None:
+    """As averages of the weights are, for an evaluation."""
+    for one in model.parameters():
+        one.data.copy_(one.data * 0.5)
+
+
+def replaced(model) -> None:
+    model.weight.data = model.weight.data.clone() * 0.5
+
+
+@torch.no_grad()
+def written(model) -> None:
+    model.weight.mul_(0.5)
+
+
+CHANGES = {"data": swapped, "storage": replaced, "in place": written}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("moment", ["before", "during the copy"])
+def test_weights_that_were_changed_behind_its_back_are_not_kept(tmp_path, listener, kept, model, change, moment):
+    optimizer, rescue = torch.optim.SGD(model.parameters(), lr=0.1), JustInTime(tmp_path, kept)
+    rescue.arm(Trainee(model, optimizer), step=0)
+    gradients(model)
+    optimizer.step()
+    rescue.at_boundary(1)
+    if moment == "before":
+        CHANGES[change](model)
+    else:
+        kept.meanwhile = lambda: CHANGES[change](model)
+    rescue.rescue()
+    assert kept.weights == {} and listener.rescued == []
+
+
+def test_weights_written_without_an_optimizer_turn_it_off_with_one_warning(tmp_path, listener, kept, model, caplog):
+    optimizer, rescue = torch.optim.SGD(model.parameters(), lr=0.1), JustInTime(tmp_path, kept)
+    rescue.arm(Trainee(model, optimizer), step=0)
+    for step in (1, 2, 3):
+        written(model)
+        rescue.at_boundary(step)
+        rescue.arm(Trainee(model, optimizer), step=step)  # at a save
+    rescue.rescue()
+    assert kept.weights == {} and listener.rescuable < 0
+    [warning] = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert "the weights were changed in step 1 outside of an optimizer's step" in warning
+
+
+@pytest.mark.parametrize("name", ["scheduler", "scaler"])
+def test_a_schedule_or_scale_that_has_moved_on_is_not_kept(tmp_path, listener, kept, model, name):
+    optimizer, rescue = torch.optim.SGD(model.parameters(), lr=0.1), JustInTime(tmp_path, kept)
+    if name == "scheduler":
+        part = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=5)
+        move = lambda: part.step(3.0)  # noqa: E731 - counts, and changes no rate yet
+    else:
+        part = torch.amp.GradScaler("cpu")
+        part.scale(torch.ones(()))
+
+        def move() -> None:
+            model.weight.grad.fill_(float("inf"))
+            part.step(optimizer)  # is skipped
+            part.update()
+
+    rescue.arm(Trainee(model, optimizer, **{name: part}), step=0)
+    gradients(model)
+    optimizer.step()
+    rescue.at_boundary(1)
+    move()
+    rescue.rescue()
+    assert kept.weights == {} and listener.rescued == []
+    rescue.at_boundary(2)
+    rescue.rescue()
+    assert listener.rescued == [2]
+
+
+class Warmup:
+    """A scheduler whose state lies in collections, and changes before any rate does."""
+
+    def __init__(self, inner=None) -> None:
+        self.counts, self.history, self.inner = {"steps": 0}, [[0]], inner
+
+    def state_dict(self):
+        return {"counts": dict(self.counts), "history": self.history}
+
+    def load_state_dict(self, state):
+        self.counts = state["counts"]
+
+
+MOVES = {
+    "a number in a dict": lambda part, _: part.counts.update(steps=1),
+    "a list in a list": lambda part, _: part.history[0].append(1),
+    "one that is wrapped": lambda part, _: part.inner.counts.update(steps=1),
+    "a rate that is a tensor": lambda _, optimizer: optimizer.param_groups[0]["lr"].mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_schedule_that_has_moved_on_is_found_wherever_its_state_lies(tmp_path, listener, kept, model, move):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+    part, rescue = Warmup(Warmup()), JustInTime(tmp_path, kept)
+    rescue.arm(Trainee(model, optimizer, scheduler=part), step=1)
+    MOVES[move](part, optimizer)
+    rescue.rescue()
+    assert kept.weights == {} and listener.rescued == []
+    rescue.at_boundary(2)
+    rescue.rescue()
+    assert listener.rescued == [2]
+
+
+class Counting(torch.nn.Linear):
+    """As layers of 8 bits: what it gives as its extra state changes in each forward pass."""
+
+    passes = 0
+
+    def get_extra_state(self):
+        return {"passes": self.passes}
+
+    def set_extra_state(self, state):
+        self.passes = state["passes"]
+
+    def forward(self, x):
+        self.passes += 1
+        return super().forward(x)
+
+
+def test_a_model_with_extra_state_is_not_kept_in_the_middle_of_a_step(tmp_path, listener, kept):
+    model, rescue = Counting(8, 8), JustInTime(tmp_path, kept)
+    rescue.arm(Trainee(model, torch.optim.SGD(model.parameters(), lr=0.1)), step=1)
+    gradients(model)
+    rescue.rescue()
+    assert kept.weights == {} and listener.rescuable < 0 and "_extra_state" in rescue.reason
+
+
+def test_buffers_that_two_names_share_are_those_of_the_boundary_under_both(tmp_path, listener):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    model.append(model[1])
+    found = {}
+
+    def stage(_step, flat, check) -> None:
+        check()
+        found.update({name: value.clone() for name, value in flat.tensors.items()})
+
+    rescue = JustInTime(tmp_path, stage)
+    rescue.arm(Trainee(model, torch.optim.SGD(model.parameters(), lr=0.1)), step=1)
+    at_boundary = model[1].running_mean.clone()
+    model(torch.ones(2, 4))
+    rescue.rescue()
+    for name in ("model.1.running_mean", "model.2.running_mean"):
+        assert torch.equal(found[name], at_boundary)
+
+
+@pytest.mark.parametrize("failure", ["no memory", "what a rank had is not known"])
+def test_a_rescue_that_fails_is_left_to_the_next_rank_of_the_node(tmp_path, listener, model, monkeypatch, failure):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    made, copies = [], [Kept(), Kept()]
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        made.append(JustInTime(tmp_path, copies[rank]))
+        made[-1].arm(Trainee(model, torch.optim.SGD(model.parameters(), lr=0.1)), step=4)
+    if failure == "no memory":
+        copies[0].fails = True
+    else:
+        hidden = record_file(tmp_path, 1).rename(tmp_path / "hidden")
+    made[0].rescue()
+    assert listener.rescued == []
+    if failure != "no memory":
+        hidden.rename(record_file(tmp_path, 1))
+    made[1].rescue()
+    assert listener.rescued == [4] and copies[1].weights.keys() == {4}
+    made[0].rescue()
+    assert copies[0].weights == {}
+
+
+def test_of_ranks_that_keep_at_once_one_does_and_one_that_fails_lets_the_other_try(
+    tmp_path, listener, model, monkeypatch
+):
+    """The second one comes while the first is at work: it waits for what becomes of that."""
+    begun, go_on = threading.Event(), threading.Event()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    copies = [Kept(), Kept()]
+
+    def fail_late() -> None:
+        begun.set()
+        go_on.wait(20)
+        raise OSError(errno.ENOMEM, "no memory")
+
+    copies[0].meanwhile = fail_late
+    made = []
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        made.append(JustInTime(tmp_path, copies[rank]))
+        made[-1].arm(Trainee(model, torch.optim.SGD(model.parameters(), lr=0.1)), step=4)
+    first = threading.Thread(target=made[0].rescue)
+    first.start()
+    assert begun.wait(20)
+    second = threading.Thread(target=made[1].rescue)
+    second.start()
+    go_on.set()
+    first.join()
+    second.join()
+    assert listener.rescued == [4] and copies[1].weights.keys() == {4}
+
+
+def test_a_rank_that_hangs_in_a_rescue_is_not_waited_for_for_ever(tmp_path, listener, kept, model, monkeypatch):
+    monkeypatch.setattr(just_in_time, "OTHERS_S", 0.05)
+    rescue = JustInTime(tmp_path, kept)
+    rescue.arm(Trainee(model, torch.optim.SGD(model.parameters(), lr=0.1)), step=4)
+    with just_in_time._alone_on_this_node(tmp_path / "rescue-0-4"):
+        rescue.rescue()
+    assert kept.weights == {} and listener.rescuable < 0
+
+
+def test_marks_of_earlier_attempts_go(tmp_path, listener, kept, model, monkeypatch):
+    monkeypatch.setenv("SLURMFT_GENERATION", "7")
+    for name in ("rescue-6-40", "rescue-7-3", "rescue-71-3"):
+        (tmp_path / name).touch()
+    JustInTime(tmp_path, kept).arm(Trainee(model, torch.optim.SGD(model.parameters(), lr=0.1)), step=4)
+    assert {path.name for path in tmp_path.glob("rescue-*")} == {"rescue-7-3"}
+
+
+# ---- what each rank had for itself -----------------------------------------------------------------------------------
+
+
+def test_a_step_counts_as_noted_when_it_is_over_and_not_before(tmp_path, listener, kept, model):
+    """A rank draws at the end of a rare step, after its last collective; one that dies before has not drawn yet."""
+    optimizer, rescue = torch.optim.SGD(model.parameters(), lr=0.1), JustInTime(tmp_path, kept)
+    rescue.arm(Trainee(model, optimizer), step=0)
+    for step in range(1, 8):
+        gradients(model)
+        optimizer.step()
+        assert read_record(tmp_path, 0, step, 0) is None
+        if step % 7 == 0:
+            random.random()
+        rescue.at_boundary(step)
+        assert read_record(tmp_path, 0, step, 0)["rng"]["python"][1] == list(random.getstate()[1])
+
+
+def test_notes_of_steps_that_were_not_over_are_refused(tmp_path):
+    """An earlier slurmft has left some, which nobody had verified."""
+    record = RankRecord(tmp_path, 0, 1)
+    record.note(7, {"place": 1})
+    assert read_record(tmp_path, 0, 7, 1) is not None
+    for early in (0, 1):
+        with record_file(tmp_path, 0).open("r+b") as file:
+            for at in (0, 256 * 1024):
+                file.seek(at + 16)
+                file.write(struct.pack("=q", early))
+        assert read_record(tmp_path, 0, 7, 1) is None
+
+
+class OwnLoader:
+    """One whose position is each rank's own."""
+
+    def __init__(self) -> None:
+        self.state = {"taken": 0}
+
+    def state_dict(self):
+        return dict(self.state)
+
+    def load_state_dict(self, state):
+        self.state = dict(state)
+
+
+def trainee(loader) -> Trainee:
+    model = torch.nn.Linear(4, 4)
+    return Trainee(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loader=loader)
+
+
+def sampler() -> ElasticSampler:
+    return ElasticSampler(100, 12, rank=0, world_size=1)
+
+
+def kept_by_the_second_node(folder: Path, one: Trainee) -> Stored:
+    """Of four ranks on two nodes the first two have died, with nobody left of their node to keep what they had."""
+    flat = capture(one, None, rank=0)
+    own = flat.objects.pop(rank_key(0))
+    for rank in (2, 3):
+        flat.put(rank_key(rank), own)
+    flat.put(FACTS, {"metrics": {}, "world_size": 4, "just_in_time": True})
+    write(folder, *stage(flat))
+    return Stored.in_folder(folder, [read_index(folder / "__0_0.json")])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_state_without_a_ranks_own_part_is_not_whole(tmp_path, rank):
+    one = trainee(sampler())
+    stored = kept_by_the_second_node(tmp_path / "kept", one)
+    with pytest.raises(Damaged, match=f"what rank {rank} had for itself") as caught:
+        prepare(one, stored, rank=rank, world_size=4)
+    assert caught.value.damage is Damage.MISSING
+    noted = one.rank_payload()
+    found = prepare(one, stored, rank=rank, world_size=4, notes=lambda facts: noted if facts["just_in_time"] else None)
+    assert found.is_own and found.own is noted
+    assert prepare(one, stored, rank=2, world_size=4).is_own
+
+
+def test_buffers_of_another_rank_are_not_taken_for_those_of_rank_0(tmp_path, listener, monkeypatch):
+    """A node without rank 0 keeps the buffers of a rank of its own: what counts are those that rank 0 sends to all."""
+    for name, value in (("RANK", "2"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "3")):
+        monkeypatch.setenv(name, value)
+    model = torch.nn.BatchNorm1d(4)
+    one = Trainee(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def store(_step, flat, _check) -> None:
+        write(tmp_path / "kept", *stage(flat))
+
+    rescue = JustInTime(tmp_path, store)
+    rescue.arm(one, step=4)
+    rescue.rescue()
+    assert listener.rescued == [4]
+    stored = Stored.in_folder(tmp_path / "kept", [read_index(tmp_path / "kept/__0_0.json")])
+    for rank in (1, 2):
+        assert prepare(one, stored, rank=rank, world_size=3, notes=lambda _: one.rank_payload()).is_own
+    with pytest.raises(Damaged, match="the buffers of rank 0"):
+        prepare(one, stored, rank=0, world_size=3, notes=lambda _: one.rank_payload())
+
+
+@pytest.mark.parametrize("rank", [4, 5])
+def test_a_rank_that_did_not_exist_takes_the_shared_position_from_any_rank(tmp_path, rank):
+    saved, loaded = trainee(sampler()), trainee(sampler())
+    for _ in range(3):
+        saved.loader.advance()
+    stored = kept_by_the_second_node(tmp_path / "kept", saved)
+    found = prepare(loaded, stored, rank=rank, world_size=6)
+    assert not found.is_own
+    before = random.getstate()
+    found.apply()
+    assert loaded.loader.position == 36 and random.getstate() == before
+
+
+@pytest.mark.parametrize("rank", [0, 2, 4])
+def test_a_loader_without_a_shared_position_is_refused_with_another_number_of_ranks(tmp_path, rank):
+    one = trainee(OwnLoader())
+    one.loader.state["taken"] = 9
+    stored = kept_by_the_second_node(tmp_path / "kept", one)
+    with pytest.raises(Damaged, match="position of its own") as caught:
+        prepare(one, stored, rank=rank, world_size=5, notes=lambda _: one.rank_payload())
+    assert caught.value.damage is Damage.MISFIT and "ElasticSampler" in caught.value.hint
+
+
+def test_a_state_that_no_rank_has_a_part_of_its_own_in_is_not_whole(tmp_path):
+    one = trainee(sampler())
+    flat = capture(one, None, rank=0)
+    del flat.objects[rank_key(0)]
+    flat.put(FACTS, {"metrics": {}, "world_size": 1, "just_in_time": True})
+    write(tmp_path / "kept", *stage(flat))
+    with pytest.raises(Damaged, match="what any rank had"):
+        load(tmp_path / "kept", one, rank=1)
+    assert IDENTITY.step == 7 and os.listdir(tmp_path / "kept")

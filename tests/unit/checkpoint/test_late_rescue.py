@@ -1,0 +1,371 @@
+"""Just in time on a device that does later what the host has asked for: what is kept is a whole step, or nothing.
+
+The waits and checks that these tests fail without, each taken out by hand once:
+
+    JustInTime.rescue     ``use`` in its thread; ``beside`` around all that reads the state; ``as_of``; the two hooks
+    DeviceSteps.newest    the events of the step; those of the update behind it; those of later steps
+    DeviceSteps.check     after the copy
+    Snapshots.keep        ``within_s``
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from late_device import LateDevice, Stream
+
+from slurmft.checkpoint import CheckpointManager
+from slurmft.checkpoint.staging import snapshots
+from slurmft.checkpoint.staging.device_steps import AHEAD
+from slurmft.worker import streams
+from slurmft.worker.background import BACKGROUND
+from slurmft.worker.session import Session
+
+SIZE = 2000
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.rescued: list[int] = []
+        self.rescuable = -1
+
+    def on_rescuable(self, step: int) -> None:
+        self.rescuable = step
+
+    def on_rescued(self, step: int) -> None:
+        self.rescued.append(step)
+
+    def on_rescuing(self, *, is_over: bool = False) -> None: ...
+    def on_saved(self, step: int, seconds: float) -> None: ...
+    def on_save_failed(self, step: int, errno: int) -> None: ...
+
+
+class Adding(torch.optim.Optimizer):
+    """Adds its rate to the weights: on the device, later. It counts its steps in main memory, at once, as Adam does."""
+
+    def __init__(self, device: LateDevice | None, weight: torch.nn.Parameter) -> None:
+        super().__init__([weight], {"lr": 1.0})
+        self._device, self.stream, self.kernels = device, "default", 1
+
+    def step(self, closure: object = None) -> None:
+        group = self.param_groups[0]
+        (weight,) = group["params"]
+        state = self.state[weight]
+        if not state:
+            state["step"], state["sum"] = torch.tensor(0.0), torch.zeros(SIZE)
+            if self._device is not None:
+                self._device.owned(state["sum"])
+        state["step"] += 1
+        rate, half = group["lr"], SIZE // 2
+        assert self._device is not None
+        for part in (slice(0, half), slice(half, SIZE)):  # a step of two kernels: between them it is torn
+            self._device.launch(lambda part=part: weight.data[part].add_(rate))
+            self._device.launch(lambda part=part: state["sum"][part].add_(rate))
+
+
+class Halving:
+    """A scheduler."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self.last_epoch = optimizer, 0
+
+    def step(self) -> None:
+        self.last_epoch += 1
+        self._optimizer.param_groups[0]["lr"] /= 2
+
+    def state_dict(self) -> dict[str, int]:
+        return {"last_epoch": self.last_epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.last_epoch = state["last_epoch"]
+
+
+class Run:
+    """A loop that never waits for the device, as a plain one does not."""
+
+    def __init__(self, folder: Path, device: LateDevice | None) -> None:
+        self.device = device
+        self.model = torch.nn.Module()
+        self.model.weight = torch.nn.Parameter(torch.zeros(SIZE))
+        if device is not None:
+            device.owned(self.model.weight)
+        self.optimizer = Adding(device, self.model.weight)
+        self.scheduler = Halving(self.optimizer)
+        self.checkpoints = CheckpointManager(folder)
+        self.done = 0
+
+    def step(self, collective: Callable[[], object] = lambda: None) -> None:
+        collective()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.done += 1
+        BACKGROUND.at_boundary(self.done)
+
+    def save(self) -> None:
+        self.checkpoints.save(self.model, self.optimizer, step=self.done, scheduler=self.scheduler, async_save=False)
+
+
+@pytest.fixture
+def device(monkeypatch) -> LateDevice:
+    device = LateDevice()
+    monkeypatch.setattr(streams, "find", device.find)
+    monkeypatch.setattr(streams, "is_on_device", device.is_on_device)
+    monkeypatch.setattr("slurmft.checkpoint.staging.device_steps.is_on_device", device.is_on_device)
+    return device
+
+
+@pytest.fixture
+def listener(own_environment) -> Listener:
+    BACKGROUND.listener = one = Listener()
+    yield one
+    BACKGROUND.listener, BACKGROUND.is_armed = None, False
+
+
+@pytest.fixture
+def run(device, listener, tmp_path, monkeypatch) -> Run:
+    memory = tmp_path / "memory"
+    memory.mkdir(mode=0o700)
+    monkeypatch.setenv("SLURMFT_MEMORY_DIR", str(memory))
+    run = Run(tmp_path / "checkpoints", device)
+    run.step()
+    run.save()
+    device.frozen.add(device.default)  # from here on it gets on only as a test says
+    yield run
+    run.checkpoints.close()
+
+
+def rescued() -> None:
+    """As the agent asks for it: in a thread of its own."""
+    thread = threading.Thread(target=BACKGROUND.rescue, name="slurmft-rescue")
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive(), "it waits for the collective"
+
+
+def get_on(run: Run, stream: Stream | None = None) -> None:
+    """The device does all that it can."""
+    assert run.device is not None
+    run.device.run(stream or run.device.default)
+
+
+def loaded(run: Run, monkeypatch) -> tuple[int, list[float], float, float, int]:
+    """Step, weights, rate, counter, and the scheduler's place, as the next attempt finds them."""
+    run.checkpoints.close()
+    monkeypatch.setattr(streams, "find", lambda _: None)
+    BACKGROUND.listener = None
+    other = Run(run.checkpoints.directory, None)
+    found = other.checkpoints.load_latest(other.model, other.optimizer, scheduler=other.scheduler)
+    other.checkpoints.close()
+    (state,) = other.optimizer.state.values()
+    weights = other.model.weight.tolist()
+    assert state["sum"].tolist() == weights
+    return found.step, weights, other.optimizer.param_groups[0]["lr"], float(state["step"]), other.scheduler.last_epoch
+
+
+def rates(steps: int) -> float:
+    return sum(0.5**number for number in range(steps))
+
+
+def expected(step: int) -> tuple[int, list[float], float, float, int]:
+    return step, [rates(step)] * SIZE, 0.5**step, float(step), step
+
+
+@pytest.mark.parametrize("ahead", range(AHEAD - 1))
+def test_the_step_that_lies_on_the_device_is_kept_however_far_the_host_is_ahead(run, listener, monkeypatch, ahead):
+    run.step()
+    run.step()
+    run.step(run.device.hang)  # a rank has died: the fourth step is never reduced
+    for _ in range(ahead):
+        run.step()
+    get_on(run)
+    rescued()
+    assert listener.rescued == [3]
+    assert loaded(run, monkeypatch) == expected(3)
+
+
+def test_where_the_host_waits_in_the_step_that_hangs_the_one_before_is_kept(run, listener, monkeypatch):
+    run.step()
+    run.step()
+    get_on(run)
+    run.device.hang()
+    rescued()
+    assert listener.rescued == [3]
+    assert loaded(run, monkeypatch) == expected(3)
+
+
+def test_a_device_that_is_too_far_behind_keeps_nothing(run, listener, caplog):
+    run.device.hang()
+    for _ in range(AHEAD + 1):
+        run.step()
+    get_on(run)
+    with caplog.at_level(logging.WARNING):
+        rescued()
+    assert listener.rescued == []
+    assert f"the device is more than {AHEAD} steps behind the host" in caplog.text
+
+
+@pytest.mark.parametrize("kernels", [1, 2, 3])
+def test_an_update_that_is_half_done_is_not_kept(run, listener, kernels):
+    run.step()
+    get_on(run)
+    run.step()
+    run.device.run(run.device.default, 1 + kernels)  # the mark at its beginning, and some of its kernels
+    rescued()
+    assert listener.rescued == []
+
+
+def test_an_update_that_begins_during_the_copy_is_not_kept(run, listener, monkeypatch, caplog):
+    run.step()
+    get_on(run)
+    end = run.device.hang()
+    run.step()
+    copy = snapshots.copy_into
+
+    def copy_meanwhile(*arguments: object, **options: object) -> None:
+        copy(*arguments, **options)
+        end()
+        run.device.run(run.device.default, 3)
+
+    monkeypatch.setattr(snapshots, "copy_into", copy_meanwhile)
+    with caplog.at_level(logging.WARNING):
+        rescued()
+    assert listener.rescued == []
+    assert "step 2 is not kept just in time" in caplog.text
+
+
+def test_an_optimizer_with_a_stream_of_its_own_is_waited_for(run, listener, monkeypatch):
+    """The default stream is at the end of the step, and the optimizer's own is not."""
+    with run.device.stream("optimizer") as own:
+        run.device.frozen.add(own)
+        run.optimizer.step()
+    run.scheduler.step()
+    run.done += 1
+    BACKGROUND.at_boundary(run.done)
+    get_on(run)
+    rescued()
+    assert listener.rescued == [], "its weights are those of the step before"
+    get_on(run, own)
+    rescued()
+    assert listener.rescued == [2]
+    assert loaded(run, monkeypatch) == expected(2)
+
+
+def test_the_end_of_a_later_step_on_another_stream_leaves_nothing_to_trust(run, listener):
+    """The device is past the end of step 3, which copies buffers, and before its update."""
+    run.step()
+    get_on(run)
+    with run.device.stream("optimizer") as own:
+        run.device.frozen.add(own)
+        run.optimizer.step()
+    run.scheduler.step()
+    run.done += 1
+    BACKGROUND.at_boundary(run.done)
+    get_on(run)
+    rescued()
+    assert listener.rescued == []
+
+
+class Scale:
+    """A gradient scaler: its scale is a number on the device, and ``state_dict`` reads it."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self._device, self._value = device, device.owned(torch.tensor([8.0]))
+
+    def state_dict(self) -> dict[str, float]:
+        here, done = torch.zeros(1), self._device.event()
+        self._device.copy(here, self._value)
+        done.record()
+        streams.wait_for(done, 1.0)
+        return {"scale": here.item()}
+
+    def load_state_dict(self, state: dict[str, float]) -> None: ...
+
+
+def test_what_reads_a_number_from_the_device_does_not_wait_for_the_collective(run, listener):
+    run.device.frozen.clear()
+    scale = Scale(run.device)
+    run.checkpoints.save(run.model, run.optimizer, step=1, scaler=scale, async_save=False)
+    run.step()
+    get_on(run)
+    run.device.hang()
+    rescued()
+    assert listener.rescued == [2]
+
+
+def test_a_copy_that_does_not_end_is_given_up(run, listener, monkeypatch, caplog):
+    monkeypatch.setattr(snapshots, "DEVICE_S", 0.05)
+    run.step()
+    get_on(run)
+    with run.device.beside():
+        run.device.hang()
+    with caplog.at_level(logging.WARNING):
+        rescued()
+    assert listener.rescued == []
+    assert "the device has not copied it within" in caplog.text
+
+
+def test_a_save_that_hangs_on_the_device_does_not_keep_a_rescue_waiting(run, listener, monkeypatch):
+    """Its wait comes before the lock."""
+    run.step()
+    get_on(run)
+    wait, hung, go_on = run.device.wait_for_everything, threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hung.set()
+        go_on.wait(30)
+        wait()
+
+    monkeypatch.setattr(run.device, "wait_for_everything", hang)
+
+    def save() -> None:
+        run.device.use()
+        run.save()
+
+    saving = threading.Thread(target=save)
+    saving.start()
+    hung.wait(30)
+    rescued()
+    assert listener.rescued == [2]
+    run.device.frozen.clear()
+    go_on.set()
+    saving.join()
+
+
+@pytest.mark.parametrize("handling", ["1", "2"])
+def test_nothing_is_kept_where_an_error_lets_the_device_go_on(run, listener, monkeypatch, handling):
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", handling)
+    run.device.frozen.clear()
+    run.save()
+    run.step()
+    get_on(run)
+    rescued()
+    assert listener.rescued == []
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] in run.checkpoints._rescue.reason
+
+
+def test_nothing_is_kept_where_updates_are_replayed_from_a_graph(run, listener):
+    run.device.captures = True
+    run.step()
+    run.device.captures = False
+    get_on(run)
+    rescued()
+    assert listener.rescued == []
+    assert "CUDA graph" in run.checkpoints._rescue.reason
+
+
+@pytest.mark.parametrize(("error", "what_happens"), [(ValueError("x"), ["kept", "aborted"]), (None, ["left in order"])])
+def test_communicators_are_aborted_only_after_the_step_was_kept(monkeypatch, error, what_happens):
+    """An abort lets the device go on behind the collective that has failed."""
+    happened: list[str] = []
+    monkeypatch.setattr(BACKGROUND, "rescue", lambda: happened.append("kept"))
+    groups = SimpleNamespace(close=lambda *, orderly: happened.append("left in order" if orderly else "aborted"))
+    leaving = SimpleNamespace(_page={}, _reruns=None, _groups=groups)
+    Session.__exit__(leaving, type(error) if error else None, error, None)
+    assert happened == what_happens

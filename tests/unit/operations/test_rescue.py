@@ -1,0 +1,86 @@
+"""Which runs cron brings back: those that nobody decided to end, once, and not for ever."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from slurmft.operations.rescue import is_orphan, is_unfinished, rescues_without_progress
+from slurmft.scheduler.parsing.parsing import JobRecord
+from slurmft.storage.journal import Event
+
+BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def history(*lines: tuple[str, str] | tuple[str, str, dict[str, object]]) -> list[Event]:
+    """One event a minute: (attempt, name, details)."""
+    return [
+        Event(at=BEGIN + timedelta(minutes=minute), attempt=line[0], event=line[1],
+              details=line[2] if len(line) > 2 else {})
+        for minute, line in enumerate(lines)
+    ]  # fmt: skip
+
+
+STARTED = ("7.0.0", "attempt started")
+STEP = ("7.0.0", "first step")
+CONTINUES = ("7.0.0", "decision", {"action": "continue"})
+
+
+@pytest.mark.parametrize(
+    ("events", "unfinished"),
+    [
+        ([], False),
+        ([("", "submitting"), ("", "submitted")], False),
+        ([STARTED, STEP], True),
+        ([STARTED, STEP, CONTINUES], True),
+        ([STARTED, STEP, CONTINUES, ("7.0.0", "requeueing")], True),
+        ([STARTED, STEP, CONTINUES, ("7.0.0", "resubmitted")], True),
+        ([STARTED, STEP, ("7.0.0", "decision", {"action": "stop"})], False),
+        ([STARTED, STEP, ("7.0.0", "decision", {"action": "finish"})], False),
+        ([STARTED, STEP, ("", "cancelled")], False),
+        ([STARTED, STEP, CONTINUES, ("", "submitting"), ("", "submitted")], True),
+        ([STARTED, CONTINUES, ("7.1.0", "attempt started")], True),
+        ([STARTED, CONTINUES, ("8.0.0", "attempt started")], False),
+    ],
+)
+def test_what_is_unfinished(events, unfinished):
+    assert is_unfinished(history(*events), "7") is unfinished
+
+
+RESCUE = ("", "rescuing")
+PROGRESS = ("7.0.0", "verdict", {"saved_step": 20, "first_step": 10})
+NO_PROGRESS = ("7.0.0", "verdict", {"saved_step": 10, "first_step": 10})
+NOTHING_SAVED = ("7.0.0", "verdict", {"first_step": 10})
+
+
+@pytest.mark.parametrize(
+    ("events", "count"),
+    [
+        ([], 0),
+        ([RESCUE, RESCUE], 2),
+        ([RESCUE, PROGRESS, RESCUE], 1),
+        ([RESCUE, NO_PROGRESS, NOTHING_SAVED, RESCUE], 2),
+    ],
+)
+def test_rescues_are_counted_since_the_newest_progress(events, count):
+    assert rescues_without_progress(history(*events)) == count
+
+
+@pytest.mark.parametrize(
+    ("state", "nodes", "batch_host", "orphan"),
+    [
+        ("RUNNING", "n[1-2]", "n1", False),
+        ("RUNNING", "n[2-4]", "n1", True),
+        ("RUNNING", "n10", "n1", True),
+        ("RUNNING", "n[1-2]", "", False),
+        ("PENDING", "", "n1", False),
+        ("COMPLETING", "n2", "n1", False),
+        ("RUNNING", "]garbled[", "n1", False),
+        ("RUNNING", "n[1-999999999]", "n1", False),
+    ],
+)
+def test_a_job_without_its_batch_host_is_an_orphan(state, nodes, batch_host, orphan):
+    record = JobRecord(job_id="7", state=state, reason="None", nodes=nodes, batch_host=batch_host, start=1.0, end=2.0,
+                       limit_s=60.0, partition="low")  # fmt: skip
+    assert is_orphan(record) is orphan

@@ -1,0 +1,87 @@
+"""Ends of logs, each with its label: what is a symptom, and that our own lines never are."""
+
+from __future__ import annotations
+
+import io
+import logging
+import signal
+
+import pytest
+from log_endings import LABELS, log_endings
+
+from slurmft.policy.verdicts.judge import Circumstances, WorkerEnd, judge
+from slurmft.policy.verdicts.symptoms import cause_of_log, cause_of_text, last_words
+from slurmft.policy.verdicts.testimony import Testimony as Heard
+from slurmft.policy.verdicts.verdict import Cause
+from slurmft.supervisor.evidence import report_of_text
+from slurmft.worker.rank_log import log_with_rank
+
+ENDINGS = log_endings()
+NCCL = "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, remote process exited"
+OURS = "slurmft rank 1: collective timeouts after the first step: {'default': 61.2}"
+
+
+@pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.name)
+def test_an_ending_is_what_it_is_labelled(ending):
+    assert ending.found() == ending.label
+
+
+def test_the_corpus_is_large_and_has_all_kinds():
+    assert len(ENDINGS) >= 120
+    assert {ending.label for ending in ENDINGS} == set(LABELS)
+    assert sum(ending.name.startswith("our") for ending in ENDINGS) >= 15
+
+
+def test_a_crash_behind_a_line_of_ours_is_a_crash():
+    """It was judged a communication error, with evidence against its node."""
+    report = report_of_text(f"step 1\n{OURS}\n", source="log", rank=1, node="n1", log=True)
+    assert report.message == "step 1"
+    end = WorkerEnd(rank=1, node="n1", code=-signal.SIGABRT)
+    verdict = judge([end], world_size=2, seen=Circumstances(heard=Heard(reports=(report,))))
+    assert verdict.cause is Cause.SIGNAL_CRASH
+
+
+@pytest.mark.parametrize("ending", [each for each in ENDINGS if each.label != "none"], ids=lambda ending: ending.name)
+def test_lines_of_ours_around_a_symptom_change_nothing(ending):
+    for text in (f"{ending.text}\n{OURS}\n", f"{OURS}\n{ending.text}"):
+        assert report_of_text(text, source="log", rank=0, node="n1", log=True).cause is LABELS[ending.label]
+
+
+def test_the_cause_of_an_exception_of_ours_counts():
+    text = f"Traceback (most recent call last):\n{NCCL}\n\nThe above exception was the direct cause of the following "
+    text += "exception:\n\nTraceback (most recent call last):\nslurmft.errors.CheckpointError: rank 3: socket timeout\n"
+    assert cause_of_text(text) is Cause.COMMUNICATION_ERROR
+    assert last_words(text) == "slurmft.errors.CheckpointError: rank 3: socket timeout"
+
+
+@pytest.fixture
+def fresh_logging(monkeypatch):
+    """Logging as a new process has it."""
+    root, factory = logging.getLogger(), logging.getLogRecordFactory()
+    handlers = root.handlers
+    root.handlers = []
+    monkeypatch.setenv("RANK", "3")
+    yield root
+    root.handlers = handlers
+    logging.setLogRecordFactory(factory)
+
+
+@pytest.mark.parametrize(
+    "form", [None, "%(message)s", "%(asctime)s %(levelname)s [%(name)s] %(message)s", '{"text": "%(message)s"}']
+)
+def test_what_we_log_in_a_worker_is_marked_through_every_format(fresh_logging, monkeypatch, form):
+    fresh_logging.handlers = []  # pytest adds its own to each test
+    written = io.StringIO()
+    monkeypatch.setattr("sys.stderr", written)
+    if form is not None:
+        logging.basicConfig(format=form, stream=written, level=logging.INFO)
+    log_with_rank()
+    log_with_rank()
+    words = "collective timeouts after the first step: %s"
+    logging.getLogger("slurmft.worker.groups").warning(words, "{'default': 61.2}")
+    [line] = written.getvalue().splitlines()
+    assert line.count("slurmft rank 3: ") == 1
+    assert cause_of_log(line) is cause_of_text(line) is None
+    logging.getLogger("mine").warning(words, "{'default': 61.2}")
+    assert "slurmft" not in written.getvalue().splitlines()[1]
+    assert cause_of_log(written.getvalue()) is Cause.COMMUNICATION_ERROR, "the trainer's own words may be a symptom"

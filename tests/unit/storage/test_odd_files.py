@@ -1,0 +1,226 @@
+"""Whatever lies in the place of a file that is read: no reader hangs, none fails but with an error of ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import odd_files
+import pytest
+from click.testing import CliRunner
+
+from slurmft.agent import forensics, hang_watch
+from slurmft.cli import watching
+from slurmft.cli.main import cli
+from slurmft.config.config import load
+from slurmft.errors import SlurmftError
+from slurmft.health.results import read_results, write_result
+from slurmft.ipc import stacks
+from slurmft.operations.overview import overviews
+from slurmft.operations.sweep_metrics import heartbeat_url
+from slurmft.policy.nodes.evidence import Evidence, Kind, Suspect
+from slurmft.policy.nodes.node_health import Checkup
+from slurmft.scheduler import slurm
+from slurmft.storage import attempt_facts, fence, memory_folder, order_file, verdicts
+from slurmft.storage.history import ft_state, straggler_history, timings
+from slurmft.storage.journal import Journal
+from slurmft.storage.run_folder import REQUESTS, Attempt, RunFolder
+from slurmft.supervisor import evidence
+from slurmft.system import files, opening
+from slurmft.worker.data import data
+
+pytestmark = pytest.mark.timeout(10)
+
+EVENT = {"format": 1, "at": "2026-11-20T10:00:00+00:00", "attempt": "7.0.0", "event": "attempt started"}
+ATTEMPT = Attempt(job="7", restart=0)
+EVIDENCE = Evidence(kind=Kind.HANG, suspect=Suspect(node="n1"), message="m", at=1.0)
+
+
+def _appended(path: Path) -> None:
+    with opening.appending(path) as descriptor:
+        os.write(descriptor, b"x")
+
+
+def _locked(run: RunFolder) -> None:
+    with run.lock():
+        pass
+
+
+Reader = Callable[[Path], Any]
+
+READERS: dict[str, tuple[str, Reader]] = {
+    "read_json": ("a", files.read_json),
+    "journal": ("journal.jsonl", lambda path: Journal(path.parent).read()),
+    "journal, appended": ("journal.jsonl", lambda path: Journal(path.parent).append("x")),
+    "owner": ("owner.json", lambda path: RunFolder(path.parent).owner()),
+    "done": ("done.json", lambda path: RunFolder(path.parent).done()),
+    "progress": ("progress.json", lambda path: RunFolder(path.parent).progress()),
+    "jobs": ("jobs.json", lambda path: RunFolder(path.parent).jobs()),
+    "claim": ("attempts/7.0.ending.json", lambda path: RunFolder(path.parents[1]).ending(ATTEMPT).outcome()),
+    "claim, taken": ("attempts/7.0.ending.json", lambda path: RunFolder(path.parents[1]).ending(ATTEMPT).take("me")),
+    "fence": (
+        "owner.json",
+        lambda path: fence.check_fence({fence.RUN_FOLDER_VARIABLE: str(path.parent), fence.GENERATION_VARIABLE: "3"}),
+    ),
+    "verdict": ("v.json", verdicts.read_verdict),
+    "evidence": ("e.jsonl", verdicts.read_evidence),
+    "evidence, added": ("e.jsonl", lambda path: verdicts.add_evidence(path, EVIDENCE)),
+    "order": ("INJECT", lambda path: order_file.take_order(path.parent)),
+    "generation": ("generation", lambda path: memory_folder.read_generation(path.parent)),
+    "timings": ("timings.json", lambda path: timings.read(path.parent, "w")),
+    "timings, written": ("timings.json", lambda path: timings.write(path.parent, "w", "1.0.0", timings.Timings())),
+    "learned timeouts": ("ft_state.json", lambda path: ft_state.read(path.parent, "w")),
+    "learned timeouts, written": ("ft_state.json", lambda path: ft_state.write(path.parent, "w", {})),
+    "stragglers": ("stragglers.json", lambda path: straggler_history.read(path.parent, "w")),
+    "batches": ("micro-batch.json", lambda path: attempt_facts.noted_batches(path.parent)),
+    "resuming": ("resuming.json", lambda path: attempt_facts.noted_resuming(path.parent)),
+    "configuration": ("config.yaml", load),
+    "results of probes": ("n1.json", lambda path: read_results(path.parent)),
+    "result of a probe, written": (
+        "n1.json", lambda path: write_result(path.parent, "n1", Checkup(node="n1", at=1.0, results=())),
+    ),
+    "heartbeat's URL": ("url", heartbeat_url),
+    "slurm.conf": ("slurm.conf", lambda path: slurm.configured_cluster({"SLURM_CONF": str(path)})),
+    "slurm.conf in a folder": ("slurm.conf", lambda path: slurm.configured_cluster({"SLURM_CONF": str(path.parent)})),
+    "script": ("train.py", lambda path: hang_watch.mentions(b"x", ["python", "train.py"], path.parent)),
+    "stacks": ("s.stacks", stacks.read),
+    "stacks, written": ("stacks-rank-3.txt", lambda path: forensics._append(path.parent, 3, "dump", "why")),
+    "log's end": ("rank-0.log", evidence.tail),
+    "evidence of the run": ("7.0.0.rank-0.evidence.jsonl", lambda path: evidence.EvidenceReader(path.parent).new()),
+    "testimony": ("verdicts/7.0.0.rank-0.json", lambda path: evidence.collect(RunFolder(path.parents[1]), ATTEMPT, [])),
+    "error file": (
+        "attempts/7.0.0/x.rank_3", lambda path: evidence.collect(RunFolder(path.parents[2]), ATTEMPT, []),
+    ),
+    "srun's words": ("attempts/7.0.0/srun.err", lambda path: evidence.step_words(path.parent)),
+    "final digest": ("attempts/7.0.0/rank-0.log", lambda path: watching._final_digest(RunFolder(path.parents[2]))),
+    "texts to train on": ("a.txt", lambda path: data._head(path, 1 << 20)),
+    "output": ("controller.log", _appended),
+    "run lock": (".lock", lambda path: _locked(RunFolder(path.parent))),
+    **{f"request {kind}": (kind, lambda path: RunFolder(path.parent).take_request(path.name)) for kind in REQUESTS},
+    **{
+        f"request {kind}, made": (kind, lambda path: RunFolder(path.parent).request(path.name, "me"))
+        for kind in REQUESTS
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", odd_files.MAKERS)
+@pytest.mark.parametrize("reader", READERS)
+def test_no_reader_hangs_and_errors_are_ours(tmp_path, kind, reader):
+    name, read = READERS[reader]
+    path = odd_files.put(kind, tmp_path / name)
+    try:
+        read(path)
+    except SlurmftError as error:
+        assert str(path.parent) in str(error), "says where"
+    except OSError as error:
+        assert error.errno is not None
+    assert Path("/dev/zero").is_char_device()
+    assert not (tmp_path / "no such file").exists(), "nothing is created through a link"
+
+
+@pytest.mark.parametrize("kind", odd_files.NO_FILES)
+def test_what_is_no_file_is_no_request_and_hides_no_other_one(tmp_path, kind):
+    run = RunFolder(tmp_path)
+    odd_files.put(kind, tmp_path / "REQUEUE")
+    run.request("KILL", "me")
+    assert run.take_request("REQUEUE") is None
+    assert run.take_request("KILL") == "me"
+
+
+# the verbs
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch) -> Path:
+    """The root of runs, with a good one and a bad one in it; no Slurm."""
+    monkeypatch.setenv("SLURMFT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("COLUMNS", "500")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    for name in ("bad", "good"):
+        run = RunFolder(tmp_path / "runs" / name)
+        run.create()
+        run.config.write_text(f"command: [python, train.py]\nrun_folder: {run.path}\n")
+        (run.path / "journal.jsonl").write_text(json.dumps(EVENT) + "\n")
+        attempt = run.attempt_folder(ATTEMPT)
+        (attempt / "rank-0.log").write_text("hello of rank 0\n")
+    return tmp_path / "runs"
+
+
+def test_a_hole_in_a_journal_costs_neither_memory_nor_what_lies_around_it(tmp_path):
+    journal = Journal(tmp_path)
+    journal.append("before")
+    with journal.path.open("r+b") as stream:
+        stream.truncate(200 << 20)
+    journal.append("after")
+    tracemalloc.start()
+    try:
+        events, unreadable = journal.read_all()
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert ([event.event for event in events], unreadable) == (["before", "after"], 1)
+    assert peak_bytes < 32 << 20
+
+
+STATE = ["config.yaml", "journal.jsonl", "owner.json", "jobs.json", "done.json"]
+FILES = [*STATE, "progress.json", ".lock", *REQUESTS, "INJECT", "timings.json", "ft_state.json", "stragglers.json",
+         "attempts", "attempts/7.0.0", "attempts/7.0.0/rank-0.log", "attempts/7.0.ending.json", "logs", "submissions",
+         "verdicts", "job.sh"]  # fmt: skip
+VERBS = [
+    ["status"], ["status", "bad"], ["status", "--json"], ["explain", "bad"], ["explain", "bad", "--json"],
+    ["logs", "bad"], ["logs", "bad", "-n", "3"], ["logs", "bad", "--all-attempts"], ["save", "bad"], ["stop", "bad"],
+    ["requeue", "bad"], ["requeue", "--rescue", "bad"], ["inject", "bad", "kill"], ["checkpoint", "list", "bad"],
+    ["submit", "runs/bad/config.yaml", "--dry-run", "--cluster", "local"],
+    ["advise", "runs/bad/config.yaml"], ["doctor", "runs/bad/config.yaml"], ["join", "bad"],
+]  # fmt: skip
+
+
+def slurmft(*arguments: str) -> tuple[int, str]:
+    """The verb in this process, for speed: what main() would print and exit with."""
+    result = CliRunner().invoke(cli, arguments, standalone_mode=False)
+    if isinstance(result.exception, SlurmftError):
+        return result.exception.exit_code, str(result.exception)
+    if isinstance(result.exception, OSError):
+        return 1, str(result.exception)
+    if result.exception is not None:
+        raise result.exception
+    return result.return_value or 0, result.output
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", odd_files.MAKERS)
+@pytest.mark.timeout(60)
+def test_no_verb_hangs_or_hides_another_run(runs, kind, name):
+    path = runs / "bad" / name
+    if path.is_dir():
+        path.rename(runs / "aside")
+    content = (runs / "good" / name).read_bytes() if (runs / "good" / name).is_file() else b'{"format": 1}\n'
+    odd_files.put(kind, path, content)
+    for verb in VERBS:
+        began = time.monotonic()
+        code, output = slurmft(*verb)
+        assert time.monotonic() - began < 10, verb
+        assert code in (0, 1, 2, 69, 75), (verb, output)
+        assert "Traceback" not in output, verb
+        if verb == ["status"]:
+            assert code == 0 and "bad" in output and "it left no verdict" in output
+    assert slurmft("status", "good")[0] == 0
+
+
+@pytest.mark.parametrize("name", STATE)
+@pytest.mark.parametrize("kind", odd_files.NO_FILES)
+def test_a_run_with_no_file_in_the_place_of_one_is_damaged(runs, kind, name):
+    path = odd_files.put(kind, runs / "bad" / name)
+    found = {entry.run: entry for entry in overviews([RunFolder(runs / "bad"), RunFolder(runs / "good")])}
+    assert found["bad"].state == "damaged"
+    assert str(path) in found["bad"].detail and "not a regular file" in found["bad"].detail
+    assert "move it away" in found["bad"].detail
+    assert found["good"].state == "stopped"

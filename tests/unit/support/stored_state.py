@@ -1,0 +1,84 @@
+"""What the writer does with a staged image, in one call: for tests of the format."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import xxhash
+
+from slurmft.checkpoint.catalog import Entry, FileRecord, write_marker
+from slurmft.checkpoint.format.dcp_metadata import METADATA_FILE, metadata_bytes
+from slurmft.checkpoint.format.flat_state import FlatState, capture
+from slurmft.checkpoint.format.image import Layout
+from slurmft.checkpoint.format.reading import Stored
+from slurmft.checkpoint.format.shard_index import ShardIndex, image_file, index_file, read_index, write_index
+from slurmft.checkpoint.landing import Prepared, prepare
+from slurmft.checkpoint.state import Trainee
+from slurmft.storage.checkpoint_names import Identity
+
+IDENTITY = Identity(7, 0, 1)
+
+
+def stage(state: FlatState, *, shard: int = 0, shards: int = 1) -> tuple[bytearray, ShardIndex]:
+    layout = Layout.plan(state.tensors, shard=shard, shards=shards, paths=state.paths)
+    packed = layout.pack(state.objects)
+    memory = bytearray(layout.capacity_bytes(packed))
+    layout.write_fixed(memory)
+    for view, source in zip(layout.views(memory), layout.sources(state.tensors), strict=True):
+        view.copy_(source)
+    return memory, layout.with_objects(memory, packed, identity=IDENTITY, paths=state.paths)
+
+
+def write(folder: Path, memory: bytearray, index: ShardIndex) -> ShardIndex:
+    folder.mkdir(exist_ok=True)
+    (folder / image_file(index.shard)).write_bytes(memory[: index.size_bytes])
+    digests = [xxhash.xxh3_128(memory[i.offset : i.offset + i.length]).hexdigest() for i in index.items]
+    hashed = index.with_digests(digests)
+    write_index(folder / index_file(index.shard), hashed, durable=False)
+    return hashed
+
+
+def save(folder: Path, trainee: Trainee, *, extra=None, rank: int = 0, ranks: int = 1) -> ShardIndex:
+    return write(folder, *stage(capture(trainee, extra, rank=rank), shard=rank, shards=ranks))
+
+
+def commit(folder: Path, ranks: int = 1) -> list[ShardIndex]:
+    indexes = [read_index(folder / index_file(shard)) for shard in range(ranks)]
+    (folder / METADATA_FILE).write_bytes(metadata_bytes(indexes))
+    return indexes
+
+
+def publish(directory: Path, identity: Identity, trainee: Trainee, *, metrics=None, ranks: int = 1) -> Path:
+    """A committed checkpoint, marker and all, saved as if by ``ranks`` ranks."""
+    folder = directory / identity.folder_name
+    folder.mkdir(parents=True)
+    for rank in range(ranks):
+        memory, index = stage(capture(trainee, None, rank=rank), shard=rank, shards=ranks)
+        write(folder, memory, replace(index, identity=identity))
+    commit(folder, ranks)
+    files = {}
+    for path in folder.iterdir():
+        raw = path.read_bytes()
+        is_image = path.suffix == ".distcp"
+        files[path.name] = FileRecord(len(raw), "" if is_image else xxhash.xxh3_128_hexdigest(raw))
+    write_marker(
+        Entry(
+            step=identity.step,
+            path=folder,
+            metrics=metrics or {},
+            committed_at=datetime(2030, 1, 1, tzinfo=UTC),
+            generation=identity.generation,
+            commit=identity.commit,
+            attempt="",
+            world_size=ranks,
+            files=files,
+        )
+    )
+    return folder
+
+
+def load(folder: Path, trainee: Trainee, *, rank: int = 0, ranks: int = 1) -> Prepared:
+    stored = Stored.in_folder(folder, [read_index(folder / index_file(shard)) for shard in range(ranks)])
+    return prepare(trainee, stored, rank=rank, world_size=ranks)
