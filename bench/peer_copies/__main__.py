@@ -28,7 +28,7 @@ import xxhash
 
 import slurmft
 from slurmft.checkpoint.format.shard_index import Item, ShardIndex, write_index
-from slurmft.checkpoint.replicas.replicating import Peer, send_copy
+from slurmft.checkpoint.replicas.replication import Peer, send_copy
 from slurmft.storage.checkpoint_names import Identity
 from slurmft.storage.memory_folder import KEY_FILE, PEERS, announcement
 from slurmft.system.files import write_json

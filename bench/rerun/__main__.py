@@ -23,10 +23,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import slurmft
-from slurmft.worker.rerun.rerun import RerunStateMachine
-from slurmft.worker.rerun.rerun_agreement import ByGradients
-from slurmft.worker.rerun.rerun_data import RerunDataIterator
-from slurmft.worker.rerun.rerun_settings import RerunSettings
+from slurmft.worker.rerun.agreement import ByGradients
+from slurmft.worker.rerun.data import RerunDataIterator
+from slurmft.worker.rerun.settings import RerunSettings
+from slurmft.worker.rerun.state_machine import RerunStateMachine
 
 STEPS, REPETITIONS = 2000, 100
 TARGET_US = 2.0

@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 import slurmft
-from slurmft.agent.hang_watch import HangWatch
+from slurmft.agent.hangs import HangWatch
 from slurmft.config.config import RunConfig
 from slurmft.ipc.pages.heartbeat import Page
 from slurmft.ipc.pages.section_stack import Phase, SectionStack, open_sections

@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 
 import slurmft
-from slurmft.agent.timing_reports import RANKS_PER_MESSAGE, TimingReports
+from slurmft.agent.stragglers import RANKS_PER_MESSAGE, TimingReports
 from slurmft.config.config import validate
 from slurmft.ipc.pages.timing_page import TimingPage
 from slurmft.policy.timing.straggler_verdict import ReportShape, report
 from slurmft.policy.timing.stragglers import Limits, Window, score
 from slurmft.storage.journal import Journal
-from slurmft.supervisor.watch.straggler_watch import StragglerWatch
+from slurmft.supervisor.watch.stragglers import StragglerWatch
 from slurmft.worker.stragglers.stragglers import StragglerDetector
 
 SECTIONS = 8

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.agent.environment import LENDER_VARIABLE, common_environment, worker_environment
+from slurmft.agent.faults import strike
 from slurmft.agent.forensics import Forensics
 from slurmft.agent.gpus import VISIBLE_VARIABLE, visible_without, wait_until_free
-from slurmft.agent.hang_watch import HangWatch
-from slurmft.agent.keeping import Keeping, look_after_regularly
+from slurmft.agent.hangs import HangWatch
+from slurmft.agent.just_in_time import rescue_on_node
+from slurmft.agent.keeper import Keeping, look_after_regularly
 from slurmft.agent.notices import NoticeWatch
-from slurmft.agent.rescuing import rescue_on_node
-from slurmft.agent.striking import strike
-from slurmft.agent.timing_reports import TimingReports
+from slurmft.agent.stragglers import TimingReports
 from slurmft.agent.torchrun import worker_command
 from slurmft.agent.workers import Worker, Workers, reserve_port
 from slurmft.config.config import RunConfig

@@ -53,8 +53,8 @@ from slurmft.ipc.pages.heartbeat import IN_UPDATE, NOTHING, PAGE_VARIABLE, RESCU
 from slurmft.policy.site.nccl import why_not_to_trust
 from slurmft.storage.memory_folder import ranks_of_this_node
 from slurmft.system.opening import open_regular
-from slurmft.worker import streams
-from slurmft.worker.background import BACKGROUND, weakly
+from slurmft.trainer import streams
+from slurmft.trainer.savers import SAVERS, weakly
 
 MAX_SHARE = 0.05
 """Of the time of a step, which the notes at its boundaries may take; about 0.1 ms of processor time."""
@@ -153,7 +153,7 @@ class JustInTime:
             self._buffers = {name: live[name].detach().clone() for name in sorted(kept)}
             self._live = known
         self._copy_buffers()
-        BACKGROUND.is_armed = True
+        SAVERS.is_armed = True
         return None
 
     def _why_not_known(self, model: torch.nn.Module) -> str:
@@ -192,7 +192,7 @@ class JustInTime:
         self._tell()
 
     def at_boundary(self, step: int) -> None:
-        """As ``worker.background.Saver``."""
+        """As ``trainer.savers.Saver``."""
         if self._trainee is None or self._record is None or self._watch is None:
             return
         began = time.thread_time()
@@ -214,8 +214,8 @@ class JustInTime:
         self._account(began, step)
 
     def rescue(self) -> None:
-        """As ``worker.background.Saver``. The first rank of a node that gets here does it for all."""
-        listener = BACKGROUND.listener
+        """As ``trainer.savers.Saver``. The first rank of a node that gets here does it for all."""
+        listener = SAVERS.listener
         if self._trainee is None or listener is None:
             return
         listener.on_rescuing()  # before the lock, which a save that is being copied holds
@@ -269,8 +269,8 @@ class JustInTime:
             log.warning("step %d is not kept just in time: %s", step, error)
             return False
         log.info("kept step %d just in time, in %.3f s", step, time.monotonic() - began)
-        if BACKGROUND.listener is not None:
-            BACKGROUND.listener.on_rescued(step)
+        if SAVERS.listener is not None:
+            SAVERS.listener.on_rescued(step)
         return True
 
     def _check(self) -> None:
@@ -337,11 +337,11 @@ class JustInTime:
             torch._foreach_copy_(list(self._buffers.values()), [live[name] for name in self._buffers])
 
     def _tell(self) -> None:
-        if BACKGROUND.listener is not None:
+        if SAVERS.listener is not None:
             can = self._trainee is not None and self._step > self._kept - (not self._is_whole)
             # a device may have an older step, whole, in the middle of the host's update
             is_askable = self._is_whole or self._on_device is not None
-            BACKGROUND.listener.on_rescuable((self._step if is_askable else IN_UPDATE) if can else NOTHING)
+            SAVERS.listener.on_rescuable((self._step if is_askable else IN_UPDATE) if can else NOTHING)
 
     def _account(self, began: float, step: int) -> None:
         now = time.perf_counter()
@@ -389,7 +389,7 @@ class JustInTime:
 
         def listen() -> None:
             while os.read(descriptor, 64):
-                BACKGROUND.rescue()
+                SAVERS.rescue()
 
         threading.Thread(target=listen, name="slurmft-rescue", daemon=True).start()
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurmft.checkpoint import landing
+from slurmft.checkpoint import restore
 from slurmft.checkpoint.agreement import Guard, damage_report, failure
 from slurmft.checkpoint.catalog import Catalog, Entry, read_entry
 from slurmft.checkpoint.folders import own_generation
@@ -151,13 +151,13 @@ class Loading:
             return range(self._team.rank, self._team.rank + 1)
         return range(len(decision.suppliers))
 
-    def _prepared(self, stored: Stored, notes: landing.OwnNotes) -> landing.Prepared:
+    def _prepared(self, stored: Stored, notes: restore.OwnNotes) -> restore.Prepared:
         team = self._team
-        return landing.prepare(
+        return restore.prepare(
             self._trainee, stored, rank=team.rank, world_size=team.world_size, tolerance=self._tolerance, notes=notes
         )
 
-    def _exchange(self, guard: Guard, prepared: landing.Prepared | None) -> list[list[int]]:
+    def _exchange(self, guard: Guard, prepared: restore.Prepared | None) -> list[list[int]]:
         """What every rank has found, as (damage, file): alike on all. Nothing is applied before this.
 
         Parts that are intact each for itself may still not be of one state: of ranks that take their samples together,
@@ -261,7 +261,7 @@ class Loading:
             note_resuming(Path(folder), path.name if path is not None else "", source=source)
 
     def _apply(
-        self, path: Path, prepared: landing.Prepared, identity: Identity, facts: Mapping[str, Any], source: str, *,
+        self, path: Path, prepared: restore.Prepared, identity: Identity, facts: Mapping[str, Any], source: str, *,
         is_durable: bool = True,
     ) -> LoadedCheckpoint:  # fmt: skip
         prepared.apply()

@@ -39,7 +39,7 @@ from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import MAX_STEP, STAGING, Identity
 from slurmft.storage.fence import check_fence
 from slurmft.storage.memory_folder import memory_folder_of, ranks_of_this_node
-from slurmft.worker.background import BACKGROUND, Outcome, weakly
+from slurmft.trainer.savers import SAVERS, Outcome, weakly
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class CheckpointManager:
         )  # fmt: skip
         self._rescue: JustInTime | None = None
         self._is_saving = False
-        BACKGROUND.join(self)
+        SAVERS.join(self)
         self._finalizer = weakref.finalize(self, self._snapshots.close)  # at the end of the process at the latest
 
     def save(
@@ -129,16 +129,16 @@ class CheckpointManager:
         trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
         team = Team()
         is_async = self.settings.async_save if async_save is None else async_save
-        urgent = BACKGROUND.is_urgent or not is_async
+        urgent = SAVERS.is_urgent or not is_async
         prepared = self._agree(team, lambda: self._captured(team, trainee, extra, metrics or {}), step, urgent=urgent)
         if prepared is None:
-            BACKGROUND.outcome = Outcome.SKIPPED
+            SAVERS.outcome = Outcome.SKIPPED
             return None
         identity = Identity(step, own_generation(), self._turn.commit)
         folder = self.directory / identity.folder_name
         self._arm(trainee, extra, step=step)  # first: who dies in the copy must not take the step along
         self._stage(team, prepared, identity, urgent=urgent)
-        BACKGROUND.outcome = Outcome.STAGED
+        SAVERS.outcome = Outcome.STAGED
         if not is_async:
             self.wait()
         return folder
@@ -178,7 +178,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Let the writer finish, and let go of the memory; not a collective, and not needed at the end of a process."""
-        BACKGROUND.leave(self)
+        SAVERS.leave(self)
         if self._rescue is not None:
             self._rescue.disarm("the manager is closed")
         self._finalizer()
@@ -337,7 +337,7 @@ class CheckpointManager:
 
     def _of_this_directory(self) -> list[CheckpointManager]:
         """The managers of this directory in this process, in the same order on all ranks."""
-        managers = [one for one in BACKGROUND.savers if isinstance(one, CheckpointManager)]
+        managers = [one for one in SAVERS.savers if isinstance(one, CheckpointManager)]
         return [one for one in managers if one.directory.resolve() == self.directory.resolve()]
 
     def _stage(self, team: Team, prepared: LaidOut, identity: Identity, *, urgent: bool) -> None:
@@ -372,13 +372,13 @@ class CheckpointManager:
         failures = self._turn.failed_here()
         loud = log.critical if failures >= self.settings.max_failed_saves else log.warning
         loud("step %d is not saved yet (failure %d in a row): %s; training goes on", step, failures, text)
-        if BACKGROUND.listener is not None:
-            BACKGROUND.listener.on_save_failed(step, number)
+        if SAVERS.listener is not None:
+            SAVERS.listener.on_save_failed(step, number)
 
     def _note_committed(self, step: int, seconds: float) -> None:
         """Tell the session, once for each; 0 is no step."""
-        if self._turn.is_news(step) and BACKGROUND.listener is not None:
-            BACKGROUND.listener.on_saved(step, seconds)
+        if self._turn.is_news(step) and SAVERS.listener is not None:
+            SAVERS.listener.on_saved(step, seconds)
 
     def _forget_others(self, commit: int) -> None:
         """Give back the memory of ranks that have left this node: this commit is durable."""
@@ -391,7 +391,7 @@ class CheckpointManager:
     def _arm(self, trainee: Trainee, extra: Mapping[str, Any] | None, *, step: int | None = None) -> None:
         """Be ready to keep ``trainee``'s last complete step, where the node's memory outlives this process."""
         memory = memory_folder_of(self.directory)
-        if not self.settings.just_in_time or BACKGROUND.listener is None or memory is None or self._is_guest:
+        if not self.settings.just_in_time or SAVERS.listener is None or memory is None or self._is_guest:
             return
         self._rescue = self._rescue or JustInTime(memory, weakly(self._keep))
         reason = "save() is given extra=, whose value between two saves nobody knows" if extra else ""

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slurmft.checkpoint.format.plain_state import as_json, as_plain, original
 from slurmft.errors import CheckpointError, UsageError
-from slurmft.worker.data import rng
+from slurmft.trainer import rng
 
 log = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from slurmft.worker.host_group import host_group
+from slurmft.trainer.host_group import host_group
 
 
 class Team:
     """The ranks of the default process group, or this process alone when there is none.
 
     Making one may be a collective, and every method is: all ranks call the same ones in the same order. What is
-    exchanged lies in main memory and travels over a group for that (``worker.host_group``), never over NCCL. A rank
+    exchanged lies in main memory and travels over a group for that (``trainer.host_group``), never over NCCL. A rank
     that is gone shows as the process group's own error or timeout.
     """
 

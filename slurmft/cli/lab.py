@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from slurmft.cli.numbers import Amount
+from slurmft.cli.arguments import Amount
 from slurmft.cli.output import say_block, say_error, say_json
 from slurmft.errors import SlurmftError
 from slurmft.lab import building, faults

@@ -19,34 +19,34 @@ from slurmft.cli.output import never_fail_to_encode, say_block, say_error
 from slurmft.errors import SlurmftError
 
 VERBS = {
-    "advise": ("advising", "Recommend the signal lead and the checkpoint interval of CONFIG, from what was measured"),
-    "checkpoint": ("checkpoints", "The checkpoints of a run: list them, verify, export, remove"),
-    "doctor": ("diagnosing", "Say what will and will not work on this cluster, and what to do about it"),
-    "drill": ("drilling", "Try a preemption: a small job with your own options gets the real signal, and a table says "
+    "advise": ("advise", "Recommend the signal lead and the checkpoint interval of CONFIG, from what was measured"),
+    "checkpoint": ("checkpoint", "The checkpoints of a run: list them, verify, export, remove"),
+    "doctor": ("doctor", "Say what will and will not work on this cluster, and what to do about it"),
+    "drill": ("drill", "Try a preemption: a small job with your own options gets the real signal, and a table says "
               "what came of it"),
-    "exclude": ("excluding", "The nodes to keep away from: list them, say why, add, remove, forget what has faded"),
-    "explain": ("reading", "Tell the run's story: each event, each decision and its reason, from the journal"),
+    "exclude": ("exclude", "The nodes to keep away from: list them, say why, add, remove, forget what has faded"),
+    "explain": ("explain", "Tell the run's story: each event, each decision and its reason, from the journal"),
     "health": ("health", "Look at this node: GPUs, memory, disks, filesystems, network, host, own probes"),
     "hooks": ("hooks", "Slurm's hooks: show the lines for slurm.conf"),
-    "inject": ("injecting", "Inject a fault into a running RUN, to see what follows"),
-    "join": ("joining", "Lend nodes to a run: submit a job on whose nodes it trains too, from its next checkpoint on"),
+    "inject": ("inject", "Inject a fault into a running RUN, to see what follows"),
+    "join": ("join", "Lend nodes to a run: submit a job on whose nodes it trains too, from its next checkpoint on"),
     "lab": ("lab", "A real Slurm cluster on this machine, for tests and for trying things out (needs root)"),
-    "logs": ("reading", "Print a worker's output, and the supervisor's when there is none"),
+    "logs": ("logs", "Print a worker's output, and the supervisor's when there is none"),
     "quickstart": ("quickstart", "Train a small GPT, with live progress: about a minute, no Slurm and no GPU needed"),
-    "requeue": ("verbs", "Save and go through the queue again; start a waiting job now; rescue one that lost its batch "
-                "script"),
-    "run": ("verbs", "Be the supervisor of one job (what the batch script runs)"),
-    "save": ("verbs", "Save a checkpoint now and go on training"),
-    "schema": ("verbs", "Print the JSON schema of a configuration, for editors"),
-    "status": ("reading", "Show what runs are doing: RUN, or all below SLURMFT_RUNS (default: runs)"),
-    "stop": ("verbs", "Save, then end the run; it is not requeued"),
-    "submit": ("submitting", "Submit a run, or continue one that has stopped"),
-    "sweep": ("sweeping", "One look at the cluster, for cron: sick nodes are excluded and drained, healthy ones "
+    "requeue": ("requeue", "Save and go through the queue again; start a waiting job now; rescue one that lost its "
+                "batch script"),
+    "run": ("run", "Be the supervisor of one job (what the batch script runs)"),
+    "save": ("stop", "Save a checkpoint now and go on training"),
+    "schema": ("schema", "Print the JSON schema of a configuration, for editors"),
+    "status": ("status", "Show what runs are doing: RUN, or all below SLURMFT_RUNS (default: runs)"),
+    "stop": ("stop", "Save, then end the run; it is not requeued"),
+    "submit": ("submit", "Submit a run, or continue one that has stopped"),
+    "sweep": ("sweep", "One look at the cluster, for cron: sick nodes are excluded and drained, healthy ones "
               "return, lost runs go on"),
 }  # fmt: skip
 """Verb -> its module in slurmft.cli, which has a command of that name, and the first sentence of its help."""
 
-HIDDEN_VERBS = {"agent": "verbs"}
+HIDDEN_VERBS = {"agent": "run"}
 """The same for what only slurmft itself calls; --help does not show them."""
 
 _EXIT_CODES = """\b

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 import slurmft.examples
-from slurmft.cli import submitting
+from slurmft.cli import submit
 from slurmft.cli.output import say
 from slurmft.errors import UsageError
 
@@ -32,7 +32,7 @@ def quickstart(context: click.Context, *, cluster: str, data: str | None) -> int
     folder = Path("runs") / f"quickstart-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
     say(f"slurmft submit {CONFIG} --cluster {cluster} --wait --set run_folder={folder}", err=True)
     code: int = context.invoke(
-        submitting.submit, config=CONFIG, sbatch_options=(), dry_run=False, strict=False, wait=True, cluster=cluster,
+        submit.submit, config=CONFIG, sbatch_options=(), dry_run=False, strict=False, wait=True, cluster=cluster,
         overrides=(f"run_folder={folder}",), data=data,
     )  # fmt: skip
     return code

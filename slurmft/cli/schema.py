@@ -1,4 +1,4 @@
-"""The JSON schema of a configuration, with the texts that stand beside its keys."""
+"""``slurmft schema``: the JSON schema of a configuration."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+import click
 from pydantic import BaseModel
 
+from slurmft.cli.output import say_json
 from slurmft.config.config import RunConfig
 
 
-def schema() -> dict[str, Any]:
-    """The JSON schema of a configuration, for editors."""
+@click.command()
+def schema() -> int:
+    """Print the JSON schema of a configuration, for editors."""
+    say_json(configuration_schema(), indent=2)
+    return 0
+
+
+def configuration_schema() -> dict[str, Any]:
+    """The JSON schema of a configuration, with the texts that stand beside its keys."""
     value = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
     texts: dict[tuple[str, str], str] = {}
     models = _models()

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slurmft.checkpoint import CheckpointManager
 from slurmft.worker.checks.digest import weights_digest
-from slurmft.worker.data.data import ByteCorpus, WindowLoader
+from slurmft.worker.data.loader import ByteCorpus, WindowLoader
 from slurmft.worker.session import start_session
 
 BYTES = 256

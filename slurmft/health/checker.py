@@ -18,8 +18,8 @@ from slurmft.config import config as configuration
 from slurmft.config.health import HealthConfig
 from slurmft.errors import StorageError, UsageError
 from slurmft.health import results as kept
+from slurmft.health.node_view import Scene
 from slurmft.health.probes.probes import Probe, known_names, probes_for
-from slurmft.health.scene import Scene
 from slurmft.policy import plain_values as plain
 from slurmft.policy.nodes.node_health import Checkup, ProbeResult, Status
 from slurmft.system.files import write_json

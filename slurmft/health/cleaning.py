@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmft.health.leftovers import Process, orphaned_memory, process, processes, running_jobs, step_of
-from slurmft.health.scene import Scene, text_of
+from slurmft.health.node_view import Scene, text_of
 from slurmft.system.private_folder import remove_tree
 
 PASSES = 3

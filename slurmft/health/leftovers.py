@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmft.health.scene import Scene, text_of
+from slurmft.health.node_view import Scene, text_of
 from slurmft.system.private_folder import MAX_DEPTH, is_left_over
 
 SETTLED_S = 60.0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +13,13 @@ from pathlib import Path
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import LabUnavailable, SlurmError, SlurmUnavailable
-from slurmft.operations.folder_test import try_folder
 from slurmft.policy.site import doctor as policy
-from slurmft.policy.site.doctor import AdminFacts, Finding, Level, PartitionFacts, Wishes
+from slurmft.policy.site.doctor import AdminFacts, Finding, FolderFacts, Level, PartitionFacts, Wishes
 from slurmft.policy.timing.grace import Severity
 from slurmft.scheduler import slurm
 from slurmft.scheduler.parsing.parsing import parse_time
 from slurmft.supervisor import grace
+from slurmft.system.files import replace_atomically
 from slurmft.system.processes import user_name
 
 EXIT_NO_SLURM = LabUnavailable.exit_code
@@ -122,3 +125,50 @@ def as_lines(findings: Sequence[Finding]) -> list[str]:
         if each.remedy:
             lines.append(f"         -> {each.remedy}")
     return lines
+
+
+def try_folder(path: Path) -> FolderFacts:
+    """What works where ``path`` is or will be: in its nearest folder that exists. Leaves nothing behind."""
+    there = next((each for each in (path, *path.parents) if each.is_dir()), Path("/"))
+    began_s = time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory(prefix=".slurmft-doctor-", dir=there) as name:
+            return _tried(there, Path(name), began_s)
+    except OSError as error:
+        return FolderFacts(path=str(there), error=error.strerror or str(error))
+
+
+def _tried(there: Path, folder: Path, began_s: float) -> FolderFacts:
+    one = folder / "one"
+    descriptor = os.open(one, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    os.close(descriptor)
+    try:
+        os.close(os.open(one, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        exclusive = False
+    except FileExistsError:
+        exclusive = True
+    before = time.time()
+    replace_atomically(one, "new")
+    at = one.stat().st_mtime
+    return FolderFacts(
+        path=str(there), exclusive=exclusive, renames=one.read_text(encoding="utf-8") == "new", flock=_flock(one),
+        clock_offset_s=0.0 if before - 1 <= at <= time.time() + 1 else at - before, took_s=time.monotonic() - began_s,
+    )  # fmt: skip
+
+
+def _flock(path: Path) -> str:
+    """Whether a lock keeps a second opening of the same file out."""
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(path.open("r+", encoding="utf-8"))
+        second = stack.enter_context(path.open("r+", encoding="utf-8"))
+        try:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.strerror or str(error)
+        try:
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return "works"
+        except OSError as error:
+            return error.strerror or str(error)
+        return "two hold it at once"

@@ -17,8 +17,8 @@ from slurmft.scheduler.nodes import Refusal
 from slurmft.scheduler.parsing.parsing import JobRecord
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import RunFolder
-from slurmft.supervisor.recovery import avoidance
-from slurmft.supervisor.recovery.elsewhere import next_placement
+from slurmft.supervisor.recovery import avoided_nodes
+from slurmft.supervisor.recovery.place_elsewhere import next_placement
 
 MAX_RELEASES = 3
 """Releases of a run's job in a row, without a start in between."""
@@ -94,7 +94,7 @@ def _accuse(run: RunFolder, config: RunConfig, job: OwnJob, refusals: Sequence[R
             observed(each, source=f"launch of {job}", run=str(run.path), job=job.job_id) for each in evidence
         ]
         if observations:
-            avoidance.exclusion_list(config, os.environ).observe(observations)
+            avoided_nodes.exclusion_list(config, os.environ).observe(observations)
     except (StorageError, SlurmError, OSError) as error:
         log.warning("the exclusion list cannot be written: %s", error)
         return

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from slurmft.errors import SlurmError, SlurmftError, StorageError
 from slurmft.operations import launch_failures
-from slurmft.operations.completing import bring_back, complete, placement_of
+from slurmft.operations.control import NEWEST
 from slurmft.operations.on_behalf import Rescued, left_alone, rescue_on_behalf
-from slurmft.operations.outside import NEWEST
 from slurmft.operations.run_configuration import refuse_moved
+from slurmft.operations.unfinished_requeue import bring_back, complete, placement_of
 from slurmft.policy.site.job_identity import JobIdentity, OwnJob
 from slurmft.policy.verdicts.verdict import GOES_ON
 from slurmft.scheduler import own_jobs, queueing, successor
@@ -27,7 +27,7 @@ from slurmft.storage.journal import Event
 from slurmft.storage.ownership import owners_below
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder
 from slurmft.supervisor.budget import progressed
-from slurmft.supervisor.recovery.elsewhere import Placement
+from slurmft.supervisor.recovery.place_elsewhere import Placement
 
 BEGIN_PATIENCE_S = 60.0
 LIMIT_S = 600.0

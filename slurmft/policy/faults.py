@@ -9,6 +9,8 @@ from enum import StrEnum
 from typing import Any
 
 MAX_AFTER_S = 7 * 86_400.0
+NOT_YET = "has not been forked yet"
+"""Why an agent has not hit a rank whose worker waits for imports: the supervisor asks again."""
 
 
 class Fault(StrEnum):

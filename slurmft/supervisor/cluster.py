@@ -25,7 +25,7 @@ from slurmft.scheduler.parsing.parsing import JobEnding
 from slurmft.storage.jobs_file import LOCAL_PREFIX
 from slurmft.storage.patience import writing
 from slurmft.storage.run_folder import Attempt
-from slurmft.supervisor.own_signals import keep_across_exec
+from slurmft.supervisor.signals import keep_across_exec
 from slurmft.system.opening import appending
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from slurmft.supervisor.own_signals import PASSED_ON, block_signals, keep_signals
+from slurmft.supervisor.signals import PASSED_ON, block_signals, keep_signals
 from slurmft.system.processes import children_of
 
 MAX_LOSSES = 3

@@ -12,7 +12,6 @@ from typing import Any
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import Fenced, RunBusy, StorageError, StorageUnavailable, UsageError
-from slurmft.operations.overview import Progress, progress_of
 from slurmft.policy.verdicts.findings import DECIDING
 from slurmft.policy.verdicts.judge import Circumstances, judge
 from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY, Action, Cause, Decision, Verdict
@@ -21,15 +20,16 @@ from slurmft.scheduler.command import ignoring_signals
 from slurmft.storage import signs_of_life
 from slurmft.storage.journal import Event
 from slurmft.storage.patience import FolderThread, PatientJournal, patiently, writing
+from slurmft.storage.progress import Progress, progress_of
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder
-from slurmft.supervisor.attempts import Attempts
+from slurmft.supervisor.attempt_loop import Attempts
 from slurmft.supervisor.cluster import Cluster, SlurmCluster, detect
 from slurmft.supervisor.evidence import collect
 from slurmft.supervisor.guardian import lost_pids
-from slurmft.supervisor.living import owner_lives, owner_writes
-from slurmft.supervisor.recovery.accusing import Accuser
-from slurmft.supervisor.recovery.ending import Ending
-from slurmft.supervisor.settling import next_cycle
+from slurmft.supervisor.node_choice import next_cycle
+from slurmft.supervisor.owner import owner_lives, owner_writes
+from slurmft.supervisor.recovery.act import Ending
+from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.start import Start
 from slurmft.system import processes
 from slurmft.system.files import replace_atomically

@@ -14,11 +14,11 @@ from slurmft.policy.timing.grace import REQUEUE_COST_S, cause_of_signal, seconds
 from slurmft.policy.timing.stop import ByThemselves, NothingToSave
 from slurmft.policy.verdicts.verdict import Cause
 from slurmft.supervisor.fleet.agents import AgentLost, AgentPool
-from slurmft.supervisor.fleet.winding_down import PEER_GRACE_S, kill_workers
-from slurmft.supervisor.slurms_word import SlurmsWord
+from slurmft.supervisor.fleet.shutdown import PEER_GRACE_S, kill_workers
+from slurmft.supervisor.job_state import SlurmsWord
 from slurmft.supervisor.start import Start
-from slurmft.supervisor.stopping import agree, describe
-from slurmft.supervisor.watch.last_look import take_evidence
+from slurmft.supervisor.stop_agreement import agree, describe
+from slurmft.supervisor.watch.forensics import take_evidence
 from slurmft.supervisor.watch.observations import Observations
 from slurmft.system.background import Background
 

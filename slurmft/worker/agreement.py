@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from slurmft.ipc.pages.heartbeat import Page, Slot, StopAction
 from slurmft.policy.timing.stop import END, step_of, tick_of
-from slurmft.worker.host_group import host_group
+from slurmft.trainer.host_group import host_group
 from slurmft.worker.signals import StopSignal
 
 HOLD_PAUSE_S = 0.0005

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slurmft.worker.data import rng
+from slurmft.trainer import rng
 
 Rehearsal = Callable[[nn.Module], torch.Tensor]
 

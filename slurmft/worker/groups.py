@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from slurmft.worker.background import BACKGROUND
-from slurmft.worker.host_group import host_group, takes_host_data, timeout_of
+from slurmft.trainer.host_group import host_group, takes_host_data, timeout_of
+from slurmft.trainer.savers import SAVERS
 
 ABORT_S = 5.0
 
@@ -127,7 +127,7 @@ def abort_device_groups(within_s: float = ABORT_S) -> bool:
     groups = [one for one in distributed_c10d._world.pg_map if not takes_host_data(one)]
     if not groups:
         return True
-    BACKGROUND.forget()
+    SAVERS.forget()
     aborting = threading.Thread(target=_abort, args=(groups,), name="slurmft-abort", daemon=True)
     aborting.start()
     aborting.join(within_s)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
 from slurmft.policy.timing import checkpoint_interval
-from slurmft.worker.host_group import host_group
+from slurmft.trainer.host_group import host_group
 from slurmft.worker.schedule import Automatic, EverySeconds, SaveSchedule, SaveTimer, Spacing, ToldSchedule
 
 Tell = Callable[[Sequence[int]], Sequence[int]]

@@ -12,7 +12,7 @@ from slurmft.errors import CheckpointError
 from slurmft.ipc.pages.heartbeat import NOTHING, Page, Slot, State
 from slurmft.ipc.pages.section_stack import Phase, SectionStack
 from slurmft.storage.patience import PASSING
-from slurmft.worker.background import BACKGROUND, Outcome
+from slurmft.trainer.savers import SAVERS, Outcome
 from slurmft.worker.pacing import SavePace
 
 SaveFunction = Callable[[int], Any]
@@ -27,7 +27,7 @@ class Saves:
 
     def __init__(self, page: Page, sections: SectionStack, *, is_lead: bool) -> None:
         self._page, self._sections, self._is_lead = page, sections, is_lead
-        self._listener = BACKGROUND.listener = PageListener(page)
+        self._listener = SAVERS.listener = PageListener(page)
         self._staged = NOTHING
         self._failures_then = 0
         self.function: SaveFunction | None = None
@@ -54,11 +54,11 @@ class Saves:
         state, phase = page[Slot.STATE], self._sections.current_phase
         page[Slot.STATE], page[Slot.SAVE_BEGAN_NS] = State.SAVING, began_ns
         self._sections.phase(Phase.CHECKPOINTING)
-        BACKGROUND.save_begins(urgent=not is_periodic)
+        SAVERS.save_begins(urgent=not is_periodic)
         try:
             self.function(step)
             if not is_periodic:
-                BACKGROUND.wait()
+                SAVERS.wait()
         except CheckpointError as error:
             page[Slot.STATE] = state
             self._failed(step, error)
@@ -67,14 +67,14 @@ class Saves:
             page[Slot.SAVE_BEGAN_NS] = 0
             self._sections.phase(phase)
         page[Slot.STATE] = state
-        if BACKGROUND.outcome is Outcome.DONE:
+        if SAVERS.outcome is Outcome.DONE:
             took_s = (time.monotonic_ns() - began_ns) / 1e9
             self._listener.on_saved(step, took_s, for_all=False)
             if self._is_lead:
                 log.info("saved step %d in %.2f s", step, took_s)
-        elif BACKGROUND.outcome is Outcome.STAGED:
+        elif SAVERS.outcome is Outcome.STAGED:
             self._staged, self._failures_then = step, page[Slot.SAVE_FAILURES]
-        return self._ended(step, began_ns, worked=BACKGROUND.outcome is not Outcome.SKIPPED)
+        return self._ended(step, began_ns, worked=SAVERS.outcome is not Outcome.SKIPPED)
 
     def begin(self, start: int, function: SaveFunction) -> SavePace:
         """The trainer's loop begins at step ``start`` and saves with ``function``; returns when it is to do so.
@@ -89,7 +89,7 @@ class Saves:
     def is_durable(self, step: int) -> bool:
         """Wait for what was staged at this step, or was read from memory; whether it is on disk now."""
         try:
-            BACKGROUND.wait()
+            SAVERS.wait()
         except CheckpointError as error:
             self._failed(step, error)
             return False

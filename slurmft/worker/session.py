@@ -32,17 +32,17 @@ from slurmft.policy.checkpoints.batches import BatchSplit
 from slurmft.policy.timing.stop import END, end_of_evaluation, tick_of
 from slurmft.policy.verdicts.verdict import EXIT_RERUN_ELSEWHERE, EXIT_TEMPORARY, EXIT_VALIDATION_FAILED
 from slurmft.storage.checkpoint_names import MAX_STEP
+from slurmft.trainer import rng
+from slurmft.trainer.savers import SAVERS
 from slurmft.worker.agreement import AgreementByAgent, AgreementByCollective
-from slurmft.worker.background import BACKGROUND
 from slurmft.worker.batches import Batches
-from slurmft.worker.data import rng
 from slurmft.worker.ddp import Rehearsal, settled_ddp
+from slurmft.worker.faults import InjectedFaults
 from slurmft.worker.groups import ProcessGroups
-from slurmft.worker.injected import InjectedFaults
 from slurmft.worker.rank_log import log_with_rank
-from slurmft.worker.rerun.rerun import RerunStateMachine
-from slurmft.worker.rerun.rerun_data import RerunDataIterator
-from slurmft.worker.rerun.rerun_reports import Departure
+from slurmft.worker.rerun.data import RerunDataIterator
+from slurmft.worker.rerun.reports import Departure
+from slurmft.worker.rerun.state_machine import RerunStateMachine
 from slurmft.worker.saves import SAVE_RETRY_S, SaveFunction, Saves
 from slurmft.worker.sections import Sections
 from slurmft.worker.signals import StopSignal
@@ -145,8 +145,8 @@ class Session(Sections):
         saved = start if start else NOTHING  # resumed from it, so it is on disk
         page[Slot.SAVED] = NOTHING
         pace = self._saves.begin(start, save)
-        if BACKGROUND.is_armed:
-            BACKGROUND.at_boundary(start)
+        if SAVERS.is_armed:
+            SAVERS.at_boundary(start)
         for step in range(start, until):
             self._step, self._evaluations = step, 0
             if pace.is_due(step) and saved != step:
@@ -257,7 +257,7 @@ class Session(Sections):
         return self._batches.split(global_batch, self.world_size, max_micro_batch)
 
     def rerun_machine(self, model: nn.Module, loader: Iterable[Any]) -> RerunStateMachine:
-        """Reruns of steps whose results look wrong, as the section ``rerun:`` says (``worker.rerun.rerun``).
+        """Reruns of steps whose results look wrong, as the section ``rerun:`` says (``worker.rerun.state_machine``).
 
         Give what this returns to ``save`` and ``load_latest`` as their ``loader``, take batches from its ``data``, and
         begin every step with ``while machine.should_run_forward_backward():``. It saves and ends the worker by itself.
@@ -284,7 +284,7 @@ class Session(Sections):
         if error is not None and not isinstance(error, PlannedStop | SystemExit):
             self._page[Slot.STATE] = State.FAILED
         if isinstance(error, Exception):
-            BACKGROUND.rescue()
+            SAVERS.rescue()
         if self._reruns is not None and error is None:
             self._reruns.report()
         self._groups.close(orderly=kind is None or isinstance(error, PlannedStop | RerunElsewhere | ValidationFailed))
@@ -298,8 +298,8 @@ class Session(Sections):
         self._note_span()
         page[Slot.STEP] = step
         page.touch(Slot.PROGRESS_AT)
-        if BACKGROUND.is_armed:
-            BACKGROUND.at_boundary(step)
+        if SAVERS.is_armed:
+            SAVERS.at_boundary(step)
         if step == start + 1:
             page.touch(Slot.FIRST_STEP_AT)
             self._groups.after_first_step()

@@ -19,7 +19,7 @@ from slurmft.checkpoint.format.flat_keys import Path, flatten, key_of
 from slurmft.checkpoint.format.plain_state import as_plain
 from slurmft.checkpoint.state import Trainee, unwrapped
 from slurmft.errors import CheckpointError, UsageError
-from slurmft.worker.streams import settle
+from slurmft.trainer.streams import settle
 
 MODEL, OPTIMIZER, STATE, GROUPS, PARAMS = "model", "optimizer", "state", "param_groups", "params"
 FACTS = "slurmft.facts"

@@ -7,6 +7,7 @@ by a copy, so that staging a save costs that copy and nothing else. Knows memory
 from __future__ import annotations
 
 import hashlib
+import heapq
 import io
 import mmap
 from collections.abc import Collection, Mapping, Sequence
@@ -17,7 +18,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.serialization import skip_data
 
-from slurmft.checkpoint.format.assignment import spread
 from slurmft.checkpoint.format.flat_keys import Path
 from slurmft.checkpoint.format.objects import ObjectPacker, Packed
 from slurmft.checkpoint.format.shard_index import Item, ShardIndex, text_of
@@ -339,3 +339,23 @@ def _cut_archive(tensor: torch.Tensor) -> _Archive:
     start: int = torch._C.PyTorchFileReader(stream).get_record_offset("data/0")  # type: ignore[attr-defined]
     whole = stream.getbuffer()
     return _Archive(bytes(whole[:start]), bytes(whole[start + tensor.nbytes :]), tensor.nbytes)
+
+
+def spread(sizes_bytes: Sequence[int], holders: int) -> list[int]:
+    """For each value the number of the holder that stores it, from 0; the same answer everywhere.
+
+    Balanced: no holder gets more than the mean of all plus the largest single value. Values of equal size go round.
+
+    Raises:
+        ValueError: there is nobody to hold them, or a size is negative.
+    """
+    if holders < 1 or any(size < 0 for size in sizes_bytes):
+        raise ValueError(f"{len(sizes_bytes)} values cannot be spread over {holders} holders")
+    chosen = [0] * len(sizes_bytes)
+    loads = [(0, 0, holder) for holder in range(holders)]  # bytes, values, holder: empty values are spread too
+    # The largest first: what is small evens out at the end.
+    for place in sorted(range(len(sizes_bytes)), key=lambda place: (-sizes_bytes[place], place)):
+        load, count, holder = loads[0]
+        heapq.heapreplace(loads, (load + sizes_bytes[place], count + 1, holder))
+        chosen[place] = holder
+    return chosen

@@ -20,9 +20,9 @@ from slurmft.checkpoint.replicas.offers import (
     to_row,
     tries_of,
 )
-from slurmft.checkpoint.replicas.supplying import fetched, remove_fetched, supply
+from slurmft.checkpoint.replicas.supply import fetched, remove_fetched, supply
 from slurmft.checkpoint.team import Team
-from slurmft.checkpoint.writer.copying import LOCAL_DIRECTORY_VARIABLE
+from slurmft.checkpoint.writer.copier import LOCAL_DIRECTORY_VARIABLE
 from slurmft.errors import StorageError
 from slurmft.policy.checkpoints.supply import without
 from slurmft.policy.checkpoints.tiers import DISK, Committed, Decision, Name, choose

@@ -24,12 +24,12 @@ from slurmft.checkpoint.format.shard_index import ShardIndex, read_index, write_
 from slurmft.checkpoint.replicas.offers import forget_staged
 from slurmft.checkpoint.staging.holding import is_held
 from slurmft.checkpoint.staging.pinning import Budget, Pinned
-from slurmft.checkpoint.writer.politeness import NICE
+from slurmft.checkpoint.writer.priority import NICE
 from slurmft.errors import StorageError
 from slurmft.storage.checkpoint_names import Identity
 from slurmft.system.opening import open_regular
 from slurmft.system.private_folder import check_private, make_private_folder
-from slurmft.worker.streams import Device
+from slurmft.trainer.streams import Device
 
 PLACES = "ab"
 

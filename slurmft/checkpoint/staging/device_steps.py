@@ -20,7 +20,7 @@ import torch
 from slurmft.checkpoint.format.flat_state import GROUPS, PARAMS, STATE
 from slurmft.checkpoint.state import Trainee
 from slurmft.errors import UsageError
-from slurmft.worker.streams import Device, Event, is_on_device
+from slurmft.trainer.streams import Device, Event, is_on_device
 
 AHEAD = 4
 """Steps that the host may be ahead of its device; ``rank_records`` remembers as many."""

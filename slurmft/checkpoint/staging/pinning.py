@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
-from slurmft.worker.streams import Device
+from slurmft.trainer.streams import Device
 
 PIECE_BYTES = 16 << 20
 """How much is pinned at once: the driver holds its lock meanwhile, and the training launches nothing; and how much is

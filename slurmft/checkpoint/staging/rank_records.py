@@ -22,7 +22,7 @@ import torch
 
 from slurmft.errors import UsageError
 from slurmft.system.opening import open_regular, read_bytes
-from slurmft.worker.data import rng
+from slurmft.trainer import rng
 
 CAPACITY_BYTES = 256 * 1024
 _HEAD = struct.Struct("=qqqqq")

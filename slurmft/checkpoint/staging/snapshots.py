@@ -33,8 +33,8 @@ from slurmft.errors import CheckpointError, Fenced, UsageError
 from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import Identity
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
-from slurmft.worker import streams
-from slurmft.worker.streams import Device, Event
+from slurmft.trainer import streams
+from slurmft.trainer.streams import Device, Event
 
 CLOSE_S = 600.0
 """How long the end of a process waits for its last save; the memory that holds it would go with the process."""
@@ -47,7 +47,7 @@ SOON_S = 2.0
 """How long a failed run waits for a place to keep its last step in, before a save that waits has to give way."""
 
 DEVICE_S = 15.0
-"""How long it waits for a device to copy its state; the agent waits no longer (``agent.rescuing``)."""
+"""How long it waits for a device to copy its state; the agent waits no longer (``agent.just_in_time``)."""
 
 log = logging.getLogger(__name__)
 

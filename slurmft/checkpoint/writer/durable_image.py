@@ -14,8 +14,8 @@ from pathlib import Path
 from slurmft.checkpoint.format.image_writing import Mappings, NewFile, Pace, digests
 from slurmft.checkpoint.format.shard_index import ShardIndex, image_file, index_file, read_index, write_index
 from slurmft.checkpoint.staging.holding import holding
+from slurmft.checkpoint.writer.abandoned_saves import note_file
 from slurmft.checkpoint.writer.fault_points import reached
-from slurmft.checkpoint.writer.giving_up import note_file
 from slurmft.checkpoint.writer.progress_page import Lane, Progress, ProgressPage
 from slurmft.checkpoint.writer.writer_task import Left, Task
 from slurmft.errors import StorageError

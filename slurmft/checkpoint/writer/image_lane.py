@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slurmft.checkpoint.format.image_writing import Mappings
+from slurmft.checkpoint.writer.abandoned_saves import give_up
 from slurmft.checkpoint.writer.durable_image import Pacing, write_durably
-from slurmft.checkpoint.writer.giving_up import give_up
-from slurmft.checkpoint.writer.politeness import yield_to_others
+from slurmft.checkpoint.writer.priority import yield_to_others
 from slurmft.checkpoint.writer.progress_page import Lane, Progress, ProgressPage
 from slurmft.checkpoint.writer.writer_task import PAUSES_S, Left, Task
 from slurmft.errors import StorageError

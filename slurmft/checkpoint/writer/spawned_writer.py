@@ -12,21 +12,20 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-from slurmft.checkpoint.writer.politeness import IGNORED
+from slurmft.checkpoint.writer.priority import IGNORED
 from slurmft.checkpoint.writer.progress_page import ProgressPage
 from slurmft.system.opening import UnsafeFile, open_regular
 
 _START = (
-    "import sys; sys.path.append(sys.argv.pop(1)); "
-    "from slurmft.checkpoint.writer.writer import main; main(sys.argv[1:])"
+    "import sys; sys.path.append(sys.argv.pop(1)); from slurmft.checkpoint.writer.entry import main; main(sys.argv[1:])"
 )
-"""As ``python -m slurmft.checkpoint.writer.writer``, whatever the working folder holds, and from wherever we came."""
+"""As ``python -m slurmft.checkpoint.writer.entry``, whatever the working folder holds, and from wherever we came."""
 
 _RECEIVE_BYTES = 64 * 1024
 
 
 class SpawnedWriter:
-    """A running ``checkpoint.writer.writer`` in a session of its own: it outlives its worker and finishes by itself.
+    """A running ``checkpoint.writer.entry`` in a session of its own: it outlives its worker and finishes by itself.
 
     Raises:
         OSError: it could not be started.

@@ -13,7 +13,7 @@ from typing import Any
 
 from slurmft.checkpoint.format.shard_index import ShardIndex
 from slurmft.checkpoint.staging.holding import Claim
-from slurmft.checkpoint.writer.politeness import Throttle
+from slurmft.checkpoint.writer.priority import Throttle
 from slurmft.checkpoint.writer.write_requests import Report, ReportKind, WriteRequest, report_line
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slurmft.config.health import DiskLimits
 from slurmft.health.judging import bad, below, fine, gravest, unknown
-from slurmft.health.scene import Mount, Scene, mounts
+from slurmft.health.node_view import Mount, Scene, mounts
 from slurmft.policy.nodes.node_health import ProbeResult, Problem, Status, worst
 
 _ON_DEVICES = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "jfs", "reiserfs", "bcachefs"})

@@ -10,7 +10,7 @@ from typing import Any
 
 from slurmft.config.health import FilesystemLimits
 from slurmft.health.judging import bad, fine, gravest, unknown
-from slurmft.health.scene import Mount, Scene, mounts
+from slurmft.health.node_view import Mount, Scene, mounts
 from slurmft.policy.nodes.node_health import ProbeResult, Status
 from slurmft.system.isolation import Answer, Errand, run_all
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from slurmft.config.health import GpuLimits
 from slurmft.health import leftovers
 from slurmft.health.judging import above, bad, fine, unknown
+from slurmft.health.node_view import Scene
 from slurmft.health.probes.gpu_facts import Gpu, Survey, brief, survey
 from slurmft.health.probes.xid import xid
-from slurmft.health.scene import Scene
 from slurmft.policy.nodes.node_health import ProbeResult, Problem, Status, worst
 
 RESET = "drain the node, reset the GPU: nvidia-smi --gpu-reset"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slurmft.health.scene import Scene, text_of
+from slurmft.health.node_view import Scene, text_of
 
 SMI_S = 60.0
 """Longer than any probe may take: what is late is not known, and nobody is accused of it."""

@@ -15,8 +15,8 @@ from typing import Any
 
 from slurmft.config.health import GpuLimits
 from slurmft.health.judging import bad, fine, unknown
+from slurmft.health.node_view import Scene
 from slurmft.health.probes.gpu_facts import survey
-from slurmft.health.scene import Scene
 from slurmft.policy.nodes.node_health import ProbeResult, Problem, Status
 from slurmft.scheduler.parsing.parsing import expand_hostlist
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from slurmft.config.health import HostLimits
 from slurmft.health.judging import above, bad, fine, unknown
 from slurmft.health.leftovers import orphaned_memory
-from slurmft.health.scene import Scene, text_of
+from slurmft.health.node_view import Scene, text_of
 from slurmft.policy.nodes.node_health import ProbeResult, Status
 
 MIB = 1 << 20

@@ -6,7 +6,7 @@ import re
 
 from slurmft.config.health import MemoryLimits
 from slurmft.health.judging import above, bad, below, fine, unknown
-from slurmft.health.scene import Scene
+from slurmft.health.node_view import Scene
 from slurmft.policy.nodes.node_health import ProbeResult, Problem, Status, worst
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from slurmft.config.health import NetworkLimits
 from slurmft.health.judging import bad, fine, gravest
+from slurmft.health.node_view import Scene
 from slurmft.health.probes.host import own_name
-from slurmft.health.scene import Scene
 from slurmft.policy.nodes.node_health import ProbeResult, Problem, Status
 from slurmft.system.isolation import Answer, Errand, run_all
 

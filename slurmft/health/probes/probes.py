@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurmft.config.health import HealthConfig, UserProbe
+from slurmft.health.node_view import Scene
 from slurmft.health.probes import disk, filesystems, gpu, gpu_work, host, memory, network
 from slurmft.health.probes.user_probes import user_probe
-from slurmft.health.scene import Scene
 from slurmft.policy.nodes.node_health import ProbeResult
 
 MOMENT_S = 0.3

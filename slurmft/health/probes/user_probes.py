@@ -13,7 +13,7 @@ import time
 
 from slurmft.config.health import UserProbe
 from slurmft.health.judging import bad, unknown
-from slurmft.health.scene import Scene
+from slurmft.health.node_view import Scene
 from slurmft.policy.nodes.node_health import ProbeResult, Problem, Status
 
 MAX_OUTPUT_BYTES = 64 * 1024

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from slurmft.health.judging import bad, fine, unknown
-from slurmft.health.scene import Scene
+from slurmft.health.node_view import Scene
 from slurmft.policy.nodes.node_health import ProbeResult, Problem, Status, worst
 
 MAX_RECORDS = 100_000

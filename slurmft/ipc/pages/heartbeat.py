@@ -26,7 +26,10 @@ from slurmft.policy.timing.stop import NEVER, NOT_STARTED
 PAGE_VARIABLE = "SLURMFT_PAGE"
 STACKS_SUFFIX, FAULT_SUFFIX, RESCUE_SUFFIX = ".stacks", ".fault", ".rescue"
 """What lies beside a worker's page: the stacks that it tells (``ipc.stacks``), its newest fault, and the pipe at
-which it is asked to keep its state (``agent.rescuing``)."""
+which it is asked to keep its state (``agent.just_in_time``)."""
+
+RESCUE_S = 15.0
+"""How long workers may take to keep their state when asked: a copy of it in memory, half of the shortest lease."""
 
 MAGIC_V2 = 0x534C_5552_4D46_5402
 SLOTS = 1024

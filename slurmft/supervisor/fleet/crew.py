@@ -13,10 +13,10 @@ from slurmft.errors import LaunchError
 from slurmft.policy.nodes.membership import TooFew, Wait
 from slurmft.supervisor.attempt_folder import AttemptFolder
 from slurmft.supervisor.cluster import Cluster
+from slurmft.supervisor.fleet.agent_restarts import Reviver
 from slurmft.supervisor.fleet.agents import AgentLink, AgentLost, AgentPool
-from slurmft.supervisor.fleet.reviving import Reviver
 from slurmft.supervisor.fleet.roster import Roster
-from slurmft.supervisor.fleet.winding_down import end_agents
+from slurmft.supervisor.fleet.shutdown import end_agents
 from slurmft.supervisor.start import Start
 
 LOOK_S = 0.05

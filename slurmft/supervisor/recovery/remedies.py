@@ -16,9 +16,9 @@ from slurmft.policy.verdicts.verdict import EXIT_DO_NOT_REQUEUE, EXIT_TEMPORARY,
 from slurmft.storage.attempt_facts import noted_batches
 from slurmft.storage.journal import Event
 from slurmft.supervisor.budget import BATCH_REDUCED
-from slurmft.supervisor.recovery.accusing import Accuser
-from slurmft.supervisor.recovery.continuing import in_folder
-from slurmft.supervisor.recovery.poisoning import Poisoning
+from slurmft.supervisor.recovery.exclusions import Accuser
+from slurmft.supervisor.recovery.poison import Poisoning
+from slurmft.supervisor.recovery.requeue import in_folder
 from slurmft.supervisor.start import Start
 
 log = logging.getLogger(__name__)

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from slurmft.agent.hang_watch import look_of
 from slurmft.config.config import RunConfig
 from slurmft.errors import SlurmftError
 from slurmft.ipc.channel import Message
 from slurmft.policy.timing import learned_timeouts
-from slurmft.policy.timing.hangs import Exceeded, Hang, WorkerLook, find_culprit, narrowed
+from slurmft.policy.timing.hangs import Exceeded, Hang, WorkerLook, find_culprit, look_of, narrowed
 from slurmft.policy.verdicts.culprit import Blame
 from slurmft.storage.history import ft_state
 from slurmft.storage.history.timings import fingerprint

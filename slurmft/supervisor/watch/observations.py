@@ -20,7 +20,7 @@ from slurmft.storage.journal import Event, Journal
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.storage.verdicts import read_verdict
 from slurmft.supervisor.watch.measurements import Measurements
-from slurmft.supervisor.watch.save_watch import SaveWatch
+from slurmft.supervisor.watch.saves import SaveWatch
 
 TIMINGS_EVERY_S = 60.0
 """How often what was measured is written while the attempt goes on."""

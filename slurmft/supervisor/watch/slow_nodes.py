@@ -14,15 +14,15 @@ from slurmft.policy.nodes.evidence import Suspect
 from slurmft.policy.verdicts.verdict import Cause
 from slurmft.supervisor.cluster import SlurmCluster
 from slurmft.supervisor.grace import workload_of
-from slurmft.supervisor.recovery.accusing import Accuser
-from slurmft.supervisor.recovery.elsewhere import choose, next_placement
+from slurmft.supervisor.recovery.exclusions import Accuser
+from slurmft.supervisor.recovery.place_elsewhere import choose, next_placement
 from slurmft.supervisor.start import Start
 from slurmft.supervisor.stops import Stops
 from slurmft.supervisor.watch.observations import Observations
 
 if TYPE_CHECKING:
     from slurmft.policy.timing.straggler_verdict import StragglerVerdict
-    from slurmft.supervisor.watch.straggler_watch import StragglerWatch
+    from slurmft.supervisor.watch.stragglers import StragglerWatch
 
 
 class SlowNodes:
@@ -38,7 +38,7 @@ class SlowNodes:
     def note(self, host: str, message: Message) -> None:
         """Take in one agent's report, and act on the verdict that it completes."""
         if self._watch is None:
-            from slurmft.supervisor.watch.straggler_watch import StragglerWatch  # brings numpy, 0.1 s at every start
+            from slurmft.supervisor.watch.stragglers import StragglerWatch  # brings numpy, 0.1 s at every start
 
             nodes = self._seen.world_size // self._config.nproc_per_node  # as many as this attempt has
             self._watch = StragglerWatch(

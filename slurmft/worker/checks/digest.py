@@ -7,7 +7,7 @@ import hashlib
 
 import torch
 
-from slurmft.worker.streams import settle
+from slurmft.trainer.streams import settle
 
 
 def weights_digest(model: torch.nn.Module) -> str:

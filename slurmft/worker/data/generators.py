@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from slurmft.worker.data import rng
+from slurmft.trainer import rng
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ _CHANGED = -1
 
 
 class IterationStart:
-    """Remembers the states that ``mark`` finds; ``state`` and ``restore`` are as in ``worker.data.rng``."""
+    """Remembers the states that ``mark`` finds; ``state`` and ``restore`` are as in ``trainer.rng``."""
 
     def __init__(self) -> None:
         self._copy_torch = torch.default_generator.get_state

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from slurmft.errors import UsageError
-from slurmft.worker.host_group import host_group, takes_host_data
+from slurmft.trainer.host_group import host_group, takes_host_data
 
 
 class DistributedSignalHandler:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slurmft.worker.streams import Device
+from slurmft.trainer.streams import Device
 
 AHEAD = 8
 """Spans that may be under way: the host runs ahead of its GPU. With more, spans are left out until some are over."""

@@ -22,7 +22,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from slurmft.ipc.pages.timing_page import CPU, CUDA, RING, STEP, TIMING_PAGE_VARIABLE, WORK, TimingPage, plain_name
-from slurmft.worker import streams
+from slurmft.trainer import streams
 from slurmft.worker.stragglers.device_time import DeviceSpans
 from slurmft.worker.stragglers.first_collective import FirstCollective
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from slurmft import CheckpointManager, start_session
 from slurmft.worker.checks.digest import weights_digest
-from slurmft.worker.data.data import ByteCorpus, WindowLoader
+from slurmft.worker.data.loader import ByteCorpus, WindowLoader
 
 CHANNELS = 16
 

@@ -25,10 +25,10 @@ from slurmft.checkpoint.staging.holding import Claim, is_claimed
 from slurmft.checkpoint.writer.fault_points import COMMIT_POINTS, ONCE_VARIABLE, STAGING_POINTS, VARIABLE, WRITER_POINTS
 from slurmft.errors import CheckpointError, DataError, DirectoryInUse, Fenced, UsageError
 from slurmft.system.files import write_json
-from slurmft.worker.data.data import ByteCorpus, WindowLoader
-from slurmft.worker.rerun.rerun import RerunStateMachine
-from slurmft.worker.rerun.rerun_data import RerunDataIterator
-from slurmft.worker.rerun.rerun_settings import RerunSettings
+from slurmft.worker.data.loader import ByteCorpus, WindowLoader
+from slurmft.worker.rerun.data import RerunDataIterator
+from slurmft.worker.rerun.settings import RerunSettings
+from slurmft.worker.rerun.state_machine import RerunStateMachine
 
 
 class Run:

@@ -25,8 +25,8 @@ from slurmft.checkpoint.staging.arena import Arena, Place
 from slurmft.checkpoint.staging.rank_records import RankRecord, read_record
 from slurmft.checkpoint.writer.fault_points import ONCE_VARIABLE, VARIABLE
 from slurmft.errors import CheckpointError
-from slurmft.worker.background import BACKGROUND, Outcome
-from slurmft.worker.data.data import ByteCorpus, WindowLoader
+from slurmft.trainer.savers import SAVERS, Outcome
+from slurmft.worker.data.loader import ByteCorpus, WindowLoader
 
 
 class Run:
@@ -62,7 +62,7 @@ class Run:
             self.optimizer.step()
             self.scheduler.step()
             self.step += 1
-            BACKGROUND.at_boundary(self.step)
+            SAVERS.at_boundary(self.step)
 
     def tensors(self) -> list[torch.Tensor]:
         state = self.optimizer.state_dict()["state"].values()
@@ -105,17 +105,17 @@ class Listener:
 
 @pytest.fixture
 def listener():
-    BACKGROUND.listener = one = Listener()
+    SAVERS.listener = one = Listener()
     yield one
-    BACKGROUND.listener = None
-    BACKGROUND.is_armed = False
+    SAVERS.listener = None
+    SAVERS.is_armed = False
 
 
 @pytest.fixture(autouse=True)
 def in_background(monkeypatch, synchronous_saves):
     monkeypatch.setenv("SLURMFT_CHECKPOINT_ASYNC_SAVE", "1")
     yield
-    BACKGROUND.save_begins(urgent=False)
+    SAVERS.save_begins(urgent=False)
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_a_save_returns_before_it_is_durable_and_holds_what_was_then(folder, run
     checkpoints = CheckpointManager(folder)
     path = checkpoints.save(*run.objects, step=1, **run.parts)
     writer.await_stop()
-    assert BACKGROUND.outcome is Outcome.STAGED and steps(folder) == [] and listener.saved == []
+    assert SAVERS.outcome is Outcome.STAGED and steps(folder) == [] and listener.saved == []
     before, draw = run.tensors(), random.getstate()
     with torch.no_grad():
         for value in [*run.model.state_dict().values(), *run.optimizer.state[run.model[0].weight].values()]:
@@ -234,7 +234,7 @@ def test_with_both_places_in_use_a_save_is_skipped(folder, run, writer, caplog):
     writer.await_stop()
     assert checkpoints.save(*run.objects, step=2)
     assert checkpoints.save(*run.objects, step=3) is None
-    assert BACKGROUND.outcome is Outcome.SKIPPED and "step 3 is not saved" in caplog.text
+    assert SAVERS.outcome is Outcome.SKIPPED and "step 3 is not saved" in caplog.text
     writer.go_on()
     checkpoints.wait()
     assert steps(folder) == [2, 1]
@@ -252,7 +252,7 @@ def test_a_save_that_must_not_be_skipped_waits(folder, run, writer, monkeypatch,
     writer.await_stop()
     checkpoints.save(*run.objects, step=2)
     thread = writer.go_on_soon()
-    BACKGROUND.save_begins(urgent=why == "urgent")
+    SAVERS.save_begins(urgent=why == "urgent")
     path = checkpoints.save(*run.objects, step=3, async_save=why != "synchronous")
     thread.join()
     checkpoints.wait()
@@ -488,12 +488,12 @@ def test_the_last_complete_step_is_kept_bit_for_bit(folder, memory, listener):
     first.train(1)
     checkpoints.save(*first.objects, step=1, **first.parts)
     checkpoints.wait()
-    assert BACKGROUND.is_armed
+    assert SAVERS.is_armed
     first.train(3)
     first.forward()  # of a step that is never over: it draws, counts on, and changes the buffers
     assert listener.rescuable == 4
-    BACKGROUND.rescue()
-    BACKGROUND.rescue()
+    SAVERS.rescue()
+    SAVERS.rescue()
     assert listener.rescued == [4]
     checkpoints.close()
     checkpoints, second, loaded = load(folder)
@@ -511,9 +511,9 @@ def test_weights_between_two_steps_are_never_kept(folder, memory, listener):
     run.forward()
     run.optimizer.step()
     assert listener.rescuable < 0
-    BACKGROUND.rescue()
+    SAVERS.rescue()
     run.scheduler.step()
-    BACKGROUND.rescue()
+    SAVERS.rescue()
     assert listener.rescued == []
     checkpoints.wait()
     checkpoints.close()
@@ -530,7 +530,7 @@ def two_steps_after_a_save(folder: Path) -> tuple[Run, CheckpointManager]:
 
 def test_a_rescue_waits_for_a_copy_that_is_under_way_and_takes_the_other_place(folder, memory, listener, monkeypatch):
     run, checkpoints = two_steps_after_a_save(folder)
-    rescue = threading.Thread(target=BACKGROUND.rescue)
+    rescue = threading.Thread(target=SAVERS.rescue)
     copy = snapshots.copy_into
 
     def copy_meanwhile(*arguments: object, **options: object) -> None:
@@ -555,7 +555,7 @@ def test_a_rescue_waits_for_a_copy_that_is_under_way_and_takes_the_other_place(f
 def test_what_a_rescue_has_kept_is_not_written_over(folder, memory, listener):
     """This rank was late for a save that another has died in."""
     run, checkpoints = two_steps_after_a_save(folder)
-    BACKGROUND.rescue()
+    SAVERS.rescue()
     assert listener.rescued == [2] and listener.rescuable < 0 and not listener.is_rescuing
     kept = [path for path in memory.glob("*.json") if json.loads(path.read_text())["identity"][0] == 2]
     content = kept[0].read_bytes()
@@ -569,7 +569,7 @@ def test_what_a_rescue_has_kept_is_not_written_over(folder, memory, listener):
 def test_a_rescue_that_fails_does_not_let_the_agent_wait(folder, memory, listener, monkeypatch):
     _run = two_steps_after_a_save(folder)
     monkeypatch.setenv(VARIABLE, f"half staged={errno.ENOMEM}")
-    BACKGROUND.rescue()
+    SAVERS.rescue()
     assert listener.rescued == [] and listener.rescuable < 0 and not listener.is_rescuing
 
 
@@ -578,7 +578,7 @@ def test_a_rescue_asks_for_room_before_it_grows(folder, memory, listener, monkey
     before = {path.name: path.read_bytes() for path in memory.glob("shard-0.*")}
     monkeypatch.setattr(snapshots.Layout, "capacity_bytes", lambda *_: 1 << 50)  # more than any node has
     with caplog.at_level(logging.WARNING):
-        BACKGROUND.rescue()
+        SAVERS.rescue()
     assert listener.rescued == []
     assert "step 2 is not kept just in time" in caplog.text and "are needed" in caplog.text
     assert {path.name: path.read_bytes() for path in memory.glob("shard-0.*")} == before, "nothing was given up for it"
@@ -595,7 +595,7 @@ def test_a_save_does_not_fail_of_what_is_for_a_rescue_alone(folder, memory, list
         checkpoints.wait()
     assert steps(folder) == [1]
     assert "no step is kept just in time: MemoryError: no room for buffers" in caplog.text
-    BACKGROUND.rescue()
+    SAVERS.rescue()
     assert listener.rescued == []
 
 
@@ -616,8 +616,8 @@ import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.writer.fault_points import VARIABLE
-from slurmft.worker.background import BACKGROUND
-from slurmft.worker.data.data import ByteCorpus, WindowLoader
+from slurmft.trainer.savers import SAVERS
+from slurmft.worker.data.loader import ByteCorpus, WindowLoader
 from slurmft.worker.checks.digest import weights_digest
 
 torch.set_num_threads(1)
@@ -634,7 +634,7 @@ def work(name, rank, victim, until):
                       SLURMFT_MEMORY_DIR=folder + "/memory", SLURMFT_GENERATION=str(len(victim) and 1 or 2))
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{len(victim)}", rank=rank, world_size=2,
                             timeout=timedelta(seconds=60))
-    BACKGROUND.listener = Listener()
+    SAVERS.listener = Listener()
     torch.manual_seed(1)
     plain = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 4))
     model = DistributedDataParallel(plain)
@@ -657,13 +657,13 @@ def work(name, rank, victim, until):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            BACKGROUND.at_boundary(step + 1)
+            SAVERS.at_boundary(step + 1)
             if name.startswith(("saving", "only")) and step + 1 == 4 and victim:
                 if rank == victim[0]:
                     os.environ[VARIABLE] = "half staged=kill"
                 checkpoints.save(model, optimizer, step=4, loader=loader)
     except RuntimeError:
-        BACKGROUND.rescue()
+        SAVERS.rescue()
         os._exit(7)
     checkpoints.wait()
     with open(f"{folder}/report-{rank}", "w") as stream:

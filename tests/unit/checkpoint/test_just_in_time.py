@@ -21,12 +21,12 @@ from slurmft.checkpoint.format.flat_state import FACTS, capture, rank_key
 from slurmft.checkpoint.format.reading import Stored
 from slurmft.checkpoint.format.shard_index import read_index
 from slurmft.checkpoint.just_in_time import JustInTime
-from slurmft.checkpoint.landing import prepare
+from slurmft.checkpoint.restore import prepare
 from slurmft.checkpoint.staging.rank_records import RankRecord, read_record, record_file
 from slurmft.checkpoint.state import Trainee
 from slurmft.ipc.pages.heartbeat import IN_UPDATE
-from slurmft.worker.background import BACKGROUND
-from slurmft.worker.data.data import ElasticSampler
+from slurmft.trainer.savers import SAVERS
+from slurmft.worker.data.loader import ElasticSampler
 
 
 class Listener:
@@ -45,10 +45,10 @@ class Listener:
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    BACKGROUND.listener = one = Listener()
+    SAVERS.listener = one = Listener()
     yield one
-    BACKGROUND.listener = None
-    BACKGROUND.is_armed = False
+    SAVERS.listener = None
+    SAVERS.is_armed = False
 
 
 class Kept:

@@ -24,8 +24,8 @@ from late_device import LateDevice, Stream
 from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.staging import snapshots
 from slurmft.checkpoint.staging.device_steps import AHEAD
-from slurmft.worker import streams
-from slurmft.worker.background import BACKGROUND
+from slurmft.trainer import streams
+from slurmft.trainer.savers import SAVERS
 from slurmft.worker.session import Session
 
 SIZE = 2000
@@ -106,7 +106,7 @@ class Run:
         self.optimizer.step()
         self.scheduler.step()
         self.done += 1
-        BACKGROUND.at_boundary(self.done)
+        SAVERS.at_boundary(self.done)
 
     def save(self) -> None:
         self.checkpoints.save(self.model, self.optimizer, step=self.done, scheduler=self.scheduler, async_save=False)
@@ -123,9 +123,9 @@ def device(monkeypatch) -> LateDevice:
 
 @pytest.fixture
 def listener(own_environment) -> Listener:
-    BACKGROUND.listener = one = Listener()
+    SAVERS.listener = one = Listener()
     yield one
-    BACKGROUND.listener, BACKGROUND.is_armed = None, False
+    SAVERS.listener, SAVERS.is_armed = None, False
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def run(device, listener, tmp_path, monkeypatch) -> Run:
 
 def rescued() -> None:
     """As the agent asks for it: in a thread of its own."""
-    thread = threading.Thread(target=BACKGROUND.rescue, name="slurmft-rescue")
+    thread = threading.Thread(target=SAVERS.rescue, name="slurmft-rescue")
     thread.start()
     thread.join(30)
     assert not thread.is_alive(), "it waits for the collective"
@@ -159,7 +159,7 @@ def loaded(run: Run, monkeypatch) -> tuple[int, list[float], float, float, int]:
     """Step, weights, rate, counter, and the scheduler's place, as the next attempt finds them."""
     run.checkpoints.close()
     monkeypatch.setattr(streams, "find", lambda _: None)
-    BACKGROUND.listener = None
+    SAVERS.listener = None
     other = Run(run.checkpoints.directory, None)
     found = other.checkpoints.load_latest(other.model, other.optimizer, scheduler=other.scheduler)
     other.checkpoints.close()
@@ -247,7 +247,7 @@ def test_an_optimizer_with_a_stream_of_its_own_is_waited_for(run, listener, monk
         run.optimizer.step()
     run.scheduler.step()
     run.done += 1
-    BACKGROUND.at_boundary(run.done)
+    SAVERS.at_boundary(run.done)
     get_on(run)
     rescued()
     assert listener.rescued == [], "its weights are those of the step before"
@@ -266,7 +266,7 @@ def test_the_end_of_a_later_step_on_another_stream_leaves_nothing_to_trust(run, 
         run.optimizer.step()
     run.scheduler.step()
     run.done += 1
-    BACKGROUND.at_boundary(run.done)
+    SAVERS.at_boundary(run.done)
     get_on(run)
     rescued()
     assert listener.rescued == []
@@ -364,7 +364,7 @@ def test_nothing_is_kept_where_updates_are_replayed_from_a_graph(run, listener):
 def test_communicators_are_aborted_only_after_the_step_was_kept(monkeypatch, error, what_happens):
     """An abort lets the device go on behind the collective that has failed."""
     happened: list[str] = []
-    monkeypatch.setattr(BACKGROUND, "rescue", lambda: happened.append("kept"))
+    monkeypatch.setattr(SAVERS, "rescue", lambda: happened.append("kept"))
     groups = SimpleNamespace(close=lambda *, orderly: happened.append("left in order" if orderly else "aborted"))
     leaving = SimpleNamespace(_page={}, _reruns=None, _groups=groups)
     Session.__exit__(leaving, type(error) if error else None, error, None)

@@ -26,8 +26,8 @@ from slurmft.checkpoint.format.dcp_metadata import METADATA_FILE
 from slurmft.checkpoint.format.shard_index import image_file, index_file
 from slurmft.checkpoint.staging.holding import alone, holding, is_held
 from slurmft.checkpoint.state import Trainee
+from slurmft.checkpoint.writer.abandoned_saves import note_file, reason_of
 from slurmft.checkpoint.writer.durable_image import _opened
-from slurmft.checkpoint.writer.giving_up import note_file, reason_of
 from slurmft.checkpoint.writer.spawned_writer import SpawnedWriter
 from slurmft.checkpoint.writer.write_requests import Keep
 from slurmft.cli.main import cli

@@ -20,11 +20,11 @@ from torch import nn
 from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.staging import snapshots
 from slurmft.checkpoint.staging.arena import Arena
-from slurmft.worker import streams
-from slurmft.worker.background import BACKGROUND
+from slurmft.trainer import streams
+from slurmft.trainer.savers import SAVERS
 from slurmft.worker.checks.digest import weights_digest
-from slurmft.worker.rerun.rerun import RerunStateMachine
-from slurmft.worker.rerun.rerun_settings import RerunSettings
+from slurmft.worker.rerun.settings import RerunSettings
+from slurmft.worker.rerun.state_machine import RerunStateMachine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_environment")]
 
@@ -57,9 +57,9 @@ def listener(tmp_path, monkeypatch) -> Listener:
     memory = tmp_path / "memory"
     memory.mkdir(mode=0o700)
     monkeypatch.setenv("SLURMFT_MEMORY_DIR", str(memory))
-    BACKGROUND.listener = one = Listener()
+    SAVERS.listener = one = Listener()
     yield one
-    BACKGROUND.listener, BACKGROUND.is_armed = None, False
+    SAVERS.listener, SAVERS.is_armed = None, False
 
 
 def seconds(work) -> float:
@@ -129,20 +129,20 @@ def test_just_in_time_does_not_wait_for_what_hangs_on_the_default_stream(device,
     checkpoints.save(model, optimizer, step=0, async_save=False)
     for step in (1, 2):
         trained(model, optimizer, device)
-        BACKGROUND.at_boundary(step)
+        SAVERS.at_boundary(step)
     digest = weights_digest(model)
     torch.cuda._sleep(HANG_CYCLES)
     trained(model, optimizer, device)
-    BACKGROUND.at_boundary(3)  # the host is ahead of a device that hangs
+    SAVERS.at_boundary(3)  # the host is ahead of a device that hangs
     began = time.perf_counter()
-    rescue = threading.Thread(target=BACKGROUND.rescue)
+    rescue = threading.Thread(target=SAVERS.rescue)
     rescue.start()
     rescue.join()
     record_property("rescue", f"{time.perf_counter() - began:.3f} s")
     assert listener.rescued == [2]
     torch.cuda.synchronize()
     checkpoints.close()
-    BACKGROUND.listener = None
+    SAVERS.listener = None
     other = a_model(device)
     loaded = CheckpointManager(tmp_path / "checkpoints").load_latest(other, torch.optim.AdamW(other.parameters()))
     assert (loaded.step, weights_digest(other)) == (2, digest)
@@ -214,9 +214,9 @@ memory.mkdir(mode=0o700, exist_ok=True)
 os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                "SLURMFT_MEMORY_DIR": str(memory)}
 from slurmft.checkpoint import CheckpointManager
-from slurmft.worker.background import BACKGROUND
+from slurmft.trainer.savers import SAVERS
 from test_on_gpu import Listener, a_model, trained
-BACKGROUND.listener = listener = Listener()
+SAVERS.listener = listener = Listener()
 dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2)
 device = torch.device("cuda", 0)
 model = a_model(device)
@@ -225,11 +225,11 @@ checkpoints = CheckpointManager(root / "checkpoints")
 checkpoints.save(model, optimizer, step=0, async_save=False)
 for step in (1, 2):
     trained(model, optimizer, device)
-    BACKGROUND.at_boundary(step)
+    SAVERS.at_boundary(step)
 torch.cuda.synchronize()
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-threading.Timer(1.0, BACKGROUND.rescue).start()
+threading.Timer(1.0, SAVERS.rescue).start()
 def look():
     while listener.rescued != [2]:
         time.sleep(0.01)

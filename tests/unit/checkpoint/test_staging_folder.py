@@ -15,7 +15,7 @@ from slurmft.checkpoint.staging import snapshots
 from slurmft.checkpoint.writer.fault_points import VARIABLE
 from slurmft.errors import CheckpointError
 from slurmft.policy.checkpoints.tiers import Tier
-from slurmft.worker.background import BACKGROUND
+from slurmft.trainer.savers import SAVERS
 
 
 @pytest.fixture
@@ -110,22 +110,22 @@ class Listener:
 
 
 def test_a_step_that_is_kept_just_in_time_there_is_found_too(tmp_path, monkeypatch, memory, little_memory):
-    monkeypatch.setattr(BACKGROUND, "listener", Listener())
+    monkeypatch.setattr(SAVERS, "listener", Listener())
     folder, (model, optimizer) = tmp_path / "checkpoints", trained(0)
     checkpoints = CheckpointManager(folder)
     checkpoints.save(model, optimizer, step=0, async_save=False)
     for step in (1, 2):
         model(torch.ones(1, 20)).sum().backward()
         optimizer.step()
-        BACKGROUND.at_boundary(step)
-    BACKGROUND.rescue()
+        SAVERS.at_boundary(step)
+    SAVERS.rescue()
     checkpoints.close()
     assert list((folder / ".staging").glob("shard-0.*.json"))
     assert not list(memory.glob("*.image")) and list(memory.glob("*.record"))
     other, fresh = trained(0)
     loaded = CheckpointManager(folder).load_latest(other, fresh)
     assert loaded.step == 2 and torch.equal(other.weight, model.weight)
-    BACKGROUND.is_armed = False
+    SAVERS.is_armed = False
 
 
 def test_a_node_offers_its_own_first_and_of_large_worlds_nothing_else(tmp_path):

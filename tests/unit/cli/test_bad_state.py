@@ -17,11 +17,12 @@ from click.testing import CliRunner
 from slurmft.checkpoint.catalog import Catalog, Entry, FileRecord, Identity, write_marker
 from slurmft.cli.main import cli, main
 from slurmft.errors import SlurmftError
-from slurmft.operations import overview as overview_module
-from slurmft.operations.overview import overviews, progress_of
+from slurmft.operations import status as overview_module
+from slurmft.operations.status import overviews
 from slurmft.policy.site.job_identity import JobIdentity
 from slurmft.scheduler import own_jobs
 from slurmft.scheduler.parsing.parsing import parse_jobs
+from slurmft.storage.progress import progress_of
 from slurmft.storage.run_folder import RunFolder
 
 OWNER = {
@@ -327,7 +328,7 @@ def test_what_another_user_may_not_read_hides_nothing(runs, tmp_path, forbid, me
     (tmp_path / forbid).chmod(0)
 
     def look() -> list[str]:
-        from slurmft.cli.names import every_run
+        from slurmft.cli.arguments import every_run
 
         return [f"{entry.state} {entry.detail}" for entry in overviews(every_run())]
 
@@ -344,10 +345,13 @@ def test_what_another_user_may_not_read_hides_nothing(runs, tmp_path, forbid, me
 def as_nobody(work):
     """In this process, for a moment: its files are then somebody else's. What it imports must be there before."""
     for module in (
-        "cli.submitting",
-        "cli.verbs",
-        "cli.reading",
-        "operations.outside",
+        "cli.submit",
+        "cli.explain",
+        "cli.logs",
+        "cli.requeue",
+        "cli.stop",
+        "cli.status",
+        "operations.control",
         "operations.rescue",
         "supervisor.run",
     ):
@@ -465,7 +469,7 @@ def test_an_error_of_the_operating_system_that_nobody_foresaw(runs, monkeypatch,
     def refuse(_run: RunFolder) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/x/y")
 
-    monkeypatch.setattr("slurmft.cli.reading.story", refuse)
+    monkeypatch.setattr("slurmft.cli.explain.story", refuse)
     monkeypatch.setattr(sys, "argv", ["slurmft", "explain", "good"])
     with pytest.raises(SystemExit) as ended:
         main()

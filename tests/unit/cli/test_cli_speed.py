@@ -91,7 +91,7 @@ def test_a_dry_run_imports_only_what_writes_the_script(tmp_path):
     modules = modules_after("submit", str(config), "--dry-run", "--cluster", "local", cwd=tmp_path)
     assert "submitit" in modules
     assert packages(modules) & {"rich", "psutil", "torch"} == set()
-    assert "slurmft.supervisor.supervisor" not in modules
+    assert "slurmft.supervisor.attempt" not in modules
 
 
 def test_a_nodes_processes_import_no_tables_and_no_submission(tmp_path):

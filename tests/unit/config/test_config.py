@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from slurmft.cli.schema import schema
+from slurmft.cli.schema import configuration_schema
 from slurmft.config import config as configuration
 from slurmft.config.config import RunConfig, load, validate
 from slurmft.errors import ConfigError
@@ -404,7 +404,7 @@ def keys_of_schema(node: dict[str, Any], definitions: dict[str, Any]) -> set[str
 
 
 def test_the_json_schema_lists_every_key():
-    text = schema()
+    text = configuration_schema()
     assert json.loads(json.dumps(text)) == text
     assert keys_of_schema(text, text["$defs"]) == keys_of(RunConfig)
     assert set(text["required"]) == {"command", "run_folder"}
@@ -412,7 +412,7 @@ def test_the_json_schema_lists_every_key():
 
 
 def test_every_key_is_documented_beside_it():
-    text = schema()
+    text = configuration_schema()
     parts = [text, *(part for part in text["$defs"].values() if "properties" in part)]
     keys = [(key, facts) for part in parts for key, facts in part["properties"].items() if "$ref" not in facts]
     assert [key for key, facts in keys if not facts.get("description")] == []

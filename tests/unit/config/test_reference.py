@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from slurmft.cli.schema import schema
+from slurmft.cli.schema import configuration_schema
 from slurmft.config import config as configuration
 from slurmft.config.config import RunConfig
 
@@ -84,14 +84,14 @@ def test_without_its_optional_keys_the_reference_means_the_same():
 
 def test_the_schema_is_up_to_date():
     stored = json.loads((CONFIGS / "schema.json").read_text(encoding="utf-8"))
-    assert stored == schema(), "slurmft schema > configs/schema.json"
+    assert stored == configuration_schema(), "slurmft schema > configs/schema.json"
 
 
 def test_the_schema_describes_every_key():
     def undescribed(model: dict[str, Any]) -> list[str]:
         return [name for name, value in model["properties"].items() if not ("description" in value or "$ref" in value)]
 
-    text = schema()
+    text = configuration_schema()
     assert undescribed(text) == [name for part in text["$defs"].values() if "properties" in part
                                    for name in undescribed(part)] == []  # fmt: skip
 

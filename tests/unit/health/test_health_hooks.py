@@ -23,7 +23,7 @@ from slurmft.health.checker import HealthChecker
 from slurmft.health.cleaning import clean, is_left_over
 from slurmft.health.hooks import REFUSED, slurm_conf_lines
 from slurmft.health.leftovers import Process, process, running_jobs
-from slurmft.health.scene import Scene
+from slurmft.health.node_view import Scene
 from slurmft.scheduler.parsing.parsing import JobRecord
 
 BIN = Path(slurmft.__file__).parents[1] / "bin"

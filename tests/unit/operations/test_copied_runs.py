@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from slurmft.cli.submitting import submit
+from slurmft.cli.submit import submit
 from slurmft.config import config as configuration
 from slurmft.errors import StorageError, UsageError
 from slurmft.operations.run_configuration import (

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from slurmft.errors import SlurmError, SlurmUnavailable
 from slurmft.operations import doctor as diagnosing
-from slurmft.operations.folder_test import try_folder
+from slurmft.operations.doctor import try_folder
 from slurmft.policy.site.doctor import (
     AdminFacts,
     FolderFacts,

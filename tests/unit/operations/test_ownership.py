@@ -14,17 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from slurmft.cli import (
-    advising,
-    checkpoints,
-    diagnosing,
-    drilling,
-    excluding,
-    injecting,
-    joining,
-    submitting,
-    verbs,
-)
+from slurmft.cli import advise, checkpoint, doctor, drill, exclude, inject, join, requeue, stop, submit
 from slurmft.errors import StorageError, UsageError
 from slurmft.operations import on_behalf, rescue
 from slurmft.operations.run_configuration import refuse_foreign_configuration
@@ -218,14 +208,14 @@ def test_ten_thousand_folders_of_others_cost_little_and_one_line(run, monkeypatc
 
 
 ACTING = {
-    "stop": (verbs.stop, []),
-    "save": (verbs.save, []),
-    "requeue": (verbs.requeue, []),
-    "requeue --rescue": (verbs.requeue, ["--rescue"]),
-    "inject": (injecting.inject, ["kill"]),
-    "join": (joining.join, []),
-    "join --here": (joining.join, ["--here"]),
-    "checkpoint rm": (checkpoints.rm, ["1"]),
+    "stop": (stop.stop, []),
+    "save": (stop.save, []),
+    "requeue": (requeue.requeue, []),
+    "requeue --rescue": (requeue.requeue, ["--rescue"]),
+    "inject": (inject.inject, ["kill"]),
+    "join": (join.join, []),
+    "join --here": (join.join, ["--here"]),
+    "checkpoint rm": (checkpoint.rm, ["1"]),
 }
 
 
@@ -242,17 +232,17 @@ def test_a_verb_that_acts_refuses_another_users_run_and_writes_nothing(run, verb
 
 
 CONFIGURED = {
-    "submit": (submitting.submit, ["--dry-run"]),
-    "drill": (drilling.drill, ["--dry-run"]),
-    "advise": (advising.advise, []),
-    "doctor": (diagnosing.doctor, []),
-    "exclude add": (excluding.add, ["n1", "--reason", "x", "--config"]),
+    "submit": (submit.submit, ["--dry-run"]),
+    "drill": (drill.drill, ["--dry-run"]),
+    "advise": (advise.advise, []),
+    "doctor": (doctor.doctor, []),
+    "exclude add": (exclude.add, ["n1", "--reason", "x", "--config"]),
 }
 
 
 @pytest.mark.parametrize("verb", CONFIGURED)
 def test_the_configuration_of_another_users_run_is_not_acted_on(run, verb, monkeypatch):
-    monkeypatch.setattr(drilling.slurm, "available", lambda: True)
+    monkeypatch.setattr(drill.slurm, "available", lambda: True)
     run.config.write_text(f"command: x\nrun_folder: {run.path}\nexclusions: {{path: {run.path.parent}/nodes.json}}\n")
     for path in (run.path, *run.path.iterdir()):
         os.chown(path, OTHER, OTHER)
@@ -366,7 +356,7 @@ def test_root_acts_only_for_users_who_can_log_in(monkeypatch, owner, shell, is_s
 def test_root_itself_is_no_owner(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURMFT_RUNS", str(tmp_path))
     with pytest.raises(UsageError, match="which are not root's"):
-        CliRunner().invoke(verbs.requeue, ["--rescue", "--as-owner"], catch_exceptions=False, standalone_mode=False)
+        CliRunner().invoke(requeue.requeue, ["--rescue", "--as-owner"], catch_exceptions=False, standalone_mode=False)
 
 
 def test_the_batch_script_is_private(tmp_path):

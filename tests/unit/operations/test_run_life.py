@@ -10,7 +10,7 @@ from run_life import StartOfAJob, World
 
 from slurmft.errors import LaunchError, RunBusy, SlurmError
 from slurmft.operations import rescue
-from slurmft.operations.overview import overviews
+from slurmft.operations.status import overviews
 from slurmft.policy.site.job_identity import JobIdentity
 from slurmft.policy.verdicts.verdict import Cause
 from slurmft.scheduler import slurm

@@ -14,14 +14,14 @@ import odd_files
 import pytest
 from click.testing import CliRunner
 
-from slurmft.agent import forensics, hang_watch
-from slurmft.cli import watching
+from slurmft.agent import forensics, hangs
+from slurmft.cli import progress
 from slurmft.cli.main import cli
 from slurmft.config.config import load
 from slurmft.errors import SlurmftError
 from slurmft.health.results import read_results, write_result
 from slurmft.ipc import stacks
-from slurmft.operations.overview import overviews
+from slurmft.operations.status import overviews
 from slurmft.operations.sweep_metrics import heartbeat_url
 from slurmft.policy.nodes.evidence import Evidence, Kind, Suspect
 from slurmft.policy.nodes.node_health import Checkup
@@ -32,7 +32,7 @@ from slurmft.storage.journal import Journal
 from slurmft.storage.run_folder import REQUESTS, Attempt, RunFolder
 from slurmft.supervisor import evidence
 from slurmft.system import files, opening
-from slurmft.worker.data import data
+from slurmft.worker.data import loader
 
 pytestmark = pytest.mark.timeout(10)
 
@@ -87,7 +87,7 @@ READERS: dict[str, tuple[str, Reader]] = {
     "heartbeat's URL": ("url", heartbeat_url),
     "slurm.conf": ("slurm.conf", lambda path: slurm.configured_cluster({"SLURM_CONF": str(path)})),
     "slurm.conf in a folder": ("slurm.conf", lambda path: slurm.configured_cluster({"SLURM_CONF": str(path.parent)})),
-    "script": ("train.py", lambda path: hang_watch.mentions(b"x", ["python", "train.py"], path.parent)),
+    "script": ("train.py", lambda path: hangs.mentions(b"x", ["python", "train.py"], path.parent)),
     "stacks": ("s.stacks", stacks.read),
     "stacks, written": ("stacks-rank-3.txt", lambda path: forensics._append(path.parent, 3, "dump", "why")),
     "log's end": ("rank-0.log", evidence.tail),
@@ -97,8 +97,8 @@ READERS: dict[str, tuple[str, Reader]] = {
         "attempts/7.0.0/x.rank_3", lambda path: evidence.collect(RunFolder(path.parents[2]), ATTEMPT, []),
     ),
     "srun's words": ("attempts/7.0.0/srun.err", lambda path: evidence.step_words(path.parent)),
-    "final digest": ("attempts/7.0.0/rank-0.log", lambda path: watching._final_digest(RunFolder(path.parents[2]))),
-    "texts to train on": ("a.txt", lambda path: data._head(path, 1 << 20)),
+    "final digest": ("attempts/7.0.0/rank-0.log", lambda path: progress._final_digest(RunFolder(path.parents[2]))),
+    "texts to train on": ("a.txt", lambda path: loader._head(path, 1 << 20)),
     "output": ("controller.log", _appended),
     "run lock": (".lock", lambda path: _locked(RunFolder(path.parent))),
     **{f"request {kind}": (kind, lambda path: RunFolder(path.parent).take_request(path.name)) for kind in REQUESTS},

@@ -45,7 +45,7 @@ class LateEvent:
 
 
 class LateDevice:
-    """As ``worker.streams.Device``; ``find`` and ``is_on_device`` go in the place of those of that module."""
+    """As ``trainer.streams.Device``; ``find`` and ``is_on_device`` go in the place of those of that module."""
 
     def __init__(self) -> None:
         self.default = Stream("default")

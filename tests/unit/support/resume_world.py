@@ -35,14 +35,14 @@ import torch.distributed as dist
 from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.catalog import Catalog
 from slurmft.checkpoint.replicas.offers import holdings_in
-from slurmft.checkpoint.writer import writer
+from slurmft.checkpoint.writer import main as writer
 from slurmft.checkpoint.writer.fault_points import ONCE_VARIABLE, STAGING_POINTS, VARIABLE
 from slurmft.checkpoint.writer.spawned_writer import SpawnedWriter
 from slurmft.errors import CheckpointError
 from slurmft.policy.checkpoints.tiers import Tier
 from slurmft.storage.memory_folder import KEY_FILE, copies_key
-from slurmft.worker.background import BACKGROUND
-from slurmft.worker.data import rng
+from slurmft.trainer import rng
+from slurmft.trainer.savers import SAVERS
 from slurmft.worker.data.sampler import ElasticSampler
 
 SAMPLES, WIDTH = 1000, 4
@@ -206,14 +206,14 @@ class Rank:
                 return SILENT
             if self.rank in self.attempt["dies_keeping"]:
                 self.fault("half staged")
-            BACKGROUND.rescue()
+            SAVERS.rescue()
             return KEPT
         self.say(done=True)
         return 0
 
     def boundary(self, step: int) -> None:
         self.say(step=step, state=self.state())
-        BACKGROUND.at_boundary(step)
+        SAVERS.at_boundary(step)
 
     def train(self, start: int) -> None:
         until = self.attempt["until"]
@@ -225,7 +225,7 @@ class Rank:
                 self.ask_for_reader()
             self.one_step(step)
             self.boundary(step + 1)
-        BACKGROUND.save_begins(urgent=True)
+        SAVERS.save_begins(urgent=True)
         self.save(until)
         self.checkpoints.wait()
 
@@ -372,7 +372,7 @@ class World:
         meet = self.root / f"meet-{attempt['number']}"
         dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=world_size,
                                 timeout=timedelta(seconds=GROUP_S))  # fmt: skip
-        BACKGROUND.listener = Listener()
+        SAVERS.listener = Listener()
         return Rank(self.story, attempt, rank, self.root).run()
 
     def fork(self, environment: dict[str, str], work: Any) -> int:

@@ -21,7 +21,7 @@ from fake_slurm import ALIVE, WAITING, FakeSlurm, Job
 
 from slurmft.config.config import RunConfig, validate
 from slurmft.errors import Fenced, RunBusy, SlurmftError
-from slurmft.operations import outside, rescue
+from slurmft.operations import control, rescue
 from slurmft.policy.verdicts.verdict import Cause, Verdict
 from slurmft.scheduler import command, own_jobs, queueing, submission, successor
 from slurmft.scheduler.environment import current_job
@@ -29,10 +29,10 @@ from slurmft.storage import claim
 from slurmft.storage.fence import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE, check_fence
 from slurmft.storage.patience import FolderThread
 from slurmft.storage.run_folder import RunFolder
-from slurmft.supervisor import living
+from slurmft.supervisor import owner
 from slurmft.supervisor import run as run_module
 from slurmft.supervisor.cluster import SlurmCluster
-from slurmft.supervisor.recovery.ending import Ending
+from slurmft.supervisor.recovery.act import Ending
 from slurmft.system import processes
 
 FAILED, REFUSED = 1, 2
@@ -173,14 +173,14 @@ class World:
             time=lambda: float(self.slurm.now), monotonic=lambda: self.elapsed_s, sleep=self.advance
         )
         self.elapsed_s = 0.0
-        for module in (claim, rescue, living, queueing, successor, command):
+        for module in (claim, rescue, owner, queueing, successor, command):
             patch.setattr(module, "time", clock)
         patch.setattr(command, "subprocess", SimpleNamespace(
             run=self.slurm.subprocess_run, DEVNULL=-3, TimeoutExpired=TimeoutError))  # fmt: skip
         waits = {"clock": clock.monotonic, "sleep": clock.sleep}
         patch.setattr(command.run_patiently, "__kwdefaults__", {**command.run_patiently.__kwdefaults__, **waits})
         patch.setattr(command, "ignoring_signals", contextlib.nullcontext)
-        patch.setattr("slurmft.supervisor.recovery.ending.ignoring_signals", contextlib.nullcontext)
+        patch.setattr("slurmft.supervisor.recovery.act.ignoring_signals", contextlib.nullcontext)
         patch.setattr(queueing, "keep_ahead", lambda *_: None)
         patch.setattr(processes, "me", lambda: self.asking)
         patch.setattr(
@@ -266,11 +266,11 @@ class World:
             return error
 
     def submit(self) -> Any:
-        from slurmft.cli import submitting
+        from slurmft.cli import submit
 
         def act() -> None:
             with self.run.lock():
-                submitting._refuse_if_finished_or_busy(self.run, "slurm")
+                submit._refuse_if_finished_or_busy(self.run, "slurm")
                 self.run.take_request("KILL")
                 self.run.journal().append("submitting", cluster="slurm", who="me")
                 script = self.run.submissions / f"submission_file_{next(self.pids)}.sh"
@@ -297,7 +297,7 @@ class World:
         return start
 
     def stop(self) -> Any:
-        said = self.attempt(lambda: outside.stop(self.run, "me"))
+        said = self.attempt(lambda: control.stop(self.run, "me"))
         self.is_stopped = not isinstance(said, Exception)
         return said
 

@@ -14,7 +14,7 @@ from slurmft.checkpoint.format.flat_state import FlatState, capture
 from slurmft.checkpoint.format.image import Layout
 from slurmft.checkpoint.format.reading import Stored
 from slurmft.checkpoint.format.shard_index import ShardIndex, image_file, index_file, read_index, write_index
-from slurmft.checkpoint.landing import Prepared, prepare
+from slurmft.checkpoint.restore import Prepared, prepare
 from slurmft.checkpoint.state import Trainee
 from slurmft.storage.checkpoint_names import Identity
 

@@ -25,13 +25,13 @@ import torch.distributed as dist
 from torch import nn
 
 from slurmft.checkpoint import CheckpointManager
-from slurmft.checkpoint.replicas import supplying
+from slurmft.checkpoint.replicas import supply
 from slurmft.checkpoint.replicas.offers import from_rows, scan, to_row
 from slurmft.checkpoint.team import Team
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, RESCUE_SUFFIX, Page, Slot
 from slurmft.policy.checkpoints.tiers import choose
 from slurmft.storage.memory_folder import KEY_FILE
-from slurmft.worker import host_group
+from slurmft.trainer import host_group
 from slurmft.worker.checks.digest import weights_digest
 from slurmft.worker.groups import abort_device_groups
 from slurmft.worker.session import start_session
@@ -155,7 +155,7 @@ class Place:
         return f"{self.root.name}, attempt {self.generation}: {codes}{told}"
 
     def _rescue(self, pages: list[Page]) -> None:
-        """As ``agent.rescuing``: ask those that wait, and return when each has kept its state."""
+        """As ``agent.just_in_time``: ask those that wait, and return when each has kept its state."""
         until(lambda: pages[0][Slot.DURABLE] == 3, "step 3 is durable")
         until(lambda: all(page[Slot.RESCUABLE] == DIES_AT for page in pages), "the others have the last step")
         for page in pages:
@@ -212,15 +212,15 @@ def everything_travels(rank: int) -> None:
     """Every node has its own shard, and needs those of all others: each sends and receives in every round."""
     ranks = int(os.environ["WORLD_SIZE"])
     dist.init_process_group(strict_group.DEVICE)
-    supplying.CHUNK_BYTES = 64 * 1024
+    supply.CHUNK_BYTES = 64 * 1024
     memory, team = Path(os.environ["SLURMFT_MEMORY_DIR"]), Team()
     made_snapshots.stage(memory, f"shard-{rank}.a", shard=rank, shards=ranks, size=200_000 + 50_000 * rank)
     held = scan(memory, patience_s=0)
     decision = choose(from_rows(team.exchange(to_row(held))), None, generation=3)
     mine = {one.index.shard: one for one in held}
     offers = from_rows(team.exchange(to_row(held)))
-    lacking = supplying.supply(team, decision, offers, mine, wanted=range(ranks), memory=memory, node_lead=rank)
-    got = supplying.fetched(memory, decision.name)
+    lacking = supply.supply(team, decision, offers, mine, wanted=range(ranks), memory=memory, node_lead=rank)
+    got = supply.fetched(memory, decision.name)
     tell(rank, {"lacking": len(lacking), "got": sorted(got), "groups": len(dist.distributed_c10d._world.pg_map)})
     dist.barrier(group=host_group.host_group())
 

@@ -19,7 +19,7 @@ from slurmft.checkpoint.staging.arena import Arena
 from slurmft.errors import StorageUnavailable
 from slurmft.health.cleaning import clean
 from slurmft.health.leftovers import orphaned_memory
-from slurmft.health.scene import Scene
+from slurmft.health.node_view import Scene
 from slurmft.system import private_folder
 from slurmft.system.bounded import bounded
 from slurmft.system.opening import UnsafeFile

@@ -26,17 +26,17 @@ TIMER = "worker/stragglers/test_straggler_detector.py"
 
 WAITS = {
     "copies wait for what has written their sources": (
-        "worker/streams.py", "    with device.beside(after):\n", "    with device.beside():\n",
+        "trainer/streams.py", "    with device.beside(after):\n", "    with device.beside():\n",
         DEVICE, "test_a_copy_waits_for_what_has_written_its_source"),
     "copies are waited for": (
-        "worker/streams.py", "    wait_for(done, within_s)\n", "    del within_s\n",
+        "trainer/streams.py", "    wait_for(done, within_s)\n", "    del within_s\n",
         DEVICE, "test_a_copy_waits_for_what_has_written_its_source"),
     "the mark comes behind the copies": (
-        "worker/streams.py", "        done = device.event()\n        done.record()\n",
+        "trainer/streams.py", "        done = device.event()\n        done.record()\n",
         "    done = device.event()\n    done.record()\n",
         DEVICE, "test_a_copy_waits_for_what_has_written_its_source"),
     "copies have a stream of their own": (
-        "worker/streams.py", "    with device.beside(after):\n", "    with contextlib.nullcontext():\n",
+        "trainer/streams.py", "    with device.beside(after):\n", "    with contextlib.nullcontext():\n",
         DEVICE, "test_a_copy_waits_for_no_other_stream"),
     "a save waits for the device": (
         "checkpoint/format/flat_state.py", "    if settles:\n        settle(trainee.model.parameters())\n", "",

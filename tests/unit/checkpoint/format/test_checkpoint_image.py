@@ -22,17 +22,15 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from slurmft.checkpoint.format import image
-from slurmft.checkpoint.format.assignment import spread
 from slurmft.checkpoint.format.damage import Damage, Damaged
 from slurmft.checkpoint.format.dcp_metadata import metadata_bytes
 from slurmft.checkpoint.format.flat_keys import flatten, key_of, unflatten
 from slurmft.checkpoint.format.flat_state import FlatState, capture
-from slurmft.checkpoint.format.image import Layout, NoRoom
+from slurmft.checkpoint.format.image import Layout, NoRoom, spread
 from slurmft.checkpoint.format.objects import ObjectPacker, from_bytes
-from slurmft.checkpoint.format.placing import Box
-from slurmft.checkpoint.format.reading import Source, Stored, Target
+from slurmft.checkpoint.format.reading import Box, Source, Stored, Target
 from slurmft.checkpoint.format.shard_index import image_file, index_file, read_index, verified_index
-from slurmft.checkpoint.landing import prepare
+from slurmft.checkpoint.restore import prepare
 from slurmft.checkpoint.state import Trainee
 from slurmft.errors import CheckpointError, StorageError, UsageError
 

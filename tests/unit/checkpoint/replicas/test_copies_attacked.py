@@ -22,7 +22,7 @@ from made_snapshots import KEY, stage
 from staging import until
 
 from slurmft.checkpoint.replicas.offers import holdings_in
-from slurmft.checkpoint.replicas.replicating import Peer, send_copy
+from slurmft.checkpoint.replicas.replication import Peer, send_copy
 from slurmft.checkpoint.replicas.wire import PIECE_BYTES, BadCopy, Wire
 from slurmft.policy.checkpoints.tiers import Tier
 from slurmft.storage.memory_folder import KEY_FILE, PEERS, announcement

@@ -21,7 +21,7 @@ from staging import until
 from slurmft.checkpoint.replicas import keeper as keeper_module
 from slurmft.checkpoint.replicas.keeper import Keeper
 from slurmft.checkpoint.replicas.offers import holdings_in
-from slurmft.checkpoint.replicas.replicating import Peer, find_peers, key_file, send_copy
+from slurmft.checkpoint.replicas.replication import Peer, find_peers, key_file, send_copy
 from slurmft.checkpoint.replicas.wire import MAX_LINE_BYTES, BadCopy, Wire
 from slurmft.policy.checkpoints.tiers import Tier
 from slurmft.storage.memory_folder import GENERATION_FILE, KEY_FILE, PEERS, announcement

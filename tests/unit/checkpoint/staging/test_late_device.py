@@ -24,7 +24,7 @@ from late_device import Hangs, LateDevice
 from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.staging import pinning, snapshots
 from slurmft.checkpoint.staging.pinning import Budget, Pinned, in_pieces
-from slurmft.worker import streams
+from slurmft.trainer import streams
 from slurmft.worker.checks.digest import weights_digest
 
 

@@ -24,9 +24,9 @@ from slurmft.checkpoint.format.shard_index import image_file, index_file, read_i
 from slurmft.checkpoint.staging.arena import Arena
 from slurmft.checkpoint.staging.holding import is_held, reading
 from slurmft.checkpoint.writer import writer_process
-from slurmft.checkpoint.writer.giving_up import give_up, note_file
+from slurmft.checkpoint.writer.abandoned_saves import give_up, note_file
 from slurmft.checkpoint.writer.image_lane import POLITE_BYTES
-from slurmft.checkpoint.writer.politeness import NICE
+from slurmft.checkpoint.writer.priority import NICE
 from slurmft.checkpoint.writer.write_requests import Keep, Report, WriteRequest
 from slurmft.checkpoint.writer.writer_process import WriterProcess
 from slurmft.errors import UsageError
@@ -84,7 +84,7 @@ def test_a_snapshot_becomes_a_checkpoint(memory, start):
 
 def test_it_starts_quickly_and_needs_neither_torch_nor_numpy():
     code = (
-        "import sys, slurmft.checkpoint.writer.writer, slurmft.checkpoint.writer.writer_process\n"
+        "import sys, slurmft.checkpoint.writer.entry, slurmft.checkpoint.writer.writer_process\n"
         "print(sorted({'torch', 'numpy', 'pydantic', 'click', 'yaml', 'filelock'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

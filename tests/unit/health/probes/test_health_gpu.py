@@ -13,10 +13,10 @@ import pytest
 
 from slurmft.config.health import GpuLimits, HealthConfig
 from slurmft.health.leftovers import Process
+from slurmft.health.node_view import Scene
 from slurmft.health.probes import gpu, gpu_facts, gpu_work
 from slurmft.health.probes.gpu_facts import Gpu, Survey, parse_smi, survey
 from slurmft.health.probes.xid import CAUSES, judge_xids, parse_xids, xid
-from slurmft.health.scene import Scene
 from slurmft.policy.nodes.node_health import Problem, Status
 
 OK, WARNING, CRITICAL, UNKNOWN = Status

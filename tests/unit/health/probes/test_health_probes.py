@@ -20,11 +20,11 @@ from slurmft.config.health import (
 )
 from slurmft.health import leftovers
 from slurmft.health.checker import look
+from slurmft.health.node_view import Mount, Scene, mounts
 from slurmft.health.probes import disk, filesystems, host, memory, network
 from slurmft.health.probes.disk import judge_mounts, judge_space, written_and_read
 from slurmft.health.probes.network import Link, Port
 from slurmft.health.probes.probes import PROBES
-from slurmft.health.scene import Mount, Scene, mounts
 from slurmft.policy.nodes.node_health import Status
 from slurmft.system.isolation import Answer
 

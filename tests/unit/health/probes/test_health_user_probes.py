@@ -15,8 +15,8 @@ from slurmft.config import config as configuration
 from slurmft.config.health import HealthConfig, UserProbe
 from slurmft.errors import ConfigError
 from slurmft.health.checker import look
+from slurmft.health.node_view import Scene
 from slurmft.health.probes.user_probes import first_number, result_of_output, user_probe
-from slurmft.health.scene import Scene
 from slurmft.policy.nodes.node_health import Status, drain_reason
 
 PROBE = UserProbe(command=("probe",))

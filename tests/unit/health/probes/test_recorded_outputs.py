@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from slurmft.agent.gpus import gpu_uuids, own_device, pids_on_gpus
 from slurmft.config.health import HealthConfig
+from slurmft.health.node_view import Scene
 from slurmft.health.probes import gpu, gpu_facts
 from slurmft.health.probes.gpu_facts import parse_remapped_rows, parse_smi
 from slurmft.health.probes.xid import judge_xids, parse_xids
-from slurmft.health.scene import Scene
 from slurmft.policy.nodes.node_health import Status
 from slurmft.policy.verdicts.symptoms import cause_of_log, cause_of_text
 from slurmft.policy.verdicts.verdict import Cause

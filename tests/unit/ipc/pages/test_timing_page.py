@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.agent.timing_reports import MIN_SAMPLES, TimingReports
+from slurmft.agent.stragglers import MIN_SAMPLES, TimingReports
 from slurmft.ipc.channel import MAX_LINE_BYTES, BadMessage
 from slurmft.ipc.pages.timing_page import (
     CPU,

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from slurmft.cli.main import cli
 from slurmft.ipc.pages.heartbeat import State
-from slurmft.operations.overview import overview
+from slurmft.operations.status import overview
 from slurmft.policy.checkpoints.failing_saves import FailingSaves, News
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.supervisor.watch.observations import Observations
-from slurmft.supervisor.watch.save_watch import saves_told
+from slurmft.supervisor.watch.saves import saves_told
 
 N, F, K, W = News.NOTHING, News.FAILED, News.KEEP_FAILING, News.WORK_AGAIN
 ATTEMPT = Attempt(job="7", restart=0)
@@ -83,7 +83,7 @@ def test_the_journal_status_and_explain_tell_of_it_until_it_is_over(run, monkeyp
     assert events[-1].details["reason"] == f"{words}, and the run is at step 30"
     assert run.progress()["failed_saves"] == 2
 
-    monkeypatch.setattr("slurmft.operations.overview._state", lambda *_: ("running", "job 7 running on n1"))
+    monkeypatch.setattr("slurmft.operations.status._state", lambda *_: ("running", "job 7 running on n1"))
     view = overview(run, {})
     assert view.detail == "job 7 running on n1; SAVES FAIL: 2 in a row, No space left on device"
     assert view.as_json()["failed_saves"] == 2
@@ -100,12 +100,12 @@ def test_the_journal_status_and_explain_tell_of_it_until_it_is_over(run, monkeyp
 
 def test_a_run_that_is_not_running_has_no_failing_saves(run, monkeypatch):
     (run.path / "progress.json").write_text(json.dumps({"format": 1, "failed_saves": 4, "save_problem": "x"}))
-    monkeypatch.setattr("slurmft.operations.overview._state", lambda *_: ("finished", "done"))
+    monkeypatch.setattr("slurmft.operations.status._state", lambda *_: ("finished", "done"))
     assert (overview(run, {}).detail, overview(run, {}).failed_saves) == ("done", 0)
 
 
 @pytest.mark.parametrize("value", ["many", -3, 1.5, None, True], ids=["text", "negative", "fraction", "none", "flag"])
 def test_a_report_that_makes_no_sense_is_no_alarm(value, run, monkeypatch):
     (run.path / "progress.json").write_text(json.dumps({"format": 1, "failed_saves": value}))
-    monkeypatch.setattr("slurmft.operations.overview._state", lambda *_: ("running", "here"))
+    monkeypatch.setattr("slurmft.operations.status._state", lambda *_: ("running", "here"))
     assert overview(run, {}).failed_saves == 0

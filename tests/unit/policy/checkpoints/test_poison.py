@@ -19,7 +19,7 @@ from slurmft.policy.verdicts.verdict import PLANNED, Cause
 from slurmft.storage.attempt_facts import noted_resuming
 from slurmft.storage.checkpoint_names import QUARANTINE, Quarantine, read_quarantine, usable, write_quarantine
 from slurmft.storage.journal import Event
-from slurmft.supervisor.recovery.poisoning import quarantined_in, trials_of
+from slurmft.supervisor.recovery.poison import quarantined_in, trials_of
 
 
 def died(*nodes: str, of: str = "x", cause: Cause = Cause.WORKER_ERROR, step: int = 40) -> Trial:

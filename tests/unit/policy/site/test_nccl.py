@@ -21,7 +21,7 @@ from slurmft.policy.site.nccl import (
     variables,
     why_not_to_trust,
 )
-from slurmft.worker import streams
+from slurmft.trainer import streams
 
 START = {"nodes": 2, "first_rank": 2, "master_addr": "n1", "master_port": 1, "cycle": 0, "generation": 1}
 FABRIC = {
@@ -113,5 +113,5 @@ def test_the_page_lists_every_collective_of_this_package():
         for path in root.rglob("*.py") if calls.search(path.read_text(encoding="utf-8"))
     } - {"examples.plain_ddp"}  # fmt: skip
     listed = set(re.findall(r"^\| `([\w.]+)`", page.read_text(encoding="utf-8"), re.MULTILINE))
-    assert users - {"worker.host_group"} <= listed, "training.groups has the group made"
+    assert users - {"trainer.host_group"} <= listed, "training.groups has the group made"
     assert {"checkpoint.team", "worker.pacing"} <= users

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slurmft.cli.main import cli
 from slurmft.config.config import load
-from slurmft.operations import advising
+from slurmft.operations import advise as operation
 from slurmft.policy.timing.advice import Measured, Setting, advise, in_words
 from slurmft.policy.timing.checkpoint_interval import DAY_S, FailureHistory, plan
 from slurmft.policy.timing.grace import GraceNeed
@@ -155,8 +155,8 @@ def test_a_damaged_folder_is_no_traceback(config):
 def test_a_damaged_file_is_told_once(config, monkeypatch, caplog):
     run = measured_run(config, "mine")
     (run.path / timings.TIMINGS_FILE).write_text('{"workload": 7')
-    monkeypatch.setattr(advising.slurm, "available", lambda: True)
-    monkeypatch.setattr(advising.slurm, "site", lambda **_: Site(preempt_type="", kill_wait_s=None, clock=None))
-    monkeypatch.setattr(advising.slurm, "partitions", lambda **_: [])
-    found = advising.counsel(load(config))
+    monkeypatch.setattr(operation.slurm, "available", lambda: True)
+    monkeypatch.setattr(operation.slurm, "site", lambda **_: Site(preempt_type="", kill_wait_s=None, clock=None))
+    monkeypatch.setattr(operation.slurm, "partitions", lambda **_: [])
+    found = operation.counsel(load(config))
     assert found.findings and caplog.text.count("are ignored") == 1

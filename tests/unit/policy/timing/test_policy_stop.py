@@ -1,7 +1,8 @@
 """The stop agreement: its arithmetic, and the whole protocol as interleaved atomic steps.
 
-The supervisor in the model is the real ``supervisor.stopping.agree``; agents and workers do what ``agent.agent`` and
-``worker.agreement`` do, cut at every access to a page. That the worker's model is the worker's code is a test too.
+The supervisor in the model is the real ``supervisor.stop_agreement.agree``; agents and workers do what
+``agent.agent`` and ``worker.agreement`` do, cut at every access to a page. That the worker's model is the worker's
+code is a test too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from slurmft.policy.timing.stop import (
     step_of,
     tick_of,
 )
-from slurmft.supervisor.stopping import agree
+from slurmft.supervisor.stop_agreement import agree
 
 # The arithmetic
 

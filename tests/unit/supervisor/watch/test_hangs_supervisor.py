@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slurmft.agent.hang_watch import facts_of
+from slurmft.agent.hangs import facts_of
 from slurmft.config.config import RunConfig
 from slurmft.policy.timing.hangs import WorkerLook
 from slurmft.policy.verdicts.culprit import Blame, Named

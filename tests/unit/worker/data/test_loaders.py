@@ -16,7 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.format.plain_state import as_json, original
-from slurmft.worker.data.data import ElasticLoader, ElasticSampler
+from slurmft.worker.data.loader import ElasticLoader, ElasticSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own
 

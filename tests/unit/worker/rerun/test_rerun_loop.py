@@ -19,13 +19,13 @@ from slurmft.errors import ConfigError, UsageError
 from slurmft.policy.nodes.evidence import Kind, Suspect
 from slurmft.policy.nodes.reruns import Injection, Mode, Phase, Seen
 from slurmft.storage.verdicts import EVIDENCE_VARIABLE, VERDICT_VARIABLE, read_evidence, read_verdict
-from slurmft.worker.data import rng
+from slurmft.trainer import rng
 from slurmft.worker.data.generators import IterationStart
-from slurmft.worker.rerun.rerun import RerunStateMachine
-from slurmft.worker.rerun.rerun_data import RerunDataIterator, batch_hash
-from slurmft.worker.rerun.rerun_proceedings import Proceedings, Row
-from slurmft.worker.rerun.rerun_record import Rejection
-from slurmft.worker.rerun.rerun_settings import SETTINGS_VARIABLE, RerunSettings
+from slurmft.worker.rerun.data import RerunDataIterator, batch_hash
+from slurmft.worker.rerun.proceedings import Proceedings, Row
+from slurmft.worker.rerun.record import Rejection
+from slurmft.worker.rerun.settings import SETTINGS_VARIABLE, RerunSettings
+from slurmft.worker.rerun.state_machine import RerunStateMachine
 
 Spoil = Callable[[int, int, torch.Tensor], torch.Tensor]
 """(step, run of this step, loss) -> loss"""

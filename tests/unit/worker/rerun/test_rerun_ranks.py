@@ -25,7 +25,7 @@ DRIVER = '''
 import json, os, runpy, signal, sys, tempfile
 import torch
 import slurmft.worker.session, slurmft.checkpoint
-from slurmft.worker.rerun import rerun_reports
+from slurmft.worker.rerun import reports
 
 torch.set_num_threads(1)
 torch.optim.AdamW(torch.nn.Linear(1, 1).parameters())  # imports for a second, which the forks would do each
@@ -47,7 +47,7 @@ def start(folder, nodes, settings, arguments, breaks):
             log = os.open(f"{folder}/log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1); os.dup2(log, 2)
             if breaks == "killed":
-                rerun_reports.Departure.write_verdict = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+                reports.Departure.write_verdict = lambda self: os.kill(os.getpid(), signal.SIGKILL)
             sys.argv = [trainer, *arguments]
             code = 1
             try:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import slurmft
 from slurmft.errors import UsageError
 from slurmft.policy.verdicts.verdict import Cause
-from slurmft.worker.standalone import health_monitor, memory
+from slurmft.worker.standalone import health_monitor
 from slurmft.worker.standalone.failures import FailureCategory, categorize_failure
 from slurmft.worker.standalone.health_monitor import HealthMonitor
 
@@ -152,10 +152,10 @@ def test_the_limit_of_the_job_counts_and_page_cache_does_not(tmp_path):
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text(f"{used}\n")
         (folder / "memory.stat").write_text("anon 5\nfile 700\nactive_file 300\ninactive_file 100\n")
-    assert memory._cgroup_fractions(job, root=tmp_path) == [0.5]
+    assert health_monitor._cgroup_fractions(job, root=tmp_path) == [0.5]
     (job / "memory.stat").unlink()
-    assert memory._cgroup_fractions(job, root=tmp_path) == []
-    assert memory._cgroup_fractions(None) == [] and 0 < memory.host_fraction_used() <= 1
+    assert health_monitor._cgroup_fractions(job, root=tmp_path) == []
+    assert health_monitor._cgroup_fractions(None) == [] and 0 < health_monitor.host_fraction_used() <= 1
 
 
 def raised_from(cause: Exception) -> Exception:

@@ -1,0 +1,58 @@
+"""Before workers are killed: those that have the newest complete step keep it (``checkpoint.just_in_time``).
+
+A worker that waits in a collective for one that is gone cannot run anything in its main thread, so a thread of its own
+waits at a pipe beside its page. Where nothing would be gained, nobody waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from slurmft.agent.workers import Worker
+from slurmft.ipc.pages.heartbeat import NOTHING, RESCUE_S, RESCUE_SUFFIX, Slot
+from slurmft.system.processes import is_stopped
+
+BEGIN_S = 1.0
+"""How long a worker may take to begin: its thread needs the interpreter for a moment."""
+
+LOOK_S = 0.002
+
+
+async def rescue_on_node(workers: Sequence[Worker]) -> int:
+    """The newest step that this node's workers have kept when this returns; a negative number where they have none."""
+    # one that is stopped can do nothing; others of its node may have what it has
+    workers = [worker for worker in workers if not (worker.alive and worker.pid and is_stopped(worker.trainer_pid))]
+    asked: set[tuple[int, int]] = set()
+    began = time.monotonic()
+    while able := [worker for worker in workers if worker.alive and worker.page[Slot.RESCUABLE] != NOTHING]:
+        for worker in able:  # one that updates its weights just now is at the end of its step in a moment
+            step = worker.page[Slot.RESCUABLE]
+            if step >= 0 and (worker.rank, step) not in asked:
+                asked.add((worker.rank, step))
+                _wake(worker.stacks.with_suffix(RESCUE_SUFFIX))
+        newest = max(worker.page[Slot.RESCUABLE] for worker in able)
+        took_s = time.monotonic() - began
+        if 0 <= newest <= _kept(workers) or took_s > RESCUE_S:
+            break
+        if took_s > BEGIN_S and not any(worker.page[Slot.RESCUING] for worker in able):
+            break
+        await asyncio.sleep(LOOK_S)
+    return _kept(workers)
+
+
+def _kept(workers: Sequence[Worker]) -> int:
+    return max((worker.page[Slot.RESCUED] for worker in workers), default=-1)
+
+
+def _wake(pipe: Path) -> None:
+    with contextlib.suppress(OSError):
+        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # refused where nobody reads
+        try:
+            os.write(descriptor, b"!")
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,293 @@
+"""The thread of rank 0's writer that commits: it waits for every rank's receipt, writes the marker, and prunes.
+
+No torch, and no worker: a save is committed although every process that trained has died.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import xxhash
+
+from slurmft.checkpoint.catalog import Entry, FileRecord, read_entry, write_marker
+from slurmft.checkpoint.folders import Pruner
+from slurmft.checkpoint.format.damage import Damaged
+from slurmft.checkpoint.format.dcp_metadata import METADATA_FILE, metadata_bytes
+from slurmft.checkpoint.format.image_writing import NewFile
+from slurmft.checkpoint.format.shard_index import MAX_INDEX_BYTES, ShardIndex, image_file, index_file, parse_index
+from slurmft.checkpoint.writer.abandoned_saves import give_up, is_note, reason_of, remove_temporary
+from slurmft.checkpoint.writer.fault_points import reached
+from slurmft.checkpoint.writer.progress_page import Lane, ProgressPage
+from slurmft.checkpoint.writer.writer_task import PAUSES_S, Left, Task
+from slurmft.errors import Fenced, StorageError
+from slurmft.storage.checkpoint_names import MANIFEST, Identity
+from slurmft.storage.fence import check_fence
+from slurmft.storage.patience import PASSING
+from slurmft.system.files import fsync_folder
+from slurmft.system.opening import read_bytes
+
+RECEIPTS_TIMEOUT_S = 1800.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Pending:
+    """A save that this rank has written and the others may not have."""
+
+    task: Task
+    missing: dict[str, int]
+    """Names of receipts that have not been seen yet, and their shards."""
+
+    records: dict[str, FileRecord] = field(default_factory=dict)
+    indexes: dict[int, ShardIndex] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+    """What else lies in the folder."""
+
+    tries: int = 0
+    told: set[int] = field(default_factory=set)
+    not_before: float = 0.0
+
+
+class CommitLane:
+    """Commits what it is given as soon as every rank has written; the listening thread never waits for it."""
+
+    def __init__(self, page: ProgressPage) -> None:
+        self._page = page
+        self._changed = threading.Condition()
+        self._pending: list[_Pending] = []
+        self._pruners: dict[Path, Pruner] = {}
+        self._is_pruning = False
+
+    def add(self, task: Task) -> None:
+        """Commit this one when it is complete."""
+        if task.request.commit is None:
+            return
+        missing = {index_file(shard): shard for shard in range(task.request.shards)}
+        with self._changed:
+            self._pending.append(_Pending(task, missing))
+            self._changed.notify()
+
+    def abandon(self, identity: Identity) -> None:
+        """Leave it at the next look."""
+        with self._changed:
+            for pending in self._pending:
+                if pending.task.request.identity == identity:
+                    pending.task.stop("abandoned")
+            self._changed.notify()
+
+    def is_idle(self) -> bool:
+        """Whether nothing is left to do."""
+        with self._changed:
+            return not self._pending and not self._is_pruning
+
+    def run(self) -> None:
+        """Work for ever; the thread's own function."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending)
+                pending = list(self._pending)
+            self._page.begin(Lane.COMMIT)
+            seen = sum(len(one.missing) for one in pending)
+            for one in pending:
+                if one in self._pending:
+                    self._look_after(one)
+            moved = seen != sum(len(one.missing) for one in pending)
+            pause_s = _FIRST_PAUSE_S if moved else min(pause_s * 1.5, _LONGEST_PAUSE_S)
+            with self._changed:
+                idle = not self._pending
+                if not idle:
+                    self._changed.wait(pause_s)
+            if idle:
+                pause_s = _FIRST_PAUSE_S
+                self._page.end(Lane.COMMIT)
+
+    def _look_after(self, pending: _Pending) -> None:
+        """One look at one save: it is left, waits on, or is committed."""
+        task = pending.task
+        try:
+            if task.leave:
+                raise Left(task.leave)
+            if time.monotonic() >= pending.not_before and self._is_complete(pending):
+                self._commit(pending)
+        except Left as left:
+            task.tell(left.kind, final=True, phase=task.phase, text=left.text)
+            self._end(pending, None if left.is_lost else "superseded")
+        except Fenced as error:
+            task.tell_failure(error, final=True, fenced=True)
+            self._end(pending, None)  # what lies there belongs to a newer attempt, and so does its removal
+        except (OSError, StorageError) as error:
+            number = error.errno if isinstance(error, OSError) else errno.EIO
+            final = number not in PASSING
+            if final or number not in pending.told:
+                task.tell_failure(error, final=final)
+            pending.told.add(number or 0)
+            pending.not_before = time.monotonic() + PAUSES_S[min(pending.tries, len(PAUSES_S) - 1)]
+            pending.tries += 1
+            if final:
+                self._end(pending, str(error))
+        except Exception as error:
+            log.exception("%s failed while %s", task.request.identity.folder_name, task.phase)
+            task.tell_failure(error, final=True)
+            self._end(pending, repr(error))
+
+    def _is_complete(self, pending: _Pending) -> bool:
+        """Read the receipts that have come; whether they are all there.
+
+        Raises:
+            OSError: one cannot be read, a rank has given up, or they have not come in a very long time.
+        """
+        task = pending.task
+        task.phase = "waiting for the other ranks"
+        folder = task.request.folder
+        task.begin_claim()  # for one that a writer before this one has written
+        # a listing, not a look for each: a network filesystem remembers for a while that a file was not there
+        try:
+            names = os.listdir(folder)  # noqa: PTH208 - names are all that is needed
+        except FileNotFoundError:
+            names = []
+        self._page.tick(Lane.COMMIT)
+        if notes := sorted(name for name in names if is_note(name)):
+            if (reason := reason_of(folder, notes[0])) == "superseded":
+                raise Left("superseded", f"another rank had something newer to write ({notes[0]})")
+            raise OSError(errno.ECANCELED, f"another rank has failed ({notes[0]}): {reason or 'no space left'}")
+        for name in names:
+            if (shard := pending.missing.get(name)) is not None:
+                pending.indexes[shard], records = _receipt(task, folder, shard)
+                pending.records |= records
+                del pending.missing[name]
+                self._page.tick(Lane.COMMIT)
+        if index_file(task.request.shard) in pending.missing:
+            raise Left("superseded", "its folder was removed", is_lost=True)
+        if pending.missing and time.monotonic() - task.since > RECEIPTS_TIMEOUT_S:
+            shards = sorted(pending.missing.values())
+            listed = ", ".join(map(str, shards[:8])) + (f" and {len(shards) - 8} more" if len(shards) > 8 else "")
+            raise OSError(errno.ETIME, f"nothing came from rank(s) {listed} in {RECEIPTS_TIMEOUT_S:.0f} s")
+        pending.others = names
+        return not pending.missing
+
+    def _commit(self, pending: _Pending) -> None:
+        task = pending.task
+        task.phase = "committing"
+        reached("receipts complete")
+        entry = _committed_before(task)
+        if entry is None:
+            entry = _entry(task, {METADATA_FILE: _write_metadata(pending), **pending.records})
+            remove_temporary(entry.path, pending.others)
+            fsync_folder(entry.path.parent)  # every rank has synced the folder itself with its receipt
+            check_fence()
+            reached("before marker")
+            write_marker(entry)
+            reached("marker written")
+        pending.indexes.clear()  # every rank's: this thread may hold on to it until the next save
+        log.info("committed %s: %.1f MiB", entry.path, entry.size_bytes / 2**20)
+        task.end_claim()
+        task.tell("committed", final=True, size_bytes=entry.size_bytes)
+        with self._changed:
+            older = self._pending[: self._pending.index(pending)]
+            del self._pending[: len(older) + 1]
+            self._is_pruning = True
+        for one in older:
+            one.task.end_claim()
+            one.task.tell("superseded", final=True, phase=one.task.phase)
+        try:
+            self._prune(task)
+        finally:
+            with self._changed:
+                self._is_pruning = False
+
+    def _prune(self, task: Task) -> None:
+        """After the commit, and never a reason to say that it failed. Folders of older saves that are left go, too."""
+        order, directory = task.request.commit, task.request.folder.parent
+        if order is None:
+            return
+        task.phase = "pruning"
+        pruner = self._pruners.setdefault(directory, Pruner(directory))
+        try:
+            reached("before pruning")
+            problems = pruner.prune(order.keep, lambda: self._page.tick(Lane.COMMIT))
+            reached("pruned")
+        except (OSError, StorageError) as error:
+            problems = [str(error)]
+        task.tell("pruned", phase=task.phase, text="; ".join(problems[:8]))
+
+    def _end(self, pending: _Pending, reason: str | None) -> None:
+        """It will not be committed; with a reason, its folder is cleared, too."""
+        with self._changed:
+            self._pending.remove(pending)
+        pending.task.end_claim()
+        pending.indexes.clear()
+        if reason is not None:
+            give_up(pending.task.request.folder, pending.task.request.shard, reason)
+
+
+def _receipt(task: Task, folder: Path, shard: int) -> tuple[ShardIndex, Mapping[str, FileRecord]]:
+    """The index of a shard, and the records of its image and of itself.
+
+    Raises:
+        OSError: the receipt cannot be read, or is not one of this save.
+    """
+    content, request = read_bytes(folder / index_file(shard), limit_bytes=MAX_INDEX_BYTES), task.request
+    try:
+        own = task.written if shard == request.shard else None
+        index = own or parse_index(content, index_file(shard))
+    except Damaged as error:
+        raise OSError(errno.EBADMSG, f"{index_file(shard)} is not the index of a shard: {error}") from error
+    if (index.identity, index.shard, index.shards) != (request.identity, shard, request.shards):
+        raise OSError(errno.EBADMSG, f"{index_file(shard)} is not of this save")
+    record = FileRecord(len(content), xxhash.xxh3_128_hexdigest(content))
+    return index, {image_file(shard): FileRecord(index.size_bytes), index_file(shard): record}
+
+
+def _write_metadata(pending: _Pending) -> FileRecord:
+    """Write torch's own index, made of all receipts; its folder is synced with the marker.
+
+    Raises:
+        OSError: it was not written.
+    """
+    folder = pending.task.request.folder
+    content = metadata_bytes([pending.indexes[shard] for shard in sorted(pending.indexes)])
+    with NewFile(folder, METADATA_FILE, mode=folder.stat().st_mode & 0o666) as file:
+        file.write(memoryview(content), lambda _done: None)
+        file.sync()
+        file.put_in_place()
+    reached("metadata written")
+    return FileRecord(len(content), xxhash.xxh3_128_hexdigest(content))
+
+
+def _committed_before(task: Task) -> Entry | None:
+    """The checkpoint where a writer before this one has committed it, and was killed before it could say so."""
+    try:
+        return read_entry(task.request.folder)
+    except StorageError:
+        (task.request.folder / MANIFEST).unlink(missing_ok=True)
+        return None
+
+
+def _entry(task: Task, records: Mapping[str, FileRecord]) -> Entry:
+    request, order = task.request, task.request.commit
+    files = {METADATA_FILE: records[METADATA_FILE]}
+    files |= {name: records[name] for shard in range(request.shards) for name in (image_file(shard), index_file(shard))}
+    if order is None:
+        raise ValueError("nobody asked for a commit")
+    return Entry(
+        step=request.identity.step,
+        path=request.folder,
+        metrics={str(name): float(value) for name, value in order.metrics.items()},
+        committed_at=datetime.now(UTC),
+        generation=request.identity.generation,
+        commit=request.identity.commit,
+        attempt=order.attempt,
+        world_size=request.shards,
+        files=files,
+    )

@@ -1,0 +1,147 @@
+"""Arguments that several verbs share: RUN (a name below the root of all runs, or a path), and numbers with limits."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from slurmft.errors import StorageError, UsageError
+from slurmft.storage.checkpoint_names import MAX_STEP
+from slurmft.storage.run_folder import RunFolder, find_run, list_runs
+from slurmft.system.processes import user_name
+
+if TYPE_CHECKING:
+    from slurmft.config.config import RunConfig
+
+
+def runs_root() -> Path:
+    """Where runs are looked for by name: ``SLURMFT_RUNS``, else ``runs`` here."""
+    return Path(os.environ.get("SLURMFT_RUNS") or "runs")
+
+
+def every_run() -> list[RunFolder]:
+    """Every run below the root, by name; also folders that cannot be looked into, which may be runs.
+
+    Raises:
+        UsageError: the root itself cannot be listed.
+    """
+    root = runs_root()
+    try:
+        return list_runs(root)
+    except OSError as error:
+        raise UsageError(f"cannot list {root}: {error.strerror}", hint="SLURMFT_RUNS names another folder") from error
+
+
+def _named(name: str) -> RunFolder:
+    if not name.strip():  # as in: slurmft stop "$FORGOTTEN"; a path of nothing would be the current folder
+        raise UsageError("the name of the run is empty", hint="slurmft status lists the runs")
+    try:
+        return find_run(name, runs_root())
+    except StorageError as error:
+        raise UsageError(error.what, hint=error.hint) from error
+    except (OSError, ValueError) as error:
+        where, reason = getattr(error, "filename", None) or name, getattr(error, "strerror", None) or error
+        hint = "slurmft status lists the runs; some of these folders may belong to somebody else"
+        raise UsageError(f"cannot look for run {name[:80]!r}: {str(where)[-200:]}: {reason}", hint=hint) from error
+
+
+class _Run(click.ParamType[RunFolder]):
+    name = "run"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> RunFolder:
+        return value if isinstance(value, RunFolder) else _named(str(value))
+
+
+def oldest_first(paths: Iterable[Path]) -> list[Path]:
+    """The paths by the time of their last change; those that are gone come first."""
+
+    def changed(path: Path) -> float:
+        try:
+            return path.lstat().st_ctime
+        except OSError:
+            return 0.0
+
+    return sorted(paths, key=changed)
+
+
+def who() -> str:
+    """The person at the prompt, as user@host."""
+    return f"{user_name()}@{os.uname().nodename}"
+
+
+def refuse_foreign(run: RunFolder) -> RunFolder:
+    """The run, when the caller may act on it: it is theirs, and no copy that names another run's jobs.
+
+    Raises:
+        UsageError: it is another user's.
+        StorageError: it is a copy, or its records cannot be read.
+    """
+    _refuse_foreign(run)
+    run.refuse_copy()
+    return run
+
+
+def _refuse_foreign(run: RunFolder) -> None:
+    try:
+        run.refuse_foreign()
+    except StorageError as error:
+        raise UsageError(error.what, hint=error.hint) from error
+
+
+def own_configuration(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """CONFIG of a verb that asks, tries or writes something for the run that it describes, which need not exist yet.
+
+    Raises:
+        ConfigError: it cannot be used.
+        UsageError: its run is another user's.
+        StorageError: its run folder cannot be looked at.
+    """
+    from slurmft.operations.run_configuration import load_given
+
+    settings = load_given(path, overrides)
+    run = RunFolder(settings.run_folder)
+    if run.may_exist():
+        _refuse_foreign(run)
+    return settings
+
+
+class _OwnRun(_Run):
+    """A run that is to be acted on, and not only read."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> RunFolder:
+        return refuse_foreign(super().convert(value, param, ctx))
+
+
+def run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+    """RUN of a verb that reads; may be another user's."""
+    return click.argument("run", type=_Run())(function)
+
+
+def own_run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+    """RUN of a verb that acts; the caller's own."""
+    return click.argument("run", type=_OwnRun())(function)
+
+
+def optional_run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+    """RUN, or every run."""
+    return click.argument("run", type=_Run(), required=False)(function)
+
+
+class Amount(click.FloatRange):
+    """A finite number between two limits; click itself lets NaN through every range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a number of some size.", param, ctx)
+        return number
+
+
+RANK = click.IntRange(0, 999_999)
+STEP = click.IntRange(0, MAX_STEP)
+LINES = click.IntRange(0, 999_999_999)

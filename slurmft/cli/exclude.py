@@ -1,0 +1,338 @@
+"""``slurmft exclude``: the exclusion list, for people."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+from rich.text import Text
+
+from slurmft.cli.arguments import own_configuration, who
+from slurmft.cli.output import console, say, say_error, say_json
+from slurmft.config.exclusions import ExclusionsConfig
+from slurmft.errors import StorageError, UsageError
+from slurmft.policy.nodes.suspicion import (
+    ManualEntry,
+    Observation,
+    Rules,
+    Standing,
+    State,
+    Weighed,
+    standing,
+    suspect_gpus,
+    weigh,
+)
+from slurmft.scheduler import nodes as slurm_nodes
+from slurmft.storage.exclusions import ExclusionList, Exclusions
+from slurmft.supervisor.recovery.avoided_nodes import list_path
+from slurmft.system.foreign_text import one_line
+
+FORMAT = 1
+DEFAULT_DAYS = 30
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+_COLOURS = {State.EXCLUDED: "red", State.PROBATION: "yellow", State.FREE: "green"}
+_EXIT_CODES = """\b
+Exit codes:
+  0   done; the list, or the node, may well be empty
+  1   the list cannot be read or written, is damaged (the rest of it is shown), or is of a newer version
+  2   bad usage: no hostlist, no time
+  75  temporary: no space, somebody else is writing for too long, or Slurm does not say the cluster's name
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    list: ExclusionList
+    rules: Rules
+    path: Path
+
+
+def _list_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--file, --config and --json, which every verb of the group takes."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format."),
+        click.option("--config", type=click.Path(path_type=Path), help="Configuration whose section exclusions holds."),
+        click.option("--file", "file", type=click.Path(path_type=Path), help="The list itself; beats --config."),
+    ):
+        function = option(function)
+    return function
+
+
+def _open(file: Path | None, config: Path | None) -> _Opened:
+    settings = own_configuration(config).exclusions if config is not None else ExclusionsConfig()
+    path = file if file is not None else list_path(settings.path, os.environ)
+    return _Opened(ExclusionList(path, _mode_of(path, settings)), settings.rules(), path)
+
+
+def opened_list(file: Path | None, config: Path | None) -> tuple[ExclusionList, Rules]:
+    """The list that --file and --config mean, for other verbs.
+
+    Raises:
+        SlurmftError: the configuration cannot be read, or the cluster's name is needed and not known.
+    """
+    opened = _open(file, config)
+    return opened.list, opened.rules
+
+
+def _mode_of(path: Path, settings: ExclusionsConfig) -> int:
+    """A list keeps the mode that it has: without --config nobody knows that it is a group's."""
+    try:
+        return path.stat().st_mode & 0o777
+    except OSError:
+        return settings.mode_bits()
+
+
+@click.group(epilog=_EXIT_CODES)
+def exclude() -> None:
+    """The nodes to keep away from: list them, say why, add, remove, forget what has faded.
+
+    Works without Slurm. NODES are hostlists, such as gpu-[07,12-15]. Without --file and --config it is your own list of
+    this cluster.
+    """
+
+
+@exclude.command("list")
+@_list_options
+@click.option("--all", "show_all", is_flag=True, help="Nodes that are free again, too.")
+@click.option("--nodes", "only_nodes", is_flag=True, help="Only the excluded nodes, as one hostlist.")
+def list_(*, file: Path | None, config: Path | None, as_json: bool, show_all: bool, only_nodes: bool) -> int:
+    """Show who is excluded or on probation, why, and until when."""
+    opened, now = _open(file, config), time.time()
+    found = opened.list.read()
+    standings = standing(found.observations, found.manual, now, opened.rules)
+    excluded = [node for node, each in standings.items() if each.state is State.EXCLUDED]
+    if only_nodes:
+        say(slurm_nodes.compress(excluded))
+        return _tell_damage(found)
+    shown = sorted((each for each in standings.values() if show_all or each.state is not State.FREE), key=_order)
+    gpus = suspect_gpus(found.observations, now, opened.rules)
+    if as_json:
+        _print_json(path=str(opened.path), revision=found.revision, excluded=slurm_nodes.compress(excluded),
+                    nodes=[_standing_json(each) for each in shown], suspect_gpus=gpus)  # fmt: skip
+        return _tell_damage(found)
+    if not shown:
+        say(f"no node is excluded or on probation in {opened.path}")
+    else:
+        console().print(_table(shown))
+    for gpu, score in gpus.items():
+        say(f"suspect GPU {gpu} ({score:.2f})")
+    return _tell_damage(found)
+
+
+@exclude.command()
+@click.argument("nodes")
+@_list_options
+@click.option("--reason", required=True, help="Why, for whoever reads the list next.")
+@click.option("--for", "duration", metavar="TIME", help="For how long: 90m, 12h, 7d, 2w, or ever. Default: 30d.")
+@click.option("--until", metavar="DATE", help="Until when: 2030-01-31, or 2030-01-31T18:00, in local time.")
+def add(
+    *, nodes: str, file: Path | None, config: Path | None, as_json: bool, reason: str, duration: str | None,
+    until: str | None,
+) -> int:  # fmt: skip
+    """Keep NODES out by hand, whatever their score."""
+    names, now = _expanded(nodes), time.time()
+    if duration is not None and until is not None:
+        raise UsageError("--for and --until are two ways to say one thing", hint="give one of them")
+    end = _until(until, now) if until is not None else _after(duration or f"{DEFAULT_DAYS}d", now)
+    opened = _open(file, config)
+    opened.list.exclude(*(ManualEntry(node=node, reason=reason, who=who(), at=now, until=end) for node in names))
+    if as_json:
+        _print_json(path=str(opened.path), added=slurm_nodes.compress(names), until=end)
+    else:
+        say(f"excluded {slurm_nodes.compress(names)} {_told_until(math.inf if end is None else end)}")
+    return 0
+
+
+@exclude.command()
+@click.argument("nodes")
+@_list_options
+def remove(*, nodes: str, file: Path | None, config: Path | None, as_json: bool) -> int:
+    """Lift whatever is held against NODES; what is seen of them from now on counts anew."""
+    names, opened = _expanded(nodes), _open(file, config)
+    lifted = opened.list.remove(names, who())
+    strangers = sorted(set(names) - set(lifted))
+    if as_json:
+        _print_json(
+            path=str(opened.path), removed=slurm_nodes.compress(lifted), unknown=slurm_nodes.compress(strangers)
+        )
+        return 0
+    if lifted:
+        say(f"removed {slurm_nodes.compress(lifted)}")
+    if strangers:
+        say(f"nothing was held against {slurm_nodes.compress(strangers)}")
+    return 0
+
+
+@exclude.command()
+@click.argument("node")
+@_list_options
+def why(*, node: str, file: Path | None, config: Path | None, as_json: bool) -> int:
+    """Show every observation of NODE: its age, its weight then and now, and its evidence."""
+    opened, now = _open(file, config), time.time()
+    found = opened.list.read()
+    held = [each for each in found.observations if each.node == node]
+    manual = [entry for entry in found.manual if entry.node == node]
+    each = standing(held, manual, now, opened.rules).get(node)
+    weighed = weigh(held, now, opened.rules)
+    if as_json:
+        _print_json(
+            path=str(opened.path), node=node, standing=None if each is None else _standing_json(each),
+            manual=[asdict(entry) | {"holds": entry.holds(now)} for entry in manual],
+            observations=[_weighed_json(entry, now) for entry in weighed],
+        )  # fmt: skip
+        return _tell_damage(found)
+    if each is None and not manual:
+        say(f"nothing is known of {node} in {opened.path}")
+        return _tell_damage(found)
+    if each is not None:
+        levels = f"excluded from {opened.rules.threshold:g}, on probation from {opened.rules.probation:g}"
+        end = _told_until(each.until)
+        say(f"{node} is {each.state}, score {each.score:.2f} ({levels}) {end}".rstrip())
+    for entry in manual:
+        ended = "" if entry.holds(now) else ", expired"
+        end = _told_until(math.inf if entry.until is None else entry.until)
+        say(f"  by hand: {entry.reason} (by {entry.who}, {_age(now - entry.at)} ago, {end}{ended})")
+    for line in _observation_lines(weighed, now):
+        say(line)
+    return _tell_damage(found)
+
+
+@exclude.command("gc")
+@_list_options
+def gc_(*, file: Path | None, config: Path | None, as_json: bool) -> int:
+    """Forget what has faded or expired; nobody's standing changes."""
+    opened = _open(file, config)
+    swept = opened.list.gc(time.time(), opened.rules)
+    if as_json:
+        _print_json(path=str(opened.path), **asdict(swept))
+    else:
+        say(f"forgot {swept.observations} observations, {swept.manual} expired exclusions by hand and "
+                   f"{swept.files} left-over files; {swept.kept} are kept")  # fmt: skip
+    return 0
+
+
+def _tell_damage(found: Exclusions) -> int:
+    """The exit code of a verb that has shown what can be believed of a list."""
+    if not found.damage:
+        return 0
+    say_error(str(found.damage))
+    return StorageError.exit_code
+
+
+def _expanded(hostlist: str) -> list[str]:
+    try:
+        names = slurm_nodes.expand(hostlist)
+    except ValueError as error:
+        raise UsageError(str(error), hint="such as gpu-07, or gpu-[07,12-15],login1") from error
+    if not names:
+        raise UsageError("no node is named", hint="such as gpu-07, or gpu-[07,12-15]")
+    return names
+
+
+def _after(text: str, now: float) -> float | None:
+    if text in ("ever", "forever"):
+        return None
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smhdw])", text.strip())
+    seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
+    if seconds <= 0 or seconds > 100 * 366 * _UNITS_S["d"]:
+        raise UsageError(f"--for {text[:80]!r} is no time", hint="such as 90m, 12h, 7d, 2w, or ever")
+    return now + seconds
+
+
+def _until(text: str, now: float) -> float:
+    try:
+        end = datetime.fromisoformat(text.strip()).timestamp()
+    except (ValueError, OverflowError, OSError) as error:
+        raise UsageError(f"--until {text[:80]!r} is no date", hint="such as 2030-01-31 or 2030-01-31T18:00") from error
+    if end <= now:
+        raise UsageError(f"--until {text[:80]!r} is over", hint="give a time that is still ahead")
+    return end
+
+
+def _order(each: Standing) -> tuple[Any, ...]:
+    ranks = {State.EXCLUDED: 0, State.PROBATION: 1, State.FREE: 2}
+    return (ranks[each.state], not each.by_hand, -each.score, _natural(each.node))
+
+
+def _natural(name: str) -> list[Any]:
+    """n2 before n10."""
+    return [(0, int(part), "") if part.isdecimal() and part.isascii() else (1, 0, part)
+            for part in re.split(r"([0-9]{1,18})", name)]  # fmt: skip
+
+
+def _table(shown: Iterable[Standing]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in ("node", "state", "score", "until", "reasons"):
+        table.add_column(title, overflow="fold", no_wrap=title in ("state", "score", "until"))
+    for each in shown:
+        table.add_row(
+            Text(one_line(each.node)),
+            Text(each.state, style=_COLOURS[each.state]),
+            f"{each.score:.2f}",
+            _told_until(each.until).removeprefix("until "),
+            Text(one_line(", ".join(each.reasons) or "-")),
+        )
+    return table
+
+
+def _observation_lines(weighed: Sequence[Weighed], now: float) -> Iterator[str]:
+    """Two lines for each, the oldest first; not in columns: evidence is long, and is to be found with grep."""
+    for entry in weighed:
+        each = entry.observation
+        parts = (each.gpu, f"job {each.job}" if each.job else "", Path(each.run).name)
+        of = f" ({', '.join(part for part in parts if part)})" if any(parts) else ""
+        seen_by = f" seen by {each.source}" if each.source else ""
+        weights = f"{_weight(each)}, now {_now(entry)}"
+        yield f"  {_age(now - each.at):>4} ago  {each.kind}  {weights}{seen_by}{of}"
+        if each.evidence:
+            yield f"            {each.evidence}"
+
+
+def _weight(observation: Observation) -> str:
+    return "all" if observation.weight < -1000 else f"{observation.weight:+.2f}"
+
+
+def _now(entry: Weighed) -> str:
+    return f"{entry.value:+.2f}" if entry.counts else "same run"
+
+
+def _age(seconds: float) -> str:
+    seconds = max(0.0, seconds)
+    for unit in ("w", "d", "h", "m"):
+        if seconds >= 2 * _UNITS_S[unit]:
+            return f"{seconds / _UNITS_S[unit]:.0f}{unit}"
+    return f"{seconds:.0f}s"
+
+
+def _told_until(until: float | None) -> str:
+    if until is None:
+        return ""
+    try:
+        return f"until {datetime.fromtimestamp(until).astimezone():%Y-%m-%d %H:%M}"
+    except (ValueError, OverflowError, OSError):  # infinite, or further away than any calendar
+        return "until it is removed"
+
+
+def _standing_json(each: Standing) -> Mapping[str, Any]:
+    value = asdict(each)
+    if each.until is not None and math.isinf(each.until):
+        value["until"] = "removed"
+    return value
+
+
+def _weighed_json(entry: Weighed, now: float) -> Mapping[str, Any]:
+    return {**entry.observation._asdict(), "now": entry.value, "counts": entry.counts,
+            "age_s": max(0.0, now - entry.observation.at)}  # fmt: skip
+
+
+def _print_json(**facts: Any) -> None:
+    say_json({"format": FORMAT, **facts})

@@ -1,0 +1,76 @@
+"""``slurmft logs``: the output of a worker."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from slurmft.cli.arguments import LINES, RANK, oldest_first, run_argument
+from slurmft.cli.output import say, say_error, say_raw
+from slurmft.errors import StorageError, UsageError
+from slurmft.storage.run_folder import RunFolder
+from slurmft.system.foreign_text import Terminal
+from slurmft.system.opening import open_regular, read_part
+
+MAX_SHOWN_BYTES = 64 << 20
+"""Of one log, its end: more is nothing for a terminal, and a file that only says to be long takes hours to print."""
+
+
+@click.command()
+@run_argument
+@click.option("--rank", default=0, type=RANK, show_default=True, help="Which worker's output.")
+@click.option("--attempt", help="JOB.RESTART.CYCLE; the newest when empty.")
+@click.option("--all-attempts", is_flag=True, help="Every attempt's, oldest first.")
+@click.option("-n", "--lines", default=0, type=LINES, help="Only the last lines of each.")
+@click.option("-f", "--follow", is_flag=True, help="Go on printing as it grows.")
+def logs(*, run: RunFolder, rank: int, attempt: str | None, all_attempts: bool, lines: int, follow: bool) -> int:
+    """Print a worker's output, and the supervisor's when there is none."""
+    folders = oldest_first(folder for folder in run.attempts.glob("*") if folder.is_dir())
+    if attempt is not None:
+        known = ", ".join(folder.name for folder in folders[-5:]) or "none yet"
+        folders = [folder for folder in folders if folder.name == attempt]
+        if not folders:
+            raise UsageError(f"run {run.path.name} has no attempt {attempt!r}", hint=f"its newest attempts: {known}")
+    files = [path for folder in folders if (path := folder / f"rank-{rank}.log").is_file()]
+    if not files and any(any(folder.glob("rank-*.log")) for folder in folders):
+        raise UsageError(f"run {run.path.name} has no rank {rank}", hint=f"ls {run.attempts}")
+    if not files:
+        found = [*run.logs.glob("*.log"), *run.submissions.glob("*_log.out")]
+        files = oldest_first(path for path in found if path.is_file())
+    if not files:
+        raise StorageError(f"run {run.path.name} has no output of rank {rank} yet", hint=f"slurmft status {run.path}")
+    for path in files if all_attempts else files[-1:]:
+        if all_attempts:
+            say(f"==> {path.parent.name}/{path.name} <==")
+        text = read_part(path, -MAX_SHOWN_BYTES, MAX_SHOWN_BYTES).decode(errors="replace")
+        _show("\n".join(text.removesuffix("\n").split("\n")[-lines:]) + "\n" if lines else text, Terminal())
+        if not lines and (size := path.stat().st_size) > MAX_SHOWN_BYTES:
+            say_error(f"these are the last {MAX_SHOWN_BYTES} of {size} bytes of {path}")
+    return _follow(files[-1]) if follow else 0
+
+
+def _show(text: str, terminal: Terminal) -> None:
+    """A worker's own words: exactly for files and pipes, and without anything but colours for a terminal."""
+    say_raw(terminal.feed(text) if sys.stdout.isatty() else text)
+
+
+def _follow(path: Path) -> int:
+    descriptor = open_regular(path)
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    terminal = Terminal()
+    try:
+        os.lseek(descriptor, 0, os.SEEK_END)
+        while True:
+            if part := os.read(descriptor, 1 << 16):
+                _show(decoder.decode(part), terminal)
+            else:
+                time.sleep(0.3)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        os.close(descriptor)

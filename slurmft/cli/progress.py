@@ -1,0 +1,150 @@
+"""Live progress of a run until it ends, then a short report."""
+
+from __future__ import annotations
+
+import time
+
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from slurmft.cli.arguments import oldest_first
+from slurmft.cli.output import console, say
+from slurmft.operations.status import Overview, overviews
+from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
+from slurmft.storage.journal import Event
+from slurmft.storage.progress import progress_of
+from slurmft.storage.run_folder import RunFolder
+from slurmft.supervisor.evidence import tail
+from slurmft.system.foreign_text import one_line
+
+FAST_S, SLURM_S = 0.3, 3.0
+"""The folder is cheap to look at; Slurm is asked rarely."""
+
+PLAIN_LINE_S = 10.0
+"""Without a terminal there is no bar; one line now and then shows that something happens."""
+
+GIVE_UP_S = 30.0
+"""A run that has left no decision and no job for this long has ended badly."""
+
+_TOLD = frozenset({"stop requested", "requeued", "resubmitted", "starting anew", "first step", "worker failed",
+                   "state kept just in time",
+                   "worker hung", "agent lost", "stop overdue", "stop without a save", "not continued",
+                   "save requested", "saves keep failing", "saves work again"})  # fmt: skip
+
+
+def watch(run: RunFolder, *, told: int, stop_on_interrupt: bool) -> int:
+    """Show progress until the run has ended; returns its exit code.
+
+    ``told`` is the length of the journal before the run was submitted: what stands there is of earlier submissions.
+    Ctrl-C stops the watching; where the run lives on this machine it asks the run to save and end first.
+    """
+    watcher = Watcher(run, told)
+    try:
+        view = watcher.follow()
+    except KeyboardInterrupt:
+        if not stop_on_interrupt:
+            say(f"the run goes on; slurmft stop {run.path} ends it after a save")
+            return 130
+        say("saving, then ending; Ctrl-C again leaves the run to itself")
+        run.request("KILL", "Ctrl-C")
+        view = watcher.follow()
+    return _report(run, view, run.journal().read()[told:])
+
+
+class Watcher:
+    """Follows one submission of a run."""
+
+    def __init__(self, run: RunFolder, told: int) -> None:
+        self._run, self._before, self._told = run, told, told
+        self._began = time.time()
+        self._console = console()
+        self._last_line_at = time.monotonic()
+        self._waiting_for = "starting"
+
+    def follow(self) -> Overview:
+        """Show what happens until the run has ended."""
+        columns = (
+            TextColumn("{task.description}", markup=False), BarColumn(bar_width=20),
+            TextColumn("{task.fields[note]}", markup=False), TimeElapsedColumn(),
+        )  # fmt: skip
+        asked_slurm = 0.0
+        with Progress(*columns, console=self._console) as progress:
+            bar = progress.add_task(one_line(self._run.path.name)[:24], total=None, note="starting")
+            while True:
+                time.sleep(FAST_S)
+                events = self._tell_news()
+                self._show_progress(progress, bar)
+                if self._run.done() is None and time.monotonic() - asked_slurm < SLURM_S:
+                    continue
+                asked_slurm = time.monotonic()
+                if (view := self._ended(events)) is not None:
+                    return view
+
+    def _tell_news(self) -> list[Event]:
+        events = self._run.journal().read()
+        for event in events[self._told :]:
+            if event.event in _TOLD:
+                self._console.print(one_line(_told(event)), highlight=False, markup=False)
+        self._told = len(events)
+        return events[self._before :]
+
+    def _show_progress(self, progress: Progress, bar: TaskID) -> None:
+        facts = progress_of(self._run)
+        if (facts.at or 0.0) < self._began:
+            progress.update(bar, note=one_line(self._waiting_for))
+            return
+        note = facts.state or ""
+        if facts.until:
+            note = f"{facts.step}/{facts.until} {note}"
+            note += f" loss {facts.metric:.3f}" if facts.metric is not None else ""
+        progress.update(bar, completed=facts.step or 0, total=facts.until or None, note=one_line(note))
+        if not self._console.is_terminal and time.monotonic() - self._last_line_at > PLAIN_LINE_S:
+            self._last_line_at = time.monotonic()
+            self._console.print(f"{time.strftime('%H:%M:%S')} {one_line(note)}", highlight=False, markup=False)
+
+    def _ended(self, events: list[Event]) -> Overview | None:
+        view = overviews([self._run])[0]
+        if view.state == "waiting" and view.detail != self._waiting_for:
+            self._waiting_for = view.detail
+            self._console.print(f"{time.strftime('%H:%M:%S')} {one_line(view.detail)}", highlight=False, markup=False)
+        decided = any(event.event == "decision" for event in events)
+        if view.state == "finished" or (view.state == "stopped" and decided):
+            return view
+        late = time.time() - self._began > GIVE_UP_S
+        return view if view.state in ("stopped", "new", "damaged") and late else None
+
+
+def _told(event: Event) -> str:
+    words = [f"{event.at.astimezone():%H:%M:%S} {event.event}"]
+    if (rank := event.details.get("rank")) is not None:
+        words[0] += f" (rank {rank} on {event.details.get('node')}, exit code {event.details.get('code')})"
+    words += [str(event.details[key]) for key in ("reason", "error") if event.details.get(key)]
+    if (seconds := event.details.get("seconds_since_stop_request")) is not None:
+        words.append(f"{seconds:.1f} s after the stop was asked for")
+    return ": ".join(words)
+
+
+def _report(run: RunFolder, view: Overview, events: list[Event]) -> int:
+    decisions = [event for event in events if event.event == "decision"]
+    told = decisions[-1].details.get("exit_code") if decisions else None
+    code = told if isinstance(told, int) else EXIT_TEMPORARY
+    starts = sum(event.event == "attempt started" for event in events)
+    stops = sum(event.event == "stop requested" for event in events)
+    seconds = events[-1].seconds() - events[0].seconds() if events else 0.0
+    say(f"{view.run}: {view.state}. {view.detail}")
+    if view.until:
+        say(f"  steps      {view.step} of {view.until}" + (f", loss {view.metric:.4f}" if view.metric else ""))
+    say(f"  time       {seconds:.1f} s; starts: {starts}, stops: {stops}")
+    if view.saved is not None:
+        say(f"  saved      step {view.saved} in {run.path}")
+    if digest := _final_digest(run):
+        say(f"  weights    sha256 {digest}")
+    say(f"  the story  slurmft explain {run.path}")
+    return 0 if view.state == "finished" else code
+
+
+def _final_digest(run: RunFolder) -> str | None:
+    for path in reversed(oldest_first(run.attempts.glob("*/rank-0.log"))):
+        for line in (tail(path) or "").splitlines()[-20:]:
+            if line.startswith("final weights sha256: "):
+                return line.removeprefix("final weights sha256: ").strip()
+    return None

@@ -1,0 +1,43 @@
+"""``slurmft run``, a job's supervisor, and ``slurmft agent``, a node's agent: the processes of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from slurmft.operations.run_configuration import load_given, refuse_foreign_configuration
+from slurmft.supervisor.guardian import guarded
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option(
+    "--after-loss",
+    type=click.IntRange(1, 64),
+    hidden=True,
+    help="Act in the place of a supervisor that this signal ended.",
+)
+def run(*, config: Path, after_loss: int | None) -> int:
+    """Be the supervisor of one job (what the batch script runs)."""
+    refuse_foreign_configuration(config)
+    guarded([sys.executable, "-P", "-u", "-m", "slurmft", "run", str(config), "--after-loss"])
+    from slurmft.supervisor.run import recover, supervise
+
+    if after_loss is not None:
+        return recover(load_given(config), os.environ, after_loss)
+    return supervise(load_given(config), os.environ)
+
+
+@click.command(hidden=True)
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("attempt")
+def agent(*, config: Path, attempt: str) -> int:
+    """Be one node's agent (what the supervisor starts with srun)."""
+    from slurmft.agent.agent import serve
+
+    refuse_foreign_configuration(config)
+    return asyncio.run(serve(load_given(config), attempt, os.environ))

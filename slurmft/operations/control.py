@@ -1,0 +1,104 @@
+"""Acting on a run from outside its job: stop it, send it through the queue, ask it for a save."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from slurmft.errors import SlurmUnavailable, UsageError
+from slurmft.policy.site.job_identity import OwnJob
+from slurmft.scheduler import own_jobs, queueing
+from slurmft.scheduler.parsing.parsing import JobRecord
+from slurmft.storage import signs_of_life
+from slurmft.storage.run_folder import RunFolder
+from slurmft.supervisor.owner import local_owner_lives
+
+NEWEST = 20
+"""As many of a run's jobs are asked about; those before them have ended long ago."""
+
+
+def records_of(run: RunFolder) -> dict[OwnJob, JobRecord]:
+    """The run's newest jobs as Slurm knows them, oldest first.
+
+    Raises:
+        SlurmUnavailable: Slurm did not answer.
+        StorageError: the folder is a copy of another run's, whose jobs it names.
+    """
+    run.refuse_copy()
+    return own_jobs.find(run.own_jobs(newest=NEWEST))
+
+
+def is_unseen(run: RunFolder, records: Mapping[OwnJob, JobRecord]) -> bool:
+    """Whether the run's supervisor gives signs of life although Slurm does not know its job.
+
+    Raises:
+        StorageError: the run folder cannot be read or written.
+    """
+    owner = run.owner()
+    if owner is None or owner.cluster == "local" or any(job.job_id == owner.job for job in records):
+        return False
+    return run.done() is None and signs_of_life.is_fresh(run, owner)
+
+
+def is_alive(run: RunFolder) -> bool:
+    """Whether the run has a job with nodes, a process on this machine, or a supervisor that Slurm does not tell of.
+
+    Raises:
+        SlurmUnavailable: Slurm did not answer.
+    """
+    owner = run.owner()
+    if owner is not None and owner.cluster == "local":
+        return local_owner_lives(owner)
+    records = records_of(run)
+    return any(record.alive for record in records.values()) or is_unseen(run, records)
+
+
+def stop(run: RunFolder, who: str) -> str:
+    """Ask a running run to save and end, cancel its waiting job; returns what was done, in words.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+        StorageError: the run folder cannot be written, or is a copy.
+    """
+    run.refuse_copy()
+    run.request("KILL", who)  # first: it needs no Slurm, and a job that starts in between finds it
+    journal = run.journal()
+    journal.append("stop asked for", who=who)
+    try:
+        waiting = [job for job, record in records_of(run).items() if record.waiting]
+        for job in waiting:
+            own_jobs.cancel(job)
+        if is_alive(run):
+            return f"run {run.path.name} will save and end"
+    except SlurmUnavailable as error:
+        return f"run {run.path.name} will save and end, if it runs: {error.what}"
+    run.take_request("KILL")
+    ids = [job.job_id for job in waiting]
+    if run.done() is None:  # also where nothing waits: what has lost its job is not to be rescued any more
+        journal.append("cancelled", jobs=ids, reason=f"cancelled by {who}")
+    return f"cancelled the waiting job {', '.join(ids)}" if waiting else f"run {run.path.name} is not running"
+
+
+def requeue(run: RunFolder, who: str) -> str:
+    """Send the run through the queue: a waiting job begins now, a running one saves and requeues; says which.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+        UsageError: the run has no job.
+    """
+    for job, record in records_of(run).items():
+        if record.waiting:
+            return _begin_now(run, job, record, who)
+    if not is_alive(run):
+        if run.done() is not None:
+            raise UsageError(f"run {run.path.name} is finished")
+        raise UsageError(f"run {run.path.name} is not running", hint=f"slurmft submit {run.config} continues it")
+    run.request("REQUEUE", who)
+    return f"run {run.path.name} will save and requeue"
+
+
+def _begin_now(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str:
+    if "held" in record.reason.lower() or record.state == "REQUEUE_HOLD":
+        own_jobs.release(job)
+    queueing.begin_in(job, queueing.SOONEST_S)
+    run.journal().append("begin now", job=job.job_id, who=who)
+    return f"job {job} may begin now"

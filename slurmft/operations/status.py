@@ -1,0 +1,276 @@
+"""What a run is doing, from its folder and from Slurm: the values behind ``slurmft status`` and ``slurmft explain``.
+
+Files that are damaged, of a newer version or not ours to read make their own run ``damaged``, and hide no other one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pwd
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slurmft.errors import SlurmError, StorageError
+from slurmft.policy.site.job_identity import OwnJob
+from slurmft.policy.verdicts.verdict import Cause
+from slurmft.scheduler import own_jobs, slurm
+from slurmft.scheduler.parsing.parsing import JobRecord, why_held, why_never
+from slurmft.storage.journal import Event
+from slurmft.storage.progress import progress_of
+from slurmft.storage.run_folder import Owner, RunFolder
+from slurmft.supervisor.owner import local_owner_lives
+from slurmft.system.files import MOVE_AWAY
+from slurmft.system.opening import UnsafeFile, check_regular
+
+NEWEST = 5
+"""As many of a run's jobs are asked about."""
+
+TRIES = 3
+"""Looks at a run whose jobs change while Slurm is asked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overview:
+    """One run at one moment."""
+
+    run: str
+    folder: str
+    state: str
+    """finished, running, waiting, stopped, unknown (Slurm did not answer), damaged, or new."""
+
+    detail: str
+    """Why, in Slurm's or the journal's words."""
+
+    job: str | None
+    jobs: tuple[str, ...]
+    """The chain of the run's jobs, oldest first."""
+
+    step: int | None
+    until: int | None
+    saved: int | None
+    """Newest step in a committed checkpoint of the newest attempt."""
+
+    metric: float | None
+    attempts: int
+    at: float | None
+    """Unix time of the progress report."""
+
+    failed_saves: int = 0
+    """Saves of a running attempt that failed in a row; 0 when the newest one was done."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For scripts; the format only grows."""
+        return {"format": 1, **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Story:
+    """A run's journal."""
+
+    events: list[Event]
+    unreadable: int
+    """Lines that are no events: torn by a writer that died, or damaged."""
+
+
+def story(run: RunFolder) -> Story:
+    """Everything the journal tells.
+
+    Raises:
+        StorageError: there is no journal, it cannot be read, or a newer slurmft wrote it.
+    """
+    try:
+        events, unreadable = run.journal().read_all()
+    except FileNotFoundError as error:
+        raise StorageError(f"run {run.path.name} has no journal yet: nothing was submitted") from error
+    except StorageError as error:
+        if isinstance(error.__cause__, PermissionError):
+            raise StorageError(error.what, hint=_permission_hint(run)) from error.__cause__
+        raise
+    return Story(events=events, unreadable=unreadable)
+
+
+def account_of(events: Sequence[Event]) -> list[tuple[str, str]]:
+    """What the newest verdict knows beyond its reason, as names and texts: culprit, suspects, evidence, traceback.
+
+    Empty when it blames nobody. The journal may be damaged or of a newer slurmft: what does not fit is left out.
+    """
+    newest = next((event for event in reversed(events) if event.event == "verdict"), None)
+    if newest is None:
+        return []
+    facts = newest.details
+    rank, node = facts.get("rank"), facts.get("node")
+    culprit = " on ".join([*([f"rank {rank}"] if type(rank) is int else []), *([str(node)] if node else [])])
+    rows = [("culprit", culprit), ("re-run", str(facts.get("rerun") or ""))]
+    rows += [("suspect", _suspect(each)) for each in _listed(facts.get("suspects"))]
+    rows += [("evidence", str(each)) for each in _listed(facts.get("evidence"))]
+    rows += [("traceback", line) for line in str(facts.get("traceback") or "").splitlines()]
+    known = [(name, text) for name, text in rows if text.strip()]
+    return [("attempt", newest.attempt), ("cause", str(facts.get("cause", "?"))), *known] if known else []
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def _suspect(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return ""
+    rank, gpu = value.get("rank"), value.get("gpu")
+    details = [*([f"rank {rank}"] if type(rank) is int else []), *([str(gpu)] if gpu else [])]
+    return str(value.get("node", "?")) + (f" ({', '.join(details)})" if details else "")
+
+
+def _permission_hint(run: RunFolder) -> str:
+    try:
+        return f"it belongs to {run.path.owner()}"
+    except (OSError, KeyError):
+        return "it may belong to somebody else"
+
+
+def overview(run: RunFolder, records: Mapping[OwnJob, JobRecord] | None) -> Overview:
+    """The run's state; ``records`` is what Slurm said of its jobs, None when it did not answer.
+
+    Raises:
+        StorageError: one of the run's files cannot be read or believed.
+        OSError: the folder cannot be looked at.
+    """
+    _refuse_odd(run.config)
+    owner, done, progress = run.owner(), run.done(), progress_of(run)
+    jobs = run.jobs()
+    state, detail = _state(run, owner, done, run.own_jobs(newest=NEWEST), records)
+    if progress.problem:
+        detail = f"{detail} ({progress.problem})"
+    failed = max(0, progress.failed_saves or 0) if state == "running" else 0
+    if failed:
+        detail = f"{detail}; SAVES FAIL: {failed} in a row, {progress.save_problem or 'reason unknown'}"
+    return Overview(
+        run=run.path.name,
+        folder=str(run.path),
+        state=state,
+        detail=detail,
+        job=jobs[-1] if jobs else None,
+        jobs=tuple(jobs),
+        step=progress.step,
+        until=progress.until,
+        saved=progress.saved_step,
+        metric=progress.metric,
+        attempts=owner.generation if owner is not None else 0,
+        at=progress.at,
+        failed_saves=failed,
+    )
+
+
+def _refuse_odd(path: Path) -> None:
+    """Return when what lies there, if anything does, can be read as a file.
+
+    Raises:
+        StorageError: it cannot.
+        OSError: the folder cannot be looked at.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            check_regular(path, path.stat())
+        except UnsafeFile as error:
+            raise StorageError(f"cannot read {path}: it {error.strerror}", hint=MOVE_AWAY) from error
+
+
+def overviews(runs: Sequence[RunFolder]) -> list[Overview]:
+    """All of them with one question to Slurm; a single one that was cancelled also says by whom."""
+    found = _looked_at(runs, TRIES)
+    if len(runs) == 1 and found[0].state == "stopped" and (who := who_cancelled(runs[0])):
+        found = [replace(found[0], detail=f"{found[0].detail} by {who}")]
+    return found
+
+
+def _looked_at(runs: Sequence[RunFolder], tries: int) -> list[Overview]:
+    """Slurm is asked again about runs whose jobs changed since it was asked: they only look as if they had stopped."""
+    jobs = {run.path: _own_jobs(run) for run in runs}
+    asked = [job for mine in jobs.values() for job in mine]
+    records: Mapping[OwnJob, JobRecord] = {}
+    unknown: Collection[OwnJob] = ()
+    if asked and slurm.available():
+        try:
+            records, unknown = own_jobs.find_where_answered(asked)
+        except SlurmError:
+            unknown = asked
+    unseen = {path for path, mine in jobs.items() if any(job in unknown for job in mine)}
+    found = [_overview_or_damage(run, None if run.path in unseen else records) for run in runs]
+    moved = [at for at, run in enumerate(runs) if found[at].state == "stopped" and _own_jobs(run) != jobs[run.path]]
+    if moved and tries > 1:
+        for at, view in zip(moved, _looked_at([runs[at] for at in moved], tries - 1), strict=True):
+            found[at] = view
+    return found
+
+
+def _own_jobs(run: RunFolder) -> list[OwnJob]:
+    try:
+        return [] if run.done() else run.own_jobs(newest=NEWEST)
+    except (StorageError, OSError):
+        return []  # _overview_or_damage says what is wrong
+
+
+def _overview_or_damage(run: RunFolder, records: Mapping[OwnJob, JobRecord] | None) -> Overview:
+    """One damaged run folder must not hide the others."""
+    try:
+        return overview(run, records)
+    except StorageError as error:
+        hint = _permission_hint(run) if isinstance(error.__cause__, PermissionError) else error.hint
+        why = "; ".join(filter(None, (error.what, hint)))
+    except OSError as error:
+        why = f"{error.filename or run.path}: {error.strerror}; {_permission_hint(run)}"
+    nothing: dict[str, Any] = dict.fromkeys(("job", "step", "until", "saved", "metric", "at"))
+    return Overview(
+        run=run.path.name, folder=str(run.path), state="damaged", detail=why, jobs=(), attempts=0, **nothing
+    )
+
+
+def _state(
+    run: RunFolder,
+    owner: Owner | None,
+    done: Mapping[str, Any] | None,
+    jobs: Sequence[OwnJob],
+    records: Mapping[OwnJob, JobRecord] | None,
+) -> tuple[str, str]:
+    if done is not None:
+        return "finished", str(done.get("reason", ""))
+    if owner is not None and local_owner_lives(owner):
+        return "running", f"process {owner.pid} on {owner.host}"
+    if jobs and records is None:
+        return "unknown", "Slurm did not answer"
+    mine = [record for job in jobs if (record := (records or {}).get(job)) is not None]
+    for record in mine:
+        if record.alive:
+            return "running", f"job {record.job_id} {record.state.lower()} on {record.nodes}"
+    for record in mine:
+        if record.waiting:
+            why = why_never(record.reason)
+            held = why_held(record.reason)
+            more = f": as things are it cannot start, {why}" if why else f": {held}" if held else ""
+            return "waiting", f"job {record.job_id} {record.state.lower()} ({record.reason}){more}"
+    return _ended(run)
+
+
+def _ended(run: RunFolder) -> tuple[str, str]:
+    for event in reversed(run.journal().read()):
+        if event.event == "attempt started":
+            return "stopped", "it left no verdict; slurmft submit continues it, or requeue --rescue"
+        if event.event in ("decision", "cancelled", "ended from outside", "submission failed"):
+            return "stopped", str(event.details.get("reason", event.event))
+    return "new", ""
+
+
+def who_cancelled(run: RunFolder) -> str:
+    """Who has cancelled the run's newest job, as far as the accounting tells: a user's name, or empty. One command."""
+    jobs = run.own_jobs(newest=1)
+    verdicts = [event for event in run.journal().read() if event.event == "verdict"]
+    if not jobs or not verdicts or verdicts[-1].details.get("cause") != Cause.CANCELLED:
+        return ""
+    user_id = own_jobs.cancelled_by(jobs[-1])
+    if user_id is None:
+        return ""
+    try:
+        return pwd.getpwuid(user_id).pw_name
+    except KeyError:
+        return f"user id {user_id}"

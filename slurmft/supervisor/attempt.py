@@ -1,0 +1,420 @@
+"""One attempt, from the start of its agents to its verdict. ``recovery.act`` does what follows from the verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Mapping
+
+from slurmft.config.config import RunConfig
+from slurmft.errors import LaunchError, StorageError
+from slurmft.ipc.channel import Message
+from slurmft.policy.timing.fleet import longest_silence_s, ping_interval_s
+from slurmft.policy.verdicts.culprit import Blame
+from slurmft.policy.verdicts.exit_actions import ExitAction, codes_of
+from slurmft.policy.verdicts.judge import Circumstances, ends_attempt, judge
+from slurmft.policy.verdicts.verdict import Cause, Verdict
+from slurmft.supervisor.attempt_folder import AttemptFolder
+from slurmft.supervisor.cluster import Cluster
+from slurmft.supervisor.evidence import HURRIED_READ_S, READ_S, testimony_of
+from slurmft.supervisor.faults import Injections
+from slurmft.supervisor.fleet.agents import AgentLink, AgentLost
+from slurmft.supervisor.fleet.crew import Crew
+from slurmft.supervisor.fleet.elastic import Resizing
+from slurmft.supervisor.fleet.notices import Reclaimed
+from slurmft.supervisor.fleet.shutdown import end_of_workers, grace_of_peers, kill_workers
+from slurmft.supervisor.grace import workload_of
+from slurmft.supervisor.job_state import SlurmsWord
+from slurmft.supervisor.just_in_time import rescue
+from slurmft.supervisor.recovery.exclusions import Accuser
+from slurmft.supervisor.recovery.failure_history import facts_for_workers
+from slurmft.supervisor.recovery.place_elsewhere import suspect_gpus_of, without_other_gpus
+from slurmft.supervisor.signals import hearing
+from slurmft.supervisor.start import Start
+from slurmft.supervisor.stops import POLL_S, Stops
+from slurmft.supervisor.watch.forensics import HANG_DUMPS_S, ended_by_watchdog, take_evidence
+from slurmft.supervisor.watch.hangs import Hangs
+from slurmft.supervisor.watch.observations import Observations
+from slurmft.supervisor.watch.slow_nodes import SlowNodes
+from slurmft.system.background import Background
+from slurmft.system.sleeping import overslept_s
+
+LAUNCH_LOOK_S = 0.5
+START_S = 40.0
+"""How long an agent may take to start its workers; it may have to ask for its GPUs."""
+
+LOOKS_PER_TIMEOUT = 12
+BROKEN_S = 1.0
+"""How long a connection that an agent's side has closed may take to come back: it tries again every 0.2 s."""
+
+ENDED_BY_TERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Runs one attempt, with agents that may have seen others before it."""
+
+    def __init__(self, config: RunConfig, start: Start, accuser: Accuser, crew: Crew) -> None:
+        self._config, self._start, self._accuser, self._crew = config, start, accuser, crew
+        self._cluster: Cluster = start.cluster
+        self._run, self._journal = start.run, start.journal
+        self._pool = crew.pool
+        self._seen = Observations(
+            self._run, self._journal, self._cluster.attempt, config.world_size,
+            workload=workload_of(config), history=start.history, max_failed_saves=config.checkpoint.max_failed_saves,
+        )  # fmt: skip
+        self._slurm = SlurmsWord(self._cluster, start.journal)
+        self._launch_error = ""
+        self.lost: list[str] = []
+        """Nodes of this attempt whose agents are gone."""
+        self._lost_early: list[str] = []
+        """Nodes whose agents were gone before there was anything to do for them."""
+
+        self._over = asyncio.Event()
+        self._folder = AttemptFolder(start, on_superseded=self._over.set)
+        self._background = Background(self._on_error)
+        self.stops = Stops(
+            config, start, self._pool, self._seen, self._slurm, over=self._over, background=self._background
+        )
+        self._hangs = Hangs(config, start, self._pool)
+        self._injections = Injections(config, start, self._pool, self._background)
+        self._resizing = Resizing(config, start, crew, self._seen, self.stops)
+        self._reclaimed = Reclaimed(config, start, crew, self.stops, accuser)
+        self._slow = SlowNodes(config, start, self._seen, self.stops, accuser=accuser)
+        self._complete_codes = codes_of(ExitAction.COMPLETE, config.exit_actions)
+        self._failed = self._rescued = False
+        self._look: asyncio.Future[Blame] | None = None
+        self._node_states: Mapping[str, str] = {}
+        self._escaped: Verdict | None = None
+
+    async def run(self) -> Verdict:
+        """Run the attempt to its end.
+
+        Raises:
+            SlurmftError: nothing could be started.
+        """
+        loop = asyncio.get_running_loop()
+
+        def on_signal(number: int) -> None:
+            loop.call_soon_threadsafe(self.stops.on_own_signal, signal.Signals(number).name)
+
+        with hearing(on_signal):
+            try:
+                await self._launch()
+                await self._over.wait()
+                await self.stops.cause_is_known()
+                if self.lost:
+                    self._node_states = await asyncio.to_thread(self._cluster.node_states)
+            except AgentLost as error:
+                await self._lose_the_gone(str(error))
+            except (LaunchError, StorageError, OSError) as error:
+                self._launch_error = str(error)
+                self.lost += self._lost_early
+            finally:
+                await self._wind_down()
+        return self._escaped or self._verdict()
+
+    async def _launch(self) -> None:
+        await self._crew.muster(self._cluster)
+        self._background.start(self._slurm.read_terms())
+        own = (self._watch_processes, self._watch_requests, self._handle_events, self._watch_agents)
+        for watch in (*own, self._accuser.watch, self._resizing.watch):
+            self._background.start(watch())
+        for link in self._pool.links.values():
+            if link.channel is None:  # it hung up while nobody was looking
+                self._background.start(self._on_disconnect(link))
+        await self._wait_for_agents()
+        if self._over.is_set():
+            return
+        await self._start_workers()
+
+    async def _wait_for_agents(self) -> None:
+        """Return when all agents have reported, or the attempt is over.
+
+        Raises:
+            LaunchError: they did not in time, or one has ended instead.
+        """
+        if self._crew.is_complete:
+            return
+        timeout_s = self._config.fault_tolerance.launch_timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        waits = [asyncio.create_task(self._pool.complete.wait()), asyncio.create_task(self._over.wait())]
+        try:
+            while not any(wait.done() for wait in waits):
+                if time.monotonic() > deadline_s:
+                    size = self._cluster.size(self._config)
+                    raise LaunchError(
+                        f"{size - len(self._pool.links)} of {size} agents did not report within {timeout_s:.0f} s "
+                        "(fault_tolerance.launch_timeout_s)",
+                        hint=f"see srun.err in {self._crew.folder.path}",
+                    )
+                await asyncio.wait(waits, timeout=LAUNCH_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                # srun waits for all others, and they for this one
+                if (end := await self._crew.folder.ended_agent()) is not None:
+                    self._agent_ended_early(*end)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def _agent_ended_early(self, node: str, how: str) -> None:
+        if self._over.is_set() or self._pool.complete.is_set() or self.stops.planned is not None:
+            return
+        if how == "Terminated":  # an agent that is still starting obeys a TERM like any process; that is no failure
+            self.stops.on_signal("SIGTERM", f"the agent on {node}, which was still starting")
+        else:
+            raise LaunchError(f"the agent on {node} ended before it had reported: {how}")
+
+    async def _start_workers(self) -> None:
+        members = await self._crew.enlist(self._cluster.nodes, self._over)
+        if self._over.is_set():
+            return
+        self._seen.world_size = len(members) * self._config.nproc_per_node
+        lead = members[0]
+        port = (await lead.call("port"))["port"]
+        hosts = [link.host for link in members]
+        self._journal.append("agents ready", hosts=hosts)
+        suspects = await asyncio.to_thread(suspect_gpus_of, self._config, self._start.history)
+        await self._hangs.recall()
+        if self._over.is_set():
+            return
+        self.stops.began = True
+        replies = await asyncio.gather(
+            *(
+                link.call(
+                    "start",
+                    timeout_s=START_S,
+                    suspect_gpus=sorted(suspects),
+                    **facts_for_workers(self._start.history, self._config, nodes=len(members)),
+                    attempt=str(self._cluster.attempt),
+                    cycle=self._cluster.attempt.cycle,
+                    first_rank=place * self._config.nproc_per_node,
+                    nodes=len(members),
+                    generation=self._start.generation,
+                    master_addr=lead.host,
+                    master_port=port,
+                    limits=self._hangs.limits(),
+                )
+                for place, link in enumerate(members)
+            )
+        )
+        if stuck := [host for host, reply in zip(hosts, replies, strict=True) if reply.get("suspect_gpus")]:
+            self._escape(stuck, suspects)
+            return
+        self._journal.append("workers started", world_size=self._seen.world_size)
+        self._injections.simulate()
+
+    def _escape(self, hosts: list[str], gpus: frozenset[str]) -> None:
+        """Nodes without as many other GPUs, as far as they can prove it, are as good as suspects themselves."""
+        self._journal.append("exclusion_escaped", nodes=hosts, gpus=sorted(gpus))
+        self._escaped = without_other_gpus(hosts, gpus)
+        self._over.set()
+
+    # What is reported to us
+
+    async def _handle_events(self) -> None:
+        while True:
+            link, message = await self._pool.events.get()
+            if message.get("generation", self._start.generation) != self._start.generation:
+                continue  # it was on its way when its attempt ended
+            match message["kind"]:
+                case "exited":
+                    self._on_exit(link, message)
+                case "progress":
+                    self._seen.note_progress(message["ranks"])
+                case "timings":
+                    self._slow.note(link.host, message)
+                case "hung":
+                    self._background.start(self._on_hang(link, message))
+                case "durations":
+                    self._hangs.note(message)
+                case "notice":
+                    self._reclaimed.note(link, message)
+                case "signal" if link.lender:
+                    self._resizing.leave(link)
+                case "signal":
+                    self.stops.on_signal(message["name"], link.host)
+                case "connected":
+                    self._background.start(self._on_connect(link))
+                case "disconnected":
+                    self._background.start(self._on_disconnect(link))
+
+    def _on_exit(self, link: AgentLink, message: Message) -> None:
+        end = self._seen.note_exit(link.host, message)
+        planned, only_lead = self.stops.planned is not None, self._config.ignore_nonlead_status
+        if ends_attempt(end, planned=planned, complete_codes=self._complete_codes, only_lead=only_lead):
+            self._journal.append("worker failed", rank=end.rank, node=link.host, code=end.code, error=end.error)
+            if not self._failed:
+                self._background.start(self._kill_peers(grace_of_peers(end)))
+            self._failed = True
+        if self._seen.all_ended:
+            self._over.set()
+
+    async def _on_hang(self, link: AgentLink, message: Message) -> None:
+        if self._failed or self._over.is_set() or (hang := await self._hangs.investigate(link, message)) is None:
+            return
+        if not self._failed and not self._over.is_set():
+            self._failed = True
+            self._hangs.narrow(await self._kill_workers(hang.reason, overdue=self._hangs.overdue))
+
+    async def _kill_peers(self, grace_s: float) -> None:
+        await self._last_look()
+        await self._rescue()
+        await asyncio.sleep(grace_s)
+        if not self._over.is_set():
+            await self._kill_workers("a rank has failed; the others cannot go on without it")
+
+    async def _on_connect(self, link: AgentLink) -> None:
+        """One that had been lost may still run what it was told before; one that takes part again kills that itself."""
+        if link not in self._pool.members:
+            with contextlib.suppress(AgentLost):
+                await link.call("kill")
+        if link.host in self._cluster.lost:
+            self._cluster.lost.discard(link.host)
+            self._journal.append("agent back", node=link.host)
+
+    async def _on_disconnect(self, link: AgentLink) -> None:
+        """Give a connection that broke the time to come back; an agent that is gone takes its workers with it."""
+        await asyncio.sleep(BROKEN_S)
+        if self._over.is_set() or self._pool.links.get(link.node) is not link:
+            return
+        await self._lose(link, f"the agent on {link.host} is gone", hung_up=True)
+
+    async def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
+        """Go on without this agent: at once where it is a spare, else with the next attempt."""
+        if link.dropped:
+            return
+        is_member = link in self._pool.members and self.stops.began
+        self._pool.drop(link)
+        self._crew.reviver.lost(link, hung_up=hung_up)
+        if not link.lender:
+            self._cluster.lost.add(link.host)
+        self._journal.append(
+            "agent left" if link.leaving else "agent lost", node=link.host, spare=not is_member, reason=reason
+        )
+        if is_member:
+            self.lost.append(link.host)
+            self._over.set()  # first: another node may be silent too, and would be waited for
+            await kill_workers(self._pool, self._journal, reason)  # victims, all of them: they have nothing to tell
+        elif not self.stops.began:
+            self._lost_early.append(link.host)
+
+    async def _lose_the_gone(self, reason: str) -> None:
+        """An agent did not take part in the start: its node was lost, unless it is still connected."""
+        gone = [link for link in self._pool.members if link.channel is None]
+        for link in gone:
+            await self._lose(link, reason, hung_up=True)
+        self.lost, self._launch_error = [link.host for link in gone], "" if gone else reason
+
+    async def _watch_processes(self) -> None:
+        codes = await self._crew.all_ended()
+        if not self._over.is_set():
+            await asyncio.sleep(POLL_S)  # reports that are on their way
+        if not self._over.is_set():
+            await self._slurm.is_ending()
+            self._journal.append("agents gone", exit_codes=codes)
+            if not self._seen.any_started and self._slurm.outside is None:
+                if set(codes) & set(ENDED_BY_TERM):
+                    # agents that were still starting obey a TERM like any process; it was not their failure
+                    self.stops.on_signal("SIGTERM", "agents that were still starting")
+                    return
+                last_words = self._crew.folder.last_words()
+                self._launch_error = f"the agents ended with {codes} before they had started a worker{last_words}"
+            self._over.set()
+
+    async def _watch_agents(self) -> None:
+        """Agents stop their workers when they hear nothing for the lease; so ping them, and expect the same of them."""
+        section, agents = self._config.fault_tolerance, len(self._pool.links)
+        timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
+        pause_s, ping_s = timeout_s / LOOKS_PER_TIMEOUT, ping_interval_s(agents, lease_s=section.supervisor_lease_s)
+        pinged_s = 0.0
+        while not self._over.is_set():
+            if asleep_s := await overslept_s(pause_s):
+                self._journal.append("was suspended", seconds=round(asleep_s, 1))
+                for link in self._pool.links.values():
+                    link.last_heard += asleep_s  # nobody can be heard by somebody who is stopped himself
+            now_s = time.monotonic()
+            if now_s - pinged_s > ping_s:
+                pinged_s = now_s
+                self._pool.ping(limits=self._hangs.limits())
+            for link in self._pool.silent_for(timeout_s, now_s):
+                silent_s = now_s - link.last_heard
+                if silent_s > self._crew.roster.patience_s(link, timeout_s) and not self._over.is_set():
+                    await self._lose(link, f"nothing was heard from {link.host} for {silent_s:.1f} s", hung_up=False)
+
+    async def _watch_requests(self) -> None:
+        while not self._over.is_set():
+            await asyncio.sleep(POLL_S)
+            ready = self.stops.planned is None and self.stops.began
+            await self._folder.tell_progress(self._seen, self._slow, self._hangs)
+            await self._injections.look()
+            for kind, who in (await self._folder.requests(ready=ready)).items():
+                self.stops.on_request(kind, who)
+
+    async def _last_look(self, overdue: Mapping[int, str] | None = None) -> Blame:
+        """Look at all ranks once, as soon as one has failed: the others soon fail of it, and tell nothing any more."""
+        if self._look is None:
+            self._look = asyncio.ensure_future(
+                take_evidence(
+                    self._pool, self._journal, self._folder.path, per_node=self._config.nproc_per_node,
+                    ends=list(self._seen.ends.values()), overdue=overdue,
+                    dumps_within_s=HANG_DUMPS_S if overdue or ended_by_watchdog(self._seen.ends.values()) else 0.0,
+                )
+            )  # fmt: skip
+        return await asyncio.shield(self._look)
+
+    async def _kill_workers(self, reason: str, overdue: Mapping[int, str] | None = None) -> Blame:
+        found = await self._last_look(overdue)
+        await self._rescue()
+        await kill_workers(self._pool, self._journal, reason)
+        return found
+
+    async def _rescue(self) -> None:
+        if self._config.checkpoint.just_in_time and not self._rescued:
+            self._rescued = True
+            await rescue(self._pool, self._journal)
+
+    # The end
+
+    async def _wind_down(self) -> None:
+        self._over.set()
+        if self.stops.began and not self._seen.all_ended:
+            await self._pool.tell_all("kill")
+            await end_of_workers(self._pool, self._seen.ends, per_node=self._config.nproc_per_node)
+        await self._background.cancel_all()
+        self._folder.leave(self._seen, self._slow, self._hangs)
+
+    def _verdict(self) -> Verdict:
+        # a save that still worked does not undo a cancellation
+        binding = self._slurm.outside is not None and self._slurm.outside[0] in (Cause.CANCELLED, Cause.REQUEUED)
+        orderly = self.stops.planned is not None and self._seen.all_ended
+        outside = self._slurm.outside if binding or not orderly else None
+        ends, places = list(self._seen.ends.values()), self._pool.places(self._config.nproc_per_node)
+        within_s = READ_S if self.stops.planned is None and self._slurm.outside is None else HURRIED_READ_S
+        return judge(
+            ends,
+            world_size=self._seen.world_size,
+            seen=Circumstances(
+                reached=self._seen.reached(),
+                saved=self._seen.saved(),
+                planned=self.stops.planned,
+                planned_reason=self.stops.reason,
+                planned_suspects=(*self._slow.suspects, *self._reclaimed.suspects),
+                lost_nodes=tuple(self.lost),
+                hang=self._hangs.found,
+                node_states=self._node_states,
+                launch_error=self._launch_error,
+                outside=outside[0] if outside else None,
+                outside_reason=outside[1] if outside else "",
+                heard=testimony_of(self._start, ends, places, within_s=within_s),
+                complete_codes=self._complete_codes,
+                only_lead=self._config.ignore_nonlead_status,
+            ),
+        )
+
+    def _on_error(self, error: BaseException) -> None:
+        self._launch_error = self._launch_error or f"internal error: {error!r}"
+        self._over.set()

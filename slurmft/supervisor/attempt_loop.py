@@ -1,0 +1,73 @@
+"""The attempts of one start of a job, one after the other, with one crew of agents."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import Self
+
+from slurmft.config.config import RunConfig
+from slurmft.supervisor.attempt import Supervisor
+from slurmft.supervisor.fleet.crew import Crew
+from slurmft.supervisor.node_choice import settle
+from slurmft.supervisor.recovery.act import Ending
+from slurmft.supervisor.recovery.exclusions import Accuser
+from slurmft.supervisor.start import Start
+from slurmft.system.logs import BackgroundLog
+
+log = logging.getLogger(__name__)
+
+
+class Attempts:
+    """Runs attempts until one of them ends the job; a context manager that leaves no agent behind."""
+
+    def __init__(self, config: RunConfig, log_file: BackgroundLog) -> None:
+        self._config, self._log_file = config, log_file
+        self._runner = asyncio.Runner()  # one loop for all of them: the agents' connections live in it
+        self._crew: Crew | None = None
+        self._lost = False
+
+    @property
+    def secret(self) -> bytes | None:
+        """The control channel's, where agents are there already."""
+        return None if self._crew is None else self._crew.secret
+
+    def run(self, start: Start) -> int | None:
+        """One attempt and what follows it: the exit code, or None when the next begins at once in this allocation.
+
+        Raises:
+            SlurmftError: nothing could be started.
+        """
+        accuser = Accuser(self._config, start)
+        ending = Ending(self._config, start, accuser, self._log_file, dismiss=self.dismiss, has_nodes=self._has_nodes)
+        if (escape := settle(self._config, start)) is not None:
+            return ending.follow(*escape, may_stay=False)
+        attempt = start.cluster.attempt
+        where = start.run.attempts / str(attempt)
+        log.info("run %s, attempt %s; workers write to %s", self._config.name, attempt, where)
+        if self._crew is None:
+            self._crew = Crew(self._config, start)
+        supervisor = Supervisor(self._config, start, accuser, self._crew)
+        verdict = self._runner.run(supervisor.run())
+        self._lost = bool(start.cluster.lost)
+        ending.ends_at_s = supervisor.stops.ends_at_s
+        return ending.act_on(verdict)
+
+    def _has_nodes(self) -> bool:
+        return self._crew is not None and self._crew.roster.can_go_on()
+
+    def dismiss(self) -> None:
+        """End the agents: what follows happens without them. The next attempt, if there is one, starts new ones."""
+        if self._crew is not None:
+            crew, self._crew = self._crew, None
+            self._runner.run(crew.dismiss(node_lost=self._lost))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.dismiss()
+        self._runner.close()

@@ -1,0 +1,26 @@
+"""Before an attempt's workers are killed: every node keeps the newest complete step (``agent.just_in_time``)."""
+
+from __future__ import annotations
+
+import asyncio
+
+from slurmft.ipc.pages.heartbeat import RESCUE_S
+from slurmft.storage.journal import Journal
+from slurmft.supervisor.fleet.agents import AgentLost, AgentPool
+
+ROUND_TRIP_S = 2.0
+
+
+async def rescue(pool: AgentPool, journal: Journal) -> None:
+    """Have every node keep what it has; the journal says of which step. Never raises."""
+    links = pool.members
+    replies = await asyncio.gather(
+        *(link.call("rescue", timeout_s=RESCUE_S + ROUND_TRIP_S) for link in links), return_exceptions=True
+    )
+    kept = {link.host: reply["step"] for link, reply in zip(links, replies, strict=True) if isinstance(reply, dict)}
+    for reply in replies:
+        if isinstance(reply, BaseException) and not isinstance(reply, AgentLost):
+            raise reply
+    if steps := {step for step in kept.values() if step >= 0}:
+        missing = [link.host for link in links if kept.get(link.host, -1) < max(steps)]
+        journal.append("state kept just in time", step=max(steps), nodes=len(links) - len(missing), missing=missing)

@@ -1,0 +1,307 @@
+"""Keeping a run away from nodes: where it may not be placed next, and whether where it was placed is elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from slurmft.config.config import RunConfig
+from slurmft.errors import SlurmError, StorageError
+from slurmft.policy.nodes.evidence import Kind, Suspect
+from slurmft.policy.nodes.suspicion import State, standing, suspect_gpus
+from slurmft.policy.site.job_identity import OwnJob
+from slurmft.policy.verdicts.verdict import GOES_ON, Action, Cause, Verdict
+from slurmft.scheduler import nodes, own_jobs, successor
+from slurmft.scheduler.nodes import expand
+from slurmft.scheduler.parsing.parsing import NamedNodes
+from slurmft.storage.exclusions import Exclusions
+from slurmft.storage.journal import Event
+from slurmft.storage.patience import FolderThread
+from slurmft.storage.run_folder import RunFolder
+from slurmft.supervisor.budget import progressed
+from slurmft.supervisor.recovery import avoided_nodes
+from slurmft.supervisor.recovery.avoided_nodes import Avoidance
+
+MAX_ESCAPES = 3
+"""Placements on nodes that were to be kept away from, in a row, before the run is given up, or goes on all the same."""
+
+LIST_S = 5.0
+"""How long the exclusion list's filesystem may take to answer."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """What the next placement of a job excludes."""
+
+    excluded: frozenset[str]
+    """All of the job's excluded nodes: its user's own and ours. An update replaces the ones it has."""
+
+    own: frozenset[str] = frozenset()
+    """Its user's own among them."""
+
+    avoidance: Avoidance
+    """Ours, and why."""
+
+    impossible: str = ""
+    """Why a suspect cannot be kept away from; empty when all can."""
+
+
+def read_exclusions(config: RunConfig) -> Exclusions | None:
+    """The exclusion list; None, with a warning, when it cannot be read: no list is worth a run."""
+    thread = FolderThread()  # its filesystem may be another one than the run folder's
+    try:
+        return thread.call(lambda: _read_whole(config), timeout_s=LIST_S)
+    except (StorageError, SlurmError, OSError) as error:
+        log.warning("the exclusion list is not used: %s", error)
+        return None
+
+
+def _read_whole(config: RunConfig) -> Exclusions:
+    found = avoided_nodes.exclusion_list(config, os.environ).read()
+    if found.damage:
+        log.warning("%s", found.damage)
+    return found
+
+
+def next_placement(
+    config: RunConfig, *, partition: str, job: OwnJob | None, history: Sequence[Event], suspects: Sequence[str]
+) -> Placement | None:
+    """Where the run's next placement must not be; None where there is nothing to say and nothing to take back.
+
+    When Slurm does not tell about its nodes, only the suspects are excluded: they were in an allocation, so Slurm knows
+    their names, and one unknown name would make it refuse all of them.
+    """
+    exclusions = read_exclusions(config)
+    wanted = tuple(dict.fromkeys([*suspects, *sorted(left(history))]))
+    if not wanted and not ours(history, _id_of(job)) and not excluded_now(config, exclusions):
+        return None
+    named = named_by_user(config, job=job, history=history)
+    own = named.excluded
+    try:
+        found = _to_avoid(config, exclusions, partition=partition, suspects=wanted, named=named)
+        if _kept(found, suspects):  # what it has left before must not cost it what it leaves now
+            found = _to_avoid(config, exclusions, partition=partition, suspects=suspects, named=named)
+    except (SlurmError, StorageError) as error:
+        log.warning("only the suspects are avoided: %s", error.what)
+        return Placement(excluded=own | set(wanted), avoidance=Avoidance(nodes=wanted, problem=error.what), own=own)
+    return Placement(excluded=own | set(found.nodes), avoidance=found, own=own, impossible=_kept(found, suspects))
+
+
+def _id_of(job: OwnJob | None) -> str | None:
+    return None if job is None else job.job_id
+
+
+def _kept(found: Avoidance, suspects: Sequence[str]) -> str:
+    """Which of them are not avoided, and why; empty when all are. One that the job cannot get to need not be."""
+    return "; ".join(f"{drop.node}: {drop.reason}" for drop in found.dropped if drop.node in suspects)
+
+
+def named_by_user(config: RunConfig, *, job: OwnJob | None, history: Sequence[Event]) -> NamedNodes:
+    """Nodes that the run's user, not we, excludes and asks for: in the configuration, behind ``--``, or in the job."""
+    chain = since_submission(history, _id_of(job))
+    submitted = [event.details.get("excluded") for event in chain if event.event == "submitting"]
+    own = frozenset().union(*map(expanded, submitted or [config.slurm.exclude]))
+    asked_for = expanded((config.slurm.model_extra or {}).get("nodelist"))
+    if job is not None:
+        try:
+            found = own_jobs.named_nodes(job)
+        except SlurmError as error:
+            log.warning("the nodes that job %s excludes are not known: %s", job, error.what)
+        else:
+            own, asked_for = own | (found.excluded - ours(history, job.job_id)), asked_for | found.required
+    return NamedNodes(excluded=own, required=asked_for)
+
+
+def _to_avoid(
+    config: RunConfig, exclusions: Exclusions | None, *, partition: str, suspects: Sequence[str] = (),
+    named: NamedNodes,
+) -> Avoidance:  # fmt: skip
+    found = avoided_nodes.to_avoid(
+        exclusions or Exclusions(),
+        partition=partition or None,
+        nodes_needed=config.nodes + config.spare_nodes,
+        suspects=suspects,
+        max_excluded_fraction=config.exclusions.max_excluded_fraction,
+        rules=config.exclusions.rules(),
+        excluded_anyway=named.excluded,
+        asked_for=named.required,
+    )
+    return _accepted(config, found, named.excluded)
+
+
+def _accepted(config: RunConfig, found: Avoidance, own: frozenset[str]) -> Avoidance:
+    """``found`` without the nodes that Slurm, which knows more of the request than we do, cannot spare."""
+
+    def ask(nodes: frozenset[str]) -> str:
+        return successor.test_placement(RunFolder(config.run_folder).script, excluded=own | nodes)
+
+    if not found.nodes:
+        return found
+    try:
+        return FolderThread().call(lambda: avoided_nodes.submitted(found, ask)[1], timeout_s=LIST_S)
+    except (SlurmError, StorageError) as error:  # a script of the user's own, or Slurm refuses for another reason
+        log.debug("not tried: %s", error)
+        return found
+
+
+def excluded_now(config: RunConfig, exclusions: Exclusions | None) -> frozenset[str]:
+    """Nodes that the list excludes, whether a request can bear it or not."""
+    if exclusions is None:
+        return frozenset()
+    standings = standing(exclusions.observations, exclusions.manual, time.time(), config.exclusions.rules())
+    return frozenset(node for node, each in standings.items() if each.state is State.EXCLUDED)
+
+
+def expanded(hostlist: object) -> frozenset[str]:
+    """The nodes in a hostlist that somebody wrote; none where it is not one."""
+    try:
+        return frozenset(expand(str(hostlist))) if hostlist else frozenset()
+    except ValueError:
+        return frozenset()
+
+
+def all_busy(config: RunConfig, partition: str, allocated: Collection[str], avoid: Collection[str]) -> str:
+    """Why the run could not begin elsewhere at once; empty when it could, or when nobody knows.
+
+    Its own nodes are free as soon as it leaves them.
+    """
+    try:
+        records = nodes.nodes()
+    except SlurmError:
+        return ""
+    names = {record.node for record in records if record.partition == partition and record.is_free} | set(allocated)
+    free, needed = names - set(avoid), config.nodes + config.spare_nodes
+    if len(free) >= needed:
+        return ""
+    return f"only {len(free)} of {needed} nodes are free now (rerun.wait_for_others is false)"
+
+
+def to_keep_off(
+    config: RunConfig, *, partition: str, job: OwnJob, history: Sequence[Event], allocated: Sequence[str]
+) -> frozenset[str]:
+    """Allocated nodes that the exclusion list excludes, as far as the run could be placed without them.
+
+    By the same measure as ``next_placement``: one that cannot be kept away from has not escaped.
+    """
+    exclusions = read_exclusions(config)
+    if not set(allocated) & excluded_now(config, exclusions):
+        return frozenset()
+    try:
+        suspects = sorted(duty_of(history).undecided)
+        named = named_by_user(config, job=job, history=history)
+        found = _to_avoid(config, exclusions, partition=partition, suspects=suspects, named=named)
+    except (SlurmError, StorageError) as error:
+        log.warning("Slurm does not tell about its nodes, so the run stays where it is: %s", error.what)
+        return frozenset()
+    return frozenset(allocated) & set(found.nodes)
+
+
+def ours(history: Sequence[Event], job: str | None = None) -> frozenset[str]:
+    """Nodes that the run has excluded by itself since its user submitted it, rather than the user.
+
+    Args:
+        job: the one that is asked about; None: the newest that ``history`` tells of.
+    """
+    chain = since_submission(history, job)
+    added = [expanded(event.details.get("nodes")) for event in chain if event.event == "avoiding"]
+    own = [expanded(event.details.get("excluded")) for event in chain if event.event == "submitting"]
+    return frozenset().union(*added).difference(*own)
+
+
+def since_submission(history: Sequence[Event], job: str | None = None) -> Sequence[Event]:
+    """What has happened since a person last submitted the run; nothing where ``job`` came from a plain sbatch."""
+    first, newest, announced = 0, None, False
+    for index, event in enumerate(history):
+        if event.event == "submitting":
+            first, announced = index, True
+        elif event.event in ("resubmitting", "rescuing"):
+            announced = True
+        elif event.event == "attempt started" and (its_job := event.attempt.split(".")[0]) != newest:
+            if newest is not None and not announced:
+                first = index
+            newest, announced = its_job, False
+    if None not in (job, newest) and job != newest and not announced:
+        return ()
+    return history[first:]
+
+
+def left(history: Sequence[Event]) -> frozenset[str]:
+    """Nodes that the run has moved away from, and that were not acquitted since: it does not go back by chance."""
+    nodes: set[str] = set()
+    for event in history:
+        facts = event.details
+        if event.event == "decision" and facts.get("elsewhere") and facts.get("action") == Action.CONTINUE:
+            nodes.update(map(str, facts.get("avoid", [])))
+        elif event.event == "evidence" and facts.get("kind") == Kind.RERUN_ACQUITTED:
+            nodes.discard(str(facts.get("node")))
+    return frozenset(nodes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Duty:
+    """Nodes that the run was to go on without, as its journal has it."""
+
+    nodes: frozenset[str] = frozenset()
+    undecided: frozenset[str] = frozenset()
+    """These, and those of an earlier demand, until new steps are saved without them: an attempt that is preempted
+    before it has computed anything again has decided nothing."""
+
+    gpus: frozenset[str] = frozenset()
+    """UUIDs of GPUs that it was to go on without, on whatever node."""
+
+    escapes: int = 0
+    """Times in a row that it was placed on one of them all the same."""
+
+
+def duty_of(history: Sequence[Event]) -> Duty:
+    """What the newest decision demands of the placement that follows it."""
+    none: frozenset[str] = frozenset()
+    nodes, undecided, inconclusive, gpus, escapes = none, none, none, none, 0
+    for event in history:
+        facts = event.details
+        if event.event == "verdict":
+            nodes, inconclusive, escapes = none, none, 0
+            if progressed(facts):
+                undecided, gpus = none, none
+        elif event.event == "inconclusive":
+            inconclusive = frozenset(map(str, facts.get("suspects", [])))
+        elif event.event == "avoiding_gpus":
+            gpus |= frozenset(map(str, facts.get("gpus", [])))
+        elif event.event == "exclusion_escaped":
+            escapes += 1
+        elif event.event == "decision" and facts.get("action") not in GOES_ON:
+            nodes, undecided, gpus = none, inconclusive, none
+        elif event.event == "decision":
+            nodes = frozenset(map(str, facts.get("avoid", []))) if facts.get("elsewhere") else none
+            undecided = nodes or undecided
+    return Duty(nodes=nodes, undecided=undecided, gpus=gpus, escapes=escapes)
+
+
+def suspect_gpus_of(config: RunConfig, history: Sequence[Event]) -> frozenset[str]:
+    """UUIDs of the GPUs that no worker may use: the run's own suspects, and those that the list excludes."""
+    exclusions = read_exclusions(config)
+    duty = duty_of(history).gpus
+    if exclusions is None:
+        return duty
+    return duty | frozenset(suspect_gpus(exclusions.observations, time.time(), config.exclusions.rules()))
+
+
+def choose(allocated: Sequence[str], avoid: frozenset[str], needed: int) -> tuple[str, ...] | None:
+    """The nodes of the allocation that need not be avoided, in its order; None when they are fewer than ``needed``."""
+    others = tuple(node for node in allocated if node not in avoid)
+    return others if len(others) >= needed else None
+
+
+def without_other_gpus(hosts: Sequence[str], gpus: Collection[str]) -> Verdict:
+    """What ends an attempt on ``hosts``, which cannot prove to have enough GPUs beside these suspect ones."""
+    return Verdict(
+        cause=Cause.RERUN_ELSEWHERE,
+        reason=f"{', '.join(hosts)} cannot prove to have enough GPUs beside the suspect ones",
+        suspects=tuple(Suspect(node=host, gpu=gpu) for host in hosts for gpu in sorted(gpus)),
+        rerun="inconclusive",  # nothing was computed there, so nothing is held against them
+    )

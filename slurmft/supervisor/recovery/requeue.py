@@ -1,0 +1,269 @@
+"""How a run goes on in Slurm: this job through the queue once more, or a successor. Elsewhere, where that is asked."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from slurmft.config.config import RunConfig
+from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
+from slurmft.policy.site.job_identity import JobIdentity, OwnJob
+from slurmft.policy.timing.begin_delay import delay_that_holds
+from slurmft.policy.verdicts.verdict import PLANNED, Cause, Verdict
+from slurmft.scheduler import own_jobs, queueing, slurm, successor
+from slurmft.scheduler.nodes import compress, expand
+from slurmft.storage.journal import Event
+from slurmft.supervisor.cluster import SlurmCluster
+from slurmft.supervisor.recovery.place_elsewhere import Placement
+from slurmft.supervisor.start import Start
+from slurmft.system.files import replace_atomically
+
+OTHERS_END_S = 4
+"""Added to the begin time when the step did not end in order: its slurmstepds still look for an srun that is gone
+(2.5 s were seen), and a begin time that has passed before they end falls back to Slurm's 121 s."""
+
+SHRUNK_S = 6
+"""Added once more after a dead node was given back."""
+
+FLUSH_S = 5.0
+"""How long an action waits for the run folder to take the decision it follows."""
+
+SLURM_PATIENCE_S = 600.0
+"""How long a silent Slurm is asked again where no end of the job presses."""
+
+OTHERS_PATIENCE_S = 2.0
+"""How long a silent Slurm is asked for a job that may be this one's successor already."""
+
+log = logging.getLogger(__name__)
+
+
+class Continuation:
+    """Makes a job's run go on. Call its methods with signals ignored: a requeue signals its caller.
+
+    Args:
+        ends_at_s: monotonic time at which Slurm will have ended the job; None when nobody knows of an end.
+        placement: where it must not go on; None leaves the job's excluded nodes alone.
+        retry_delay_s: what a requeue waits in addition.
+    """
+
+    def __init__(
+        self, config: RunConfig, start: Start, cluster: SlurmCluster, *, ends_at_s: float | None,
+        placement: Placement | None, retry_delay_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._config, self._start, self._cluster, self._ends_at_s = config, start, cluster, ends_at_s
+        self._run, self._journal = start.run, start.journal
+        self._placement, self._retry_delay_s = placement, retry_delay_s
+        self._avoid = None if placement is None else placement.excluded
+
+    def begin(self, verdict: Verdict) -> str:
+        """How the run continues; empty when it does not."""
+        how = self._config.preemption.continue_by
+        outside = self._cluster.why_ending()
+        if outside is not None and outside[0] in (Cause.REQUEUED, Cause.CANCELLED):
+            # somebody was faster: a second requeue would be one too many, and a cancelled run must stay cancelled
+            self._journal.append("left to slurm", reason=outside[1])
+            if outside[0] is Cause.REQUEUED:
+                self._place()
+            return outside[0].value
+        if (other := self._other_job()) is not None:
+            self._journal.append("not continued", reason=f"job {other} of this run is in the queue")
+            return f"left to job {other}"
+        if how == "auto" and self._began_to_resubmit():
+            how = "resubmit"
+        if how == "auto" and verdict.cause is Cause.PREEMPTED and self._preemption_cancels():
+            reason = f"partition {self._cluster.job.partition} cancels what it preempts"
+            self._journal.append("requeue skipped", reason=reason)
+            how = "resubmit"
+        if how in ("auto", "requeue") and (done := self._requeue(verdict)):
+            return done
+        if how in ("auto", "resubmit") and self._resubmit():
+            return "resubmitted"
+        return ""
+
+    def begin_after_another(self) -> bool:
+        """Whether the job is in the queue again, or cancelled, by somebody else.
+
+        The one who requeued it was killed then, perhaps with a begin time that is over before we end.
+        """
+        outside = self._cluster.why_ending()
+        if outside is not None and outside[0] is Cause.REQUEUED:
+            self._place()
+        return outside is not None and outside[0] in (Cause.REQUEUED, Cause.CANCELLED)
+
+    def _began_to_resubmit(self) -> bool:
+        """Whether a supervisor in whose place we act was killed in the middle of it: a requeue would come on top."""
+        mine = str(self._cluster.attempt)
+        return any(event.event == "resubmitting" and event.attempt == mine for event in self._start.history)
+
+    def _requeue(self, verdict: Verdict) -> str:
+        job, delay_s = self._cluster.own, self._config.preemption.requeue_delay_s
+        job_id = job.job_id
+        if verdict.cause not in PLANNED:
+            delay_s += OTHERS_END_S + round(self._retry_delay_s)
+        lost = frozenset(self._cluster.lost).union(verdict.suspect_nodes if verdict.cause is Cause.NODE_LOST else ())
+        if self._give_back(lost - self._cluster.given_back):
+            delay_s += SHRUNK_S
+        delay_s = delay_that_holds(delay_s, past_requeues(self._start.history, job_id))
+        nodes = None
+        if self._cluster.given_back:
+            nodes = self._config.nodes_range or self._cluster.job.node_count
+        self._journal.append("requeueing", job=job_id, delay_s=delay_s, **self._in_words())
+        self._flush()
+        try:
+            done = queueing.requeue(
+                job, restart=self._cluster.attempt.restart, delay_s=delay_s, avoid=self._avoid, nodes=nodes,
+                patience_s=self._patience_s(),
+            )  # fmt: skip
+        except queueing.JobCancelled as error:
+            self._journal.append("not continued", reason=error.what)
+            return "cancelled"
+        except SlurmError as error:
+            self._journal.append("requeue failed", job=job_id, reason=error.what)
+            log.warning("the job could not be requeued: %s", error.what)
+            return ""
+        queueing.keep_ahead(job, done)
+        self._journal.append("requeued", job=job_id, **done.in_words())
+        return "requeued"
+
+    def _give_back(self, lost: frozenset[str]) -> bool:
+        """Whether the job was shrunk to its living nodes: one that Slurm holds for alive would hold up the requeue."""
+        nodes = [node for node in expand(self._cluster.job.nodes) if node not in self._cluster.given_back]
+        living = [node for node in nodes if node not in lost]
+        if len(living) == len(nodes) or not living or nodes[0] in lost:  # the first one is the batch host
+            return False
+        try:
+            queueing.shrink(self._cluster.own, living)
+        except SlurmError as error:  # Slurm has noticed by itself, or does not answer: then it takes its own time
+            self._journal.append("not shrunk", reason=error.what)
+            return False
+        self._cluster.given_back |= lost
+        self._journal.append("shrunk", lost=sorted(lost & set(nodes)))
+        return True
+
+    def _place(self) -> None:
+        """Spare a job that Slurm requeues its two minutes; other nodes' processes need a moment more to be gone."""
+        job, delay_s = self._cluster.own, self._config.preemption.requeue_delay_s + OTHERS_END_S
+        delay_s = delay_that_holds(delay_s, past_requeues(self._start.history, job.job_id))
+        done = queueing.place(job, delay_s, avoid=self._avoid)
+        queueing.keep_ahead(job, done)
+        self._journal.append("placed", job=job.job_id, **done.in_words(), **self._in_words())
+
+    def _resubmit(self) -> bool:
+        job_id, script = self._cluster.job.job_id, self._run.script
+        try:
+            options = [f"--chdir={Path.cwd()}"]
+            if not script.is_file():  # submitted with plain sbatch: Slurm has the script, the environment its options
+                replace_atomically(script, successor.batch_script(self._cluster.own))
+                section = self._config.preemption
+                signal_option = f"--signal={section.signal}@{section.signal_lead_s}"
+                options += ["--requeue", "--open-mode=append", signal_option, *successor.inherited_options(os.environ)]
+            next_job = self._successor(options)
+        except (SlurmError, OSError) as error:
+            self._journal.append("resubmit failed", reason=str(error))
+            log.warning("no successor could be submitted: %s", error)
+            return False
+        self._journal.append("resubmitted", job=next_job, after=job_id)
+        in_folder(self._start, lambda: self._note_successor(next_job))
+        return True
+
+    def _successor(self, options: Sequence[str]) -> str:
+        if self._placement is None:
+            return self._sbatch(options)
+        try:
+            return self._sbatch([*options, f"--exclude={compress(self._placement.excluded)}"])
+        except SlurmUnavailable:
+            raise
+        except SlurmError as error:  # perhaps for what we exclude: a run on a suspect node is better than none
+            if self._placement.excluded == self._placement.own:
+                raise
+            self._journal.append("exclusions refused", reason=error.what)
+            log.warning("submitting without the nodes that the run would keep off: %s", error.what)
+            return self._sbatch([*options, f"--exclude={compress(self._placement.own)}"])
+
+    def _sbatch(self, options: Sequence[str]) -> str:
+        job, script = self._cluster.own, self._run.script
+        command = successor.successor_command(script, after=job, options=options)
+        self._journal.append("resubmitting", command=shlex.join(command))
+        self._flush()
+        return successor.submit_successor(
+            script, after=job, options=options, environment=os.environ, patience_s=self._patience_s(),
+            known=in_folder(self._start, self._run.own_jobs) or [], tried=self._began_to_resubmit(),
+        )  # fmt: skip
+
+    def _note_successor(self, job_id: str) -> None:
+        known = self._cluster.own.known
+        seen = JobIdentity(user=os.getuid(), cluster=known.cluster, script=str(self._run.script))
+        with self._run.lock():
+            self._run.add_job(job_id, seen)
+
+    def _other_job(self) -> OwnJob | None:
+        """A later job of the run that is in the queue, or about to start: two of them would be one too many."""
+        jobs: list[OwnJob] = in_folder(self._start, self._run.own_jobs) or []
+        ids = [job.job_id for job in jobs]
+        mine = self._cluster.job.job_id
+        later = jobs[ids.index(mine) + 1 :] if mine in ids else []
+        if not later:
+            return None
+        try:
+            found = own_jobs.find(later, patience_s=OTHERS_PATIENCE_S)
+        except SlurmError:
+            return None  # two jobs are better than none: only one of them can own the run
+        in_queue = [
+            job for job, record in found.items() if record.waiting or record.state in ("CONFIGURING", "RUNNING")
+        ]
+        return in_queue[-1] if in_queue else None
+
+    def _patience_s(self) -> float:
+        """How long Slurm may be silent: until the job's time is up, where that is known."""
+        if self._ends_at_s is None:
+            return SLURM_PATIENCE_S
+        return max(slurm.PATIENCE_S, self._ends_at_s - time.monotonic())
+
+    def _preemption_cancels(self) -> bool:
+        try:
+            return slurm.preempt_mode(self._cluster.job.partition) == "CANCEL"
+        except SlurmError:
+            return False
+
+    def _flush(self) -> None:
+        self._journal.flush(FLUSH_S)
+
+    def _in_words(self) -> dict[str, Any]:
+        return {} if self._avoid is None else {"excluded": compress(self._avoid)}
+
+
+def past_requeues(history: Iterable[Event], job_id: str) -> list[tuple[int, float]]:
+    """Of each requeue of the job that asked for a begin time: the delay, and the seconds until the job began."""
+    found: list[tuple[int, float]] = []
+    requeued: dict[int, Event] = {}
+    for event in history:
+        job, restart = restart_of(event)
+        if job != job_id:
+            continue
+        if event.event in ("requeued", "placed"):
+            requeued[restart] = event
+        elif event.event == "attempt started" and (before := requeued.pop(restart - 1, None)) is not None:
+            delay_s = before.details.get("delay_s")
+            found += [(delay_s, (event.at - before.at).total_seconds())] if isinstance(delay_s, int) else []
+    return found
+
+
+def restart_of(event: Event) -> tuple[str, int]:
+    """Job and restart of the writer; ("", 0) where a person wrote it."""
+    job, _, rest = event.attempt.partition(".")
+    count = rest.partition(".")[0]
+    return (job, int(count)) if count.isdecimal() else ("", 0)
+
+
+def in_folder(start: Start, work: Callable[[], Any]) -> Any:
+    """What ``work`` returns; None when the run folder does not let it, which must not keep anybody from acting."""
+    try:
+        return start.thread.call(work, timeout_s=FLUSH_S)
+    except (StorageError, OSError) as error:
+        log.warning("%s", error)
+        return None

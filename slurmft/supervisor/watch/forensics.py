@@ -1,0 +1,190 @@
+"""The last look at all ranks of an attempt before its workers are killed: files on every node, one line in the journal.
+
+    await take_evidence(pool, journal, folder)      # then kill
+
+It never raises and never takes longer than it may: whoever does not answer is a finding, not a failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slurmft.ipc.flight_dump import from_json
+from slurmft.policy.verdicts.collectives import Progress, absent_ranks, ranks_told, stuck_collectives, stuck_told
+from slurmft.policy.verdicts.culprit import Blame, Summary, blame
+from slurmft.policy.verdicts.findings import WorkerEnd
+from slurmft.policy.verdicts.whereabouts import Where
+from slurmft.storage.journal import Journal
+from slurmft.supervisor.fleet.agents import AgentLink, AgentLost, AgentPool
+from slurmft.supervisor.watch.evidence_summary import EVENT
+
+EVIDENCE_S = 0.3
+"""How long the workers of a node may take to answer; all of them do in a few milliseconds when they can."""
+
+HANG_DUMPS_S = 2.5
+"""How long torch's flight recorders may take beyond that, for a look after a hang, which has cost more: torch looks
+once a second whether its record is wanted. No time where there is no recorder, as with gloo."""
+
+ROUND_TRIP_S = 0.5
+"""Beyond that, how long an agent's reply may take."""
+
+MAX_LINES = 32
+"""Ranks that the journal tells of; the others are in the files."""
+
+log = logging.getLogger(__name__)
+
+
+async def take_evidence(
+    pool: AgentPool,
+    journal: Journal,
+    attempt_folder: Path,
+    *,
+    per_node: int = 0,
+    ends: Sequence[WorkerEnd] = (),
+    overdue: Mapping[int, str] | None = None,
+    within_s: float = EVIDENCE_S,
+    dumps_within_s: float = 0.0,
+) -> Blame:
+    """Have every agent that can be reached look at its workers, and note who it was.
+
+    Args:
+        per_node: ranks of each node, so that those of nodes that do not answer can be told.
+        ends: the workers that have ended, in that order.
+        overdue: ranks whose section is open for too long, with the words of that finding.
+        dumps_within_s: HANG_DUMPS_S where collectives hang; 0 does not wait for flight recorders.
+    """
+    began = time.monotonic()
+    links = pool.members or [pool.links[node] for node in sorted(pool.links)]
+    replies = await asyncio.gather(*(_ask(link, within_s, dumps_within_s) for link in links))
+    found: dict[int, tuple[Summary, Mapping[str, Any]]] = {}
+    lost: dict[int, str] = {}
+    for place, (link, reply) in enumerate(zip(links, replies, strict=True)):
+        if reply is None:
+            lost |= dict.fromkeys(range(place * per_node, (place + 1) * per_node), link.host)
+        else:
+            found |= {facts["rank"]: (_summary(facts, link.host), facts) for facts in reply}
+    summaries = with_ends([summary for summary, _ in found.values()], ends)
+    # what has ended by itself is told of by its end, wherever its node is now
+    lost = {rank: node for rank, node in lost.items() if rank not in {end.rank for end in ends}}
+    stuck = stuck_collectives(_records(found))
+    verdict = blame(summaries, lost=lost, overdue=overdue, absent=absent_ranks(stuck))
+    facts = {rank: raw for rank, (_, raw) in found.items()}
+    journal.append(EVENT, seconds=round(time.monotonic() - began, 3), folder=str(attempt_folder),
+                   **as_event(verdict, summaries, facts), collectives=stuck_told(stuck))  # fmt: skip
+    return verdict
+
+
+def _records(found: Mapping[int, tuple[Summary, Mapping[str, Any]]]) -> dict[int, list[Progress]]:
+    """What the flight recorders of these ranks say; without those that have none, or that we killed."""
+    told = {rank: facts.get("collectives") or () for rank, (summary, facts) in found.items() if not summary.killed}
+    return {rank: [from_json(each) for each in groups] for rank, groups in told.items() if groups}
+
+
+async def _ask(link: AgentLink, within_s: float, dumps_within_s: float) -> Sequence[Mapping[str, Any]] | None:
+    """The agent's summaries; None when it cannot be reached."""
+    try:
+        reply = await link.call("evidence", timeout_s=within_s + dumps_within_s + ROUND_TRIP_S, within_s=within_s,
+                                dumps_within_s=dumps_within_s)  # fmt: skip
+    except AgentLost as error:
+        log.debug("no evidence: %s", error)
+        return None
+    ranks: Sequence[Mapping[str, Any]] = reply["ranks"]
+    return ranks
+
+
+def _summary(facts: Mapping[str, Any], node: str) -> Summary:
+    return Summary(
+        rank=facts["rank"],
+        node=node,
+        where=Where(facts["kind"]),
+        doing=facts["doing"],
+        attached=facts["attached"],
+        step=facts["step"],
+        tick=facts["tick"],
+        frames=tuple(facts["python_top"]),
+        sections=tuple(facts["sections"]),
+        exit_code=facts["exit_code"],
+        killed=facts["killed"],
+        recorded=bool(facts.get("collectives")),
+    )
+
+
+def ended_by_watchdog(ends: Iterable[WorkerEnd]) -> bool:
+    """Whether torch's watchdog may have ended one of them: the others are about to write what they know."""
+    return any(end.code == -signal.SIGABRT and not end.killed for end in ends)
+
+
+def with_ends(summaries: Sequence[Summary], ends: Sequence[WorkerEnd]) -> list[Summary]:
+    """The summaries, dead ranks first and in the order in which they ended, with their last words."""
+    by_rank = {summary.rank: summary for summary in summaries}
+    dead = [
+        replace(
+            by_rank.pop(end.rank, Summary(rank=end.rank, node=end.node, where=Where.DEAD, step=end.step)),
+            where=Where.DEAD, exit_code=end.code, killed=end.killed, error=end.error,
+        )
+        for end in ends
+    ]  # fmt: skip
+    return [*dead, *by_rank.values()]
+
+
+def as_event(found: Blame, summaries: Sequence[Summary], facts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """What the journal tells: culprits with their stacks, victims by what they do, and a line for each rank.
+
+    Bounded, however many ranks there are: of those that are alike in what they do, some are named.
+    """
+    by_rank = {summary.rank: summary for summary in summaries}
+    culprits = [
+        {
+            "rank": each.rank, "node": each.node, "reason": each.reason[:500],
+            "step": by_rank[each.rank].step if each.rank in by_rank and by_rank[each.rank].attached else None,
+            "sections": list(by_rank[each.rank].sections) if each.rank in by_rank else [],
+            "stack": list(by_rank[each.rank].frames) if each.rank in by_rank else [],
+        }
+        for each in found.culprits[:MAX_LINES]
+    ]  # fmt: skip
+    first = [each.rank for each in found.culprits]
+    order = [*(by_rank[rank] for rank in first if rank in by_rank), *(s for s in summaries if s.rank not in first)]
+    return {
+        "culprits": culprits,
+        "victims": _victims([by_rank[rank] for rank in found.victims if rank in by_rank]),
+        "undecided": found.undecided,
+        "ranks": [_line(summary, facts.get(summary.rank, {})) for summary in order[:MAX_LINES]],
+        "ranks_left_out": max(0, len(order) - MAX_LINES),
+    }
+
+
+def _victims(ranks: Sequence[Summary]) -> list[str]:
+    """One line for all that do the same."""
+    doing: dict[str, list[Summary]] = {}
+    for rank in sorted(ranks, key=lambda rank: rank.rank):
+        step = f" at step {rank.step}" if rank.attached else ""
+        what = rank.doing if rank.where is not Where.DEAD else _end_of(rank)
+        doing.setdefault(f"{what}{step}", []).append(rank)
+    lines = [f"{ranks_told([rank.rank for rank in group], MAX_LINES)}: {what}" for what, group in doing.items()]
+    return lines[:MAX_LINES]
+
+
+def _end_of(rank: Summary) -> str:
+    return "has just ended" if rank.exit_code is None else f"ended with code {rank.exit_code}"
+
+
+def _line(rank: Summary, facts: Mapping[str, Any]) -> str:
+    parts = [f"rank {rank.rank} on {rank.node}: {rank.where.value}"]
+    if rank.where is Where.DEAD:
+        parts.append(_end_of(rank))
+    elif rank.doing != rank.where.value:
+        parts.append(rank.doing)
+    if rank.attached:
+        parts.append(f"step {rank.step}")
+    if facts.get("process"):
+        parts.append(f"process {facts['pid']} in state {facts['process']}")
+    if facts.get("wchan"):
+        parts.append(f"kernel: {facts['wchan']}")
+    return ", ".join(parts)

@@ -1,0 +1,1 @@
+"""What a session and the checkpoint managers share in the trainer's process: devices, generators, a group, savers."""

@@ -1,0 +1,126 @@
+"""Where a session and the checkpoint managers of the same process meet; neither needs the other.
+
+The session knows when a step is complete, when the run must stop, and when a rank has failed. A manager knows what to
+save, and when a save that goes on in the background has become durable.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Protocol
+
+
+class Outcome(Enum):
+    """What became of the newest call of a manager's ``save``."""
+
+    DONE = "done"
+    """Durable, or nobody has told: a save of the trainer's own is done when it returns."""
+
+    STAGED = "staged"
+    """Copied; it becomes durable in the background, and the listener is told."""
+
+    SKIPPED = "skipped"
+    """Not saved: two earlier ones are still under way."""
+
+
+class Saver(Protocol):
+    """A checkpoint manager, as a session sees it."""
+
+    def wait(self) -> None:
+        """Return when everything staged is durable; a collective.
+
+        Raises:
+            CheckpointError: it cannot become so.
+        """
+
+    def at_boundary(self, step: int) -> None:
+        """``step`` steps are complete; called by every rank between two steps."""
+
+    def rescue(self) -> None:
+        """A rank has failed: keep the last complete step, if that can be had; never raises."""
+
+
+class Listener(Protocol):
+    """A session, as a manager sees it. Called from any thread."""
+
+    def on_saved(self, step: int, seconds: float) -> None:
+        """The checkpoint of ``step`` is durable; ``seconds`` since it was asked for."""
+
+    def on_save_failed(self, step: int, errno: int) -> None:
+        """It is not, and will be tried again."""
+
+    def on_rescuable(self, step: int) -> None:
+        """The state after ``step`` steps is whole in memory, and in no checkpoint; a negative one: there is none."""
+
+    def on_rescuing(self, *, is_over: bool = False) -> None:
+        """It is being kept now, or that is over, whatever came of it."""
+
+    def on_rescued(self, step: int) -> None:
+        """The state after ``step`` steps was kept just in time."""
+
+
+class Savers:
+    """One for each process."""
+
+    def __init__(self) -> None:
+        self._savers: list[weakref.ref[Saver]] = []
+        self.listener: Listener | None = None
+        self.outcome = Outcome.DONE
+        self.is_urgent = False
+        """A stop waits for the next save: it is not skipped, and goes before all others."""
+
+        self.is_armed = False
+        """Some saver wants to hear of every step."""
+
+    @property
+    def savers(self) -> list[Saver]:
+        """Those that are in use, in the order in which they came."""
+        return [saver for one in self._savers if (saver := one()) is not None]
+
+    def join(self, saver: Saver) -> None:
+        """Be told of what the session knows, for as long as ``saver`` is in use."""
+        self._savers = [one for one in self._savers if one() is not None]
+        self._savers.append(weakref.ref(saver))
+
+    def leave(self, saver: Saver) -> None:
+        """Be told no more."""
+        self._savers = [one for one in self._savers if one() not in (None, saver)]
+
+    def forget(self) -> None:
+        """Tell no saver any more: what the device computes from now on cannot be trusted."""
+        self._savers = []
+
+    def save_begins(self, *, urgent: bool) -> None:
+        """The session is about to call the trainer's ``save``."""
+        self.outcome, self.is_urgent = Outcome.DONE, urgent
+
+    def wait(self) -> None:
+        """``Saver.wait`` of all, in the same order on every rank."""
+        for saver in self.savers:
+            saver.wait()
+
+    def at_boundary(self, step: int) -> None:
+        """``Saver.at_boundary`` of all."""
+        for saver in self.savers:
+            saver.at_boundary(step)
+
+    def rescue(self) -> None:
+        """``Saver.rescue`` of all."""
+        for saver in self.savers:
+            saver.rescue()
+
+
+SAVERS = Savers()
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls a bound method for as long as its object is in use; does not keep that in use."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        if (bound := reference()) is not None:
+            bound(*arguments)
+
+    return call
