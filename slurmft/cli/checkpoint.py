@@ -25,11 +25,11 @@ from slurmft.cli.output import console, say, say_error, say_json
 from slurmft.errors import CheckpointError, StorageError, UsageError
 from slurmft.operations.run_configuration import configuration_of, refuse_shared, run_around
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, newest_first
+from slurmft.storage.events import EventName
 from slurmft.storage.run_folder import RunFolder, find_run
 from slurmft.system.foreign_text import one_line
 
 FORMAT = 1
-REMOVED = "checkpoints removed"
 """The journal's event."""
 
 _EXIT_CODES = """\b
@@ -303,7 +303,7 @@ def rm(*, where: Place, steps: tuple[int, ...], force: bool) -> int:
     paths = [*(entry.path for entry in wanted), *broken]
     if where.run is not None:
         names = [path.name for path in paths]
-        where.run.journal().append(REMOVED, who=who(), folders=names, forced=force)
+        where.run.journal().append(EventName.CHECKPOINTS_REMOVED, who=who(), folders=names, forced=force)
     problems = []
     for path in paths:
         problem = remove_folder(path)

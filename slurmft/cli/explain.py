@@ -10,15 +10,16 @@ from slurmft.cli.arguments import run_argument
 from slurmft.cli.output import say, say_error, say_json
 from slurmft.errors import StorageError
 from slurmft.operations.status import account_of, story
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import RunFolder
-from slurmft.supervisor.watch.evidence_summary import EVENT, look_told
+from slurmft.supervisor.watch.evidence_summary import look_told
 from slurmft.supervisor.watch.saves import saves_told
 from slurmft.system.foreign_text import one_line
 
 _IN_FULL = {
-    "verdict": frozenset({"rank", "node", "suspects", "rerun", "traceback", "evidence"}),
-    EVENT: frozenset({"culprits", "victims", "ranks", "folder"}),
+    EventName.VERDICT: frozenset({"rank", "node", "suspects", "rerun", "traceback", "evidence"}),
+    EventName.LAST_LOOK: frozenset({"culprits", "victims", "ranks", "folder"}),
 }
 """What the newest one of these events tells below the story, and not in its line."""
 

@@ -14,9 +14,9 @@ from slurmft.errors import LaunchError, UsageError
 from slurmft.operations import control
 from slurmft.operations.run_configuration import configuration_of, refuse_shared
 from slurmft.policy.faults import LAB_COMMAND, MAX_AFTER_S, Fault, Order
+from slurmft.storage.events import EventName
 from slurmft.storage.order_file import give_order, is_pending, withdraw_order
 from slurmft.storage.run_folder import RunFolder
-from slurmft.supervisor.faults import EVENT
 from slurmft.system.opening import open_regular
 
 TAKEN_WITHIN_S = 10.0
@@ -91,7 +91,7 @@ def _refuse(run: RunFolder, order: Order) -> None:
 
 def _node_of(run: RunFolder, rank: int) -> str:
     """The host of a rank in the newest attempt that had agents, or a word in its place."""
-    ready = [event for event in run.journal().read() if event.event == "agents ready"]
+    ready = [event for event in run.journal().read() if event.event == EventName.AGENTS_READY]
     hosts = ready[-1].details.get("hosts") if ready else None
     per_node = configuration_of(run).nproc_per_node
     if isinstance(hosts, list) and rank // per_node < len(hosts):
@@ -112,7 +112,7 @@ def _corrupt_newest_checkpoint(run: RunFolder, order: Order) -> str:
     if name not in entries[0].files:
         raise UsageError(f"{entries[0].path} has no {name}", hint="its ranks: " + ", ".join(sorted(entries[0].files)))
     path = entries[0].path / name
-    run.journal().append(EVENT, fault=order.fault.value, who=order.who, file=str(path))
+    run.journal().append(EventName.FAULT_INJECTED, fault=order.fault.value, who=order.who, file=str(path))
     _flip(path)
     return f"run {run.path.name}: flipped {FLIPPED_BYTES} bytes of {path}"
 

@@ -12,6 +12,7 @@ from slurmft.cli.output import say
 from slurmft.errors import UsageError
 from slurmft.operations.run_configuration import configuration_of
 from slurmft.scheduler import lending, submission
+from slurmft.storage.events import EventName
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor.recovery import avoided_nodes
 
@@ -47,6 +48,6 @@ def join(*, run: RunFolder, sbatch_options: tuple[str, ...], nodes: int, here: b
         say(shlex.join(argv))
         return 0
     job = lending.submit_lender(argv)
-    run.journal().append("joining", job=job, nodes=nodes, who=who())
+    run.journal().append(EventName.JOINING, job=job, nodes=nodes, who=who())
     say(f"submitted job {job}, which lends {nodes} {'node' if nodes == 1 else 'nodes'} to {settings.name}")
     return 0

@@ -10,6 +10,7 @@ from slurmft.cli.arguments import oldest_first
 from slurmft.cli.output import console, say
 from slurmft.operations.status import Overview, overviews
 from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
 from slurmft.storage.progress import progress_of
 from slurmft.storage.run_folder import RunFolder
@@ -25,10 +26,25 @@ PLAIN_LINE_S = 10.0
 GIVE_UP_S = 30.0
 """A run that has left no decision and no job for this long has ended badly."""
 
-_TOLD = frozenset({"stop requested", "requeued", "resubmitted", "starting anew", "first step", "worker failed",
-                   "state kept just in time",
-                   "worker hung", "agent lost", "stop overdue", "stop without a save", "not continued",
-                   "save requested", "saves keep failing", "saves work again"})  # fmt: skip
+_TOLD = frozenset(
+    {
+        EventName.STOP_REQUESTED,
+        EventName.REQUEUED,
+        EventName.RESUBMITTED,
+        EventName.STARTING_ANEW,
+        EventName.FIRST_STEP,
+        EventName.WORKER_FAILED,
+        EventName.STATE_KEPT,
+        EventName.WORKER_HUNG,
+        EventName.AGENT_LOST,
+        EventName.STOP_OVERDUE,
+        EventName.STOP_WITHOUT_A_SAVE,
+        EventName.NOT_CONTINUED,
+        EventName.SAVE_REQUESTED,
+        EventName.SAVES_KEEP_FAILING,
+        EventName.SAVES_WORK_AGAIN,
+    }
+)
 
 
 def watch(run: RunFolder, *, told: int, stop_on_interrupt: bool) -> int:
@@ -106,7 +122,7 @@ class Watcher:
         if view.state == "waiting" and view.detail != self._waiting_for:
             self._waiting_for = view.detail
             self._console.print(f"{time.strftime('%H:%M:%S')} {one_line(view.detail)}", highlight=False, markup=False)
-        decided = any(event.event == "decision" for event in events)
+        decided = any(event.event == EventName.DECISION for event in events)
         if view.state == "finished" or (view.state == "stopped" and decided):
             return view
         late = time.time() - self._began > GIVE_UP_S
@@ -124,11 +140,11 @@ def _told(event: Event) -> str:
 
 
 def _report(run: RunFolder, view: Overview, events: list[Event]) -> int:
-    decisions = [event for event in events if event.event == "decision"]
+    decisions = [event for event in events if event.event == EventName.DECISION]
     told = decisions[-1].details.get("exit_code") if decisions else None
     code = told if isinstance(told, int) else EXIT_TEMPORARY
-    starts = sum(event.event == "attempt started" for event in events)
-    stops = sum(event.event == "stop requested" for event in events)
+    starts = sum(event.event == EventName.ATTEMPT_STARTED for event in events)
+    stops = sum(event.event == EventName.STOP_REQUESTED for event in events)
     seconds = events[-1].seconds() - events[0].seconds() if events else 0.0
     say(f"{view.run}: {view.state}. {view.detail}")
     if view.until:

@@ -17,6 +17,7 @@ from slurmft.operations.run_configuration import load_given, refuse_shared
 from slurmft.policy.timing.grace import Severity
 from slurmft.scheduler import slurm, submission
 from slurmft.scheduler.nodes import compress
+from slurmft.storage.events import EventName
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor import grace
 from slurmft.supervisor.recovery import avoided_nodes
@@ -163,24 +164,24 @@ def _submit(
 ) -> str:
     journal = run.journal()
     if where == "local":
-        journal.append("submitting", cluster="local", who=who())
+        journal.append(EventName.SUBMITTING, cluster="local", who=who())
         pid = submission.submit_here(settings, run)
         return f"local process {pid}, log {submission.local_log(run, pid)}"
     own = compress(avoided_nodes.excluded_by_user(settings, options))
     wishes = {name: value for name, value in os.environ.items() if name.startswith("SBATCH_")}
-    journal.append("submitting", cluster="slurm", who=who(), command=" ".join(sys.argv),
+    journal.append(EventName.SUBMITTING, cluster="slurm", who=who(), command=" ".join(sys.argv),
                    **({"excluded": own} if own else {}), **({"wishes": wishes} if wishes else {}))  # fmt: skip
     if not avoiding.is_silent:
-        journal.append("avoiding", **avoiding.as_event())
+        journal.append(EventName.AVOIDING, **avoiding.as_event())
     try:
         job, avoided = avoided_nodes.submitted(
             avoiding, lambda nodes: submission.submit_to_slurm(settings, run, options, nodes)
         )
     except SlurmError as error:
-        journal.append("submission failed", reason=error.what)
+        journal.append(EventName.SUBMISSION_FAILED, reason=error.what)
         raise
     run.add_job(job, submission.look_at_submitted(job, cluster))
     if avoided != avoiding:
-        journal.append("avoiding", **avoided.as_event())
-    journal.append("submitted", job=job, host=os.uname().nodename)
+        journal.append(EventName.AVOIDING, **avoided.as_event())
+    journal.append(EventName.SUBMITTED, job=job, host=os.uname().nodename)
     return job

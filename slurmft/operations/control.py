@@ -9,6 +9,7 @@ from slurmft.policy.site.job_identity import OwnJob
 from slurmft.scheduler import own_jobs, queueing
 from slurmft.scheduler.parsing.parsing import JobRecord
 from slurmft.storage import signs_of_life
+from slurmft.storage.events import EventName
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor.owner import local_owner_lives
 
@@ -62,7 +63,7 @@ def stop(run: RunFolder, who: str) -> str:
     run.refuse_copy()
     run.request("KILL", who)  # first: it needs no Slurm, and a job that starts in between finds it
     journal = run.journal()
-    journal.append("stop asked for", who=who)
+    journal.append(EventName.STOP_ASKED_FOR, who=who)
     try:
         waiting = [job for job, record in records_of(run).items() if record.waiting]
         for job in waiting:
@@ -74,7 +75,7 @@ def stop(run: RunFolder, who: str) -> str:
     run.take_request("KILL")
     ids = [job.job_id for job in waiting]
     if run.done() is None:  # also where nothing waits: what has lost its job is not to be rescued any more
-        journal.append("cancelled", jobs=ids, reason=f"cancelled by {who}")
+        journal.append(EventName.CANCELLED, jobs=ids, reason=f"cancelled by {who}")
     return f"cancelled the waiting job {', '.join(ids)}" if waiting else f"run {run.path.name} is not running"
 
 
@@ -100,5 +101,5 @@ def _begin_now(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str:
     if "held" in record.reason.lower() or record.state == "REQUEUE_HOLD":
         own_jobs.release(job)
     queueing.begin_in(job, queueing.SOONEST_S)
-    run.journal().append("begin now", job=job.job_id, who=who)
+    run.journal().append(EventName.BEGIN_NOW, job=job.job_id, who=who)
     return f"job {job} may begin now"

@@ -21,6 +21,7 @@ from slurmft.policy.site.job_identity import OwnJob
 from slurmft.policy.timing import grace as grace_policy
 from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.signalling import preempt, signal_job
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor import grace
@@ -134,28 +135,30 @@ def _wait_for_return(run: RunFolder, deadline: float) -> list[Event]:
     while True:
         events = run.journal().read()
         names = [event.event for event in events]
-        if names.count("first step") > 1 or time.monotonic() > deadline or "not continued" in names:
+        if names.count(EventName.FIRST_STEP) > 1 or time.monotonic() > deadline or EventName.NOT_CONTINUED in names:
             return events
         time.sleep(LOOK_S)
 
 
+_REFUSALS = (EventName.REQUEUE_FAILED, EventName.REQUEUE_SKIPPED, EventName.NOT_CONTINUED)
+
+
 def _facts(drill: Drill, run: RunFolder, events: Sequence[Event], how: str) -> DrillFacts:
     found = {event.event: event for event in reversed(events)}  # the first of each name
-    stop, saved = found.get("stop requested"), found.get("stop saved")
-    firsts = [event for event in events if event.event == "first step"]
-    started = [event for event in events if event.event == "attempt started"]
-    again = next((e for e in ("requeued", "resubmitted") if e in found), "")
+    stop, saved = found.get(EventName.STOP_REQUESTED), found.get(EventName.STOP_SAVED)
+    firsts = [event for event in events if event.event == EventName.FIRST_STEP]
+    started = [event for event in events if event.event == EventName.ATTEMPT_STARTED]
+    again = next((e for e in (EventName.REQUEUED, EventName.RESUBMITTED) if e in found), "")
     before = [found[again]] if again else []
     if not again and len(started) > 1:  # Slurm did it by itself
         before = [event for event in events if event.seconds() < started[1].seconds()]
     waited_s = started[1].seconds() - before[-1].seconds() if before and len(started) > 1 else None
-    agreed = found["stop agreed"].details.get("step") if "stop agreed" in found else None
+    agreed = found[EventName.STOP_AGREED].details.get("step") if EventName.STOP_AGREED in found else None
     resumed = firsts[1].details.get("resumed_from") if len(firsts) > 1 else None
     same_job = len(started) > 1 and started[0].attempt.split(".")[0] == started[1].attempt.split(".")[0]
     # who resumes from the step that was agreed on has saved it, even if nobody was left to say so
     unsaid = resumed if resumed is not None and resumed == agreed else None
-    refused = [found[name].details.get("reason", "") for name in ("requeue failed", "requeue skipped", "not continued")
-               if name in found]  # fmt: skip
+    refused = [found[name].details.get("reason", "") for name in _REFUSALS if name in found]
     need = grace.need_of(drill.user)
     return DrillFacts(
         how=how,
@@ -165,8 +168,8 @@ def _facts(drill: Drill, run: RunFolder, events: Sequence[Event], how: str) -> D
         marked=len(list(drill.folder.glob("term.rank-*"))),
         saved_step=unsaid if saved is None else saved.details.get("step"),
         save_s=None if saved is None else saved.details.get("seconds"),
-        requeued="requeued" in found or same_job,
-        resubmitted="resubmitted" in found,
+        requeued=EventName.REQUEUED in found or same_job,
+        resubmitted=EventName.RESUBMITTED in found,
         why_not=str(refused[0]) if refused else "",
         waited_s=waited_s,
         resumed_from=resumed,

@@ -15,6 +15,7 @@ from slurmft.policy.site.job_identity import OwnJob
 from slurmft.scheduler import nodes, own_jobs, queueing
 from slurmft.scheduler.nodes import Refusal
 from slurmft.scheduler.parsing.parsing import JobRecord
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor.recovery import avoided_nodes
@@ -23,7 +24,6 @@ from slurmft.supervisor.recovery.place_elsewhere import next_placement
 MAX_RELEASES = 3
 """Releases of a run's job in a row, without a start in between."""
 
-RELEASED = "released"
 log = logging.getLogger(__name__)
 
 
@@ -46,7 +46,7 @@ def release(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str:
             f"job {job} of run {run.path.name} was refused by nodes {times + 1} times in a row{where}",
             hint=f"mend what fails there (a Prolog?), then scontrol release {job}",
         )
-    journal.append(RELEASED, job=job.job_id, reason=record.reason, nodes=names, times=times + 1, who=who)
+    journal.append(EventName.RELEASED, job=job.job_id, reason=record.reason, nodes=names, times=times + 1, who=who)
     if (config := _configuration(run)) is not None:
         _accuse(run, config, job, refusals)
         placement = next_placement(config, partition=record.partition, job=job, history=history, suspects=names)
@@ -60,14 +60,22 @@ def releases_without_start(history: Sequence[Event]) -> int:
     """How often the run's job was released since the run last began."""
     count = 0
     for event in history:
-        count = 0 if event.event in ("attempt started", "submitted") else count + (event.event == RELEASED)
+        count = (
+            0
+            if event.event in (EventName.ATTEMPT_STARTED, EventName.SUBMITTED)
+            else count + (event.event == EventName.RELEASED)
+        )
     return count
 
 
 def _refusals(record: JobRecord, history: Sequence[Event]) -> list[Refusal]:
     """Nodes that Slurm has drained when it put the job back into the queue, without those of an earlier time."""
     at = record.identity.submitted
-    told = {(event.details.get("node"), event.details.get("seen_at")) for event in history if event.event == "evidence"}
+    told = {
+        (event.details.get("node"), event.details.get("seen_at"))
+        for event in history
+        if event.event == EventName.EVIDENCE
+    }
     try:
         return [each for each in nodes.refusals(at[-1]) if (each.node, each.at) not in told] if at else []
     except SlurmError as error:
@@ -100,5 +108,5 @@ def _accuse(run: RunFolder, config: RunConfig, job: OwnJob, refusals: Sequence[R
         return
     for each in evidence:
         run.journal().append(
-            "evidence", kind=each.kind.value, node=each.suspect.node, message=each.message, seen_at=each.at
+            EventName.EVIDENCE, kind=each.kind.value, node=each.suspect.node, message=each.message, seen_at=each.at
         )

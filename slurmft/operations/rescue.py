@@ -23,6 +23,7 @@ from slurmft.scheduler.nodes import compress
 from slurmft.scheduler.parsing.parsing import JobRecord, expand_hostlist, is_held_by_launch
 from slurmft.storage import signs_of_life
 from slurmft.storage.claim import SUPERVISOR, EndingClaim
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
 from slurmft.storage.ownership import owners_below
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder
@@ -165,7 +166,7 @@ def _requeue_orphan(run: RunFolder, job: OwnJob, record: JobRecord, who: str) ->
     claim = run.ending(Attempt(job=job.job_id, restart=restart))
     if not claim.take(who) and not _take_broken(run, claim, who):
         return f"somebody else is already rescuing job {job}"
-    journal.append("rescuing", job=job.job_id, lost_batch_host=record.batch_host, nodes=record.nodes, who=who)
+    journal.append(EventName.RESCUING, job=job.job_id, lost_batch_host=record.batch_host, nodes=record.nodes, who=who)
     try:
         # Slurm may have started it once more, and that start was lost before it took the run over
         queueing.requeue(job, restart=own_jobs.restarts(job), delay_s=queueing.SOONEST_S)
@@ -174,7 +175,7 @@ def _requeue_orphan(run: RunFolder, job: OwnJob, record: JobRecord, who: str) ->
         raise
     claim.settle("rescued")
     _begin_when_pending(job)
-    journal.append("requeued", job=job.job_id, who=who)
+    journal.append(EventName.REQUEUED, job=job.job_id, who=who)
     return f"job {job} had lost its batch host {record.batch_host}; it is requeued"
 
 
@@ -187,7 +188,7 @@ def _submit_again(run: RunFolder, records: Mapping[OwnJob, JobRecord], jobs: Seq
     later = jobs[jobs.index(mine) + 1 :] if mine in jobs else []
     newest = later[-1] if later else mine
     if newest in records and records[newest].state == "CANCELLED":  # noted: Slurm forgets it in minutes
-        run.journal().append("cancelled", jobs=[newest.job_id], reason=f"job {newest} was cancelled")
+        run.journal().append(EventName.CANCELLED, jobs=[newest.job_id], reason=f"job {newest} was cancelled")
         return None
     if newest not in records and _is_recent(run, owner):
         return None
@@ -205,7 +206,9 @@ def _submit_again(run: RunFolder, records: Mapping[OwnJob, JobRecord], jobs: Seq
     if not claim.take(who, instead_of=SUPERVISOR if is_known else "") and not _take_broken(run, claim, who):
         return None
     journal = run.journal()
-    journal.append("rescuing", job=owner.job, reason="its job is gone and nobody decided that the run ends", who=who)
+    journal.append(
+        EventName.RESCUING, job=owner.job, reason="its job is gone and nobody decided that the run ends", who=who
+    )
     partition = records[mine].partition if is_known else ""
     try:
         placement = placement_of(run, partition=partition, job=None, history=events)
@@ -241,7 +244,7 @@ def _sbatch(run: RunFolder, after: OwnJob, placement: Placement | None, events: 
             f"job {after} of run {run.path.name} is gone without a verdict, and its batch script was not ours",
             hint="submit it again as you did before; the run goes on from its newest checkpoint",
         )
-    folders = [event.details.get("folder") for event in reversed(events) if event.event == "attempt started"]
+    folders = [event.details.get("folder") for event in reversed(events) if event.event == EventName.ATTEMPT_STARTED]
     options = [] if placement is None else [f"--exclude={compress(placement.excluded)}"]
     job_id = successor.submit_script(
         run.script, known=run.own_jobs(), options=options, environment=_as_submitted(events),
@@ -250,13 +253,13 @@ def _sbatch(run: RunFolder, after: OwnJob, placement: Placement | None, events: 
     seen = JobIdentity(user=os.getuid(), cluster=after.known.cluster, script=str(run.script))
     with run.lock():
         run.add_job(job_id, seen)
-    run.journal().append("resubmitted", job=job_id, after=after.job_id)
+    run.journal().append(EventName.RESUBMITTED, job=job_id, after=after.job_id)
     return job_id
 
 
 def _as_submitted(events: Sequence[Event]) -> dict[str, str]:
     """Our environment with the wishes for sbatch of the shell that submitted the run, and not those of a crontab."""
-    submitting = [event.details for event in events if event.event == "submitting"]
+    submitting = [event.details for event in events if event.event == EventName.SUBMITTING]
     wishes = submitting[-1].get("wishes") if submitting else None
     wished = {str(name): str(value) for name, value in wishes.items()} if isinstance(wishes, dict) else {}
     return undisturbed(os.environ) | {name: value for name, value in wished.items() if name.startswith("SBATCH_")}
@@ -268,17 +271,17 @@ def is_unfinished(events: Sequence[Event], job: str) -> bool:
     By the order of the lines: the clocks of hosts differ. A person who submits the run again revokes what was decided
     before; what another attempt decides says nothing about this one.
     """
-    started = [index for index, event in enumerate(events) if event.event == "attempt started"]
+    started = [index for index, event in enumerate(events) if event.event == EventName.ATTEMPT_STARTED]
     if not started or not events[started[-1]].attempt.startswith(f"{job}."):
         return False
     newest = events[started[-1]].attempt
     unfinished = True
     for event in events[started[-1] + 1 :]:
-        if event.event == "cancelled":
+        if event.event == EventName.CANCELLED:
             unfinished = False
-        elif event.event == "submitted":
+        elif event.event == EventName.SUBMITTED:
             unfinished = True
-        elif event.event == "decision" and event.attempt == newest:
+        elif event.event == EventName.DECISION and event.attempt == newest:
             unfinished = event.details.get("action") in GOES_ON
     return unfinished
 
@@ -291,11 +294,11 @@ def rescues_without_progress(events: Sequence[Event]) -> int:
     count, furthest = 0, 0
     for event in events:
         facts = event.details
-        if event.event == "rescuing":
+        if event.event == EventName.RESCUING:
             count += 1
-        elif event.event == "verdict" and progressed(facts):
+        elif event.event == EventName.VERDICT and progressed(facts):
             count = 0
-        elif event.event == "first step" and type(step := facts.get("resumed_from")) is int and step > furthest:
+        elif event.event == EventName.FIRST_STEP and type(step := facts.get("resumed_from")) is int and step > furthest:
             count, furthest = 0, step
     return count
 

@@ -17,6 +17,7 @@ from slurmft.policy.site.job_identity import OwnJob
 from slurmft.policy.verdicts.verdict import Cause
 from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.parsing.parsing import JobRecord, why_held, why_never
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
 from slurmft.storage.progress import progress_of
 from slurmft.storage.run_folder import Owner, RunFolder
@@ -96,7 +97,7 @@ def account_of(events: Sequence[Event]) -> list[tuple[str, str]]:
 
     Empty when it blames nobody. The journal may be damaged or of a newer slurmft: what does not fit is left out.
     """
-    newest = next((event for event in reversed(events) if event.event == "verdict"), None)
+    newest = next((event for event in reversed(events) if event.event == EventName.VERDICT), None)
     if newest is None:
         return []
     facts = newest.details
@@ -254,9 +255,14 @@ def _state(
 
 def _ended(run: RunFolder) -> tuple[str, str]:
     for event in reversed(run.journal().read()):
-        if event.event == "attempt started":
+        if event.event == EventName.ATTEMPT_STARTED:
             return "stopped", "it left no verdict; slurmft submit continues it, or requeue --rescue"
-        if event.event in ("decision", "cancelled", "ended from outside", "submission failed"):
+        if event.event in (
+            EventName.DECISION,
+            EventName.CANCELLED,
+            EventName.ENDED_FROM_OUTSIDE,
+            EventName.SUBMISSION_FAILED,
+        ):
             return "stopped", str(event.details.get("reason", event.event))
     return "new", ""
 
@@ -264,7 +270,7 @@ def _ended(run: RunFolder) -> tuple[str, str]:
 def who_cancelled(run: RunFolder) -> str:
     """Who has cancelled the run's newest job, as far as the accounting tells: a user's name, or empty. One command."""
     jobs = run.own_jobs(newest=1)
-    verdicts = [event for event in run.journal().read() if event.event == "verdict"]
+    verdicts = [event for event in run.journal().read() if event.event == EventName.VERDICT]
     if not jobs or not verdicts or verdicts[-1].details.get("cause") != Cause.CANCELLED:
         return ""
     user_id = own_jobs.cancelled_by(jobs[-1])

@@ -10,11 +10,12 @@ from slurmft.policy.site.job_identity import OwnJob
 from slurmft.scheduler import own_jobs, queueing
 from slurmft.scheduler.nodes import compress, expand
 from slurmft.scheduler.parsing.parsing import JobRecord, is_held_by_requeue
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor.recovery.place_elsewhere import Placement, duty_of, next_placement, ours
 
-_TRANSACTION = frozenset({"requeueing", "requeued", "placed", "requeue failed"})
+_TRANSACTION = frozenset({EventName.REQUEUEING, EventName.REQUEUED, EventName.PLACED, EventName.REQUEUE_FAILED})
 
 
 def placement_of(run: RunFolder, *, partition: str, job: OwnJob | None, history: Sequence[Event]) -> Placement | None:
@@ -37,19 +38,19 @@ def complete(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str | 
     """
     events = run.journal().read()
     mine = [event for event in events if event.event in _TRANSACTION and event.details.get("job") == record.job_id]
-    began = mine[-1] if mine and mine[-1].event == "requeueing" else None
+    began = mine[-1] if mine and mine[-1].event == EventName.REQUEUEING else None
     if began is not None:
         excluded = began.details.get("excluded")
         avoid = None if excluded is None else expand(str(excluded))
         done = queueing.place(job, queueing.SOONEST_S, avoid=avoid)
         if is_held_by_requeue(record.reason):  # by ``requeue_ended``; what a person holds stays held
             own_jobs.release(job)
-        run.journal().append("requeued", job=record.job_id, who=who, **done.in_words())
+        run.journal().append(EventName.REQUEUED, job=record.job_id, who=who, **done.in_words())
         return f"finished the requeue of job {record.job_id}" + (f", which keeps off {excluded}" if excluded else "")
     if record.reason == "BadConstraints" and (added := ours(events, record.job_id)):
         left = own_jobs.named_nodes(job).excluded - added
         done = queueing.place(job, queueing.SOONEST_S, avoid=left)
-        run.journal().append("exclusions dropped", job=record.job_id, nodes=sorted(added), who=who,
+        run.journal().append(EventName.EXCLUSIONS_DROPPED, job=record.job_id, nodes=sorted(added), who=who,
                              **done.in_words())  # fmt: skip
         return f"job {record.job_id} could not be placed without {compress(added)}; they are not excluded any more"
     return None
@@ -65,13 +66,13 @@ def bring_back(run: RunFolder, job: OwnJob, placement: Placement | None, *, in_m
         return None
     journal = run.journal()
     excluded = {} if placement is None else {"excluded": compress(placement.excluded)}
-    journal.append("requeueing", job=job.job_id, delay_s=queueing.SOONEST_S, **excluded)
+    journal.append(EventName.REQUEUEING, job=job.job_id, delay_s=queueing.SOONEST_S, **excluded)
     try:
         done = queueing.requeue_ended(job, queueing.SOONEST_S, avoid=None if placement is None else placement.excluded)
     except SlurmUnavailable:
         raise
     except SlurmError as error:
-        journal.append("requeue failed", job=job.job_id, reason=error.what)
+        journal.append(EventName.REQUEUE_FAILED, job=job.job_id, reason=error.what)
         return None
-    journal.append("requeued", job=job.job_id, **done.in_words())
+    journal.append(EventName.REQUEUED, job=job.job_id, **done.in_words())
     return job.job_id

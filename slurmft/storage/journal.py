@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.errors import NewerFormat, StorageError
+from slurmft.storage.events import EventName
 from slurmft.system.files import FORMAT, MOVE_AWAY
 from slurmft.system.opening import LOG_LIMIT_BYTES, UnsafeFile, append_line, read_lines
 
@@ -54,7 +55,7 @@ class Journal:
         self.attempt = attempt
         self._clock = clock or (lambda: datetime.now(UTC))
 
-    def append(self, event: str, **details: Any) -> Event:
+    def append(self, event: EventName, **details: Any) -> Event:
         """Write one event durably.
 
         Raises:
@@ -66,7 +67,7 @@ class Journal:
         self.write(self.line_of(record))
         return record
 
-    def compose(self, event: str, details: dict[str, Any]) -> Event:
+    def compose(self, event: EventName, details: dict[str, Any]) -> Event:
         """The event as of now, not yet written.
 
         Raises:

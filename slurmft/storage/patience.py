@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slurmft.errors import StorageError, StorageUnavailable
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event, Journal
 from slurmft.system.files import write_json
 
@@ -143,7 +144,7 @@ class PatientJournal(Journal):
         self._pending: deque[tuple[Event, str]] = deque()
         self._told = False
 
-    def append(self, event: str, **details: Any) -> Event:
+    def append(self, event: EventName, **details: Any) -> Event:
         """Note one event; it is on disk when ``flush`` says so.
 
         Raises:

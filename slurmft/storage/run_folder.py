@@ -19,6 +19,7 @@ from slurmft.errors import RunBusy, StorageError
 from slurmft.policy.site.job_identity import JobIdentity, OwnJob
 from slurmft.storage import ownership
 from slurmft.storage.claim import EndingClaim
+from slurmft.storage.events import EventName
 from slurmft.storage.fence import OWNER_FILE
 from slurmft.storage.jobs_file import JOBS_FILE, JobsFile
 from slurmft.storage.journal import Journal
@@ -294,8 +295,12 @@ class RunFolder:
         """What the folder of an earlier version knows of its jobs."""
         found: dict[str, JobIdentity] = {}
         for event in self.journal().read():
-            job = event.attempt.partition(".")[0] if event.event == "attempt started" else event.details.get("job")
-            if event.event in ("attempt started", "submitted", "resubmitted"):
+            job = (
+                event.attempt.partition(".")[0]
+                if event.event == EventName.ATTEMPT_STARTED
+                else event.details.get("job")
+            )
+            if event.event in (EventName.ATTEMPT_STARTED, EventName.SUBMITTED, EventName.RESUBMITTED):
                 found.setdefault(str(job), JobIdentity(begun=event.seconds()))
         return found
 

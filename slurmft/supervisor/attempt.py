@@ -17,6 +17,7 @@ from slurmft.policy.verdicts.culprit import Blame
 from slurmft.policy.verdicts.exit_actions import ExitAction, codes_of
 from slurmft.policy.verdicts.judge import Circumstances, ends_attempt, judge
 from slurmft.policy.verdicts.verdict import Cause, Verdict
+from slurmft.storage.events import EventName
 from slurmft.supervisor.attempt_folder import AttemptFolder
 from slurmft.supervisor.cluster import Cluster
 from slurmft.supervisor.evidence import HURRIED_READ_S, READ_S, testimony_of
@@ -176,7 +177,7 @@ class Supervisor:
         lead = members[0]
         port = (await lead.call("port"))["port"]
         hosts = [link.host for link in members]
-        self._journal.append("agents ready", hosts=hosts)
+        self._journal.append(EventName.AGENTS_READY, hosts=hosts)
         suspects = await asyncio.to_thread(suspect_gpus_of, self._config, self._start.history)
         await self._hangs.recall()
         if self._over.is_set():
@@ -204,12 +205,12 @@ class Supervisor:
         if stuck := [host for host, reply in zip(hosts, replies, strict=True) if reply.get("suspect_gpus")]:
             self._escape(stuck, suspects)
             return
-        self._journal.append("workers started", world_size=self._seen.world_size)
+        self._journal.append(EventName.WORKERS_STARTED, world_size=self._seen.world_size)
         self._injections.simulate()
 
     def _escape(self, hosts: list[str], gpus: frozenset[str]) -> None:
         """Nodes without as many other GPUs, as far as they can prove it, are as good as suspects themselves."""
-        self._journal.append("exclusion_escaped", nodes=hosts, gpus=sorted(gpus))
+        self._journal.append(EventName.EXCLUSION_ESCAPED, nodes=hosts, gpus=sorted(gpus))
         self._escaped = without_other_gpus(hosts, gpus)
         self._over.set()
 
@@ -246,7 +247,7 @@ class Supervisor:
         end = self._seen.note_exit(link.host, message)
         planned, only_lead = self.stops.planned is not None, self._config.ignore_nonlead_status
         if ends_attempt(end, planned=planned, complete_codes=self._complete_codes, only_lead=only_lead):
-            self._journal.append("worker failed", rank=end.rank, node=link.host, code=end.code, error=end.error)
+            self._journal.append(EventName.WORKER_FAILED, rank=end.rank, node=link.host, code=end.code, error=end.error)
             if not self._failed:
                 self._background.start(self._kill_peers(grace_of_peers(end)))
             self._failed = True
@@ -274,7 +275,7 @@ class Supervisor:
                 await link.call("kill")
         if link.host in self._cluster.lost:
             self._cluster.lost.discard(link.host)
-            self._journal.append("agent back", node=link.host)
+            self._journal.append(EventName.AGENT_BACK, node=link.host)
 
     async def _on_disconnect(self, link: AgentLink) -> None:
         """Give a connection that broke the time to come back; an agent that is gone takes its workers with it."""
@@ -293,7 +294,10 @@ class Supervisor:
         if not link.lender:
             self._cluster.lost.add(link.host)
         self._journal.append(
-            "agent left" if link.leaving else "agent lost", node=link.host, spare=not is_member, reason=reason
+            EventName.AGENT_LEFT if link.leaving else EventName.AGENT_LOST,
+            node=link.host,
+            spare=not is_member,
+            reason=reason,
         )
         if is_member:
             self.lost.append(link.host)
@@ -315,7 +319,7 @@ class Supervisor:
             await asyncio.sleep(POLL_S)  # reports that are on their way
         if not self._over.is_set():
             await self._slurm.is_ending()
-            self._journal.append("agents gone", exit_codes=codes)
+            self._journal.append(EventName.AGENTS_GONE, exit_codes=codes)
             if not self._seen.any_started and self._slurm.outside is None:
                 if set(codes) & set(ENDED_BY_TERM):
                     # agents that were still starting obey a TERM like any process; it was not their failure
@@ -333,7 +337,7 @@ class Supervisor:
         pinged_s = 0.0
         while not self._over.is_set():
             if asleep_s := await overslept_s(pause_s):
-                self._journal.append("was suspended", seconds=round(asleep_s, 1))
+                self._journal.append(EventName.WAS_SUSPENDED, seconds=round(asleep_s, 1))
                 for link in self._pool.links.values():
                     link.last_heard += asleep_s  # nobody can be heard by somebody who is stopped himself
             now_s = time.monotonic()

@@ -9,11 +9,10 @@ from slurmft.config.config import RunConfig
 from slurmft.policy.verdicts.budget import PastEnd, budget_for
 from slurmft.policy.verdicts.decide import Budget
 from slurmft.policy.verdicts.verdict import Action, Verdict, has_progressed
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
 
-BATCH_REDUCED = "batch reduced"
-QUARANTINED = "checkpoint quarantined"
-CHANGES = frozenset({BATCH_REDUCED, QUARANTINED})
+CHANGES = frozenset({EventName.BATCH_REDUCED, EventName.CHECKPOINT_QUARANTINED})
 """After these the run is another one, and its count begins anew; how many there may be has limits of its own."""
 
 
@@ -36,15 +35,15 @@ def past_ends(history: Sequence[Event]) -> list[PastEnd]:
     ends = []
     for event in history:
         facts = event.details
-        if event.event == "verdict":
+        if event.event == EventName.VERDICT:
             ends.append(
                 PastEnd(
                     cause=str(facts.get("cause", "")), progressed=progressed(facts), first_step=_first_step(facts)
                 )
             )  # fmt: skip
-        elif (event.event == "decision" and facts.get("action") == Action.STOP) or event.event in CHANGES:
+        elif (event.event == EventName.DECISION and facts.get("action") == Action.STOP) or event.event in CHANGES:
             ends.append(PastEnd(cause="", given_up=True))
-        elif event.event == "decision" and facts.get("action") == Action.RESTART and ends:
+        elif event.event == EventName.DECISION and facts.get("action") == Action.RESTART and ends:
             ends[-1] = replace(ends[-1], restarted_in=_job_start(event.attempt))
     return ends
 

@@ -11,12 +11,12 @@ from typing import Any
 from slurmft.config.config import RunConfig
 from slurmft.errors import StorageError
 from slurmft.policy.faults import NOT_YET, SIMULATED, Order, order_of
+from slurmft.storage.events import EventName
 from slurmft.storage.order_file import take_order
 from slurmft.supervisor.fleet.agents import AgentLink, AgentPool
 from slurmft.supervisor.start import Start
 from slurmft.system.background import Background
 
-EVENT = "fault injected"
 AGAIN_S = 0.25
 SIMULATION = "fault_tolerance.simulate_fault"
 """Who asked for a simulated fault."""
@@ -40,7 +40,7 @@ class Injections:
                 self._background.start(self._carry_out(order_of(value)))
         except (StorageError, ValueError, OverflowError) as error:
             why = error.what if isinstance(error, StorageError) else f"the order cannot be used: {error}"
-            self._start.journal.append("fault not injected", reason=why)
+            self._start.journal.append(EventName.FAULT_NOT_INJECTED, reason=why)
         except OSError as error:  # a filesystem that hiccups; the next look finds the file
             log.debug("no look for orders: %s", error)
 
@@ -52,7 +52,7 @@ class Injections:
     async def _simulate(self) -> None:
         section = self._config.fault_tolerance
         history = await asyncio.wrap_future(self._start.thread.submit(self._start.journal.read))
-        if any(event.event == EVENT and event.details.get("who") == SIMULATION for event in history):
+        if any(event.event == EventName.FAULT_INJECTED and event.details.get("who") == SIMULATION for event in history):
             return
         kind = section.simulated_fault_type
         if kind == "random":
@@ -69,22 +69,24 @@ class Injections:
         try:
             await asyncio.sleep(order.after_s)
         except asyncio.CancelledError:
-            self._start.journal.append("fault not injected", **named, reason="the attempt has ended before its time")
+            self._start.journal.append(
+                EventName.FAULT_NOT_INJECTED, **named, reason="the attempt has ended before its time"
+            )
             raise
         links, ranks = self._targets(order)
         if not links:
             reason = f"there is no node {order.node!r}" if order.node else "no agent has reported yet"
-            self._start.journal.append("fault not injected", **named, reason=reason)
+            self._start.journal.append(EventName.FAULT_NOT_INJECTED, **named, reason=reason)
             return
         where = {"node": order.node} if ranks is None else {"ranks": list(ranks)}
-        self._start.journal.append(EVENT, **named, **where)
+        self._start.journal.append(EventName.FAULT_INJECTED, **named, **where)
         hit, refused = await self._tell(links, order, ranks)
         while not hit and refused and all(why.endswith(NOT_YET) for why in refused):
             await asyncio.sleep(AGAIN_S)
             hit, refused = await self._tell(links, order, ranks)
         if not hit:
             why = "; ".join(refused[:5]) or f"there is no rank {', '.join(map(str, ranks or ()))}"
-            self._start.journal.append("fault not injected", **named, **where, reason=why)
+            self._start.journal.append(EventName.FAULT_NOT_INJECTED, **named, **where, reason=why)
 
     def _targets(self, order: Order) -> tuple[list[AgentLink], Sequence[int] | None]:
         links = [link for _, link in sorted(self._pool.links.items()) if link.channel is not None]

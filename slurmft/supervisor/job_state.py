@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from slurmft.policy.timing.grace import JobTimes, SlurmClock, Terms, seconds_in_kill_wait
 from slurmft.policy.verdicts.verdict import Cause
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Journal
 from slurmft.supervisor.cluster import Cluster
 
@@ -44,7 +45,7 @@ class SlurmsWord:
             why = await asyncio.to_thread(self._cluster.why_ending)
             if why is not None and self.outside is None:  # two may have asked
                 self.outside = why
-                self._journal.append("ended from outside", reason=why[1])
+                self._journal.append(EventName.ENDED_FROM_OUTSIDE, reason=why[1])
                 self.kill_at_s = time.monotonic() + seconds_in_kill_wait(self.terms.kill_wait_s)
                 self.on_ending()
         return self.outside is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from slurmft.ipc.pages.heartbeat import RESCUE_S
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Journal
 from slurmft.supervisor.fleet.agents import AgentLost, AgentPool
 
@@ -23,4 +24,4 @@ async def rescue(pool: AgentPool, journal: Journal) -> None:
             raise reply
     if steps := {step for step in kept.values() if step >= 0}:
         missing = [link.host for link in links if kept.get(link.host, -1) < max(steps)]
-        journal.append("state kept just in time", step=max(steps), nodes=len(links) - len(missing), missing=missing)
+        journal.append(EventName.STATE_KEPT, step=max(steps), nodes=len(links) - len(missing), missing=missing)

@@ -14,6 +14,7 @@ from slurmft.policy.verdicts.verdict import (
     Decision,
     Verdict,
 )
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import Attempt
 from slurmft.supervisor.cluster import SlurmCluster
@@ -30,7 +31,7 @@ def next_cycle(attempt: Attempt, history: Sequence[Event]) -> Attempt:
     cycles = [
         int(event.attempt.removeprefix(mine))
         for event in history
-        if event.event == "attempt started" and event.attempt.startswith(mine)
+        if event.event == EventName.ATTEMPT_STARTED and event.attempt.startswith(mine)
     ]
     return Attempt(job=attempt.job, restart=attempt.restart, cycle=max(cycles, default=-1) + 1)
 
@@ -55,7 +56,9 @@ def settle(config: RunConfig, start: Start) -> tuple[Verdict, Decision] | None:
         if chosen is not None and (not excluded & set(chosen) or duty.escapes >= MAX_ESCAPES):
             cluster.nodes = chosen
             if avoid & set(allocated):
-                start.journal.append("keeping off", nodes=sorted(set(allocated) - set(chosen)), chosen=list(chosen))
+                start.journal.append(
+                    EventName.KEEPING_OFF, nodes=sorted(set(allocated) - set(chosen)), chosen=list(chosen)
+                )
             return None
     return _escape(suspects, excluded, duty, start)
 
@@ -65,7 +68,7 @@ def _escape(
 ) -> tuple[Verdict, Decision] | None:
     """Placed on a node that was to be kept away from: once more, and after MAX_ESCAPES times in a row not any more."""
     nodes = sorted(suspects | excluded)
-    start.journal.append("exclusion_escaped", nodes=nodes, suspects=sorted(suspects), times=duty.escapes + 1)
+    start.journal.append(EventName.EXCLUSION_ESCAPED, nodes=nodes, suspects=sorted(suspects), times=duty.escapes + 1)
     log.warning("placed on %s, which the run was to keep off (time %d)", ", ".join(nodes), duty.escapes + 1)
     verdict = Verdict(cause=_why_elsewhere(start.history), reason=f"placed on {', '.join(nodes)}, to be kept off")
     if duty.escapes < MAX_ESCAPES:
@@ -77,11 +80,11 @@ def _escape(
     if not suspects or verdict.cause is Cause.STRAGGLER:  # slow is better than not at all
         return None
     reason = f"inconclusive: {verdict.reason} {duty.escapes + 1} times in a row"
-    start.journal.append("inconclusive", reason=reason, suspects=sorted(duty.nodes))
+    start.journal.append(EventName.INCONCLUSIVE, reason=reason, suspects=sorted(duty.nodes))
     return verdict, Decision(action=Action.STOP, reason=reason, exit_code=EXIT_VALIDATION_FAILED)
 
 
 def _why_elsewhere(history: Sequence[Event]) -> Cause:
     """The cause for which the run was last told to go on elsewhere."""
-    causes = [event.details.get("cause") for event in history if event.event == "verdict"]
+    causes = [event.details.get("cause") for event in history if event.event == EventName.VERDICT]
     return Cause(causes[-1]) if causes and causes[-1] in _MOVING else Cause.RERUN_ELSEWHERE

@@ -18,6 +18,7 @@ from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY, Action, Cause, Decis
 from slurmft.scheduler import queueing
 from slurmft.scheduler.command import ignoring_signals
 from slurmft.storage import signs_of_life
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
 from slurmft.storage.patience import FolderThread, PatientJournal, patiently, writing
 from slurmft.storage.progress import Progress, progress_of
@@ -109,13 +110,15 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     start = Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=owner.generation,
                   history=history, secret=b"")  # fmt: skip
     name = signal.Signals(number).name
-    journal.append("supervisor lost", signal=name, host=owner.host)
+    journal.append(EventName.SUPERVISOR_LOST, signal=name, host=owner.host)
     verdict = _verdict_in_its_place(run, cluster.attempt, name, owner.host, config.world_size)
     # the guardian has ended its agents
     ending = Ending(
         config, start, Accuser(config, start), BackgroundLog(), dismiss=lambda: None, has_nodes=lambda: False
     )
-    decided = [event for event in history if event.attempt == str(cluster.attempt) and event.event == "decision"]
+    decided = [
+        event for event in history if event.attempt == str(cluster.attempt) and event.event == EventName.DECISION
+    ]
     code = ending.follow(verdict, _decision_of(decided[-1])) if decided else ending.act_on(verdict)
     return supervise(config, environment) if code is None else code
 
@@ -161,17 +164,17 @@ def _begin(config: RunConfig, cluster: Cluster, run: RunFolder, thread: FolderTh
     journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
     if (done := run.done()) is not None:
         # at once: this process ends before a patient journal comes to it
-        run.journal(cluster.attempt).append("already finished", step=done.get("step"))
+        run.journal(cluster.attempt).append(EventName.ALREADY_FINISHED, step=done.get("step"))
         log.info("run %s is finished (%s); nothing to do", config.name, done.get("reason"))
         return None
     generation, overruled = _take_over(run, cluster, claim)
     run.attempt_folder(cluster.attempt)
     signs_of_life.touch(run, cluster.attempt)
     if overruled:
-        journal.append("claim overruled", outcome=overruled)
+        journal.append(EventName.CLAIM_OVERRULED, outcome=overruled)
     if (secret := claim.secret) is None:
         secret = read_bytes(run.new_secret(cluster.attempt), owners={os.geteuid()})
-    journal.append("attempt started", generation=generation, cluster=cluster.name, host=os.uname().nodename,
+    journal.append(EventName.ATTEMPT_STARTED, generation=generation, cluster=cluster.name, host=os.uname().nodename,
                    nodes=os.environ.get("SLURM_JOB_NODELIST", ""), folder=str(Path.cwd()))  # fmt: skip
     if cluster.attempt.cycle == 0:
         _drop_stale_requests(run, journal)
@@ -304,4 +307,4 @@ def _drop_stale_requests(run: RunFolder, journal: PatientJournal) -> None:
     """A SAVE or REQUEUE left for an earlier start has been overtaken; a KILL has not: it still means stop."""
     for kind in ("SAVE", "REQUEUE"):
         if (run.path / kind).exists() and (who := run.take_request(kind)) is not None:
-            journal.append("dropped a stale request", request=kind, who=who)
+            journal.append(EventName.STALE_REQUEST_DROPPED, request=kind, who=who)

@@ -13,6 +13,7 @@ from slurmft.ipc.pages.heartbeat import StopAction
 from slurmft.policy.timing.grace import REQUEUE_COST_S, cause_of_signal, seconds_for_stop
 from slurmft.policy.timing.stop import ByThemselves, NothingToSave
 from slurmft.policy.verdicts.verdict import Cause
+from slurmft.storage.events import EventName
 from slurmft.supervisor.fleet.agents import AgentLost, AgentPool
 from slurmft.supervisor.fleet.shutdown import PEER_GRACE_S, kill_workers
 from slurmft.supervisor.job_state import SlurmsWord
@@ -91,7 +92,7 @@ class Stops:
         """Somebody asks for KILL, REQUEUE or SAVE."""
         if kind == "KILL" and self.planned is not None:  # a stop is under way; what changes is what follows
             self.planned, self.reason = Cause.STOPPED_BY_USER, f"stopped by {who}"
-            self._journal.append("will not continue", reason=self.reason)
+            self._journal.append(EventName.WILL_NOT_CONTINUE, reason=self.reason)
         elif kind == "REQUEUE" and self.planned is Cause.RESIZED:
             self.planned, self.reason = Cause.REQUEUED_BY_USER, f"requeued by {who}"
         elif self.planned is not None:
@@ -158,7 +159,7 @@ class Stops:
         if cause is not Cause.RESIZED:
             self.planned = cause
         self.reason = self.reason or reason
-        self._journal.append("stop requested", cause=cause.value, reason=reason, signal_at=at,
+        self._journal.append(EventName.STOP_REQUESTED, cause=cause.value, reason=reason, signal_at=at,
                              seconds_left=round(left_s, 3))  # fmt: skip
         self._told.set()
         try:
@@ -167,10 +168,10 @@ class Stops:
                 await self._over.wait()
             left_s = min(left_s, self._slurm.kill_at_s - at_s)
             if (facts := self._seen.save_of_stop(since_s=at_s, left_s=left_s)) is not None:
-                self._journal.append("stop saved", **facts)
+                self._journal.append(EventName.STOP_SAVED, **facts)
         except TimeoutError:
             took_s = time.monotonic() - at_s
-            self._journal.append("stop overdue", seconds=round(took_s, 3), **self._seen.unsaved_at_stop())
+            self._journal.append(EventName.STOP_OVERDUE, seconds=round(took_s, 3), **self._seen.unsaved_at_stop())
             log.error("THE SAVE OF THIS STOP DID NOT FINISH within %.0f s; the newest checkpoint continues", took_s)
             await take_evidence(self._pool, self._journal, self._folder, ends=list(self._seen.ends.values()))
             await kill_workers(self._pool, self._journal, "the time of the stop is up")
@@ -197,7 +198,7 @@ class Stops:
                 await self._pool.tell_all("signal")
             if not told:
                 await self._told.wait()
-                self._journal.append("stop agreed", **describe(plan))
+                self._journal.append(EventName.STOP_AGREED, **describe(plan))
             told = True
             if not isinstance(plan, ByThemselves):
                 return
@@ -212,7 +213,7 @@ class Stops:
         async with self._agreement:
             try:
                 plan = await agree(self._pool, StopAction.SAVE)
-                self._journal.append("save requested", who=who, **describe(plan))
+                self._journal.append(EventName.SAVE_REQUESTED, who=who, **describe(plan))
                 tick = getattr(plan, "tick", None)  # there is none where nobody uses a session: nothing is saved
                 while tick is not None and not self._over.is_set():
                     if self._seen.all_answered(tick):

@@ -20,6 +20,7 @@ import logging
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import SlurmError
+from slurmft.storage.events import EventName
 from slurmft.supervisor.attempt_folder import AttemptFolder
 from slurmft.supervisor.fleet.agents import AgentLink, AgentPool
 from slurmft.supervisor.fleet.roster import Roster
@@ -80,7 +81,9 @@ class Reviver:
             return
         why = await asyncio.to_thread(self._cluster.give_back, link.host)
         self._journal.append(
-            "node kept" if why else "node given back", node=link.host, **({"reason": why} if why else {})
+            EventName.NODE_KEPT if why else EventName.NODE_GIVEN_BACK,
+            node=link.host,
+            **({"reason": why} if why else {}),
         )
 
     async def _try(self, link: AgentLink) -> None:

@@ -6,6 +6,7 @@ import asyncio
 
 from slurmft.config.config import RunConfig
 from slurmft.policy.verdicts.verdict import Cause
+from slurmft.storage.events import EventName
 from slurmft.supervisor.fleet.agents import AgentLink
 from slurmft.supervisor.fleet.crew import Crew
 from slurmft.supervisor.fleet.roster import named
@@ -39,7 +40,7 @@ class Resizing:
         if link.leaving:
             return
         link.leaving = True
-        self._journal.append("node taken back", node=link.host, lender=link.lender)
+        self._journal.append(EventName.NODE_TAKEN_BACK, node=link.host, lender=link.lender)
         if link in self._crew.pool.members and self._stops.planned is None:
             self._stops.stop_for(Cause.RESIZED, f"{link.host} is taken back: job {link.lender}, which lends it, ends")
 
@@ -48,7 +49,7 @@ class Resizing:
         if new != self._awaited:
             self._awaited, self._saved = new, self._seen.saved()
             if new:
-                self._journal.append("will grow", nodes=list(new))
+                self._journal.append(EventName.WILL_GROW, nodes=list(new))
         if not new:
             return False
         return self._seen.saved() != self._saved or not self._config.checkpoint.is_periodic

@@ -9,6 +9,7 @@ from slurmft.ipc.channel import Message
 from slurmft.policy.nodes.evidence import Evidence, Kind, Suspect
 from slurmft.policy.verdicts.verdict import Cause
 from slurmft.scheduler.nodes import expand
+from slurmft.storage.events import EventName
 from slurmft.supervisor.cluster import SlurmCluster
 from slurmft.supervisor.fleet.agents import AgentLink
 from slurmft.supervisor.fleet.crew import Crew
@@ -33,7 +34,7 @@ class Reclaimed:
         """Take in one notice, and act on it; one that says no more than perhaps is only held against the node."""
         what, ends, left_s = message["what"], message["ends"], message["left_s"]
         facts = {"node": link.host, "source": message["source"], "what": what, "ends": ends}
-        self._start.journal.append("notice", **facts, **({"left_s": round(left_s, 1)} if ends else {}))
+        self._start.journal.append(EventName.NOTICE, **facts, **({"left_s": round(left_s, 1)} if ends else {}))
         suspect = Suspect(node=link.host)
         kind = Kind.RECLAIMED if ends else Kind.AT_RISK
         self._accuser.add([Evidence(kind=kind, suspect=suspect, message=f"{link.host}: {what}", at=time.time())])

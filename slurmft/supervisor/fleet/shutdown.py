@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from slurmft.policy.verdicts.findings import WorkerEnd
 from slurmft.policy.verdicts.symptoms import cause_of_text
 from slurmft.policy.verdicts.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Cause
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Journal
 from slurmft.supervisor.fleet.agents import AgentLink, AgentPool
 
@@ -37,7 +38,7 @@ def grace_of_peers(end: WorkerEnd) -> float:
 
 async def kill_workers(pool: AgentPool, journal: Journal, reason: str) -> None:
     """Kill every worker whose agent can be reached."""
-    journal.append("killing workers", reason=reason)
+    journal.append(EventName.KILLING_WORKERS, reason=reason)
     await pool.tell_all("kill")
 
 

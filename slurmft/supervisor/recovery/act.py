@@ -25,6 +25,7 @@ from slurmft.policy.verdicts.verdict import (
 from slurmft.scheduler.command import ignoring_signals
 from slurmft.scheduler.nodes import expand
 from slurmft.storage.claim import SUPERVISOR
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
 from slurmft.storage.patience import patiently
 from slurmft.storage.run_folder import Owner
@@ -75,11 +76,11 @@ class Ending:
         if (owner := self._newer_owner()) is not None:
             return self._leave_to(owner)
         facts = {key: value for key, value in asdict(verdict).items() if value is not None}
-        self.journal.append("verdict", **facts)
+        self.journal.append(EventName.VERDICT, **facts)
         if verdict.cause in PLANNED and verdict.unsaved_steps:
             lost = verdict.unsaved_steps
             log.error("NOTHING WAS SAVED at this stop; up to %d steps will be done again", lost)
-            self.journal.append("stop without a save", steps_at_risk=lost)
+            self.journal.append(EventName.STOP_WITHOUT_A_SAVE, steps_at_risk=lost)
         # a supervisor in whose place we act may have judged this attempt already: it is one end all the same
         attempt = str(self.cluster.attempt)
         earlier = [event for event in self.start.history if event.attempt != attempt]
@@ -106,7 +107,7 @@ class Ending:
 
     def _leave_to(self, owner: Owner) -> int:
         reason = f"job {owner.job}, restart {owner.restart}, on {owner.host} has taken the run over"
-        self.journal.append("superseded", reason=reason)
+        self.journal.append(EventName.SUPERSEDED, reason=reason)
         log.error("%s; this start ends and changes nothing", reason)
         self._dismiss()
         self._flush()
@@ -122,7 +123,7 @@ class Ending:
             decision = self._where_to(verdict, decision, may_stay=may_stay)
         demands = {"avoid": list(decision.avoid), "elsewhere": decision.elsewhere}
         self.journal.append(
-            "decision", action=decision.action.value, reason=decision.reason, exit_code=decision.exit_code,
+            EventName.DECISION, action=decision.action.value, reason=decision.reason, exit_code=decision.exit_code,
             **{key: value for key, value in demands.items() if value},
         )  # fmt: skip
         log.info("verdict: %s; decision: %s; %s", verdict.cause.value, decision.action.value, decision.reason)
@@ -142,7 +143,9 @@ class Ending:
             return self._continue(verdict, decision)
         outside = self.cluster.why_ending() if decision.action is Action.STOP else None
         if outside is not None and outside[0] is Cause.REQUEUED:
-            self.journal.append("requeued meanwhile", reason=outside[1])  # the next start finds the KILL, and ends
+            self.journal.append(
+                EventName.REQUEUED_MEANWHILE, reason=outside[1]
+            )  # the next start finds the KILL, and ends
         else:  # only now: a stop must outlive an attempt that could not finish it
             in_folder(self.start, lambda: self.run.take_request("KILL"))
         if decision.action is Action.STOP:
@@ -185,7 +188,7 @@ class Ending:
             why = all_busy(self.config, job.partition, expand(job.nodes), self._placement.excluded)
         if decision.elsewhere and why:
             return self._without_others(verdict, decision, why)
-        self._note("avoiding", **self._placement.avoidance.as_event())
+        self._note(EventName.AVOIDING, **self._placement.avoidance.as_event())
         return decision
 
     def _undecided(self, verdict: Verdict) -> list[str]:
@@ -195,7 +198,7 @@ class Ending:
     def _without_others(self, verdict: Verdict, decision: Decision, why: str) -> Decision:
         gpus = {suspect.gpu for suspect in verdict.suspects}
         if all(gpus) and not gpus <= duty_of(self.start.history).gpus:  # each node's agent finds out whether it can
-            self._note("avoiding_gpus", gpus=sorted(gpus), reason=why)
+            self._note(EventName.AVOIDING_GPUS, gpus=sorted(gpus), reason=why)
             return replace(decision, elsewhere=False, reason=f"{decision.reason}; on other GPUs, since {why}")
         if verdict.cause is Cause.VALIDATION_FAILED:
             reason = f"{decision.reason}; there is no other hardware to go on with: {why}"
@@ -203,10 +206,10 @@ class Ending:
         if verdict.cause is not Cause.RERUN_ELSEWHERE:
             return replace(decision, elsewhere=False, reason=f"{decision.reason}; it goes on where it was: {why}")
         reason = f"inconclusive: {decision.reason}; it cannot be computed again on different hardware: {why}"
-        self._note("inconclusive", reason=reason, suspects=list(decision.avoid))
+        self._note(EventName.INCONCLUSIVE, reason=reason, suspects=list(decision.avoid))
         return Decision(action=Action.STOP, reason=reason, exit_code=EXIT_VALIDATION_FAILED)
 
-    def _note(self, event: str, **details: Any) -> None:
+    def _note(self, event: EventName, **details: Any) -> None:
         self._noted.append(self.journal.append(event, **details))
 
     def _continue(self, verdict: Verdict, decision: Decision) -> int | None:
@@ -215,17 +218,17 @@ class Ending:
         if in_folder(self.start, lambda: claim.take(f"{SUPERVISOR}{os.uname().nodename}")) is False:
             if self._was_continued(verdict):
                 reason = "the end of this attempt was acted on already"
-                self.journal.append("not continued", reason=reason)
+                self.journal.append(EventName.NOT_CONTINUED, reason=reason)
                 return decision.exit_code
-            self.journal.append("claim overruled", outcome=in_folder(self.start, claim.outcome) or "none")
+            self.journal.append(EventName.CLAIM_OVERRULED, outcome=in_folder(self.start, claim.outcome) or "none")
             in_folder(self.start, claim.give_back)
             in_folder(self.start, lambda: claim.take(f"{SUPERVISOR}{os.uname().nodename}"))
         if self.config.preemption.continue_by == "nothing":
-            self.journal.append("not continued", reason="preemption.continue_by is nothing")
+            self.journal.append(EventName.NOT_CONTINUED, reason="preemption.continue_by is nothing")
             log.warning("to continue the run: %s", self._by_hand())
             return decision.exit_code
         if isinstance(self.cluster, LocalCluster):
-            self.journal.append("starting anew", restart=self.cluster.attempt.restart + 1)
+            self.journal.append(EventName.STARTING_ANEW, restart=self.cluster.attempt.restart + 1)
             self._flush()  # the claim stays ours: the next start is this process, and may be killed before it begins
             from slurmft.scheduler.submission import RunSupervisor  # brings submitit, which only this branch needs
 
@@ -239,7 +242,7 @@ class Ending:
         if outcome:
             return decision.exit_code
         command = self._by_hand()
-        self.journal.append("not continued", reason="neither requeue nor resubmit worked", command=command)
+        self.journal.append(EventName.NOT_CONTINUED, reason="neither requeue nor resubmit worked", command=command)
         log.error("THE RUN IS SAVED BUT WILL NOT CONTINUE BY ITSELF. To continue it: %s", command)
         return EXIT_TEMPORARY
 

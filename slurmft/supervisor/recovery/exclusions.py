@@ -14,6 +14,7 @@ from slurmft.policy.nodes.evidence import Evidence
 from slurmft.policy.nodes.suspicion import observed
 from slurmft.policy.verdicts.judge import held_against
 from slurmft.policy.verdicts.verdict import Verdict
+from slurmft.storage.events import EventName
 from slurmft.storage.exclusions import ExclusionList
 from slurmft.storage.patience import FolderThread
 from slurmft.supervisor.evidence import EvidenceReader
@@ -40,7 +41,7 @@ class Accuser:
         self._waiting: list[tuple[str, Evidence]] = []
         """Evidence that the list did not take yet."""
 
-        journaled = [event.details for event in start.history if event.event == "evidence"]
+        journaled = [event.details for event in start.history if event.event == EventName.EVIDENCE]
         self._told = {(facts.get("file"), facts.get("seen_at")) for facts in journaled}
         self._own: list[Evidence] = []
         """This attempt's."""
@@ -102,7 +103,7 @@ class Accuser:
                 self._own.append(each)
             facts = {"gpu": each.suspect.gpu, "rank": each.suspect.rank, "step": each.step, "file": file}
             self._journal.append(
-                "evidence", kind=each.kind.value, node=each.suspect.node, message=each.message, seen_at=each.at,
+                EventName.EVIDENCE, kind=each.kind.value, node=each.suspect.node, message=each.message, seen_at=each.at,
                 **{key: value for key, value in facts.items() if value not in ("", None)},
             )  # fmt: skip
         return True

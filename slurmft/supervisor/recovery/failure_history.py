@@ -8,10 +8,10 @@ from typing import Any
 from slurmft.config.config import RunConfig
 from slurmft.policy.timing.checkpoint_interval import FailureHistory, mtbf_s
 from slurmft.policy.verdicts.verdict import BUDGETED
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
 from slurmft.supervisor.recovery.remedies import batch_divisor_of
 
-STARTED = "workers started"
 _LOST_WORK = frozenset(cause.value for cause in BUDGETED)
 _MAX_NODES = 1 << 20
 
@@ -27,11 +27,11 @@ def history_of(events: Iterable[Event], nproc_per_node: int) -> FailureHistory:
     failures = 0
     for event in events:
         last[event.attempt] = event.seconds()
-        if event.event == STARTED:
+        if event.event == EventName.WORKERS_STARTED:
             began[event.attempt] = event.seconds(), _nodes(event.details.get("world_size"), nproc_per_node)
-        elif event.event == "verdict":
+        elif event.event == EventName.VERDICT:
             failures += str(event.details.get("cause")) in _LOST_WORK and _has_worked(event.details)
-        elif event.event == "stop without a save":
+        elif event.event == EventName.STOP_WITHOUT_A_SAVE:
             failures += 1
     node_s = sum(max(0.0, last[attempt] - at) * nodes for attempt, (at, nodes) in began.items())
     return FailureHistory(failures=failures, node_s=node_s)

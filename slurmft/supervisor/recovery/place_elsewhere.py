@@ -17,6 +17,7 @@ from slurmft.policy.verdicts.verdict import GOES_ON, Action, Cause, Verdict
 from slurmft.scheduler import nodes, own_jobs, successor
 from slurmft.scheduler.nodes import expand
 from slurmft.scheduler.parsing.parsing import NamedNodes
+from slurmft.storage.events import EventName
 from slurmft.storage.exclusions import Exclusions
 from slurmft.storage.journal import Event
 from slurmft.storage.patience import FolderThread
@@ -104,7 +105,7 @@ def _kept(found: Avoidance, suspects: Sequence[str]) -> str:
 def named_by_user(config: RunConfig, *, job: OwnJob | None, history: Sequence[Event]) -> NamedNodes:
     """Nodes that the run's user, not we, excludes and asks for: in the configuration, behind ``--``, or in the job."""
     chain = since_submission(history, _id_of(job))
-    submitted = [event.details.get("excluded") for event in chain if event.event == "submitting"]
+    submitted = [event.details.get("excluded") for event in chain if event.event == EventName.SUBMITTING]
     own = frozenset().union(*map(expanded, submitted or [config.slurm.exclude]))
     asked_for = expanded((config.slurm.model_extra or {}).get("nodelist"))
     if job is not None:
@@ -208,8 +209,8 @@ def ours(history: Sequence[Event], job: str | None = None) -> frozenset[str]:
         job: the one that is asked about; None: the newest that ``history`` tells of.
     """
     chain = since_submission(history, job)
-    added = [expanded(event.details.get("nodes")) for event in chain if event.event == "avoiding"]
-    own = [expanded(event.details.get("excluded")) for event in chain if event.event == "submitting"]
+    added = [expanded(event.details.get("nodes")) for event in chain if event.event == EventName.AVOIDING]
+    own = [expanded(event.details.get("excluded")) for event in chain if event.event == EventName.SUBMITTING]
     return frozenset().union(*added).difference(*own)
 
 
@@ -217,11 +218,11 @@ def since_submission(history: Sequence[Event], job: str | None = None) -> Sequen
     """What has happened since a person last submitted the run; nothing where ``job`` came from a plain sbatch."""
     first, newest, announced = 0, None, False
     for index, event in enumerate(history):
-        if event.event == "submitting":
+        if event.event == EventName.SUBMITTING:
             first, announced = index, True
-        elif event.event in ("resubmitting", "rescuing"):
+        elif event.event in (EventName.RESUBMITTING, EventName.RESCUING):
             announced = True
-        elif event.event == "attempt started" and (its_job := event.attempt.split(".")[0]) != newest:
+        elif event.event == EventName.ATTEMPT_STARTED and (its_job := event.attempt.split(".")[0]) != newest:
             if newest is not None and not announced:
                 first = index
             newest, announced = its_job, False
@@ -235,9 +236,9 @@ def left(history: Sequence[Event]) -> frozenset[str]:
     nodes: set[str] = set()
     for event in history:
         facts = event.details
-        if event.event == "decision" and facts.get("elsewhere") and facts.get("action") == Action.CONTINUE:
+        if event.event == EventName.DECISION and facts.get("elsewhere") and facts.get("action") == Action.CONTINUE:
             nodes.update(map(str, facts.get("avoid", [])))
-        elif event.event == "evidence" and facts.get("kind") == Kind.RERUN_ACQUITTED:
+        elif event.event == EventName.EVIDENCE and facts.get("kind") == Kind.RERUN_ACQUITTED:
             nodes.discard(str(facts.get("node")))
     return frozenset(nodes)
 
@@ -264,19 +265,19 @@ def duty_of(history: Sequence[Event]) -> Duty:
     nodes, undecided, inconclusive, gpus, escapes = none, none, none, none, 0
     for event in history:
         facts = event.details
-        if event.event == "verdict":
+        if event.event == EventName.VERDICT:
             nodes, inconclusive, escapes = none, none, 0
             if progressed(facts):
                 undecided, gpus = none, none
-        elif event.event == "inconclusive":
+        elif event.event == EventName.INCONCLUSIVE:
             inconclusive = frozenset(map(str, facts.get("suspects", [])))
-        elif event.event == "avoiding_gpus":
+        elif event.event == EventName.AVOIDING_GPUS:
             gpus |= frozenset(map(str, facts.get("gpus", [])))
-        elif event.event == "exclusion_escaped":
+        elif event.event == EventName.EXCLUSION_ESCAPED:
             escapes += 1
-        elif event.event == "decision" and facts.get("action") not in GOES_ON:
+        elif event.event == EventName.DECISION and facts.get("action") not in GOES_ON:
             nodes, undecided, gpus = none, inconclusive, none
-        elif event.event == "decision":
+        elif event.event == EventName.DECISION:
             nodes = frozenset(map(str, facts.get("avoid", []))) if facts.get("elsewhere") else none
             undecided = nodes or undecided
     return Duty(nodes=nodes, undecided=undecided, gpus=gpus, escapes=escapes)

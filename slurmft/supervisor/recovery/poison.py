@@ -13,13 +13,11 @@ from slurmft.policy.verdicts.decide import HOPELESS
 from slurmft.policy.verdicts.verdict import Verdict
 from slurmft.storage.attempt_facts import noted_resuming
 from slurmft.storage.checkpoint_names import Identity, Quarantine, usable, write_quarantine
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
-from slurmft.supervisor.budget import QUARANTINED
 from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.recovery.requeue import in_folder
 from slurmft.supervisor.start import Start
-
-TRIED = "checkpoint tried"
 
 
 class Poisoning:
@@ -46,7 +44,7 @@ class Poisoning:
         if newest.committed and all(trial.checkpoint != newest.checkpoint for trial in trials[:-1]):
             return None  # as it should be, and no news
         self._start.journal.append(
-            TRIED, checkpoint=newest.checkpoint, cause=newest.cause, nodes=sorted(newest.nodes),
+            EventName.CHECKPOINT_TRIED, checkpoint=newest.checkpoint, cause=newest.cause, nodes=sorted(newest.nodes),
             committed=newest.committed,
         )  # fmt: skip
         section = self._config.fault_tolerance
@@ -80,7 +78,9 @@ class Poisoning:
         if not in_folder(self._start, lambda: _written(directory / trial.checkpoint, mark)):
             return None
         then = f"next from {left[0]}" if left else "next from the beginning"
-        self._start.journal.append(QUARANTINED, checkpoint=trial.checkpoint, step=trial.step, reason=found.reason)
+        self._start.journal.append(
+            EventName.CHECKPOINT_QUARANTINED, checkpoint=trial.checkpoint, step=trial.step, reason=found.reason
+        )
         return Poisoned(reason=f"{found.reason}; it is quarantined, {then}")
 
 
@@ -94,7 +94,10 @@ def trials_of(history: Sequence[Event]) -> list[Trial]:
     found = []
     for event in history:
         facts = event.details
-        if event.event == TRIED and (identity := Identity.parse(str(facts.get("checkpoint")))) is not None:
+        if (
+            event.event == EventName.CHECKPOINT_TRIED
+            and (identity := Identity.parse(str(facts.get("checkpoint")))) is not None
+        ):
             nodes = facts.get("nodes")
             found.append(
                 Trial(
@@ -113,8 +116,8 @@ def quarantined_in(history: Sequence[Event]) -> list[int]:
     steps: list[int] = []
     for event in history:
         step, saved = event.details.get("step"), event.details.get("saved_step")
-        if event.event == QUARANTINED and type(step) is int:
+        if event.event == EventName.CHECKPOINT_QUARANTINED and type(step) is int:
             steps.append(step)
-        elif event.event == "verdict" and type(saved) is int and saved > max(steps, default=saved):
+        elif event.event == EventName.VERDICT and type(saved) is int and saved > max(steps, default=saved):
             steps = []
     return steps

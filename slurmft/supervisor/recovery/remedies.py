@@ -14,8 +14,8 @@ from slurmft.policy.verdicts.decide import RESTARTABLE
 from slurmft.policy.verdicts.exit_actions import ExitAction, explicit_action
 from slurmft.policy.verdicts.verdict import EXIT_DO_NOT_REQUEUE, EXIT_TEMPORARY, GOES_ON, Action, Decision, Verdict
 from slurmft.storage.attempt_facts import noted_batches
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
-from slurmft.supervisor.budget import BATCH_REDUCED
 from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.recovery.poison import Poisoning
 from slurmft.supervisor.recovery.requeue import in_folder
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 def batch_divisor_of(history: Sequence[Event]) -> int:
     """In how many pieces the workers of the next attempt compute each micro-batch."""
-    return divisor_in(event.details.get("divisor") for event in history if event.event == BATCH_REDUCED)
+    return divisor_in(event.details.get("divisor") for event in history if event.event == EventName.BATCH_REDUCED)
 
 
 class Remedies:
@@ -70,13 +70,13 @@ class Remedies:
     def _with_smaller_batch(self, verdict: Verdict, decision: Decision) -> Decision:
         noted = in_folder(self._start, lambda: noted_batches(self._folder))
         if noted is None:
-            self._journal.append("batch not reduced", reason="the trainer has not asked session.micro_batch()")
+            self._journal.append(EventName.BATCH_NOT_REDUCED, reason="the trainer has not asked session.micro_batch()")
             return decision
         found = smaller(noted.asked, divisor=noted.divisor, min_batch=self._config.oom.min_batch)
         if isinstance(found, Irreducible):
             reason = f"{verdict.reason}; {found.reason}"
             return Decision(action=Action.STOP, reason=reason, exit_code=EXIT_DO_NOT_REQUEUE)
-        self._journal.append(BATCH_REDUCED, divisor=found.divisor, micro_batches=list(found.micro_batches))
+        self._journal.append(EventName.BATCH_REDUCED, divisor=found.divisor, micro_batches=list(found.micro_batches))
         sizes = " and ".join(map(str, found.micro_batches))
         return self._again(verdict, decision, f"next with a micro-batch of {sizes} and the same global batch")
 

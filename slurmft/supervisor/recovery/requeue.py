@@ -17,6 +17,7 @@ from slurmft.policy.timing.begin_delay import delay_that_holds
 from slurmft.policy.verdicts.verdict import PLANNED, Cause, Verdict
 from slurmft.scheduler import own_jobs, queueing, slurm, successor
 from slurmft.scheduler.nodes import compress, expand
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
 from slurmft.supervisor.cluster import SlurmCluster
 from slurmft.supervisor.recovery.place_elsewhere import Placement
@@ -66,18 +67,18 @@ class Continuation:
         outside = self._cluster.why_ending()
         if outside is not None and outside[0] in (Cause.REQUEUED, Cause.CANCELLED):
             # somebody was faster: a second requeue would be one too many, and a cancelled run must stay cancelled
-            self._journal.append("left to slurm", reason=outside[1])
+            self._journal.append(EventName.LEFT_TO_SLURM, reason=outside[1])
             if outside[0] is Cause.REQUEUED:
                 self._place()
             return outside[0].value
         if (other := self._other_job()) is not None:
-            self._journal.append("not continued", reason=f"job {other} of this run is in the queue")
+            self._journal.append(EventName.NOT_CONTINUED, reason=f"job {other} of this run is in the queue")
             return f"left to job {other}"
         if how == "auto" and self._began_to_resubmit():
             how = "resubmit"
         if how == "auto" and verdict.cause is Cause.PREEMPTED and self._preemption_cancels():
             reason = f"partition {self._cluster.job.partition} cancels what it preempts"
-            self._journal.append("requeue skipped", reason=reason)
+            self._journal.append(EventName.REQUEUE_SKIPPED, reason=reason)
             how = "resubmit"
         if how in ("auto", "requeue") and (done := self._requeue(verdict)):
             return done
@@ -98,7 +99,7 @@ class Continuation:
     def _began_to_resubmit(self) -> bool:
         """Whether a supervisor in whose place we act was killed in the middle of it: a requeue would come on top."""
         mine = str(self._cluster.attempt)
-        return any(event.event == "resubmitting" and event.attempt == mine for event in self._start.history)
+        return any(event.event == EventName.RESUBMITTING and event.attempt == mine for event in self._start.history)
 
     def _requeue(self, verdict: Verdict) -> str:
         job, delay_s = self._cluster.own, self._config.preemption.requeue_delay_s
@@ -112,7 +113,7 @@ class Continuation:
         nodes = None
         if self._cluster.given_back:
             nodes = self._config.nodes_range or self._cluster.job.node_count
-        self._journal.append("requeueing", job=job_id, delay_s=delay_s, **self._in_words())
+        self._journal.append(EventName.REQUEUEING, job=job_id, delay_s=delay_s, **self._in_words())
         self._flush()
         try:
             done = queueing.requeue(
@@ -120,14 +121,14 @@ class Continuation:
                 patience_s=self._patience_s(),
             )  # fmt: skip
         except queueing.JobCancelled as error:
-            self._journal.append("not continued", reason=error.what)
+            self._journal.append(EventName.NOT_CONTINUED, reason=error.what)
             return "cancelled"
         except SlurmError as error:
-            self._journal.append("requeue failed", job=job_id, reason=error.what)
+            self._journal.append(EventName.REQUEUE_FAILED, job=job_id, reason=error.what)
             log.warning("the job could not be requeued: %s", error.what)
             return ""
         queueing.keep_ahead(job, done)
-        self._journal.append("requeued", job=job_id, **done.in_words())
+        self._journal.append(EventName.REQUEUED, job=job_id, **done.in_words())
         return "requeued"
 
     def _give_back(self, lost: frozenset[str]) -> bool:
@@ -139,10 +140,10 @@ class Continuation:
         try:
             queueing.shrink(self._cluster.own, living)
         except SlurmError as error:  # Slurm has noticed by itself, or does not answer: then it takes its own time
-            self._journal.append("not shrunk", reason=error.what)
+            self._journal.append(EventName.NOT_SHRUNK, reason=error.what)
             return False
         self._cluster.given_back |= lost
-        self._journal.append("shrunk", lost=sorted(lost & set(nodes)))
+        self._journal.append(EventName.SHRUNK, lost=sorted(lost & set(nodes)))
         return True
 
     def _place(self) -> None:
@@ -151,7 +152,7 @@ class Continuation:
         delay_s = delay_that_holds(delay_s, past_requeues(self._start.history, job.job_id))
         done = queueing.place(job, delay_s, avoid=self._avoid)
         queueing.keep_ahead(job, done)
-        self._journal.append("placed", job=job.job_id, **done.in_words(), **self._in_words())
+        self._journal.append(EventName.PLACED, job=job.job_id, **done.in_words(), **self._in_words())
 
     def _resubmit(self) -> bool:
         job_id, script = self._cluster.job.job_id, self._run.script
@@ -164,10 +165,10 @@ class Continuation:
                 options += ["--requeue", "--open-mode=append", signal_option, *successor.inherited_options(os.environ)]
             next_job = self._successor(options)
         except (SlurmError, OSError) as error:
-            self._journal.append("resubmit failed", reason=str(error))
+            self._journal.append(EventName.RESUBMIT_FAILED, reason=str(error))
             log.warning("no successor could be submitted: %s", error)
             return False
-        self._journal.append("resubmitted", job=next_job, after=job_id)
+        self._journal.append(EventName.RESUBMITTED, job=next_job, after=job_id)
         in_folder(self._start, lambda: self._note_successor(next_job))
         return True
 
@@ -181,14 +182,14 @@ class Continuation:
         except SlurmError as error:  # perhaps for what we exclude: a run on a suspect node is better than none
             if self._placement.excluded == self._placement.own:
                 raise
-            self._journal.append("exclusions refused", reason=error.what)
+            self._journal.append(EventName.EXCLUSIONS_REFUSED, reason=error.what)
             log.warning("submitting without the nodes that the run would keep off: %s", error.what)
             return self._sbatch([*options, f"--exclude={compress(self._placement.own)}"])
 
     def _sbatch(self, options: Sequence[str]) -> str:
         job, script = self._cluster.own, self._run.script
         command = successor.successor_command(script, after=job, options=options)
-        self._journal.append("resubmitting", command=shlex.join(command))
+        self._journal.append(EventName.RESUBMITTING, command=shlex.join(command))
         self._flush()
         return successor.submit_successor(
             script, after=job, options=options, environment=os.environ, patience_s=self._patience_s(),
@@ -245,9 +246,9 @@ def past_requeues(history: Iterable[Event], job_id: str) -> list[tuple[int, floa
         job, restart = restart_of(event)
         if job != job_id:
             continue
-        if event.event in ("requeued", "placed"):
+        if event.event in (EventName.REQUEUED, EventName.PLACED):
             requeued[restart] = event
-        elif event.event == "attempt started" and (before := requeued.pop(restart - 1, None)) is not None:
+        elif event.event == EventName.ATTEMPT_STARTED and (before := requeued.pop(restart - 1, None)) is not None:
             delay_s = before.details.get("delay_s")
             found += [(delay_s, (event.at - before.at).total_seconds())] if isinstance(delay_s, int) else []
     return found

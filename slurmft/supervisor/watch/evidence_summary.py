@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
 
-EVENT = "last look"
 """Its name in the journal."""
 
 MAX_SHOWN = 8
@@ -19,7 +19,7 @@ def look_told(events: Sequence[Event]) -> list[tuple[str, str]]:
 
     The journal may be damaged or of a newer slurmft: what does not fit is left out.
     """
-    newest = next((event for event in reversed(events) if event.event == EVENT), None)
+    newest = next((event for event in reversed(events) if event.event == EventName.LAST_LOOK), None)
     if newest is None:
         return []
     facts = newest.details

@@ -21,9 +21,9 @@ from slurmft.policy.verdicts.collectives import Progress, absent_ranks, ranks_to
 from slurmft.policy.verdicts.culprit import Blame, Summary, blame
 from slurmft.policy.verdicts.findings import WorkerEnd
 from slurmft.policy.verdicts.whereabouts import Where
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Journal
 from slurmft.supervisor.fleet.agents import AgentLink, AgentLost, AgentPool
-from slurmft.supervisor.watch.evidence_summary import EVENT
 
 EVIDENCE_S = 0.3
 """How long the workers of a node may take to answer; all of them do in a few milliseconds when they can."""
@@ -76,7 +76,7 @@ async def take_evidence(
     stuck = stuck_collectives(_records(found))
     verdict = blame(summaries, lost=lost, overdue=overdue, absent=absent_ranks(stuck))
     facts = {rank: raw for rank, (_, raw) in found.items()}
-    journal.append(EVENT, seconds=round(time.monotonic() - began, 3), folder=str(attempt_folder),
+    journal.append(EventName.LAST_LOOK, seconds=round(time.monotonic() - began, 3), folder=str(attempt_folder),
                    **as_event(verdict, summaries, facts), collectives=stuck_told(stuck))  # fmt: skip
     return verdict
 

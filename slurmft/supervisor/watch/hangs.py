@@ -17,6 +17,7 @@ from slurmft.ipc.channel import Message
 from slurmft.policy.timing import learned_timeouts
 from slurmft.policy.timing.hangs import Exceeded, Hang, WorkerLook, find_culprit, look_of, narrowed
 from slurmft.policy.verdicts.culprit import Blame
+from slurmft.storage.events import EventName
 from slurmft.storage.history import ft_state
 from slurmft.storage.history.timings import fingerprint
 from slurmft.storage.journal import Event
@@ -32,7 +33,6 @@ SAMPLE_S = 10.0
 """One sample of each section in so much time: the longest of all ranks."""
 
 WRITE_S = 60.0
-HUNG = "worker hung"
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class Hangs:
         limits = self._settings.limits()
         limits = replace(limits, sections={**limits.sections, **self.limits()})
         self.found = find_culprit(looks, first, limits)
-        self._start.journal.append(HUNG, **_story(self.found))
+        self._start.journal.append(EventName.WORKER_HUNG, **_story(self.found))
         return self.found
 
     @property
@@ -162,10 +162,10 @@ def doubtful_in(history: Sequence[Event], configured: Mapping[str, float]) -> fr
     found: set[str] = set()
     for event in history:
         section, limit_s = event.details.get("section"), event.details.get("limit_s")
-        if event.event == HUNG and isinstance(section, str) and isinstance(limit_s, int | float):
+        if event.event == EventName.WORKER_HUNG and isinstance(section, str) and isinstance(limit_s, int | float):
             if 0 < limit_s < configured.get(section, math.inf):
                 found.add(section)
-        elif event.event == "verdict" and progressed(event.details):
+        elif event.event == EventName.VERDICT and progressed(event.details):
             found.clear()
     return frozenset(found)
 

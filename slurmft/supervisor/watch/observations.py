@@ -15,6 +15,7 @@ from slurmft.policy.verdicts.findings import WorkerEnd
 from slurmft.policy.verdicts.symptoms import last_words
 from slurmft.policy.verdicts.verdict import Action, steps_at_risk
 from slurmft.storage.attempt_facts import noted_source
+from slurmft.storage.events import EventName
 from slurmft.storage.history import timings
 from slurmft.storage.journal import Event, Journal
 from slurmft.storage.run_folder import Attempt, RunFolder
@@ -181,7 +182,7 @@ class Observations:
         facts = since_last_stop(self._history, max(times))
         if source := noted_source(self._run.attempts / str(self._attempt)):
             facts["source"] = source
-        self._journal.append("first step", resumed_from=resumed, **facts)
+        self._journal.append(EventName.FIRST_STEP, resumed_from=resumed, **facts)
 
 
 def since_last_stop(events: Sequence[Event], first_step_at: float) -> dict[str, Any]:
@@ -189,8 +190,8 @@ def since_last_stop(events: Sequence[Event], first_step_at: float) -> dict[str, 
 
     Empty when the newest end of an attempt was none that continues by itself.
     """
-    decisions = [event for event in events if event.event == "decision"]
-    stops = [event for event in events if event.event == "stop requested"]
+    decisions = [event for event in events if event.event == EventName.DECISION]
+    stops = [event for event in events if event.event == EventName.STOP_REQUESTED]
     if not decisions or not stops or decisions[-1].details.get("action") != Action.CONTINUE:
         return {}
     if decisions[-1].attempt != stops[-1].attempt:

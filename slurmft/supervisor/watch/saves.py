@@ -9,13 +9,10 @@ from typing import Any
 
 from slurmft.ipc.channel import Message
 from slurmft.policy.checkpoints.failing_saves import FailingSaves, News
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event, Journal
 
 log = logging.getLogger(__name__)
-
-FAILED = "save failed"
-KEEP_FAILING = "saves keep failing"
-WORK_AGAIN = "saves work again"
 
 
 class SaveWatch:
@@ -36,14 +33,16 @@ class SaveWatch:
         self._saved = max(self._saved, lead["saved"])
         if news in (News.FAILED, News.KEEP_FAILING):
             self._reason = _words(lead["save_errno"])
-            self._journal.append(FAILED, step=lead["step"], reason=self._reason, failures=lead["save_failures"])
+            self._journal.append(
+                EventName.SAVE_FAILED, step=lead["step"], reason=self._reason, failures=lead["save_failures"]
+            )
         if news is News.KEEP_FAILING:
             log.error("SAVES KEEP FAILING: %s", self._in_words(lead))
-            self._journal.append(KEEP_FAILING, step=lead["step"], reason=self._in_words(lead),
+            self._journal.append(EventName.SAVES_KEEP_FAILING, step=lead["step"], reason=self._in_words(lead),
                                  in_a_row=self._failing.in_a_row)  # fmt: skip
         elif news is News.WORK_AGAIN:
             log.warning("saves work again: step %d is saved", lead["saved"])
-            self._journal.append(WORK_AGAIN, step=lead["step"], saved=lead["saved"])
+            self._journal.append(EventName.SAVES_WORK_AGAIN, step=lead["step"], saved=lead["saved"])
 
     def facts(self) -> dict[str, Any]:
         """For the progress report: failures in a row and their reason; empty while nothing is wrong."""
@@ -63,10 +62,12 @@ def saves_told(events: Sequence[Event]) -> list[tuple[str, str]]:
     Empty when the newest word about saves is a better one.
     """
     for event in reversed(events):
-        if event.event == KEEP_FAILING:
+        if event.event == EventName.SAVES_KEEP_FAILING:
             text = str(event.details.get("reason", ""))
             return [("attempt", event.attempt), ("problem", text), ("remedy", _REMEDY)]
-        if event.event == WORK_AGAIN or (event.event == "decision" and event.details.get("action") == "finish"):
+        if event.event == EventName.SAVES_WORK_AGAIN or (
+            event.event == EventName.DECISION and event.details.get("action") == "finish"
+        ):
             return []
     return []
 

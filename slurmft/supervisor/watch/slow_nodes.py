@@ -12,6 +12,7 @@ from slurmft.errors import StorageError
 from slurmft.ipc.channel import Message
 from slurmft.policy.nodes.evidence import Suspect
 from slurmft.policy.verdicts.verdict import Cause
+from slurmft.storage.events import EventName
 from slurmft.supervisor.cluster import SlurmCluster
 from slurmft.supervisor.grace import workload_of
 from slurmft.supervisor.recovery.exclusions import Accuser
@@ -65,7 +66,7 @@ class SlowNodes:
         worth = watch.pays(slow, steps_left=max(0, self._seen.until() - step))
         move = slow.stop and worth.worth
         self._start.journal.append(
-            "straggler judged", nodes=list(slow.nodes), move=move, gain_s=round(worth.gain_s, 1),
+            EventName.STRAGGLER_JUDGED, nodes=list(slow.nodes), move=move, gain_s=round(worth.gain_s, 1),
             cost_s=round(worth.cost_s, 1), reason=worth.reason,
         )  # fmt: skip
         self._stops.background.start(self._act(slow, step, worth.reason if move else ""))
@@ -94,5 +95,5 @@ class SlowNodes:
                 placement = await asyncio.to_thread(next_placement, self._config, **wanted)
             why = placement.impossible if placement is not None else "the exclusion list cannot be read"
         if why:
-            self._start.journal.append("straggler kept", nodes=list(nodes), reason=why)
+            self._start.journal.append(EventName.STRAGGLER_KEPT, nodes=list(nodes), reason=why)
         return not why

@@ -30,6 +30,7 @@ from slurmft.policy.timing.stragglers import (
     score,
     step_slowdown,
 )
+from slurmft.storage.events import EventName
 from slurmft.storage.journal import Journal
 from slurmft.supervisor.watch.node_speeds import NodePast
 
@@ -196,7 +197,7 @@ class StragglerWatch:
             self._journaled += 1
             ranks = self._slow_ranks(suspects, scores)
             self._journal.append(
-                "straggler suspected", nodes=suspects, ranks=ranks, score=_rounded(_worst(scores, ranks))
+                EventName.STRAGGLER_SUSPECTED, nodes=suspects, ranks=ranks, score=_rounded(_worst(scores, ranks))
             )
         self._suspected = suspects
 
@@ -215,7 +216,7 @@ class StragglerWatch:
         self._pending = verdict
         log.warning("%s", verdict.text)
         self._journal.append(
-            "straggler detected", nodes=guilty, ranks=ranks, score=_rounded(verdict.score),
+            EventName.STRAGGLER_DETECTED, nodes=guilty, ranks=ranks, score=_rounded(verdict.score),
             slowdown=_rounded(slowdown), work_ratio=_rounded(ratio), follows_rank=follows,
         )  # fmt: skip
 
