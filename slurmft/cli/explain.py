@@ -17,7 +17,7 @@ from slurmft.supervisor.watch.evidence_summary import look_told
 from slurmft.supervisor.watch.saves import saves_told
 from slurmft.system.foreign_text import one_line
 
-_IN_FULL = {
+_IN_FULL: dict[str, frozenset[str]] = {
     EventName.VERDICT: frozenset({"rank", "node", "suspects", "rerun", "traceback", "evidence"}),
     EventName.LAST_LOOK: frozenset({"culprits", "victims", "ranks", "folder"}),
 }
