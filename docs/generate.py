@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import json
 import re
 import textwrap
@@ -70,8 +71,8 @@ def _configuration() -> Iterator[str]:
     yield _paragraphs(
         """Every key of a run's configuration, as `slurmft submit` reads it. Unknown keys are refused, with the nearest
         known one; units are in the names. `configs/reference.yaml` has the same keys as a file to copy from, and
-        `configs/schema.json` (`slurmft schema`) lets an editor complete and check them. `--set checkpoint.keep_last_n=5`
-        overrides one key for one submission.
+        `configs/schema.json` (`slurmft schema`) lets an editor complete and check them.
+        `--set checkpoint.keep_last_n=5` overrides one key for one submission.
 
         The [last part](#healthyaml) is the file of the health checks, which is not part of a run's configuration."""
     )
@@ -117,7 +118,9 @@ def _health() -> Iterator[str]:
     yield from keys(HealthConfig, "")
 
 
-def _key(name: str, described: Mapping[str, Any], field: Any, facts: Mapping[str, Any], level: int = 3) -> Iterator[str]:
+def _key(
+    name: str, described: Mapping[str, Any], field: Any, facts: Mapping[str, Any], level: int = 3
+) -> Iterator[str]:
     default = "required"
     if not field.is_required():
         default = f"default `{_as_yaml(field.get_default(call_default_factory=True, validated_data={}))}`"
@@ -156,10 +159,11 @@ def _kind(described: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
 
 def _verbs() -> Iterator[str]:
     yield _paragraphs(
-        """`slurmft VERB --help` prints the same. RUN is the path of a run folder, or a name below `runs`; `SLURMFT_RUNS`
-        names another folder than `runs`. Verbs that only read (`status`, `logs`, `explain`, `advise`, `checkpoint list`,
-        `verify` and `export`) show other users' runs as far as the file modes let them; all others refuse them
-        ([security](../security.md)). `touch KILL` and `touch SAVE` in the run folder do what `stop` and `save` do.
+        """`slurmft VERB --help` prints the same. RUN is the path of a run folder, or a name below `runs`;
+        `SLURMFT_RUNS` names another folder than `runs`. Verbs that only read (`status`, `logs`, `explain`, `advise`,
+        `checkpoint list`, `verify` and `export`) show other users' runs as far as the file modes let them; all others
+        refuse them ([security](../security.md)). `touch KILL` and `touch SAVE` in the run folder do what `stop` and `save`
+        do.
 
         Exit codes that hold for all verbs are in [exit codes](exit-codes.md); those of a single verb stand with it."""
     )
@@ -215,22 +219,18 @@ def _public_names() -> Iterator[str]:
     )
     homes: dict[str, str] = slurmft._HOMES
     errors = [name for name in homes if homes[name] == "slurmft.errors"]
-    for name in homes:
+    for name, home in homes.items():
         if name not in errors:
-            yield from _name(name, homes[name])
+            yield from _name(name, home)
     yield "## Errors"
     yield _paragraphs(
         """Every error that slurmft raises on purpose, with the exit code of a verb that ends with it. `what` is the
         message without its hint, `hint` says what to do."""
     )
-    tree = inspect.cleandoc(slurmft.SlurmftError.__module__ and _docstring("slurmft.errors")).partition("\n\n")[2]
+    tree = (ast.get_docstring(_tree("slurmft.errors")) or "").partition("\n\n")[2]
     yield f"```text\n{tree.strip()}\n```"
     for name in errors:
         yield f"`{name}`\n:   {_paragraphs(_definition(name, homes[name])[1], indent='    ').strip()}"
-
-
-def _docstring(module: str) -> str:
-    return ast.get_docstring(_tree(module)) or ""
 
 
 def _tree(module: str) -> ast.Module:
@@ -256,10 +256,10 @@ def _with_bases(node: ast.ClassDef, module: str) -> list[ast.ClassDef]:
         for each in ast.walk(_tree(module)):
             if isinstance(each, ast.ClassDef) and each.name == base.id:
                 found += _with_bases(each, module)
-            if isinstance(each, ast.ImportFrom) and each.module and each.module.startswith("slurmft."):
-                if base.id in (alias.name for alias in each.names):
-                    inner, _ = _definition(base.id, each.module)
-                    found += _with_bases(inner, each.module) if isinstance(inner, ast.ClassDef) else []
+            if isinstance(each, ast.ImportFrom) and base.id in (alias.name for alias in each.names):
+                home = each.module or ""
+                inner, _ = _definition(base.id, home) if home.startswith("slurmft.") else (None, "")
+                found += _with_bases(inner, home) if isinstance(inner, ast.ClassDef) else []
     return found
 
 
@@ -276,7 +276,7 @@ def _name(name: str, module: str) -> Iterator[str]:
     yield f"```python\n{_signature(start, name) if start else f'class {name}'}\n```"
     yield _first_paragraph(text)
     facts = []
-    for field, below in zip(body, body[1:], strict=False):
+    for field, below in itertools.pairwise(body):
         match field, below:
             case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(words))):
                 facts.append((f"{key}: {ast.unparse(field.annotation)}", words))
