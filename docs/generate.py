@@ -162,8 +162,8 @@ def _verbs() -> Iterator[str]:
         """`slurmft VERB --help` prints the same. RUN is the path of a run folder, or a name below `runs`;
         `SLURMFT_RUNS` names another folder than `runs`. Verbs that only read (`status`, `logs`, `explain`, `advise`,
         `checkpoint list`, `verify` and `export`) show other users' runs as far as the file modes let them; all others
-        refuse them ([security](../security.md)). `touch KILL` and `touch SAVE` in the run folder do what `stop` and `save`
-        do.
+        refuse them ([security](../security.md)). `touch KILL` and `touch SAVE` in the run folder do what
+        `stop` and `save` do.
 
         Exit codes that hold for all verbs are in [exit codes](exit-codes.md); those of a single verb stand with it."""
     )

@@ -1,0 +1,106 @@
+"""Names in the documentation that the code must have: events, messages, causes, exit codes, weights, packages."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from docs_pages import DOCS, REPOSITORY
+
+import slurmft
+from slurmft import errors
+from slurmft.cli import main
+from slurmft.policy.nodes.suspicion import HALF_LIFE_HOURS, WEIGHTS
+from slurmft.policy.verdicts.verdict import BUDGETED, FREE, Cause
+
+PACKAGE = Path(slurmft.__file__).parent
+
+
+def text_of(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+@functools.cache
+def strings() -> frozenset[str]:
+    """Every text that slurmft's code holds, parts of f-strings as well."""
+    return frozenset(
+        node.value for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )  # fmt: skip
+
+
+def journaled() -> Iterator[str]:
+    """Events that are written as a literal."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and node.args
+                and re.search(r"journal(\(.*\))?\.append$", ast.unparse(node.func))
+            ):
+                match node.args[0]:
+                    case ast.Constant(value=str(event)):
+                        yield event
+
+
+def test_the_events_of_the_journal_are_described_and_exist():
+    described = {name for row in re.findall(r"^\| (`[^|]+) \|", text_of("reference/events.md"), re.MULTILINE)
+                 for name in re.findall(r"`([^`]+)`", row)}  # fmt: skip
+    assert set(journaled()) - described == set()
+    assert described - strings() == set()
+
+
+@pytest.mark.parametrize("message", re.findall(r"^\*\*(.+?)\*\*", text_of("troubleshooting.md"), re.MULTILINE))
+def test_a_message_of_the_troubleshooting_page_is_one(message: str):
+    for code in re.findall(r"`([^`]+)`", message):
+        fragments = [part.strip() for part in re.split(r"\.\.\.|\b[NMXn]\b|\[1\]", code)]
+        missing = [part for part in fragments if len(part) > 3 and not any(part in known for known in strings())]
+        assert missing == [], code
+
+
+def test_every_cause_stands_in_the_table_of_budgets():
+    rows = re.findall(r"^\| (`.+`) \| (.+) \|$", text_of("concepts/verdicts-and-exclusions.md"), re.MULTILINE)
+    budgets = {cause: not budget.startswith("none") for causes, budget in rows if budget.startswith(("none", "`fault"))
+               for cause in re.findall(r"`([^`]+)`", causes)}  # fmt: skip
+    assert budgets == {str(cause): cause in BUDGETED for cause in (*FREE, *BUDGETED)}
+
+
+def test_weights_and_half_lives_are_the_codes():
+    text = text_of("concepts/verdicts-and-exclusions.md")
+    hours = {"half an hour": 0.5, "1 hour": 1.0, "1 day": 24.0, "2 days": 48.0, "3 days": 72.0, "7 days": 168.0,
+             "30 days": 720.0}  # fmt: skip
+    told: dict[str, tuple[float, float | None]] = {}
+    for names, weights, fades in re.findall(r"^\| (`.+?) \| (-?[\d.].*?) \| (.+?) \|$", text, re.MULTILINE):
+        kinds, numbers, times = re.findall(r"`([^`]+)`", names), weights.split(", "), fades.split(", ")
+        for index, kind in enumerate(kinds):
+            number = numbers[index] if len(numbers) > 1 else numbers[0]
+            time = times[index] if len(times) == len(kinds) else times[0]
+            told[kind] = (float(number), hours.get(time))
+    code = {str(kind): (weight, HALF_LIFE_HOURS.get(kind)) for kind, weight in WEIGHTS.items() if kind != "forgiven"}
+    assert told == code
+
+
+def test_exit_codes_are_the_command_lines_and_the_errors():
+    table = text_of("reference/exit-codes.md")
+    codes = {int(code) for cell in re.findall(r"^\| ([\d, ]+) \|", table, re.MULTILINE) for code in cell.split(",")}
+    of_errors = {value.exit_code for value in vars(errors).values() if isinstance(value, type)
+                 and issubclass(value, errors.SlurmftError)}  # fmt: skip
+    of_help = {int(code) for code in re.findall(r"^  (\d+) ", main._EXIT_CODES, re.MULTILINE)}
+    assert (of_errors | of_help) - codes == set()
+
+
+def test_every_package_is_on_the_map():
+    named = set(re.findall(r"^\| `(\w+)(?:/|\.py)` \|", text_of("architecture.md"), re.MULTILINE))
+    packages = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} | {"errors"}
+    assert named == packages
+
+
+def test_files_that_the_pages_name_exist():
+    path = re.compile(r"`((?:slurmft|tests|bench|configs|sbatch|bin|docs)/[\w./-]+)`")
+    named = {(page.name, found) for page in DOCS.rglob("*.md") for found in path.findall(page.read_text())}
+    assert {(page, found) for page, found in named if not (REPOSITORY / found).exists()} == set()
+    assert len(named) > 15
