@@ -15,7 +15,7 @@ import slurmft
 from slurmft import errors
 from slurmft.cli import main
 from slurmft.policy.nodes.suspicion import HALF_LIFE_HOURS, WEIGHTS
-from slurmft.policy.verdicts.verdict import BUDGETED, FREE, Cause
+from slurmft.policy.verdicts.verdict import BUDGETED, FREE
 
 PACKAGE = Path(slurmft.__file__).parent
 
@@ -104,3 +104,9 @@ def test_files_that_the_pages_name_exist():
     named = {(page.name, found) for page in DOCS.rglob("*.md") for found in path.findall(page.read_text())}
     assert {(page, found) for page, found in named if not (REPOSITORY / found).exists()} == set()
     assert len(named) > 15
+
+
+def test_the_changelog_has_this_version_below_what_is_not_released():
+    headings = re.findall(r"^## (.+)$", (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[0] == "[Unreleased]"
+    assert re.fullmatch(rf"\[{re.escape(slurmft.__version__)}\] - \d{{4}}-\d\d-\d\d", headings[1])
