@@ -25,26 +25,26 @@ def text_of(page: str) -> str:
 
 
 @functools.cache
+def trees() -> tuple[ast.Module, ...]:
+    return tuple(ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py")))
+
+
+@functools.cache
 def strings() -> frozenset[str]:
-    """Every text that slurmft's code holds, parts of f-strings as well."""
+    """Every text that slurmft's code holds, parts of f-strings as well; what explains the code is none."""
+    explaining = {id(node.value) for tree in trees() for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     return frozenset(
-        node.value for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        node.value for tree in trees() for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in explaining
     )  # fmt: skip
 
 
 def journaled() -> Iterator[str]:
     """Events that are written as a literal."""
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if (
-                isinstance(node, ast.Call)
-                and node.args
-                and re.search(r"journal(\(.*\))?\.append$", ast.unparse(node.func))
-            ):
-                match node.args[0]:
-                    case ast.Constant(value=str(event)):
-                        yield event
+    for node in (node for tree in trees() for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args):
+        match node.args[0]:
+            case ast.Constant(value=str(event)) if re.search(r"journal(\(.*\))?\.append$", ast.unparse(node.func)):
+                yield event
 
 
 def test_the_events_of_the_journal_are_described_and_exist():
@@ -110,3 +110,35 @@ def test_the_changelog_has_this_version_below_what_is_not_released():
     headings = re.findall(r"^## (.+)$", (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert headings[0] == "[Unreleased]"
     assert re.fullmatch(rf"\[{re.escape(slurmft.__version__)}\] - \d{{4}}-\d\d-\d\d", headings[1])
+
+
+def test_modules_that_contributors_are_pointed_to_exist():
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/]+/\w+\.(?:py|yaml|json|md))`", text))
+    assert {path for path in named if not ((PACKAGE / path).exists() or (REPOSITORY / path).exists())} == set()
+    assert len(named) > 8
+
+
+def is_defined(dotted: str) -> bool:
+    """Whether ``slurmft.a.b.Name`` is a module, or a name that one holds."""
+    *above, last = dotted.split(".")
+    places = [PACKAGE.parent.joinpath(*above, last), PACKAGE.parent.joinpath(*above)]
+    if any(place.with_suffix(".py").exists() for place in places[:1]) or (places[0] / "__init__.py").exists():
+        return True
+    sources = (places[1].with_suffix(".py"), places[1] / "__init__.py")
+    found = [source.read_text(encoding="utf-8") for source in sources if source.exists()]
+    return any(re.search(rf"\b{re.escape(last)}\b", text) for text in found)
+
+
+def test_dotted_names_and_imports_exist():
+    pages = [REPOSITORY / "README.md", *DOCS.rglob("*.md")]
+    texts = {page.name: page.read_text(encoding="utf-8") for page in pages}
+    named = {(name, dotted) for name, text in texts.items() for dotted in re.findall(r"`(slurmft(?:\.\w+)+)`", text)}
+    named |= {
+        (name, f"{module}.{each.strip()}") for name, text in texts.items()
+        for module, names in re.findall(r"^from (slurmft[\w.]*) import (.+)$", text, re.MULTILINE)
+        for each in names.split(",")
+    }  # fmt: skip
+    assert {(name, dotted) for name, dotted in named if not is_defined(dotted)} == set()
+    assert len(named) > 6
+    assert not is_defined("slurmft.worker.session.Nonsense") and not is_defined("slurmft.nonsense.Session")
