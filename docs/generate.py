@@ -286,19 +286,40 @@ def _name(name: str, module: str) -> Iterator[str]:
             told = ast.unparse(each.returns) if each.returns else "None"
             facts.append((f"{each.name}: {told}" if is_property else _signature(each), ast.get_docstring(each) or ""))
     for signature, words in facts:
-        yield f"`{' '.join(signature.split())}`\n:   {_paragraphs(_lead(words), indent='    ').strip()}"
+        line = " ".join(signature.split()).replace("( ", "(").replace(", )", ")")
+        yield f"`{line}`\n:   {_paragraphs(_lead(words), indent='    ').strip()}"
 
 
 def _signature(node: ast.FunctionDef, name: str = "") -> str:
-    arguments = ast.unparse(node.args)
-    arguments = re.sub(r"^(self|cls)(, )?", "", arguments)
     returns = "" if name or node.returns is None else f" -> {ast.unparse(node.returns)}"
-    line = f"{name or node.name}({arguments}){returns}"
+    arguments = list(_arguments(node.args))
+    line = f"{name or node.name}({', '.join(arguments)}){returns}"
     if len(line) <= WIDTH:
         return line
-    parts = re.split(r", (?![^\[(]*[\])])", arguments)
-    inside = textwrap.fill(", ".join(parts), WIDTH - 4, break_long_words=False, break_on_hyphens=False)
-    return f"{name or node.name}(\n{textwrap.indent(inside, '    ')}\n){returns}"
+    inside = textwrap.indent(",\n".join(arguments), "    ")
+    return f"{name or node.name}(\n{inside},\n){returns}"
+
+
+def _arguments(given: ast.arguments) -> Iterator[str]:
+    plain = [*given.posonlyargs, *given.args]
+    defaults = [None] * (len(plain) - len(given.defaults)) + list(given.defaults)
+    for argument, default in zip(plain, defaults, strict=True):
+        if argument.arg not in ("self", "cls"):
+            yield _argument(argument, default)
+    if given.vararg is not None:
+        yield "*" + _argument(given.vararg, None)
+    elif given.kwonlyargs:
+        yield "*"
+    for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        yield _argument(argument, default)
+    if given.kwarg is not None:
+        yield "**" + _argument(given.kwarg, None)
+
+
+def _argument(argument: ast.arg, default: ast.expr | None) -> str:
+    kind = f": {ast.unparse(argument.annotation)}" if argument.annotation is not None else ""
+    value = "" if default is None else (" = " if kind else "=") + ast.unparse(default)
+    return f"{argument.arg}{kind}{value}"
 
 
 def _lead(text: str) -> str:
