@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test soak check lint dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-recovery bench-fleet bench-checkpoint clean
+.PHONY: help install quickstart test soak check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-recovery bench-fleet bench-checkpoint clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -15,7 +15,7 @@ INSTALLED := .venv/installed
 
 # All but the tests of the lab itself, which look at the whole machine. Most of their time they wait for Slurm, so three go
 # on at once, each in a cluster of its own.
-BESIDES := tests/slurm tests/fuzz tests/unit tests/architecture
+BESIDES := tests/slurm tests/fuzz tests/unit tests/architecture tests/docs
 
 # A cluster of its own, so that the tests neither meet nor take down the one of `make lab`.
 TEST_LAB := /var/lib/slurmft-lab-make-test
@@ -32,7 +32,7 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 		"$(PYTHON)" -m venv .venv || { rm -rf .venv; echo "no virtual environment: on Debian, apt-get install python3-venv" >&2; exit 1; }; \
 	fi
 	@echo "installing into .venv (the first time torch is downloaded: a few minutes)"
-	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[train,test,lint]'
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[train,test,lint,docs]'
 	@$(BIN)/python -m compileall -q slurmft
 	@touch $@
 
@@ -66,6 +66,11 @@ lint: install ## ruff, mypy --strict, shellcheck
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/shellcheck bin/* sbatch/*.sh bench/endings/trainers/*.sh .ci/run
+
+docs: install ## write the reference pages and build the documentation into site/ (no network; a broken link fails)
+	@$(BIN)/python docs/generate.py
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 dist: install ## build wheel and sdist into dist/, install the wheel into a clean environment, run its quickstart
 	@rm -rf dist && $(BIN)/python -m build --quiet
@@ -114,5 +119,5 @@ bench-rerun: install ## measure what the re-run state machine costs (10 s, nothi
 	@$(BIN)/python bench/rerun --output bench/results/rerun.md
 
 clean: ## remove .venv and caches; runs/ stays
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site *.egg-info
 	find . -path ./runs -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

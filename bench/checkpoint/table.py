@@ -82,7 +82,7 @@ def load_rows(results: Sequence[Result], floors: Floors) -> list[str]:
 
 
 def target_rows(results: Sequence[Result], floors: Floors) -> list[str]:
-    """The targets of issue and README, of the asynchronous save."""
+    """The targets of the asynchronous save."""
     by_name = {each.name: each for each in results}
     ours = by_name.get(SLURMFT)
     if ours is None:

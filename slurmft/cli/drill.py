@@ -46,7 +46,7 @@ def drill(
 
     At most 2 nodes with 2 ranks, for a few minutes; its jobs and its folder beside your run folder are removed. Without
     --preempt-with its steps get SIGTERM, as at the beginning of a grace. With it the other job asks for whole nodes:
-    whoever shares them may be preempted, too.
+    jobs that share them may be preempted, too.
     """
     if not slurm.available():
         raise UsageError("there is no Slurm on this machine", hint="slurmft doctor")

@@ -45,7 +45,7 @@ Exit codes:
   0   done; the list, or the node, may well be empty
   1   the list cannot be read or written, is damaged (the rest of it is shown), or is of a newer version
   2   bad usage: no hostlist, no time
-  75  temporary: no space, somebody else is writing for too long, or Slurm does not say the cluster's name
+  75  temporary: no space, another process writes for too long, or Slurm does not say the cluster's name
 """
 
 
@@ -131,7 +131,7 @@ def list_(*, file: Path | None, config: Path | None, as_json: bool, show_all: bo
 @exclude.command()
 @click.argument("nodes")
 @_list_options
-@click.option("--reason", required=True, help="Why, for whoever reads the list next.")
+@click.option("--reason", required=True, help="Why; shown with the list.")
 @click.option("--for", "duration", metavar="TIME", help="For how long: 90m, 12h, 7d, 2w, or ever. Default: 30d.")
 @click.option("--until", metavar="DATE", help="Until when: 2030-01-31, or 2030-01-31T18:00, in local time.")
 def add(
@@ -209,7 +209,7 @@ def why(*, node: str, file: Path | None, config: Path | None, as_json: bool) -> 
 @exclude.command("gc")
 @_list_options
 def gc_(*, file: Path | None, config: Path | None, as_json: bool) -> int:
-    """Forget what has faded or expired; nobody's standing changes."""
+    """Forget what has faded or expired; no node's state changes."""
     opened = _open(file, config)
     swept = opened.list.gc(time.time(), opened.rules)
     if as_json:

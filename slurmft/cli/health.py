@@ -20,7 +20,7 @@ _SHARED = frozenset({"prolog", "epilog", "healthcheck", "cron"})
 _EXIT_CODES = """\b
 Exit codes, as of Nagios's plugins:
   0  OK
-  1  WARNING: somebody should look
+  1  WARNING: worth a look by a person
   2  CRITICAL: the node should not run jobs
   3  UNKNOWN: nothing bad was found and something could not be looked at; also bad usage, or a bad configuration
 """

@@ -26,7 +26,7 @@ class HostLimits(Section):
     """Mean number of processes that want a CPU, over five minutes and per CPU. Never more than a warning."""
 
     zombies_warning: Positive = 100
-    """Processes that have ended and that nobody has asked about."""
+    """Processes that have ended and that their parent has not asked about."""
 
     stuck_warning: Positive = 8
     """Processes in uninterruptible sleep (state D) at this moment."""
@@ -50,7 +50,7 @@ class HostLimits(Section):
     """Warn after so many days without a boot; 0: never."""
 
     shared_memory_warning_mib: Amount = 256.0
-    """MiB in /dev/shm that belong to nobody's process any more."""
+    """MiB in /dev/shm that belong to no process any more."""
 
 
 class MemoryLimits(Section):

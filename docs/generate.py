@@ -1,0 +1,334 @@
+"""Writes the reference pages that say what the code says: configuration, verbs and public names.
+
+python docs/generate.py    (part of `make docs`; tests/docs/test_reference_pages.py fails when they are out of date)
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import json
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from pydantic import BaseModel
+
+import slurmft
+from slurmft.cli import schema as schemas
+from slurmft.cli.main import VERBS, cli
+from slurmft.config.config import RunConfig
+from slurmft.config.health import HealthConfig
+
+DOCS = Path(__file__).resolve().parent
+REPOSITORY = DOCS.parent
+WIDTH = 120
+MARK = "<!-- Written by docs/generate.py from the code: change it there, then run `make docs`. -->"
+BY_OTHERS = {"Session"}
+"""Classes that a program gets from a function instead of making them."""
+
+NOT_FOR_TRAINERS = {"CheckpointManager.at_boundary", "CheckpointManager.rescue"}
+"""Methods that only slurmft's own session calls."""
+
+KINDS = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text", "array": "list",
+         "object": "mapping", "null": "null"}  # fmt: skip
+
+
+def main() -> None:
+    for path, text in pages().items():
+        (DOCS / path).write_text(text, encoding="utf-8")
+
+
+def pages() -> dict[str, str]:
+    """Path below docs/ -> what belongs there."""
+    return {
+        "reference/configuration.md": _page("Configuration", _configuration()),
+        "reference/verbs.md": _page("Verbs", _verbs()),
+        "reference/public-names.md": _page("Public names", _public_names()),
+    }
+
+
+def _page(title: str, blocks: Iterable[str]) -> str:
+    return "\n\n".join([MARK, f"# {title}", *blocks]) + "\n"
+
+
+def _paragraphs(text: str, indent: str = "") -> str:
+    """Prose wrapped for reading as text, with Markdown's code marks instead of reStructuredText's."""
+    text = re.sub(r"``(.+?)``", r"`\1`", inspect.cleandoc(text))
+    parts = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+    wrap = {"width": WIDTH, "initial_indent": indent, "subsequent_indent": indent, "break_on_hyphens": False}
+    return "\n\n".join(textwrap.fill(part, break_long_words=False, **wrap) for part in parts)  # type: ignore[arg-type]
+
+
+# ---- configuration ---------------------------------------------------------------------------------------------------
+
+
+def _configuration() -> Iterator[str]:
+    yield _paragraphs(
+        """Every key of a run's configuration, as `slurmft submit` reads it. Unknown keys are refused, with the nearest
+        known one; units are in the names. `configs/reference.yaml` has the same keys as a file to copy from, and
+        `configs/schema.json` (`slurmft schema`) lets an editor complete and check them.
+        `--set checkpoint.keep_last_n=5` overrides one key for one submission.
+
+        The [last part](#healthyaml) is the file of the health checks, which is not part of a run's configuration."""
+    )
+    facts = schemas.configuration_schema()
+    top, sections = facts["properties"], []
+    yield "## The run"
+    for key, field in RunConfig.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            sections.append((key, field.annotation))
+        else:
+            yield from _key(key, top[key], field, facts)
+    for name, model in sections:
+        part = facts["$defs"][model.__name__]
+        yield f"## {name}"
+        yield _paragraphs(part["description"])
+        for key, field in model.model_fields.items():
+            yield from _key(f"{name}.{key}", part["properties"][key], field, facts)
+    yield from _health()
+
+
+def _health() -> Iterator[str]:
+    texts = schemas._texts(Path(inspect.getfile(HealthConfig)).read_text(encoding="utf-8"))
+    facts = HealthConfig.model_json_schema()
+
+    def keys(model: type[BaseModel], above: str) -> Iterator[str]:
+        part = facts if model is HealthConfig else facts["$defs"][model.__name__]
+        for key, field in model.model_fields.items():
+            inner = field.annotation
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield f"### {above}{key}"
+                yield _paragraphs(inner.__doc__ or "")
+                yield from keys(inner, f"{above}{key}.")
+            else:
+                described = {**part["properties"][key], "description": texts[model.__name__, key]}
+                yield from _key(f"{above}{key}", described, field, facts, level=4)
+
+    yield "## health.yaml"
+    yield _paragraphs(
+        """What `slurmft health`, Slurm's hooks and `slurmft sweep` read: `--config` or `--health`, else the file that
+        `SLURMFT_HEALTH_CONFIG` names, else `/etc/slurmft/health.yaml`, else the defaults. `configs/health.yaml` is the
+        same as a file to copy from."""
+    )
+    yield from keys(HealthConfig, "")
+
+
+def _key(
+    name: str, described: Mapping[str, Any], field: Any, facts: Mapping[str, Any], level: int = 3
+) -> Iterator[str]:
+    default = "required"
+    if not field.is_required():
+        default = f"default `{_as_yaml(field.get_default(call_default_factory=True, validated_data={}))}`"
+    yield f"{'#' * level} `{name}`"
+    yield f"{_kind(described, facts)}; {default}"
+    yield _paragraphs(described.get("description", ""))
+
+
+def _as_yaml(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value, default=str)
+
+
+def _kind(described: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    if "$ref" in described:
+        return _kind(facts["$defs"][described["$ref"].rpartition("/")[2]], facts)
+    if "enum" in described:
+        return "one of " + ", ".join(f"`{value}`" for value in described["enum"])
+    if "const" in described:
+        return f"`{described['const']}`"
+    if "anyOf" in described:
+        return " or ".join(_kind(each, facts) for each in described["anyOf"])
+    kind = KINDS.get(described.get("type", ""), "any value")
+    if kind == "text" and described.get("format") == "path":
+        kind = "path"
+    bounds = [
+        f"{words} {described[key]:g}"
+        for key, words in (("minimum", "at least"), ("ge", "at least"), ("exclusiveMinimum", "above"), ("gt", "above"),
+                           ("maximum", "at most"), ("le", "at most"), ("exclusiveMaximum", "below"), ("lt", "below"))
+        if key in described
+    ]  # fmt: skip
+    return " ".join([kind, ", ".join(bounds)]).strip()
+
+
+# ---- verbs -----------------------------------------------------------------------------------------------------------
+
+
+def _verbs() -> Iterator[str]:
+    yield _paragraphs(
+        """`slurmft VERB --help` prints the same. RUN is the path of a run folder, or a name below `runs`;
+        `SLURMFT_RUNS` names another folder than `runs`. Verbs that only read (`status`, `logs`, `explain`, `advise`,
+        `checkpoint list`, `verify` and `export`) show other users' runs as far as the file modes let them; all others
+        refuse them ([security](../security.md)). `touch KILL` and `touch SAVE` in the run folder do what
+        `stop` and `save` do.
+
+        Exit codes that hold for all verbs are in [exit codes](exit-codes.md); those of a single verb stand with it."""
+    )
+    with click.Context(cli, info_name="slurmft", terminal_width=WIDTH) as root:
+        rows = [f"| [`{name}`](#{_anchor(name)}) | {text} |" for name, (_, text) in sorted(VERBS.items())]
+        yield "\n".join(["| verb | |", "|---|---|", *rows])
+        for name in sorted(VERBS):
+            command = cli.get_command(root, name)
+            assert command is not None
+            yield from _verb(command, root, name, level=2)
+
+
+def _anchor(name: str) -> str:
+    return f"slurmft-{name}"
+
+
+def _verb(command: click.Command, above: click.Context, name: str, level: int) -> Iterator[str]:
+    with click.Context(command, info_name=name, parent=above, terminal_width=WIDTH) as context:
+        yield f"{'#' * level} slurmft {context.command_path.removeprefix('slurmft ')}"
+        yield f"```text\n{context.command_path} {' '.join(command.collect_usage_pieces(context))}\n```"
+        yield _paragraphs(command.help or "")
+        records = (option.get_help_record(context) for option in command.get_params(context)
+                   if isinstance(option, click.Option) and "--help" not in option.opts)  # fmt: skip
+        rows = [f"| `{_cell(names)}` | {_prose(text)} |" for names, text in filter(None, records)]
+        if rows:
+            yield "\n".join(["| option | |", "|---|---|", *rows])
+        if command.epilog:
+            block = inspect.cleandoc(command.epilog.replace("\b\n", ""))
+            yield f"```text\n{block}\n```"
+        if isinstance(command, click.Group):
+            for inner in command.list_commands(context):
+                found = command.get_command(context, inner)
+                if found is not None and not found.hidden:
+                    yield from _verb(found, context, inner, level + 1)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _prose(text: str) -> str:
+    return _cell(re.sub(r"``(.+?)``", r"`\1`", text)).replace("<", "&lt;").replace("[", "\\[")
+
+
+# ---- public names ----------------------------------------------------------------------------------------------------
+
+
+def _public_names() -> Iterator[str]:
+    yield _paragraphs(
+        """Everything that `import slurmft` offers, and what [versioning](../architecture.md#what-is-public) covers.
+        Names are loaded on first use, so `import slurmft` costs little and never imports torch. Beside these,
+        `slurmft.health.HealthChecker` runs the [health checks](../how-to/sweep-and-hooks.md) inside of a program."""
+    )
+    homes: dict[str, str] = slurmft._HOMES
+    errors = [name for name in homes if homes[name] == "slurmft.errors"]
+    for name, home in homes.items():
+        if name not in errors:
+            yield from _name(name, home)
+    yield "## Errors"
+    yield _paragraphs(
+        """Every error that slurmft raises on purpose, with the exit code of a verb that ends with it. `what` is the
+        message without its hint, `hint` says what to do."""
+    )
+    tree = (ast.get_docstring(_tree("slurmft.errors")) or "").partition("\n\n")[2]
+    yield f"```text\n{tree.strip()}\n```"
+    for name in errors:
+        yield f"`{name}`\n:   {_paragraphs(_definition(name, homes[name])[1], indent='    ').strip()}"
+
+
+def _tree(module: str) -> ast.Module:
+    path = REPOSITORY / Path(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _definition(name: str, module: str) -> tuple[ast.ClassDef | ast.FunctionDef, str]:
+    """The definition of a name and its docstring, through the packages that hand it on."""
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return node, ast.get_docstring(node) or ""
+        if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names) and node.module:
+            return _definition(name, node.module)
+    raise LookupError(f"{module} does not define {name}")
+
+
+def _with_bases(node: ast.ClassDef, module: str) -> list[ast.ClassDef]:
+    """The class, and the classes of slurmft that it is made of, as far as its module imports or defines them."""
+    found = [node]
+    for base in (base for base in node.bases if isinstance(base, ast.Name)):
+        for each in ast.walk(_tree(module)):
+            if isinstance(each, ast.ClassDef) and each.name == base.id:
+                found += _with_bases(each, module)
+            if isinstance(each, ast.ImportFrom) and base.id in (alias.name for alias in each.names):
+                home = each.module or ""
+                inner, _ = _definition(base.id, home) if home.startswith("slurmft.") else (None, "")
+                found += _with_bases(inner, home) if isinstance(inner, ast.ClassDef) else []
+    return found
+
+
+def _name(name: str, module: str) -> Iterator[str]:
+    node, text = _definition(name, module)
+    yield f"## {name}"
+    if isinstance(node, ast.FunctionDef):
+        yield f"```python\n{_signature(node)}\n```"
+        yield _first_paragraph(text)
+        return
+    body = [part for each in _with_bases(node, module) for part in each.body]
+    methods = {each.name: each for each in reversed(body) if isinstance(each, ast.FunctionDef)}
+    start = None if name in BY_OTHERS else methods.get("__init__")
+    yield f"```python\n{_signature(start, name) if start else f'class {name}'}\n```"
+    yield _first_paragraph(text)
+    facts = []
+    for field, below in itertools.pairwise(body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(words))):
+                facts.append((f"{key}: {ast.unparse(field.annotation)}", words))
+    for each in (each for each in body if isinstance(each, ast.FunctionDef) and methods[each.name] is each):
+        if not each.name.startswith("_") and f"{name}.{each.name}" not in NOT_FOR_TRAINERS:
+            is_property = any(ast.unparse(mark) == "property" for mark in each.decorator_list)
+            told = ast.unparse(each.returns) if each.returns else "None"
+            facts.append((f"{each.name}: {told}" if is_property else _signature(each), ast.get_docstring(each) or ""))
+    for signature, words in facts:
+        line = " ".join(signature.split()).replace("( ", "(").replace(", )", ")")
+        yield f"`{line}`\n:   {_paragraphs(_lead(words), indent='    ').strip()}"
+
+
+def _signature(node: ast.FunctionDef, name: str = "") -> str:
+    returns = "" if name or node.returns is None else f" -> {ast.unparse(node.returns)}"
+    arguments = list(_arguments(node.args))
+    line = f"{name or node.name}({', '.join(arguments)}){returns}"
+    if len(line) <= WIDTH:
+        return line
+    inside = textwrap.indent(",\n".join(arguments), "    ")
+    return f"{name or node.name}(\n{inside},\n){returns}"
+
+
+def _arguments(given: ast.arguments) -> Iterator[str]:
+    plain = [*given.posonlyargs, *given.args]
+    defaults = [None] * (len(plain) - len(given.defaults)) + list(given.defaults)
+    for argument, default in zip(plain, defaults, strict=True):
+        if argument.arg not in ("self", "cls"):
+            yield _argument(argument, default)
+    if given.vararg is not None:
+        yield "*" + _argument(given.vararg, None)
+    elif given.kwonlyargs:
+        yield "*"
+    for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        yield _argument(argument, default)
+    if given.kwarg is not None:
+        yield "**" + _argument(given.kwarg, None)
+
+
+def _argument(argument: ast.arg, default: ast.expr | None) -> str:
+    kind = f": {ast.unparse(argument.annotation)}" if argument.annotation is not None else ""
+    value = "" if default is None else (" = " if kind else "=") + ast.unparse(default)
+    return f"{argument.arg}{kind}{value}"
+
+
+def _lead(text: str) -> str:
+    return inspect.cleandoc(text).partition("\n\n")[0]
+
+
+def _first_paragraph(text: str) -> str:
+    return _paragraphs(_lead(text))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Names in the documentation that the code must have: events, messages, causes, exit codes, weights, packages."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+from docs_pages import DOCS, REPOSITORY
+
+import slurmft
+from slurmft import errors
+from slurmft.cli import main
+from slurmft.policy.nodes.suspicion import HALF_LIFE_HOURS, WEIGHTS
+from slurmft.policy.verdicts.verdict import BUDGETED, FREE
+from slurmft.storage.events import EventName
+
+PACKAGE = Path(slurmft.__file__).parent
+
+
+def text_of(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+@functools.cache
+def trees() -> tuple[ast.Module, ...]:
+    return tuple(ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py")))
+
+
+@functools.cache
+def strings() -> frozenset[str]:
+    """Every text that slurmft's code holds, parts of f-strings as well; what explains the code is none."""
+    explaining = {id(node.value) for tree in trees() for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return frozenset(
+        node.value for tree in trees() for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in explaining
+    )  # fmt: skip
+
+
+def test_the_events_of_the_journal_are_described_and_exist():
+    described = {name for row in re.findall(r"^\| (`[^|]+) \|", text_of("reference/events.md"), re.MULTILINE)
+                 for name in re.findall(r"`([^`]+)`", row)}  # fmt: skip
+    assert described == {event.value for event in EventName}
+
+
+@pytest.mark.parametrize("message", re.findall(r"^\*\*(.+?)\*\*", text_of("troubleshooting.md"), re.MULTILINE))
+def test_a_message_of_the_troubleshooting_page_is_one(message: str):
+    for code in re.findall(r"`([^`]+)`", message):
+        fragments = [part.strip() for part in re.split(r"\.\.\.|\b[NMXn]\b|\[1\]", code)]
+        missing = [part for part in fragments if len(part) > 3 and not any(part in known for known in strings())]
+        assert missing == [], code
+
+
+def test_every_cause_stands_in_the_table_of_budgets():
+    rows = re.findall(r"^\| (`.+`) \| (.+) \|$", text_of("concepts/verdicts-and-exclusions.md"), re.MULTILINE)
+    budgets = {cause: not budget.startswith("none") for causes, budget in rows if budget.startswith(("none", "`fault"))
+               for cause in re.findall(r"`([^`]+)`", causes)}  # fmt: skip
+    assert budgets == {str(cause): cause in BUDGETED for cause in (*FREE, *BUDGETED)}
+
+
+def test_weights_and_half_lives_are_the_codes():
+    text = text_of("concepts/verdicts-and-exclusions.md")
+    hours = {"half an hour": 0.5, "1 hour": 1.0, "1 day": 24.0, "2 days": 48.0, "3 days": 72.0, "7 days": 168.0,
+             "30 days": 720.0}  # fmt: skip
+    told: dict[str, tuple[float, float | None]] = {}
+    for names, weights, fades in re.findall(r"^\| (`.+?) \| (-?[\d.].*?) \| (.+?) \|$", text, re.MULTILINE):
+        kinds, numbers, times = re.findall(r"`([^`]+)`", names), weights.split(", "), fades.split(", ")
+        for index, kind in enumerate(kinds):
+            number = numbers[index] if len(numbers) > 1 else numbers[0]
+            time = times[index] if len(times) == len(kinds) else times[0]
+            told[kind] = (float(number), hours.get(time))
+    code = {str(kind): (weight, HALF_LIFE_HOURS.get(kind)) for kind, weight in WEIGHTS.items() if kind != "forgiven"}
+    assert told == code
+
+
+def test_exit_codes_are_the_command_lines_and_the_errors():
+    table = text_of("reference/exit-codes.md")
+    codes = {int(code) for cell in re.findall(r"^\| ([\d, ]+) \|", table, re.MULTILINE) for code in cell.split(",")}
+    of_errors = {value.exit_code for value in vars(errors).values() if isinstance(value, type)
+                 and issubclass(value, errors.SlurmftError)}  # fmt: skip
+    of_help = {int(code) for code in re.findall(r"^  (\d+) ", main._EXIT_CODES, re.MULTILINE)}
+    assert (of_errors | of_help) - codes == set()
+
+
+def test_every_package_is_on_the_map():
+    named = set(re.findall(r"^\| `(\w+)(?:/|\.py)` \|", text_of("architecture.md"), re.MULTILINE))
+    packages = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} | {"errors"}
+    assert named == packages
+
+
+def test_files_that_the_pages_name_exist():
+    path = re.compile(r"`((?:slurmft|tests|bench|configs|sbatch|bin|docs)/[\w./-]+)`")
+    named = {(page.name, found) for page in DOCS.rglob("*.md") for found in path.findall(page.read_text())}
+    assert {(page, found) for page, found in named if not (REPOSITORY / found).exists()} == set()
+    assert len(named) > 15
+
+
+def test_the_changelog_has_this_version_below_what_is_not_released():
+    headings = re.findall(r"^## (.+)$", (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[0] == "[Unreleased]"
+    assert re.fullmatch(rf"\[{re.escape(slurmft.__version__)}\] - \d{{4}}-\d\d-\d\d", headings[1])
+
+
+def test_modules_that_contributors_are_pointed_to_exist():
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/]+/\w+\.(?:py|yaml|json|md))`", text))
+    assert {path for path in named if not ((PACKAGE / path).exists() or (REPOSITORY / path).exists())} == set()
+    assert len(named) > 8
+
+
+def is_defined(dotted: str) -> bool:
+    """Whether ``slurmft.a.b.Name`` is a module, or a name that one holds."""
+    *above, last = dotted.split(".")
+    places = [PACKAGE.parent.joinpath(*above, last), PACKAGE.parent.joinpath(*above)]
+    if any(place.with_suffix(".py").exists() for place in places[:1]) or (places[0] / "__init__.py").exists():
+        return True
+    sources = (places[1].with_suffix(".py"), places[1] / "__init__.py")
+    found = [source.read_text(encoding="utf-8") for source in sources if source.exists()]
+    return any(re.search(rf"\b{re.escape(last)}\b", text) for text in found)
+
+
+def test_dotted_names_and_imports_exist():
+    pages = [REPOSITORY / "README.md", *DOCS.rglob("*.md")]
+    texts = {page.name: page.read_text(encoding="utf-8") for page in pages}
+    named = {(name, dotted) for name, text in texts.items() for dotted in re.findall(r"`(slurmft(?:\.\w+)+)`", text)}
+    named |= {
+        (name, f"{module}.{each.strip()}") for name, text in texts.items()
+        for module, names in re.findall(r"^from (slurmft[\w.]*) import (.+)$", text, re.MULTILINE)
+        for each in names.split(",")
+    }  # fmt: skip
+    assert {(name, dotted) for name, dotted in named if not is_defined(dotted)} == set()
+    assert len(named) > 6
+    assert not is_defined("slurmft.worker.session.Nonsense") and not is_defined("slurmft.nonsense.Session")
