@@ -120,10 +120,12 @@ class JustInTime:
             self.disarm(f"{type(error).__name__}: {error}")
 
     def _arm(self, trainee: Trainee, reason: str) -> None:
-        device = streams.find(unwrapped(trainee.model).parameters())
-        if device is not None and (self._on_device is None or self._on_device.device is not device):
-            self._on_device = DeviceSteps(device)
-        reason = self._distrust or reason or (why_not_to_trust(os.environ) if device is not None else "")
+        devices = streams.devices(unwrapped(trainee.model).parameters())
+        if devices and (self._on_device is None or self._on_device.device is not devices[0]):
+            self._on_device = DeviceSteps(devices[0])
+        reason = self._distrust or reason or (why_not_to_trust(os.environ) if devices else "")
+        if not reason and len(devices) > 1:
+            reason = f"the model is spread over {len(devices)} devices of this process, each at its own pace"
         if not reason and is_sharded(trainee.model):
             reason = "the state is spread over ranks, and no other has it"
         reason = reason or self._why_not_known(unwrapped(trainee.model))
@@ -133,6 +135,8 @@ class JustInTime:
             return self._doubt(f"{type(trainee.optimizer).__name__} updates the weights unseen")
         if self._watch is None or self._trainee != trainee:
             self._watch, self._step = WeightsWatch(trainee), NOTHING
+            if self._on_device is not None:  # updates of what is not armed are not heard of
+                self._on_device.forget()
         self.reason, self._trainee = "", trainee
         if self._record is None:
             try:
@@ -207,6 +211,8 @@ class JustInTime:
                 self._disarm(error.what)
                 return
             self._watch.note()
+            if self._on_device is not None and self._buffers:
+                self._on_device.state_changes()
             self._copy_buffers()
             if self._on_device is not None:
                 self._on_device.boundary(step, self._trainee)
@@ -231,11 +237,11 @@ class JustInTime:
         if self._trainee is None or (not self._is_whole and self._on_device is None) or step <= self._kept:
             return
         if self._on_device is not None:
-            self._on_device.device.use()
             try:
+                self._on_device.device.use()
                 step = (then := self._on_device.newest()).step
-            except UsageError as error:
-                log.warning("no step is kept just in time: %s", error.what)
+            except (UsageError, RuntimeError) as error:  # a device that has failed says so at every question
+                log.warning("no step is kept just in time: %s", error)
                 return
             if step <= self._kept:
                 return
@@ -261,7 +267,7 @@ class JustInTime:
             with contextlib.ExitStack() as stack:
                 trainee, check = self._trainee, self._check
                 if then is not None and self._on_device is not None:
-                    stack.enter_context(self._on_device.device.beside(then.events))
+                    stack.enter_context(self._on_device.device.beside())
                     trainee, check = then.as_of(trainee), functools.partial(self._check_device, self._on_device, then)
                 check()
                 self._stage(step, self._state(trainee, step), check)
@@ -318,7 +324,7 @@ class JustInTime:
                 if self._on_device.device.is_capturing():
                     self._doubt("the optimizer's step is part of a CUDA graph, whose replays are not heard of")
                     return
-                self._on_device.update_begins()
+                self._on_device.state_changes()
             self._tell()
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -36,6 +36,7 @@ from slurmft.storage.attempt_facts import note_resuming
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, read_quarantine
 from slurmft.storage.memory_folder import memory_folder_of
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
+from slurmft.trainer.streams import settle
 
 _QUARANTINE = frozenset({Damage.NONE, Damage.QUARANTINED, Damage.GIVEN_UP})
 _OTHER = -1
@@ -264,6 +265,7 @@ class Loading:
         self, path: Path, prepared: restore.Prepared, identity: Identity, facts: Mapping[str, Any], source: str, *,
         is_durable: bool = True,
     ) -> LoadedCheckpoint:  # fmt: skip
+        settle(self._trainee.model.parameters())  # an update on another stream would come on top of what is loaded
         prepared.apply()
         team, world_size = self._team, int(facts.get("world_size", 0))
         self.newest_commit = max(self.newest_commit, identity.commit)

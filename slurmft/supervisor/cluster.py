@@ -41,7 +41,11 @@ _OUTSIDE = {
     JobEnding.CANCELLED: (Cause.CANCELLED, "the job was cancelled (scancel)"),
 }
 
-GPUS_OF_A_TASK = frozenset({"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"})
+GPUS_OF_A_TASK = frozenset({
+    "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES",
+})  # fmt: skip
+"""With the last two, srun also refuses the ``--ntasks-per-node`` of the agents."""
+
 TRES_OF_A_TASK = frozenset({"SLURM_TRES_PER_TASK", "SLURM_TRES_BIND"})
 """These may also tell of processors."""
 

@@ -4,7 +4,7 @@ A device computes later than the host has asked it to, each of its streams at it
 computed waits for an event that was recorded behind it, on the stream that has written it, and waits for nothing else:
 in a run that fails another stream may wait for ever, in a collective that a dead rank never joins.
 
-A test puts a device of its own in the place of ``find`` (``tests/unit/support/late_device.py``).
+A test puts a device of its own in the place of ``device_of`` (``tests/unit/support/late_device.py``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -42,8 +42,8 @@ class Device(Protocol):
     def event(self, *, timed: bool = False) -> Any:
         """A new event; one that is ``timed`` has ``elapsed_time``, in milliseconds."""
 
-    def beside(self, after: Iterable[Event] = ()) -> contextlib.AbstractContextManager[None]:
-        """Work on a stream that waits for no other one, but for these events."""
+    def beside(self) -> contextlib.AbstractContextManager[None]:
+        """Work on a stream that waits for no other one."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Ask for a copy on the current stream; returns before it is done where ``target`` is registered memory."""
@@ -61,6 +61,24 @@ class Device(Protocol):
         """Let go of memory that was registered."""
 
 
+class CudaEvent:
+    """An event of one CUDA device. torch's own is recorded on the thread's current device, which may be another one."""
+
+    def __init__(self, index: int, *, timed: bool) -> None:
+        self._index = index
+        self._event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+
+    def record(self) -> None:
+        self._event.record(torch.cuda.current_stream(self._index))
+
+    def query(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def elapsed_time(self, end: CudaEvent) -> float:
+        """Milliseconds until ``end``."""
+        return float(self._event.elapsed_time(end._event))
+
+
 class Cuda:
     """A CUDA device."""
 
@@ -71,16 +89,14 @@ class Cuda:
     def use(self) -> None:
         torch.cuda.set_device(self._index)
 
-    def event(self, *, timed: bool = False) -> Any:
-        return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+    def event(self, *, timed: bool = False) -> CudaEvent:
+        return CudaEvent(self._index, timed=timed)
 
     @contextlib.contextmanager
-    def beside(self, after: Iterable[Event] = ()) -> Iterator[None]:
+    def beside(self) -> Iterator[None]:
         if self._beside is None:
             # torch's streams do not wait for the default one, and with a high priority nor behind its kernels
             self._beside = torch.cuda.Stream(self._index, priority=-1)  # type: ignore[no-untyped-call]
-        for event in after:
-            self._beside.wait_event(event)
         with torch.cuda.stream(self._beside):
             yield
 
@@ -91,7 +107,8 @@ class Cuda:
         torch.cuda.synchronize(self._index)
 
     def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(self._index):
+            return torch.cuda.is_current_stream_capturing()
 
     def register(self, address: int, size_bytes: int) -> str:
         code = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))  # type: ignore[no-untyped-call]
@@ -99,11 +116,6 @@ class Cuda:
 
     def unregister(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
-
-
-def find(tensors: Iterable[torch.Tensor]) -> Device | None:
-    """The device of the first of ``tensors`` that is on one; None where all lie in main memory."""
-    return of(next((tensor.device for tensor in tensors if tensor.is_cuda), _CPU))
 
 
 def of(device: torch.device) -> Device | None:
@@ -116,37 +128,50 @@ def _cuda(index: int) -> Cuda:
     return Cuda(index)
 
 
+def device_of(tensor: torch.Tensor) -> Device | None:
+    """The device that ``tensor`` is on; None where it lies in main memory."""
+    return of(tensor.device) if tensor.is_cuda else None
+
+
+def devices(tensors: Iterable[torch.Tensor]) -> list[Device]:
+    """All that some of ``tensors`` are on, each once: a model may be spread over several GPUs of one process."""
+    return list(dict.fromkeys(device for tensor in tensors if (device := device_of(tensor)) is not None))
+
+
 def is_on_device(tensor: torch.Tensor) -> bool:
     """Whether its bytes are a device's, and not main memory's."""
-    return tensor.is_cuda
+    return device_of(tensor) is not None
 
 
 def settle(tensors: Iterable[torch.Tensor]) -> None:
     """Return when the values of ``tensors`` are what the host has asked for, whichever streams compute them."""
-    if (device := find(tensors)) is not None:
+    for device in devices(tensors):
         device.wait_for_everything()
 
 
 def copy_from_device(
-    device: Device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, after: Iterable[Event] = (),
-    within_s: float | None = None,
-) -> None:  # fmt: skip
+    device: Device, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], within_s: float | None = None
+) -> None:
     """Copy each source into its target in main memory, beside whatever the device does; return when all are there.
 
+    Nothing is waited for but the copies: the sources are there already. Where one of them fails, those before it are
+    waited for as well, as they still write into memory of the caller's.
+
     Args:
-        pairs: targets and sources.
-        after: what has written the sources; nothing else is waited for.
+        pairs: targets and sources; what making them launches runs before the copies, on their stream.
         within_s: at the longest; None: as long as it takes.
 
     Raises:
         TimeoutError: it took longer.
     """
-    with device.beside(after):
-        for target, source in pairs:
-            device.copy(target, source)
+    with device.beside():
         done = device.event()
-        done.record()
-    wait_for(done, within_s)
+        try:
+            for target, source in pairs:
+                device.copy(target, source)
+        finally:
+            done.record()
+            wait_for(done, within_s)
 
 
 def wait_for(event: Event, within_s: float | None = None) -> None:

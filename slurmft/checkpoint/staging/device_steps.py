@@ -40,14 +40,14 @@ class DeviceStep:
     """The optimizer's tensors in main memory, by parameter and name."""
 
     left: list[Event] = field(default_factory=list)
-    """Come by when what follows begins to change the weights."""
+    """Come by when what follows begins to change the weights, or the copies of the buffers."""
 
     def has_come(self) -> bool:
         """Whether the device has done all of it."""
         return all(event.query() for event in self.events)
 
     def has_begun(self) -> bool:
-        """Whether the device has done any of it, or has begun to change the weights for what follows."""
+        """Whether the device has done any of it, or has begun to change the state for what follows."""
         return any(event.query() for event in (*self.events, *self.left))
 
     def as_of(self, trainee: Trainee) -> Trainee:
@@ -80,13 +80,13 @@ class DeviceSteps:
         events, self._updates = [*self._updates, self._recorded()], []
         self._steps.append(DeviceStep(step, events, groups, scheduler, counters))
 
-    def update_begins(self) -> None:
-        """The host is about to ask for new weights, on the current stream."""
+    def state_changes(self) -> None:
+        """The host is about to ask for new weights, or for new copies of the buffers, on the current stream."""
         if self._steps:
             self._steps[-1].left.append(self._recorded())
 
     def update_ends(self) -> None:
-        """It has."""
+        """It has asked for new weights."""
         self._updates.append(self._recorded())
 
     def forget(self) -> None:

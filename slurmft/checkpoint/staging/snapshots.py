@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import Identity
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
 from slurmft.trainer import streams
-from slurmft.trainer.streams import Device, Event
+from slurmft.trainer.streams import Device
 
 CLOSE_S = 600.0
 """How long the end of a process waits for its last save; the memory that holds it would go with the process."""
@@ -217,7 +217,7 @@ class Snapshots:
 
     def _copy(
         self, place: Place, layout: Layout, flat: FlatState, packed: list[Packed], identity: Identity, *,
-        after: Sequence[Event] = (), within_s: float | None = None,
+        within_s: float | None = None,
     ) -> tuple[memoryview, ShardIndex]:  # fmt: skip
         memory = memoryview(place.begin(layout.capacity_bytes(packed)))
         reached("slot emptied")
@@ -227,7 +227,7 @@ class Snapshots:
             place.layout = layout
         with self.arena.copying():
             sources = layout.sources(flat.tensors)
-            self._device = copy_into(self._views[place], sources, place.address, after=after, within_s=within_s)
+            self._device = copy_into(self._views[place], sources, place.address, within_s=within_s)
         reached("half staged")
         return memory, layout.with_objects(memory, packed, identity=identity, paths=flat.paths)
 
@@ -380,35 +380,43 @@ class Snapshots:
 
 
 def copy_into(
-    views: list[torch.Tensor], sources: list[torch.Tensor], base: int = 0, *, after: Sequence[Event] = (),
-    within_s: float | None = None,
-) -> Device | None:  # fmt: skip
-    """Copy each source into its view; from a GPU beside all that it does, waiting for nothing but ``after``.
+    views: list[torch.Tensor], sources: list[torch.Tensor], base: int = 0, *, within_s: float | None = None
+) -> Device | None:
+    """Copy each source into its view; from a GPU beside all that it does, waiting for nothing else.
 
-    Whoever gives none has waited for what the host has asked the device for (``streams.settle``). Returns the device.
+    The caller knows that the sources are what they are to be: it has waited for all that the host has asked the device
+    for (``streams.settle``), or has seen the events behind what has written them. Returns the device, or the first one.
 
     Args:
         base: address of the memory that the views lie in.
-        after: what has written the sources.
         within_s: the longest time to wait for a device.
 
     Raises:
         TimeoutError: the device did not do it in time.
     """
     with torch.no_grad():
-        device = streams.find(sources)
-        if device is None:
+        devices = streams.devices(sources)
+        if not devices:
             if views:
                 torch._foreach_copy_(views, sources)
             return None
-        pairs = list[tuple[torch.Tensor, torch.Tensor]]()
-        for view, source in zip(views, sources, strict=True):
-            if streams.is_on_device(source):
-                pairs += in_pieces(view, source, base)
-            else:
+        pairs = list(zip(views, sources, strict=True))
+        for view, source in pairs:
+            if not streams.is_on_device(source):
                 view.copy_(source)
-        streams.copy_from_device(device, pairs, after=after, within_s=within_s)
-        return device
+        for device in devices:
+            streams.copy_from_device(device, _pieces_of(device, pairs, base), within_s)
+        return devices[0]
+
+
+def _pieces_of(
+    device: Device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], base: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Copies of what is on ``device``, made one by one: a source whose values do not follow each other in memory is
+    put in order by a kernel, which has to be on the stream of the copies."""
+    for view, source in pairs:
+        if streams.device_of(source) is device:
+            yield from in_pieces(view, source, base)
 
 
 def _writer_log(rank: int) -> Path | None:

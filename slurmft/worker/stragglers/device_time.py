@@ -22,7 +22,7 @@ class DeviceSpans:
         self._waits = 0
 
     def begin(self) -> None:
-        """Open a span; one that is still open is given up."""
+        """Open a span; one that is still open is given up. None of its events may be part of a graph."""
         if self._open is not None:
             self._free.append(self._open)
         self._open = self._free.pop() if self._free else None
@@ -31,13 +31,13 @@ class DeviceSpans:
 
     def wait_begins(self) -> None:
         """Open the wait."""
-        if self._waits == 0:
+        if self._waits == 0 and not self._device.is_capturing():
             self._record(1)
             self._waits = 1
 
     def wait_ends(self) -> None:
         """Close the wait."""
-        if self._waits == 1:
+        if self._waits == 1 and not self._device.is_capturing():
             self._record(2)
             self._waits = 2
 

@@ -1,27 +1,24 @@
 """Just in time on a device that does later what the host has asked for: what is kept is a whole step, or nothing.
 
-The waits and checks that these tests fail without, each taken out by hand once:
-
-    JustInTime.rescue     ``use`` in its thread; ``beside`` around all that reads the state; ``as_of``; the two hooks
-    DeviceSteps.newest    the events of the step; those of the update behind it; those of later steps
-    DeviceSteps.check     after the copy
-    Snapshots.keep        ``within_s``
+``tests/unit/worker/test_waits.py`` takes each wait and check out of the source once, and names the test that fails
+then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from late_device import LateDevice, Stream
+from late_device import LateDevice, Stream, install
 
-from slurmft.checkpoint import CheckpointManager
+from slurmft.checkpoint import CheckpointManager, just_in_time
 from slurmft.checkpoint.staging import snapshots
 from slurmft.checkpoint.staging.device_steps import AHEAD
 from slurmft.trainer import streams
@@ -88,24 +85,36 @@ class Halving:
 
 
 class Run:
-    """A loop that never waits for the device, as a plain one does not."""
+    """A loop that never waits for the device, as a plain one does not.
 
-    def __init__(self, folder: Path, device: LateDevice | None) -> None:
+    Args:
+        has_buffer: which each forward pass changes, on the device: to the number of the step.
+    """
+
+    def __init__(self, folder: Path, device: LateDevice | None, *, has_buffer: bool = False) -> None:
         self.device = device
         self.model = torch.nn.Module()
         self.model.weight = torch.nn.Parameter(torch.zeros(SIZE))
         if device is not None:
             device.owned(self.model.weight)
+        if has_buffer:
+            self.model.register_buffer("mean", torch.zeros(1))
+            if device is not None:
+                device.owned(self.model.mean)
         self.optimizer = Adding(device, self.model.weight)
         self.scheduler = Halving(self.optimizer)
         self.checkpoints = CheckpointManager(folder)
         self.done = 0
 
-    def step(self, collective: Callable[[], object] = lambda: None) -> None:
-        collective()
-        self.optimizer.step()
-        self.scheduler.step()
+    def step(self, collective: Callable[[], object] = lambda: None, *, updates: bool = True) -> None:
         self.done += 1
+        if hasattr(self.model, "mean") and self.device is not None:
+            mean, number = self.model.mean, float(self.done)
+            self.device.launch(lambda: mean.fill_(number))
+        collective()
+        if updates:
+            self.optimizer.step()
+            self.scheduler.step()
         SAVERS.at_boundary(self.done)
 
     def save(self) -> None:
@@ -115,9 +124,7 @@ class Run:
 @pytest.fixture
 def device(monkeypatch) -> LateDevice:
     device = LateDevice()
-    monkeypatch.setattr(streams, "find", device.find)
-    monkeypatch.setattr(streams, "is_on_device", device.is_on_device)
-    monkeypatch.setattr("slurmft.checkpoint.staging.device_steps.is_on_device", device.is_on_device)
+    install(monkeypatch, device)
     return device
 
 
@@ -129,16 +136,26 @@ def listener(own_environment) -> Listener:
 
 
 @pytest.fixture
-def run(device, listener, tmp_path, monkeypatch) -> Run:
+def memory(listener, tmp_path, monkeypatch) -> Path:
     memory = tmp_path / "memory"
     memory.mkdir(mode=0o700)
     monkeypatch.setenv("SLURMFT_MEMORY_DIR", str(memory))
-    run = Run(tmp_path / "checkpoints", device)
-    run.step()
-    run.save()
-    device.frozen.add(device.default)  # from here on it gets on only as a test says
+    return memory
+
+
+@pytest.fixture
+def run(device, memory, tmp_path) -> Iterator[Run]:
+    run = begun(Run(tmp_path / "checkpoints", device))
     yield run
     run.checkpoints.close()
+
+
+def begun(run: Run) -> Run:
+    """After one step, which is saved; from here on the device gets on only as a test says."""
+    run.step()
+    run.save()
+    run.device.frozen.add(run.device.default)
+    return run
 
 
 def rescued() -> None:
@@ -158,14 +175,16 @@ def get_on(run: Run, stream: Stream | None = None) -> None:
 def loaded(run: Run, monkeypatch) -> tuple[int, list[float], float, float, int]:
     """Step, weights, rate, counter, and the scheduler's place, as the next attempt finds them."""
     run.checkpoints.close()
-    monkeypatch.setattr(streams, "find", lambda _: None)
+    monkeypatch.setattr(streams, "device_of", lambda _: None)
     SAVERS.listener = None
-    other = Run(run.checkpoints.directory, None)
+    other = Run(run.checkpoints.directory, None, has_buffer=hasattr(run.model, "mean"))
     found = other.checkpoints.load_latest(other.model, other.optimizer, scheduler=other.scheduler)
     other.checkpoints.close()
     (state,) = other.optimizer.state.values()
     weights = other.model.weight.tolist()
     assert state["sum"].tolist() == weights
+    if hasattr(other.model, "mean"):
+        assert other.model.mean.item() == found.step, "the buffers are those of another step"
     return found.step, weights, other.optimizer.param_groups[0]["lr"], float(state["step"]), other.scheduler.last_epoch
 
 
@@ -272,6 +291,102 @@ def test_the_end_of_a_later_step_on_another_stream_leaves_nothing_to_trust(run, 
     assert listener.rescued == []
 
 
+@pytest.mark.parametrize("updates", [True, False], ids=["update", "accumulation"])
+@pytest.mark.parametrize("things", range(12))
+def test_buffers_are_of_the_step_wherever_the_device_stands(
+    device, memory, listener, tmp_path, monkeypatch, updates, things
+):
+    """After so many things of step 2, which ends with a copy of the buffers and a mark behind it."""
+    run = begun(Run(tmp_path / "checkpoints", device, has_buffer=True))
+    for buffer in run.checkpoints._rescue._buffers.values():
+        device.owned(buffer)
+    run.step()
+    get_on(run)
+    run.step(updates=updates)
+    device.run(device.default, things)
+    rescued()
+    run.checkpoints.close()
+    if not device.default.queue:
+        assert listener.rescued == [3]
+    for step in listener.rescued:
+        found = loaded(run, monkeypatch)
+        assert found == (expected(step) if updates else (step, *expected(2)[1:]))
+
+
+def test_the_steps_before_a_load_are_not_those_of_what_was_loaded(run, listener):
+    run.step()
+    run.step()
+    get_on(run)
+    found = run.checkpoints.load_latest(run.model, run.optimizer, scheduler=run.scheduler)
+    assert found.step == 1
+    run.done = 1
+    run.step(run.device.hang)
+    get_on(run)
+    rescued()
+    assert listener.rescued == []
+
+
+def test_the_steps_before_it_was_armed_anew_are_not_kept(run, listener):
+    """While it was not, an update was not heard of: the device has the weights of step 3."""
+    run.step()
+    get_on(run)
+    parts = {"scheduler": run.scheduler, "async_save": True}
+    run.checkpoints.save(run.model, run.optimizer, step=2, extra={"only": "here"}, **parts)
+    run.step()
+    run.checkpoints.save(run.model, run.optimizer, step=3, **parts)
+    rescued()
+    assert listener.rescued == []
+
+
+def test_nothing_is_copied_where_the_device_has_gone_on_before(run, listener, monkeypatch, caplog):
+    """The place would be lost, and what lies in it."""
+    run.step()
+    get_on(run)
+    run.step()
+    alone, copies = just_in_time._alone_on_this_node, len(run.device.copies)
+
+    @contextlib.contextmanager
+    def wait_for_another_rank(path: Path) -> Iterator[int]:
+        with alone(path) as mark:
+            run.device.run(run.device.default, 3)
+            yield mark
+
+    monkeypatch.setattr(just_in_time, "_alone_on_this_node", wait_for_another_rank)
+    with caplog.at_level(logging.WARNING):
+        rescued()
+    assert listener.rescued == [] and len(run.device.copies) == copies
+    assert "step 2 is not kept just in time" in caplog.text
+
+
+def test_a_device_that_has_failed_keeps_nothing_and_says_so(run, listener, monkeypatch, caplog):
+    """As CUDA does at every question after an illegal access; what has failed must reach the agent nevertheless."""
+    run.step()
+    get_on(run)
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(run.device, "use", fail)
+    with caplog.at_level(logging.WARNING):
+        SAVERS.rescue()
+    assert listener.rescued == []
+    assert "no step is kept just in time: CUDA error" in caplog.text
+
+
+def test_nothing_is_kept_of_a_model_on_two_devices(memory, listener, tmp_path, monkeypatch):
+    first, second = LateDevice(), LateDevice()
+    install(monkeypatch, first, second)
+    run = Run(tmp_path / "checkpoints", first)
+    run.model.other = torch.nn.Parameter(second.owned(torch.zeros(1)))
+    begun(run)
+    run.step()
+    get_on(run)
+    rescued()
+    assert listener.rescued == []
+    assert "2 devices" in run.checkpoints._rescue.reason
+    run.checkpoints.close()
+
+
 class Scale:
     """A gradient scaler: its scale is a number on the device, and ``state_dict`` reads it."""
 
@@ -304,9 +419,12 @@ def test_a_copy_that_does_not_end_is_given_up(run, listener, monkeypatch, caplog
     run.step()
     get_on(run)
     with run.device.beside():
-        run.device.hang()
-    with caplog.at_level(logging.WARNING):
-        rescued()
+        end = run.device.hang()
+    try:
+        with caplog.at_level(logging.WARNING):
+            rescued()
+    finally:
+        end()
     assert listener.rescued == []
     assert "the device has not copied it within" in caplog.text
 

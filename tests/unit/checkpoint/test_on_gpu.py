@@ -89,7 +89,7 @@ def test_a_copy_into_pinned_memory_is_as_fast_as_cudas_own(device, tmp_path, rec
     memory = place.begin(GIB)
     view = torch.frombuffer(memory, dtype=torch.uint8, count=GIB)
     pageable_s = min(seconds(lambda: snapshots.copy_into([view], [source], place.address)) for _ in range(3))
-    gpu = streams.find([source])
+    gpu = streams.device_of(source)
     assert gpu is not None
     arena.pin(gpu)
     assert place._pinned is not None
@@ -110,7 +110,7 @@ def test_pinning_stalls_the_training_for_no_longer_than_a_piece(device, tmp_path
     arena.places[0].begin(2 * GIB)
     kernel = torch.ones(1024, device=device)
     usual_s = max(seconds(lambda: kernel.add_(1)) for _ in range(200))
-    gpu = streams.find([kernel])
+    gpu = streams.device_of(kernel)
     assert gpu is not None
     arena.pin(gpu)
     pinned, longest_s = arena.places[0]._pinned, 0.0

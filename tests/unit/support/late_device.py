@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
+
+from slurmft.trainer import streams
 
 
 class Hangs(RuntimeError):
@@ -45,7 +48,7 @@ class LateEvent:
 
 
 class LateDevice:
-    """As ``trainer.streams.Device``; ``find`` and ``is_on_device`` go in the place of those of that module."""
+    """As ``trainer.streams.Device``; ``install`` puts it in the place of the real ones."""
 
     def __init__(self) -> None:
         self.default = Stream("default")
@@ -71,9 +74,6 @@ class LateDevice:
         """Say that ``tensor`` is the device's."""
         self._owned.add(tensor.untyped_storage().data_ptr())
         return tensor
-
-    def find(self, tensors: Iterable[torch.Tensor]) -> LateDevice | None:
-        return self if any(map(self.is_on_device, tensors)) else None
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._owned
@@ -141,12 +141,10 @@ class LateDevice:
         return LateEvent(self)
 
     @contextlib.contextmanager
-    def beside(self, after: Iterable[LateEvent] = ()) -> Iterator[None]:
+    def beside(self) -> Iterator[None]:
         if self._beside is None:
             self.streams.append(beside := Stream("beside"))
             self._beside = beside
-        for event in after:
-            self._beside.queue.append(("wait", event))
         with self._on(self._beside):
             yield
 
@@ -184,3 +182,31 @@ class LateDevice:
             yield
         finally:
             self._here.stream = before
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *devices: LateDevice) -> None:
+    """Let these be the devices there are. What the package asks torch for is then done late as well, where it launches
+    kernels: putting values in order, and copies of many tensors at once."""
+    reshape, copy_all = torch.Tensor.reshape, torch._foreach_copy_
+
+    def device_of(tensor: torch.Tensor) -> LateDevice | None:
+        return next((one for one in devices if one.is_on_device(tensor)), None)
+
+    def reshape_late(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+        device = device_of(tensor)
+        if device is None or tensor.is_contiguous():
+            return reshape(tensor, *shape)
+        ordered = device.owned(torch.zeros_like(reshape(tensor, *shape)))
+        device.launch(lambda: ordered.copy_(reshape(tensor, *shape)))
+        return ordered
+
+    def copy_all_late(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        device = next(filter(None, map(device_of, [*targets, *sources])), None)
+        if device is None:
+            copy_all(targets, sources)
+        else:
+            device.launch(lambda: copy_all(targets, sources))
+
+    monkeypatch.setattr(streams, "device_of", device_of)
+    monkeypatch.setattr(torch.Tensor, "reshape", reshape_late)
+    monkeypatch.setattr(torch, "_foreach_copy_", copy_all_late)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+
+from slurmft.trainer.savers import SAVERS
+from slurmft.worker import groups
 
 PROGRAM = """
 import json, torch.distributed as dist
@@ -47,3 +53,30 @@ def test_every_group_has_the_short_one_after_the_first_step(facts):
 
 def test_the_backend_is_the_configured_one(facts):
     assert facts["backend"] == "gloo"
+
+
+class Saver:
+    """A checkpoint manager that is never called."""
+
+
+class Group:
+    """A process group on a device."""
+
+    def __init__(self, abort: Callable[[], None]) -> None:
+        self.abort = abort
+
+
+def test_nothing_is_kept_of_what_a_device_computes_behind_an_abort(monkeypatch):
+    """With its communicators aborted it goes on with gradients that were never reduced."""
+    known: list[list[object]] = []
+    group = Group(lambda: known.append(SAVERS.savers))
+    world = SimpleNamespace(pg_map={group: None}, pg_names={})
+    monkeypatch.setattr(groups, "distributed_c10d", SimpleNamespace(_world=world))
+    monkeypatch.setattr(groups, "takes_host_data", lambda _: False)
+    monkeypatch.setattr(groups, "_together", lambda _: contextlib.nullcontext())
+    saver = Saver()
+    monkeypatch.setattr(SAVERS, "_savers", [])
+    SAVERS.join(saver)
+    assert SAVERS.savers == [saver]
+    assert groups.abort_device_groups()
+    assert known == [[]]

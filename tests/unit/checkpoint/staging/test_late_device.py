@@ -1,13 +1,7 @@
 """On a device whose streams compute late and out of step with the host, every byte that is kept is the right one.
 
-``late_device`` does nothing before somebody looks at an event, and then only what that event waits for. The waits that
-these tests fail without, each taken out by hand once:
-
-    copy_from_device   ``after`` before the copies; ``done`` behind them; the stream of its own
-    capture            ``settle`` before a save
-    weights_digest     ``settle``
-    Pinned             ``use`` in its thread; ``release`` before a place is mapped anew
-    DeviceSpans        ``query`` before a span is read
+``late_device`` does nothing before somebody looks at an event, and then only what that event waits for.
+``tests/unit/worker/test_waits.py`` takes each wait out of the source once, and names the test that fails then.
 """
 
 from __future__ import annotations
@@ -19,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from late_device import Hangs, LateDevice
+from late_device import Hangs, LateDevice, install
 
 from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.staging import pinning, snapshots
@@ -31,8 +25,7 @@ from slurmft.worker.checks.digest import weights_digest
 @pytest.fixture
 def device(monkeypatch) -> LateDevice:
     device = LateDevice()
-    monkeypatch.setattr(streams, "find", device.find)
-    monkeypatch.setattr(streams, "is_on_device", device.is_on_device)
+    install(monkeypatch, device)
     return device
 
 
@@ -41,6 +34,11 @@ def going() -> threading.Event:
     event = threading.Event()
     event.set()
     return event
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(pinning, "PIECE_BYTES", 4096)
 
 
 def written(device: LateDevice, value: float = 7.0, number: int = 5) -> torch.Tensor:
@@ -88,39 +86,80 @@ def test_a_new_thread_has_no_device(device):
 # copies
 
 
-def test_a_copy_waits_for_what_has_written_its_source(device):
-    with device.stream("optimizer"):
-        source, written_at = written(device), device.event()
-        written_at.record()
-    target = torch.zeros(5)
-    snapshots.copy_into([target], [source], after=[written_at])
-    assert target.tolist() == [7.0] * 5
+def there(device: LateDevice, value: float = 7.0, number: int = 5) -> torch.Tensor:
+    """A tensor that the device has filled."""
+    source = written(device, value, number)
+    streams.settle([source])
+    return source
+
+
+def test_a_copy_is_there_when_it_is_said_to_be(device):
+    targets = [torch.zeros(5), torch.zeros(5)]
+    snapshots.copy_into(targets, [there(device, 7.0), there(device, 8.0)])
+    assert [target.tolist() for target in targets] == [[7.0] * 5, [8.0] * 5]
 
 
 def test_a_copy_waits_for_no_other_stream(device):
-    source, written_at = written(device), device.event()
-    written_at.record()
+    source = there(device)
     device.hang()
     later = written(device)
     target = torch.zeros(5)
-    snapshots.copy_into([target], [source], after=[written_at], within_s=5)
+    snapshots.copy_into([target], [source], within_s=5)
     assert target.tolist() == [7.0] * 5 and later[0] == 0
 
 
 def test_a_device_that_does_not_get_there_is_given_up(device):
-    device.hang()
-    source, never = written(device), device.event()
-    never.record()
+    source = there(device)
+    with device.beside():
+        device.hang()
     with pytest.raises(TimeoutError, match="the device has not copied it within"):
-        snapshots.copy_into([torch.zeros(5)], [source], after=[never], within_s=0.05)
+        snapshots.copy_into([torch.zeros(5)], [source], within_s=0.05)
 
 
 def test_tensors_in_main_memory_beside_those_of_a_device_are_copied_too(device):
-    step, source, written_at = torch.tensor(3.0), written(device), device.event()
-    written_at.record()
     targets = [torch.zeros(()), torch.zeros(5)]
-    snapshots.copy_into(targets, [step, source], after=[written_at])
+    snapshots.copy_into(targets, [torch.tensor(3.0), there(device)])
     assert (targets[0].item(), targets[1].tolist()) == (3.0, [7.0] * 5)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "channels last"])
+def test_values_are_put_in_order_before_they_are_copied(device, small_pieces, layout):
+    """By a kernel, which runs on the stream of the copies: they wait for no other one."""
+    rows = torch.arange(6000.0).view(10, 6, 10, 10)
+    source = rows.transpose(0, 1) if layout == "transposed" else rows.to(memory_format=torch.channels_last)
+    device.owned(source)
+    target = torch.zeros(source.shape)
+    snapshots.copy_into([target], [source], target.data_ptr())
+    assert torch.equal(target, source)
+
+
+def test_copies_before_one_that_fails_are_waited_for(device, monkeypatch):
+    """They write into a place of the snapshots, which the next one may be given."""
+    copy, targets = device.copy, [torch.zeros(5), torch.zeros(5)]
+
+    def run_out_of_memory(target: torch.Tensor, source: torch.Tensor) -> None:
+        if target is targets[1]:
+            raise torch.OutOfMemoryError("for the values in order")
+        copy(target, source)
+
+    monkeypatch.setattr(device, "copy", run_out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        snapshots.copy_into(targets, [there(device), there(device)])
+    assert targets[0].tolist() == [7.0] * 5
+    assert not any(one.queue for one in device.streams)
+
+
+def test_a_model_on_two_devices_is_waited_for_and_copied_on_both(monkeypatch):
+    devices = [LateDevice(), LateDevice()]
+    install(monkeypatch, *devices)
+    sources = [written(devices[0], 7.0), written(devices[1], 8.0), torch.ones(5)]
+    streams.settle(sources)
+    for device in devices:
+        device.hang()
+    targets = [torch.zeros(5) for _ in sources]
+    assert snapshots.copy_into(targets, sources, within_s=5) is devices[0]
+    assert [target.tolist() for target in targets] == [[7.0] * 5, [8.0] * 5, [1.0] * 5]
+    assert [len(device.copies) for device in devices] == [1, 1]
 
 
 class Late(torch.nn.Module):
@@ -153,6 +192,19 @@ def test_a_save_holds_what_the_host_has_asked_for_whichever_stream_computes_it(d
     assert other.weight.tolist() == [3.0] * 1000
 
 
+@pytest.mark.usefixtures("own_environment")
+def test_an_update_that_was_asked_for_before_a_load_does_not_change_what_is_loaded(device, tmp_path):
+    model = Late(device)
+    optimizer, checkpoints = torch.optim.SGD(model.parameters()), CheckpointManager(tmp_path)
+    model.update()
+    checkpoints.save(model, optimizer, step=1, async_save=False)
+    model.update()
+    assert checkpoints.load_latest(model, optimizer).step == 1
+    streams.settle(model.parameters())
+    checkpoints.close()
+    assert model.weight.tolist() == [1.0] * 1000
+
+
 def test_a_digest_is_of_what_the_host_has_asked_for(device):
     model = Late(device)
     before = weights_digest(model)
@@ -161,11 +213,6 @@ def test_a_digest_is_of_what_the_host_has_asked_for(device):
 
 
 # pinned memory
-
-
-@pytest.fixture
-def small_pieces(monkeypatch):
-    monkeypatch.setattr(pinning, "PIECE_BYTES", 4096)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -199,8 +246,32 @@ def test_nothing_is_pinned_while_the_training_waits_for_a_copy(device, going):
     going.clear()
     pinned = Pinned(device, 1 << 20, 1 << 20, Budget(1 << 30, ""), going)
     assert device.registered == {}
-    pinned.release()  # and a place that is wanted anew need not wait for all of it
+    pinned.release()
     assert device.registered == {}
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_place_that_is_wanted_anew_is_not_pinned_first(device, going, monkeypatch):
+    asked: list[int] = []
+    monkeypatch.setattr(device, "register", lambda address, _: asked.append(address) or "")
+    going.clear()
+    Pinned(device, 1 << 20, 1 << 20, Budget(1 << 30, ""), going).release()
+    assert asked == []
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_the_copy_of_a_save_keeps_the_pinning_waiting(device, tmp_path, monkeypatch):
+    model, checkpoints = Late(device), CheckpointManager(tmp_path)
+    copy, may_pin = snapshots.copy_into, list[bool]()
+
+    def look(*arguments: object, **options: object) -> object:
+        may_pin.append(checkpoints._snapshots.arena._may_warm.is_set())
+        return copy(*arguments, **options)
+
+    monkeypatch.setattr(snapshots, "copy_into", look)
+    checkpoints.save(model, torch.optim.SGD(model.parameters()), step=1, async_save=False)
+    assert may_pin == [False] and checkpoints._snapshots.arena._may_warm.is_set()
+    checkpoints.close()
 
 
 @pytest.mark.usefixtures("small_pieces")

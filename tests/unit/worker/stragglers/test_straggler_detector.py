@@ -187,6 +187,30 @@ def test_spans_on_a_device_are_read_when_it_is_done(monkeypatch):
     assert len(spans._free) == AHEAD
 
 
+def test_no_event_of_a_span_becomes_part_of_a_graph():
+    """It would not be recorded then, and torch refuses to measure between such events: in the training's own step."""
+    recorded: list[int] = []
+    device = types.SimpleNamespace(captures=False, is_capturing=lambda: device.captures)
+
+    def event(timed: bool) -> Event:
+        made = Event()
+        made.record = lambda: recorded.append(id(made)) or Event.record(made)
+        return made
+
+    device.event = event
+    spans = DeviceSpans(device)
+    Event.now = 0.0
+    spans.begin()
+    device.captures = True
+    spans.wait_begins()
+    spans.wait_ends()
+    device.captures = False
+    Event.now = 10.0
+    spans.end()
+    assert len(recorded) == 2, "the beginning and the end"
+    assert list(spans.finished()) == [10_000_000]
+
+
 # two processes
 
 
