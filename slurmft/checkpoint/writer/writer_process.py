@@ -160,13 +160,16 @@ class WriterProcess:
     def close(self, timeout_s: float) -> bool:
         """Whether everything was finished within ``timeout_s`` seconds; blocks no longer.
 
-        What is not finished then, the writer finishes by itself, within its lifetime.
+        What is not finished then, the writer finishes by itself, within its lifetime. A manager that is forgotten may
+        be collected in the very thread that hears of its saves, which then waits for nothing.
         """
+        is_listening = threading.current_thread() is self._thread
         with self._changed:
-            done = self._changed.wait_for(lambda: not self._saves, timeout_s)
+            done = self._changed.wait_for(lambda: not self._saves, 0.0 if is_listening else timeout_s)
             self._closing = True
         self._awaken()
-        self._thread.join(_LOOK_S)
+        if not is_listening:
+            self._thread.join(_LOOK_S)
         return done
 
     # -- what follows holds the lock

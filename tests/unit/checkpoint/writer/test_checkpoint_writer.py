@@ -82,6 +82,23 @@ def test_a_snapshot_becomes_a_checkpoint(memory, start):
         client.submit(request)
 
 
+def test_a_client_that_is_closed_in_the_thread_of_its_own_reports_waits_for_nothing(memory, start):
+    """The garbage collector may come by there, and find a manager that the trainer has forgotten."""
+    took_s = list[float]()
+
+    def close(report: Report) -> None:
+        if not took_s:
+            before = time.monotonic()
+            client.close(30.0)
+            took_s.append(time.monotonic() - before)
+
+    client = start(on_report=close)
+    client.submit(memory.stage(1))
+    until(lambda: took_s)
+    assert took_s[0] < 10.0
+    until(lambda: memory.steps() == [1])
+
+
 def test_it_starts_quickly_and_needs_neither_torch_nor_numpy():
     code = (
         "import sys, slurmft.checkpoint.writer.entry, slurmft.checkpoint.writer.writer_process\n"
