@@ -56,7 +56,7 @@ ENDED_BY_TERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
 log = logging.getLogger(__name__)
 
 
-class Supervisor:
+class AttemptRunner:
     """Runs one attempt, with agents that may have seen others before it."""
 
     def __init__(self, config: RunConfig, start: Start, accuser: Accuser, crew: Crew) -> None:

@@ -8,11 +8,11 @@ from types import TracebackType
 from typing import Self
 
 from slurmft.config.config import RunConfig
-from slurmft.supervisor.attempt import Supervisor
+from slurmft.supervisor.attempt import AttemptRunner
 from slurmft.supervisor.fleet.crew import Crew
-from slurmft.supervisor.node_choice import settle
 from slurmft.supervisor.recovery.act import Ending
 from slurmft.supervisor.recovery.exclusions import Accuser
+from slurmft.supervisor.recovery.node_choice import settle
 from slurmft.supervisor.start import Start
 from slurmft.system.logs import BackgroundLog
 
@@ -48,7 +48,7 @@ class Attempts:
         log.info("run %s, attempt %s; workers write to %s", self._config.name, attempt, where)
         if self._crew is None:
             self._crew = Crew(self._config, start)
-        supervisor = Supervisor(self._config, start, accuser, self._crew)
+        supervisor = AttemptRunner(self._config, start, accuser, self._crew)
         verdict = self._runner.run(supervisor.run())
         self._lost = bool(start.cluster.lost)
         ending.ends_at_s = supervisor.stops.ends_at_s

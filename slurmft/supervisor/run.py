@@ -27,10 +27,10 @@ from slurmft.supervisor.attempt_loop import Attempts
 from slurmft.supervisor.cluster import Cluster, SlurmCluster, detect
 from slurmft.supervisor.evidence import collect
 from slurmft.supervisor.guardian import lost_pids
-from slurmft.supervisor.node_choice import next_cycle
 from slurmft.supervisor.owner import owner_lives, owner_writes
 from slurmft.supervisor.recovery.act import Ending
 from slurmft.supervisor.recovery.exclusions import Accuser
+from slurmft.supervisor.recovery.node_choice import next_cycle
 from slurmft.supervisor.start import Start
 from slurmft.system import processes
 from slurmft.system.files import replace_atomically

@@ -455,3 +455,29 @@ def test_no_module_takes_part_in_a_circle():
         for module in free:
             del left[module]
     assert sorted(left) == []
+
+
+_NAMED = re.compile(r"``((?:[a-z_]+\.)+[A-Za-z_]+)(?:\(\))?``")
+
+
+def _exists(name: str) -> bool:
+    """Whether the code has a module, or something in a module, of that name below the package."""
+    place, *rest = ROOT, *name.split(".")
+    for index, part in enumerate(rest):
+        if (place / part).is_dir():
+            place = place / part
+            continue
+        module = place / f"{part}.py" if (place / f"{part}.py").is_file() else place / "__init__.py"
+        inner = rest[index + 1 :] if module.stem == part else rest[index:]
+        return all(re.search(rf"\b{each}\b", module.read_text(encoding="utf-8")) for each in inner)
+    return True
+
+
+def test_modules_that_the_code_speaks_of_exist():
+    packages = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    strays = [
+        f"{module}: {name}" for module in MODULES
+        for name in _NAMED.findall((ROOT / module).read_text(encoding="utf-8"))
+        if name.split(".")[0] in packages and not _exists(name) and not _exists(f"config.{name}")  # or it is a key
+    ]  # fmt: skip
+    assert strays == []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.checkpoint.writer.writer_process import WriterProcess
+from slurmft.checkpoint.writer.writer_client import WriterClient
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, Page
 from slurmft.system import private_folder
 
@@ -69,9 +69,9 @@ def pages_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def clients() -> Iterator[list[WriterProcess]]:
+def clients() -> Iterator[list[WriterClient]]:
     """Every client of a checkpoint writer that is put in is closed, and its process ended."""
-    begun: list[WriterProcess] = []
+    begun: list[WriterClient] = []
     yield begun
     for client in begun:
         pid = client.pid

@@ -28,7 +28,7 @@ from slurmft.checkpoint.staging.memory_limits import fits
 from slurmft.checkpoint.staging.pinning import in_pieces
 from slurmft.checkpoint.writer.fault_points import reached
 from slurmft.checkpoint.writer.write_requests import CommitOrder, Report, Standing, WriteRequest
-from slurmft.checkpoint.writer.writer_process import WriterProcess
+from slurmft.checkpoint.writer.writer_client import WriterClient
 from slurmft.errors import CheckpointError, Fenced, UsageError
 from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import Identity
@@ -79,7 +79,7 @@ class Snapshots:
         self._settings, self._memory, self._spill = settings, memory, Spill(spill)
         self._on_committed, self._on_failed = on_committed, on_failed
         self._arena: Arena | None = None
-        self._writer: WriterProcess | None = None
+        self._writer: WriterClient | None = None
         self._rank, self._world_size = int(os.environ.get("RANK", "0")), 1
         self._is_memory_chosen = False
         self._layout: Layout | None = None
@@ -323,7 +323,7 @@ class Snapshots:
                 self._spill.forget(self._rank, self._world_size)
         self._layout = None
 
-    def _finish(self, writer: WriterProcess) -> None:
+    def _finish(self, writer: WriterClient) -> None:
         """Wait for the last save; one that fails again and again is not worth the whole time."""
         began = time.monotonic()
         while left := writer.unfinished():
@@ -371,9 +371,9 @@ class Snapshots:
     def _unfinished(self) -> list[Identity]:
         return self._writer.unfinished() if self._writer is not None else []
 
-    def _writer_process(self) -> WriterProcess:
+    def _writer_process(self) -> WriterClient:
         if self._writer is None:
-            self._writer = WriterProcess(
+            self._writer = WriterClient(
                 on_report=self.on_report, stall_timeout_s=self._settings.stall_timeout_s, log=_writer_log(self._rank)
             )
         return self._writer

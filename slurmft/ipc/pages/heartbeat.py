@@ -45,7 +45,7 @@ class Slot(IntEnum):
     GENERATION = 2  # A  the attempt that owns the page
     PID = 3  # W  0 until the worker has attached
     STATE = 4  # W  a State
-    TICK = 5  # W  the safe point reached (policy.stop)
+    TICK = 5  # W  the safe point reached (policy.timing.stop)
     STEP = 6  # W  steps completed, counted over the whole run
     UNTIL = 7  # W  steps the run will have
     SAVED = 8  # W  step of the newest committed checkpoint of this attempt

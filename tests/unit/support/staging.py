@@ -17,7 +17,7 @@ import xxhash
 from slurmft.checkpoint.catalog import Catalog, Entry, read_entry
 from slurmft.checkpoint.format.shard_index import Item, ShardIndex, image_file, index_file, read_index, write_index
 from slurmft.checkpoint.writer.write_requests import CommitOrder, Keep, Report, WriteRequest
-from slurmft.checkpoint.writer.writer_process import WriterProcess
+from slurmft.checkpoint.writer.writer_client import WriterClient
 from slurmft.storage.checkpoint_names import MANIFEST, Identity
 
 
@@ -86,7 +86,7 @@ def verify(entry: Entry) -> None:
     assert read_entry(entry.path) is not None
 
 
-def ended(client: WriterProcess, request: WriteRequest) -> Report:
+def ended(client: WriterClient, request: WriteRequest) -> Report:
     """What became of a save."""
     report = client.wait(request.identity, 30)
     assert report is not None

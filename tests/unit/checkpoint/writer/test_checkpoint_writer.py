@@ -23,12 +23,12 @@ from slurmft.checkpoint.catalog import Catalog
 from slurmft.checkpoint.format.shard_index import image_file, index_file, read_index
 from slurmft.checkpoint.staging.arena import Arena
 from slurmft.checkpoint.staging.holding import is_held, reading
-from slurmft.checkpoint.writer import writer_process
+from slurmft.checkpoint.writer import writer_client
 from slurmft.checkpoint.writer.abandoned_saves import give_up, note_file
 from slurmft.checkpoint.writer.image_lane import POLITE_BYTES
 from slurmft.checkpoint.writer.priority import NICE
 from slurmft.checkpoint.writer.write_requests import Keep, Report, WriteRequest
-from slurmft.checkpoint.writer.writer_process import WriterProcess
+from slurmft.checkpoint.writer.writer_client import WriterClient
 from slurmft.errors import UsageError
 from slurmft.system.files import write_json
 
@@ -42,26 +42,26 @@ def memory() -> Iterator[Memory]:
         yield Memory(folder / "memory", folder / "checkpoints")
 
 
-Start = Callable[..., WriterProcess]
+Start = Callable[..., WriterClient]
 
 
 @pytest.fixture
 def start(clients) -> Start:
     """Starts clients; their processes are ended."""
 
-    def begin(**details: object) -> WriterProcess:
-        clients.append(WriterProcess(**details))
+    def begin(**details: object) -> WriterClient:
+        clients.append(WriterClient(**details))
         return clients[-1]
 
     return begin
 
 
-def saved(client: WriterProcess, request: WriteRequest) -> Report:
+def saved(client: WriterClient, request: WriteRequest) -> Report:
     client.submit(request)
     return ended(client, request)
 
 
-def kinds(client: WriterProcess) -> list[str]:
+def kinds(client: WriterClient) -> list[str]:
     return [report.kind for report in client.poll()]
 
 
@@ -101,7 +101,7 @@ def test_a_client_that_is_closed_in_the_thread_of_its_own_reports_waits_for_noth
 
 def test_it_starts_quickly_and_needs_neither_torch_nor_numpy():
     code = (
-        "import sys, slurmft.checkpoint.writer.entry, slurmft.checkpoint.writer.writer_process\n"
+        "import sys, slurmft.checkpoint.writer.entry, slurmft.checkpoint.writer.writer_client\n"
         "print(sorted({'torch', 'numpy', 'pydantic', 'click', 'yaml', 'filelock'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -241,8 +241,8 @@ def test_a_worker_may_end_and_take_its_memory_folder_away(memory, start):
 def test_the_writer_finishes_after_its_worker_was_killed(memory):
     code = (
         "import os, signal, sys, pickle\n"
-        "from slurmft.checkpoint.writer.writer_process import WriterProcess\n"
-        "client = WriterProcess()\n"
+        "from slurmft.checkpoint.writer.writer_client import WriterClient\n"
+        "client = WriterClient()\n"
         "client.submit(pickle.loads(bytes.fromhex(sys.argv[1])))\n"
         "print(client.pid, flush=True)\n"
         "os.killpg(0, signal.SIGKILL)\n"
@@ -423,8 +423,8 @@ def test_while_it_idles_nothing_runs(start):
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in range(1, 9))])
 def test_killed_at_any_moment_the_newest_committed_is_whole(memory, start, monkeypatch, seed):
-    monkeypatch.setattr(writer_process, "MAX_TRIES", 50)
-    monkeypatch.setattr(writer_process, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(writer_client, "MAX_TRIES", 50)
+    monkeypatch.setattr(writer_client, "_PAUSE_S", 0.0)
     chance = random.Random(seed)
     client = start()
     for step in range(1, 6):

@@ -12,9 +12,9 @@ from slurmft.scheduler.environment import SlurmJob
 from slurmft.storage.journal import Event
 from slurmft.storage.patience import FolderThread, PatientJournal
 from slurmft.storage.run_folder import Attempt, RunFolder
-from slurmft.supervisor import node_choice
 from slurmft.supervisor.cluster import SlurmCluster
-from slurmft.supervisor.node_choice import next_cycle, settle
+from slurmft.supervisor.recovery import node_choice
+from slurmft.supervisor.recovery.node_choice import next_cycle, settle
 from slurmft.supervisor.recovery.place_elsewhere import Duty, all_busy, choose, duty_of, left, ours
 from slurmft.supervisor.start import Start
 

@@ -59,7 +59,7 @@ class _Save:
     abandoned: bool = False
 
 
-class WriterProcess:
+class WriterClient:
     """The writer of one rank. Any thread may call; methods do not block unless they say so.
 
     Args:
