@@ -279,7 +279,7 @@ def is_unfinished(events: Sequence[Event], job: str) -> bool:
         elif event.event == "submitted":
             unfinished = True
         elif event.event == "decision" and event.attempt == newest:
-            unfinished = event.details.get("action") in GOES_ON
+            unfinished = str(event.details.get("action")) in GOES_ON
     return unfinished
 
 
