@@ -14,8 +14,9 @@ from slurmft.cli.output import say, say_block
 from slurmft.config.config import RunConfig
 from slurmft.errors import RunBusy, SlurmError, SlurmUnavailable, StorageError, UsageError
 from slurmft.operations.run_configuration import load_given, refuse_shared
+from slurmft.policy.site.job_identity import OwnJob
 from slurmft.policy.timing.grace import Severity
-from slurmft.scheduler import slurm, submission
+from slurmft.scheduler import own_jobs, slurm, submission
 from slurmft.scheduler.nodes import compress
 from slurmft.storage.events import EventName
 from slurmft.storage.run_folder import RunFolder
@@ -180,8 +181,22 @@ def _submit(
     except SlurmError as error:
         journal.append(EventName.SUBMISSION_FAILED, reason=error.what)
         raise
-    run.add_job(job, submission.look_at_submitted(job, cluster))
+    seen = submission.look_at_submitted(job, cluster)
+    try:
+        run.add_job(job, seen)
+    except StorageError as error:
+        raise _withdrawn(OwnJob(job, seen), error) from error
     if avoided != avoiding:
         journal.append(EventName.AVOIDING, **avoided.as_event())
     journal.append(EventName.SUBMITTED, job=job, host=os.uname().nodename)
     return job
+
+
+def _withdrawn(job: OwnJob, error: StorageError) -> StorageError:
+    """What to say of a job that cannot be noted; it is cancelled, as the next submission would not know of it."""
+    try:
+        own_jobs.cancel(job)
+    except SlurmError as refusal:
+        return StorageError(f"{error.what}; job {job}, just submitted, cannot be cancelled: {refusal.what}",
+                            hint=f"scancel {job}, or the next submission makes a second job of this run")  # fmt: skip
+    return type(error)(f"{error.what}; job {job}, just submitted, is cancelled", hint=error.hint)

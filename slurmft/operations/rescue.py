@@ -282,7 +282,7 @@ def is_unfinished(events: Sequence[Event], job: str) -> bool:
         elif event.event == EventName.SUBMITTED:
             unfinished = True
         elif event.event == EventName.DECISION and event.attempt == newest:
-            unfinished = event.details.get("action") in GOES_ON
+            unfinished = str(event.details.get("action")) in GOES_ON
     return unfinished
 
 

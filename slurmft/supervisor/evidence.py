@@ -17,7 +17,13 @@ from pathlib import Path
 from slurmft.errors import StorageError
 from slurmft.policy.nodes.evidence import Evidence
 from slurmft.policy.verdicts.findings import WorkerEnd
-from slurmft.policy.verdicts.symptoms import cause_of_log, cause_of_text, codes_of_children, last_words
+from slurmft.policy.verdicts.symptoms import (
+    cause_of_log,
+    cause_of_text,
+    codes_of_children,
+    last_words,
+    without_own_lines,
+)
 from slurmft.policy.verdicts.testimony import Report, StepWords, Testimony, claimed
 from slurmft.policy.verdicts.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Cause
 from slurmft.scheduler.parsing.srun_lines import parse_srun_lines
@@ -145,6 +151,7 @@ def report_of(verdict: WorkerVerdict, *, source: str, rank: int | None, node: st
 
 def report_of_text(text: str, *, source: str, rank: int, node: str, log: bool = False) -> Report:
     """An error file, or the end of a log, as the judge takes it."""
+    text = without_own_lines(text) if log else text
     begin = text.rfind(_TRACEBACK)
     codes = codes_of_children(text)
     if EXIT_VALIDATION_FAILED in codes:

@@ -16,6 +16,7 @@ import fcntl
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only private folders with rando
 LOCK = "lock"
 MAX_DEPTH = 16
 """Folders in folders that are removed; no folder of ours is deeper than 3."""
+
+UNFINISHED_S = 600.0
+"""After so long no living process is still at making or removing its folder."""
 
 _IS_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -85,6 +89,8 @@ def remove_left_overs(root: Path) -> None:
         with contextlib.suppress(OSError):
             if is_left_over(path, owner=os.geteuid()):
                 remove_tree(path, owner=os.geteuid())
+            elif time.time() - path.lstat().st_mtime > UNFINISHED_S:
+                path.rmdir()  # empty: its process was killed before it had made the lock, or after it had removed it
 
 
 def own_folders(root: Path, name_prefix: str) -> list[Path]:

@@ -49,9 +49,12 @@ _GROUP = re.compile(r"^[ +|-]*\| ?")  # the frame that Python draws around the m
 _REMARK = re.compile(r"^\[?[IW]\d{4} |^\[[IW] |^.{0,200}Warning: |^.{0,200}\bNCCL INFO\b")
 """What a library remarks, after any exception as well: "destroy_process_group() was not called" is no reason."""
 
-_OURS = re.compile(r"^.{0,200}?\bslurmft rank \d+: |^slurmft: |^slurmft \d\d:\d\d:\d\d [A-Z]+ |^keeper: |^ {2}hint: ")
+_MARK = r"^.{0,200}?slurmft rank \d+: "
+_MARKED = re.compile(_MARK)
+_OURS = re.compile(rf"{_MARK}|^slurmft: |^slurmft \d\d:\d\d:\d\d [A-Z]+ |^keeper: |^ {{2}}hint: ")
 """What slurmft itself says, through whatever formatter: it tells of troubles that it has dealt with, in the same words
-as those who had them. Everything that it logs in a worker begins like this (``worker.rank_log``)."""
+as those who had them. Each line that it logs in a worker begins like this (``worker.rank_log``), right behind a colour
+or a bracket of the formatter."""
 
 _OUR_EXCEPTION = re.compile(r"^slurmft\.errors\.\w+: ")
 """No symptom either; those that it was raised from may be one."""
@@ -119,6 +122,11 @@ def last_words(text: str) -> str:
         return exceptions[-1][0].strip()[:500]
     lines = [line.strip() for line in _lines(text) if line.strip()]
     return lines[-1][:500] if lines else ""
+
+
+def without_own_lines(log: str) -> str:
+    """The log of a worker without what slurmft has logged there, such as an exception that it has dealt with."""
+    return "\n".join(line for line in log.splitlines() if not _MARKED.match(_PREFIX.sub("", line)))
 
 
 def _lines(text: str) -> list[str]:

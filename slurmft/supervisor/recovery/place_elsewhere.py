@@ -270,17 +270,22 @@ def duty_of(history: Sequence[Event]) -> Duty:
             if progressed(facts):
                 undecided, gpus = none, none
         elif event.event == EventName.INCONCLUSIVE:
-            inconclusive = frozenset(map(str, facts.get("suspects", [])))
+            inconclusive = _names(facts.get("suspects"))
         elif event.event == EventName.AVOIDING_GPUS:
-            gpus |= frozenset(map(str, facts.get("gpus", [])))
+            gpus |= _names(facts.get("gpus"))
         elif event.event == EventName.EXCLUSION_ESCAPED:
             escapes += 1
-        elif event.event == EventName.DECISION and facts.get("action") not in GOES_ON:
+        elif event.event == EventName.DECISION and str(facts.get("action")) not in GOES_ON:
             nodes, undecided, gpus = none, inconclusive, none
         elif event.event == EventName.DECISION:
-            nodes = frozenset(map(str, facts.get("avoid", []))) if facts.get("elsewhere") else none
+            nodes = _names(facts.get("avoid")) if facts.get("elsewhere") else none
             undecided = nodes or undecided
     return Duty(nodes=nodes, undecided=undecided, gpus=gpus, escapes=escapes)
+
+
+def _names(value: object) -> frozenset[str]:
+    """The names in a journal's list; none in what is no list, as damage has left it."""
+    return frozenset(map(str, value)) if isinstance(value, list) else frozenset()
 
 
 def suspect_gpus_of(config: RunConfig, history: Sequence[Event]) -> frozenset[str]:

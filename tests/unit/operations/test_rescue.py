@@ -42,6 +42,8 @@ CONTINUES = ("7.0.0", "decision", {"action": "continue"})
         ([STARTED, STEP, CONTINUES, ("", "submitting"), ("", "submitted")], True),
         ([STARTED, CONTINUES, ("7.1.0", "attempt started")], True),
         ([STARTED, CONTINUES, ("8.0.0", "attempt started")], False),
+        ([STARTED, ("7.0.0", "decision", {"action": ["continue"]})], False),
+        ([STARTED, ("7.0.0", "decision", {"action": {}})], False),
     ],
 )
 def test_what_is_unfinished(events, unfinished):

@@ -57,6 +57,18 @@ def leased(path: Path) -> Iterator[None]:
         signal.signal(signal.SIGIO, handler)
 
 
+def test_what_was_being_made_or_removed_when_its_process_was_killed_goes_later(memory):
+    old = time.time() - private_folder.UNFINISHED_S - 1
+    empty, in_use, new = (memory / f"{prefix()}{name}" for name in ("empty", "in-use", "new"))
+    for folder in (empty, in_use, new):
+        folder.mkdir(mode=0o700)
+    (in_use / "memory").touch()
+    for folder in (empty, in_use):
+        os.utime(folder, (old, old))
+    make_private_folder().close()
+    assert sorted(memory.iterdir()) == sorted([in_use, new])
+
+
 def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(memory):
     living, dead = make_private_folder(), make_private_folder()
     (dead.path / "memory").mkdir()

@@ -85,3 +85,53 @@ def test_what_we_log_in_a_worker_is_marked_through_every_format(fresh_logging, m
     logging.getLogger("mine").warning(words, "{'default': 61.2}")
     assert "slurmft" not in written.getvalue().splitlines()[1]
     assert cause_of_log(written.getvalue()) is Cause.COMMUNICATION_ERROR, "the trainer's own words may be a symptom"
+
+
+NCCLS_WORDS = (
+    "NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled system error, NCCL version 2.21.5\n"
+    "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.\n"
+    "Last error:\nsocketPollConnect: Connect to 10.0.0.1 timed out"
+)
+
+
+def own_log(monkeypatch, form, say):
+    """What a worker's log holds after our logger has said something."""
+    written = io.StringIO()
+    logging.getLogger().handlers = []
+    monkeypatch.setattr("sys.stderr", written)
+    if form is not None:
+        logging.basicConfig(format=form, stream=written, level=logging.INFO)
+    log_with_rank()
+    say(logging.getLogger("slurmft.worker.groups"))
+    return f"step 1\n{written.getvalue()}"
+
+
+def say_words(log):
+    log.warning("communicators are left to the end of the process: %s", RuntimeError(NCCLS_WORDS))
+
+
+def say_broken_words(log):
+    log.warning("a store is gone: %s", "it said\rConnection reset by peer")
+
+
+def say_exception(log):
+    try:
+        raise ConnectionResetError(104, "Connection reset by peer")
+    except OSError:
+        log.exception("step 5 was not copied")
+
+
+@pytest.mark.parametrize("form", [None, "%(asctime)s %(levelname)s %(message)s", "\x1b[33m%(message)s\x1b[0m"])
+@pytest.mark.parametrize("say", [say_words, say_broken_words, say_exception])
+def test_each_line_of_what_we_log_is_marked(fresh_logging, monkeypatch, form, say):
+    text = own_log(monkeypatch, form, say)
+    assert len(text.splitlines()) > 2
+    report = report_of_text(text, source="log", rank=3, node="n1", log=True)
+    assert (report.cause, report.message, report.traceback) == (Cause.WORKER_ERROR, "step 1", "")
+
+
+def test_a_trainers_exception_between_lines_of_ours_is_found(fresh_logging, monkeypatch):
+    ours = own_log(monkeypatch, None, say_exception)
+    theirs = f'Traceback (most recent call last):\n  File "a.py", line 1, in f\n{NCCL}\n'
+    report = report_of_text(f"{ours}{theirs}{ours}", source="log", rank=3, node="n1", log=True)
+    assert (report.cause, report.message) == (Cause.COMMUNICATION_ERROR, NCCL)

@@ -58,6 +58,9 @@ ESCAPED: tuple[str, dict[str, Any]] = ("exclusion_escaped", {})
         ),
         pytest.param([VERDICT, MOVE, ESCAPED, MOVE, VERDICT, MOVE], Duty(nodes=BOTH, undecided=BOTH), id="anew"),
         pytest.param([("decision", {})], Duty(), id="a decision of nothing"),
+        pytest.param([("decision", {"action": ["continue"], "avoid": 5, "elsewhere": True})], Duty(), id="damage"),
+        pytest.param([("inconclusive", {"suspects": 5}), STOP, ("avoiding_gpus", {"gpus": 5})], Duty(), id="no lists"),
+        pytest.param([("decision", {**MOVE[1], "avoid": 5})], Duty(), id="nodes that are no list"),
     ],
 )
 def test_what_the_journal_demands(events, duty):
