@@ -16,7 +16,7 @@ from typing import Any
 
 from slurmft.config import config as configuration
 from slurmft.config.health import HealthConfig
-from slurmft.errors import StorageError, UsageError
+from slurmft.errors import ConfigError, StorageError, UsageError
 from slurmft.health import results as kept
 from slurmft.health.node_view import Scene
 from slurmft.health.probes.probes import Probe, known_names, probes_for
@@ -42,14 +42,24 @@ def load_config(path: Path | None, environment: Mapping[str, str]) -> HealthConf
     """The named configuration, else ``$SLURMFT_HEALTH_CONFIG``, else /etc/slurmft/health.yaml, else the defaults.
 
     Raises:
-        ConfigError: it cannot be used.
+        ConfigError: it cannot be used; for root, also where another user decides which programs it runs.
     """
     named = path or (Path(environment[CONFIG_VARIABLE]) if environment.get(CONFIG_VARIABLE) else None)
     if named is None:
         if not SYSTEM_CONFIG.exists():
             return HealthConfig()
         named = SYSTEM_CONFIG
-    return configuration.load_section(named, HealthConfig)
+    found = configuration.load_section(named, HealthConfig)
+    if found.user_probes and os.geteuid() == 0:
+        _refuse_another_users(named)
+    return found
+
+
+def _refuse_another_users(path: Path) -> None:
+    status = path.stat()
+    if status.st_uid != 0 or status.st_mode & 0o022:
+        raise ConfigError(f"{path} names programs (user_probes), and users other than root may write to it",
+                          hint=f"chown root {path} && chmod go-w {path}")  # fmt: skip
 
 
 def node_name(environment: Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ from slurmft.scheduler import command
 from slurmft.scheduler.nodes import expand, is_usable
 from slurmft.system.processes import user_name
 
-FACT_FORMAT = "%N|%T|%E"
+FACT_FORMAT = "%N|%T|%E|%H"
 PROBE_FORMAT = "%i|%T|%N|%n"
 PROBE_NAME = "slurmft-probe"
 QUESTION_S = 20.0
@@ -46,17 +46,26 @@ def parse_facts(text: str) -> dict[str, NodeFact]:
     found: dict[str, NodeFact] = {}
     for line in text.splitlines():
         name, _, rest = line.strip().partition("|")
-        state, bar, reason = rest.partition("|")
+        state, bar, why = rest.partition("|")
         if not bar or not name or name in found:
             continue
         word = state.strip().upper()
         base = word.rstrip("*~#!%$@^-+")
         usable = is_usable(state)
+        reason, since = _reason_and_time(why)
         found[name] = NodeFact(
             node=name, state=base, usable=usable, is_idle=usable and base == "IDLE" and word.rstrip("~#") == "IDLE",
-            reason="" if reason.strip() == "none" else reason.strip(),
+            reason="" if reason.strip() == "none" else reason.strip(), since=since,
         )  # fmt: skip
     return found
+
+
+def _reason_and_time(text: str) -> tuple[str, float | None]:
+    """A reason, which may hold any character, and behind it the Unix time since when it holds; None: not known."""
+    reason, bar, at = text.rpartition("|")
+    if bar and at.strip().isdecimal() and len(at.strip()) <= 12:
+        return reason, float(at)
+    return (reason, None) if bar and at.strip() in ("Unknown", "None", "N/A") else (text, None)
 
 
 def drain(seen: NodeFact, reason: str) -> str:

@@ -59,6 +59,9 @@ class NodeFact:
     reason: str = ""
     """Why it is drained or down; empty where there is none."""
 
+    since: float | None = None
+    """Unix time at which it got that reason; None where Slurm does not say."""
+
     @property
     def is_drained_by_us(self) -> bool:
         """It is drained, and the reason is ours."""
@@ -128,20 +131,31 @@ def sweep_plan(
     acted = {verdict.node for verdict in found.act}
     well = [each for each in assessment.of(Condition.HEALTHY) if each.clean >= health.clean_needed]
     cleared = _clean_looks(mine, well, standings, {each.id for each in observations})
-    sick = assessment.of(Condition.SICK)
+    sick = [verdict for verdict in assessment.of(Condition.SICK) if verdict.node in acted | (excluded - out)]
+    sick.sort(key=lambda verdict: (verdict.node not in acted, -verdict.failed, verdict.node))
+    drain, later = _to_drain(nodes, sick, now, health)
     return SweepPlan(
         nodes=nodes,
         assessment=assessment,
         standings=standings,
         observations=(*(_against(verdict, now, rules) for verdict in found.act), *cleared),
         excluded=found.act,
-        held_back=found.held_back,
-        drain=tuple(v for v in sick if v.node in acted | excluded and v.node not in out),
+        held_back=(*found.held_back, *((verdict, "max_nodes_per_hour: drained later") for verdict in later)),
+        drain=drain,
         resume=tuple(nodes[verdict.node] for verdict in well if nodes[verdict.node].is_drained_by_us),
         test=_to_test(nodes, assessment, standings, now, visits),
         cluster_problems=found.cluster_problems,
         strangers=len(checkups) - len(mine),
     )
+
+
+def _to_drain(
+    nodes: Mapping[str, NodeFact], wanted: Sequence[NodeVerdict], now: float, health: HealthRules
+) -> tuple[tuple[NodeVerdict, ...], tuple[NodeVerdict, ...]]:
+    """Nodes to drain now and later: an hour's number holds for those that were excluded long ago as well."""
+    drained = [fact for fact in nodes.values() if fact.is_drained_by_us and (fact.since or 0.0) > now - 3600]
+    left = max(0, health.max_nodes_per_hour - len(drained))
+    return tuple(wanted[:left]), tuple(wanted[left:])
 
 
 def _against(verdict: NodeVerdict, now: float, rules: Rules) -> Observation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,3 +107,19 @@ def test_where_the_configuration_is_looked_for(tmp_path):
 
 def test_the_verdicts_rules_are_the_policys():
     assert VerdictLimits().rules() == HealthRules()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root's own rule")
+@pytest.mark.parametrize(("mode", "owner", "is_refused"), [(0o644, 0, False), (0o664, 0, True), (0o600, 4711, True)])
+def test_root_runs_no_programs_that_another_user_names(tmp_path, mode, owner, is_refused):
+    path = tmp_path / "health.yaml"
+    path.write_text("user_probes: {mine: {command: [/bin/true]}}\n")
+    path.chmod(mode)
+    os.chown(path, owner, owner)
+    if is_refused:
+        with pytest.raises(ConfigError, match="users other than root may write"):
+            load_config(path, {})
+    else:
+        assert load_config(path, {}).user_probes
+    path.write_text("disk: {}\n")
+    assert not load_config(path, {}).user_probes

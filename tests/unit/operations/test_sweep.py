@@ -131,7 +131,7 @@ def test_with_drain_the_node_is_looked_at_again_and_drained(site):
     result = site.sweep("--drain")
     assert "n1 drained" in result.stdout, result.stderr
     assert site.calls("scontrol") == [f"scontrol update NodeName=n1 State=DRAIN Reason={OURS}"]
-    assert site.calls("sinfo")[-1] == "sinfo -h -a -N -n n1 -o %N|%T|%E"
+    assert site.calls("sinfo")[-1] == "sinfo -h -a -N -n n1 -o %N|%T|%E|%H"
 
 
 @pytest.mark.parametrize(
@@ -334,6 +334,16 @@ FACTS: dict[str, Any] = {
 def test_a_line_of_sinfo(line):
     (found,) = parse_facts(f"banner\n\n{line}\nn1|down|again\n").values()
     assert (found.state, found.usable, found.is_idle, found.reason) == FACTS[line]
+
+
+@pytest.mark.parametrize(
+    ("why", "reason", "since"),
+    [("slurmft: a|b|1795423427", "slurmft: a|b", 1795423427.0), ("none|Unknown", "", None), ("x|N/A", "x", None),
+     ("a|b", "a|b", None), ("|", "|", None), ("x|" + 400 * "9", "x|" + 400 * "9", None)],
+)  # fmt: skip
+def test_since_when_a_node_has_its_reason(why, reason, since):
+    (found,) = parse_facts(f"n1|drained|{why}\n").values()
+    assert (found.reason, found.since) == (reason, since)
 
 
 def test_nodes_that_are_looked_at_already():

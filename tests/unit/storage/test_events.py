@@ -42,10 +42,3 @@ def test_an_event_is_written_as_its_word_and_read_back_as_one(tmp_path):
     assert json.loads(journal.path.read_text())["event"] == "first step"
     (event,) = journal.read()
     assert event.event == EventName.FIRST_STEP and f"{event.event:<12}|" == "first step  |"
-
-
-def test_every_word_says_what_it_means():
-    (body,) = [node.body for node in ast.parse((ROOT / "storage/events.py").read_text()).body
-               if isinstance(node, ast.ClassDef)]  # fmt: skip
-    for name, text in zip(body[1::2], body[2::2], strict=True):
-        assert isinstance(name, ast.Assign) and isinstance(text, ast.Expr)

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.catalog import Catalog
 from slurmft.checkpoint.replicas.offers import holdings_in
-from slurmft.checkpoint.writer import main as writer
+from slurmft.checkpoint.writer import entry as writer
 from slurmft.checkpoint.writer.fault_points import ONCE_VARIABLE, STAGING_POINTS, VARIABLE
 from slurmft.checkpoint.writer.spawned_writer import SpawnedWriter
 from slurmft.errors import CheckpointError

@@ -53,6 +53,25 @@ def test_a_sick_node_is_excluded_and_to_be_drained():
     assert (found.kind, found.source, found.evidence) == (Kind.HEALTH, "sweep", "[node_problem] disk: no space")
 
 
+def test_nodes_that_were_excluded_long_ago_are_drained_a_few_in_an_hour_as_well():
+    """As after days of sweeps without ``--drain``."""
+    sick = [f"n{number:02}" for number in range(20)]
+    facts, healthy = well(*range(60))
+    by_hand = [ManualEntry(node=node, who="me", reason="x", at=NOW - 86_400, until=None) for node in sick]
+    checkups = [*(looks(node, BAD, BAD) for node in sick), *healthy]
+    plan = planned([*map(fact, sick), *facts], checkups, manual=by_hand)
+    assert names(plan.drain) == sick[: HEALTH.max_nodes_per_hour] and plan.excluded == ()
+    assert [verdict.node for verdict, _ in plan.held_back] == sick[HEALTH.max_nodes_per_hour :]
+    drained = [
+        NodeFact(node=node, state="DRAINED", usable=False, is_idle=False, reason=OURS, since=since)
+        for node, since in zip(sick, [NOW - 60, NOW - 3500, NOW - 3700, None], strict=False)
+    ]
+    rest = [*drained, *map(fact, sick[len(drained) :]), *facts]
+    assert names(planned(rest, checkups, manual=by_hand).drain) == sick[4 : 4 + HEALTH.max_nodes_per_hour - 2]
+    none = planned(rest, checkups, manual=by_hand, health=HealthRules(max_nodes_per_hour=0))
+    assert none.drain == ()
+
+
 def test_one_failure_changes_nothing_and_is_told():
     facts, healthy = well(1, 2, 3)
     plan = planned([fact("n1"), *facts], [looks("n1", OK, BAD), *healthy])
