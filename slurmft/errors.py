@@ -91,7 +91,7 @@ class NewerFormat(StorageError):
 
 
 class Fenced(StorageError):
-    """A newer attempt owns the run; whatever this one still writes would be stale."""
+    """A newer attempt owns the run; anything that this one still wrote would be stale."""
 
     exit_code = 75
 

@@ -239,7 +239,7 @@ def _entry(path: Path, value: Mapping[str, Any]) -> Entry:
         raise ValueError("it is of an older kind (shared.pt and rank files), which this slurmft does not read")
     files = {name: FileRecord(_integer(one, "bytes"), str(one["xxh3"])) for name, one in value["files"].items()}
     if not 0 <= (world_size := _integer(value, "world_size")) <= MAX_WORLD:
-        raise ValueError(f"it tells of {world_size} ranks")
+        raise ValueError(f"it names {world_size} ranks")
     if any(Path(name).name != name or name in ("", "..") or "\0" in name for name in files):
         raise ValueError("a file name leaves the folder")
     return Entry(

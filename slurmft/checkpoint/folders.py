@@ -182,7 +182,7 @@ def remove_folder(folder: Path, tick: Callable[[], None] = lambda: None) -> str:
         _remove_entry(folder / MANIFEST)  # a link to nowhere, or no file at all
         _remove_tree(folder, tick)
     except BlockingIOError:
-        log.info("%s stays for now: somebody is reading it", folder)
+        log.info("%s stays for now: another process is reading it", folder)
         return f"{folder} is being read"
     except FileNotFoundError:
         return ""  # somebody else has removed it

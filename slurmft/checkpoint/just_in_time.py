@@ -302,7 +302,7 @@ class JustInTime:
         for rank in self._local:
             state = read_record(self._folder, rank, step, own_generation())
             if state is None:
-                raise UsageError(f"what rank {rank} had for itself after step {step} is not known")
+                raise UsageError(f"the own state of rank {rank} after step {step} is not known")
             states[rank] = state
         return states
 
@@ -316,7 +316,7 @@ class JustInTime:
             self._is_whole = False
             if self._on_device is not None:
                 if self._on_device.device.is_capturing():
-                    self._doubt("the optimizer's step is part of a CUDA graph, whose replays are not heard of")
+                    self._doubt("the optimizer's step is part of a CUDA graph, whose replays cannot be observed")
                     return
                 self._on_device.update_begins()
             self._tell()

@@ -316,7 +316,7 @@ def _verified_entry(path: Path) -> Entry:
     if (mark := read_quarantine(path)) is not None:
         raise Damaged(Damage.GIVEN_UP if mark.from_scratch else Damage.QUARANTINED, MANIFEST, mark.reason)
     if not 1 <= entry.world_size <= MAX_WORLD:  # it has no checksum, and memory is asked for by this number
-        raise Damaged(Damage.UNREADABLE, MANIFEST, f"it tells of {entry.world_size} ranks")
+        raise Damaged(Damage.UNREADABLE, MANIFEST, f"it names {entry.world_size} ranks")
     return entry
 
 

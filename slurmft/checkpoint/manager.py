@@ -394,7 +394,7 @@ class CheckpointManager:
         if not self.settings.just_in_time or SAVERS.listener is None or memory is None or self._is_guest:
             return
         self._rescue = self._rescue or JustInTime(memory, weakly(self._keep))
-        reason = "save() is given extra=, whose value between two saves nobody knows" if extra else ""
+        reason = "save() is given extra=, whose value between two saves is unknown" if extra else ""
         self._rescue.arm(trainee, reason=reason, step=step)
 
     def _keep(self, step: int, flat: FlatState, check: Callable[[], None]) -> None:

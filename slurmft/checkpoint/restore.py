@@ -171,10 +171,10 @@ def _own_part(
     if rank < _saved_ranks(objects, stored):
         if (noted := notes(objects.get(FACTS, {}))) is not None:
             return noted, True
-        raise Damaged(Damage.MISSING, image_file(rank), f"what rank {rank} had for itself")
+        raise Damaged(Damage.MISSING, image_file(rank), f"own state of rank {rank}")
     others = [value for key, value in objects.items() if key.startswith(_RANK_KEYS)]
     if not others:
-        raise Damaged(Damage.MISSING, image_file(0), "what any rank had for itself")
+        raise Damaged(Damage.MISSING, image_file(0), "own state of any rank")
     return {key: value for key, value in others[0].items() if key == LOADER}, False
 
 

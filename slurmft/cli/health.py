@@ -20,7 +20,7 @@ _SHARED = frozenset({"prolog", "epilog", "healthcheck", "cron"})
 _EXIT_CODES = """\b
 Exit codes, as of Nagios's plugins:
   0  OK
-  1  WARNING: somebody should look
+  1  WARNING: worth a look
   2  CRITICAL: the node should not run jobs
   3  UNKNOWN: nothing bad was found and something could not be looked at; also bad usage, or a bad configuration
 """
@@ -63,7 +63,7 @@ class _NagiosCommand(click.Command):
 )
 @click.option("--only", multiple=True, metavar="NAME", help="Only this probe; may be given several times.")  # fmt: skip
 def health(*, as_json: bool, context: str, level: int, config: Path | None, only: tuple[str, ...]) -> int:
-    """Look at this node: GPUs, memory, disks, filesystems, network, host, own probes."""
+    """Check this node: GPUs, memory, disks, filesystems, network, host, own probes."""
     try:
         settings = load_config(config, os.environ)
         scene = scene_here(settings, os.environ, context=context, level=level)

@@ -133,7 +133,7 @@ def _as_text(found: LabStatus) -> str:
 
 
 @lab.command("exec", context_settings={"ignore_unknown_options": True})
-@click.option("--root", is_flag=True, help="Run as root, who is Slurm's administrator too.")
+@click.option("--root", is_flag=True, help="Run as root, which is also Slurm's administrator.")
 @click.option("--node", default=None, help="Run inside this node (n1, ctl) instead of on the login member.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_obj
@@ -146,11 +146,11 @@ def execute(folder: Path, root: bool, node: str | None, command: tuple[str, ...]
 
 
 @lab.command()
-@click.option("--root", is_flag=True, help="A shell of root, who is Slurm's administrator too.")
+@click.option("--root", is_flag=True, help="A shell of root, which is also Slurm's administrator.")
 @click.option("--node", default=None, help="A shell inside this node (n1, ctl) instead of on the login member.")
 @click.pass_obj
 def shell(folder: Path, root: bool, node: str | None) -> None:
-    """Open a shell in the lab, on the login member unless told otherwise."""
+    """Open a shell in the lab, on the login member by default."""
     _become(Lab.standing(folder), ["bash"], root=root, node=node)
 
 

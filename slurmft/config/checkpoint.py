@@ -1,4 +1,4 @@
-"""The section ``checkpoint`` of the configuration, and the variables by which workers learn of it."""
+"""The section ``checkpoint`` of the configuration, and the variables that pass it to workers."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
     """Other numbers of restarts for single causes: ``{node lost: 5, worker error: 1}``."""
 
     max_no_progress_cycles: Count = Field(default=3, ge=1)
-    """Ends in a row without one new saved step, whatever their causes, before the run is given up with exit code 93.
-    Preemptions, requeues and stops by signal are not counted."""
+    """Attempts in a row that end, for any cause, without a newly saved step, before the run is given up with exit code
+    93. Preemptions, requeues and stops by signal are not counted."""
 
     launch_timeout_s: Seconds = Field(default=300.0, gt=0)
     """Seconds until every agent must have reported."""
@@ -46,8 +46,9 @@ class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
     """Seconds an agent keeps its workers running without hearing from the supervisor (fencing)."""
 
     agent_timeout_s: Seconds = Field(default=3.0, ge=1)
-    """Seconds without a word from a node's agent, which reports every 0.5 s, until the node counts as lost and another
-    one takes its place; four times as long where there is no other one, since a requeue costs more than patience."""
+    """Seconds without a message from a node's agent, which reports every 0.5 s, until the node counts as lost and
+    another one takes its place; four times as long where there is no other one, since a requeue costs more than the
+    wait."""
 
     preload: bool = True
     """Fork workers from a process that has torch imported already. Off: every worker starts its own interpreter."""

@@ -16,11 +16,11 @@ def _as_argv(value: Any) -> Any:
 
 
 class NoticesConfig(Section):
-    """Clouds announce that they will take a machine away: how each node listens for it."""
+    """Notices of a cloud that it will take a machine away: how each node looks for them."""
 
     enabled: Literal["auto", "off"] = "auto"
-    """auto: every node asks the metadata service of the cloud that its firmware names, and nobody where it names none.
-    off: nobody is asked, and no plug-in is run."""
+    """auto: every node asks the metadata service of the cloud that its firmware names, and none where it names none.
+    off: no service is asked, and no plug-in is run."""
 
     poll_seconds: Annotated[float, Field(ge=0.1, le=60), BeforeValidator(plain.no_bool)] = 5.0
     """Seconds between two looks."""

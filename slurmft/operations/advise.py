@@ -1,4 +1,4 @@
-"""What is known of a workload, from its run folder or those beside it, and what to set in the light of it."""
+"""Measurements of a workload, from its run folder or those beside it, and the settings that follow from them."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def refuse_moved(run: RunFolder) -> None:
 def refuse_foreign_configuration(path: Path) -> None:
     """Return when ``path`` may be executed: a run folder's own configuration only as the caller's.
 
-    Any other file is the word of the person who named it; this one is named by batch scripts that slurmft wrote, and
+    Any other file was chosen by the user who named it; this one is named by batch scripts that slurmft wrote, and
     may have been replaced since.
 
     Raises:

@@ -116,7 +116,7 @@ def parse_under_test(text: str) -> frozenset[str]:
 
 
 def probe_argv(node: str, probe: Sequence[str], partition: str, minutes: int) -> list[str]:
-    """What submits a short look at one node: alone on it, never twice, out of the way of everybody else."""
+    """What submits a short look at one node: alone on it, never twice, at the lowest priority."""
     options = [f"--nodelist={node}", "--nodes=1", "--exclusive", f"--time={minutes}", f"--job-name={PROBE_NAME}",
                "--no-requeue", "--nice=10000", "--output=/dev/null", f"--deadline=now+{2 * minutes + 10}minutes",
                f"--wrap={shlex.join(probe)}"]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Disturbing a job of one's own on purpose: the signal of a preemption, or a preemption."""
+"""Disturbing an own job on purpose: the signal of a preemption, or a preemption."""
 
 from __future__ import annotations
 

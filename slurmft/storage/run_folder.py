@@ -355,7 +355,7 @@ class RunFolder:
         except UnsafeFile as error:
             log.debug("%s is no request: it %s", self.path / kind, error.strerror)
             return None
-        return who or "somebody who touched the file"
+        return who or "a user who touched the file"
 
     def take_request(self, kind: str) -> str | None:
         """Who asked for ``kind``, removing the request; None when nobody did."""

@@ -13,7 +13,8 @@ from slurmft.storage.run_folder import Owner, RunFolder
 from slurmft.system import processes
 
 BEATS_S = 10.0
-"""How long one who is about to take a run over watches for a sign of life of its owner, where Slurm does not tell."""
+"""How long a process that wants to take a run over watches for a sign of life of its owner, where Slurm gives no
+answer."""
 
 LOOK_S = 0.5
 

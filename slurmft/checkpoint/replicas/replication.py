@@ -170,7 +170,7 @@ def _send_image(wire: Wire, image: int, index: ShardIndex, index_path: Path, pac
         if not _is_still(index_path, present):  # what was read may be of the next snapshot
             raise Superseded("a newer snapshot is being staged")
         if count < len(room):
-            raise BadCopy("the image is shorter than its index tells")
+            raise BadCopy("the image is shorter than its index says")
         wire.send_piece(count)
         sent += count
 

@@ -50,7 +50,7 @@ class Verifier:
             self._item = next(self._items, None)
             self._hash, self._done = xxhash.xxh3_128(), 0
         if len(chunk):
-            raise Mismatch("there are more bytes than the index tells of")
+            raise Mismatch("there are more bytes than the index lists")
 
     def finish(self) -> None:
         """Return when nothing is missing.
@@ -128,7 +128,7 @@ class Incoming:
         if durable:
             os.fsync(self._file)
         if not os.path.samestat(os.fstat(self._file), image_of(self._path).stat()):
-            raise FileNotFoundError(f"{image_of(self._path)} was replaced by somebody else")
+            raise FileNotFoundError(f"{image_of(self._path)} was replaced by another process")
         write_index(self._path, self._index, durable=durable)
         self._finished = True
         return Holding(index=self._index, image=image_of(self._path), index_path=self._path, tier=Tier.PEER)

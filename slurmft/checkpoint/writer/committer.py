@@ -279,7 +279,7 @@ def _entry(task: Task, records: Mapping[str, FileRecord]) -> Entry:
     files = {METADATA_FILE: records[METADATA_FILE]}
     files |= {name: records[name] for shard in range(request.shards) for name in (image_file(shard), index_file(shard))}
     if order is None:
-        raise ValueError("nobody asked for a commit")
+        raise ValueError("no commit was requested")
     return Entry(
         step=request.identity.step,
         path=request.folder,

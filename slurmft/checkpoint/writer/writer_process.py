@@ -279,7 +279,7 @@ class WriterProcess:
             self._note(Report(kind="stalled", identity=identity, seconds=seconds, errno=errno.ETIMEDOUT, text=text))
 
     def _replace_stalled(self, writer: SpawnedWriter) -> None:
-        log.error("the checkpoint writer (process %d) stands still; it is replaced", writer.pid)
+        log.error("the checkpoint writer (process %d) makes no progress; it is replaced", writer.pid)
         writer.kill()
         deadline = time.monotonic() + 0.2
         while not writer.is_gone() and time.monotonic() < deadline:

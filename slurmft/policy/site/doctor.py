@@ -90,7 +90,7 @@ class FolderFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdminFacts:
-    """Whether the user may drain nodes; None where nobody could tell."""
+    """Whether the user may drain nodes; None where that is unknown."""
 
     may_drain: bool | None
     why: str
@@ -152,7 +152,7 @@ def judge_clocks(offsets_s: Mapping[str, float]) -> Iterator[Finding]:
             yield Finding(check="clock", level=Level.OK, text=f"{who} and this machine agree within a few seconds")
         else:
             yield Finding(check="clock", level=level, text=f"{who} is {offset_s:+.0f} s off this machine's clock",
-                          remedy="correct it (chrony): deadlines are told by one and kept by the other")  # fmt: skip
+                          remedy="correct it (chrony): one computes deadlines and the other keeps them")  # fmt: skip
 
 
 def judge_permissions(facts: AdminFacts) -> Finding:
@@ -215,7 +215,7 @@ def _of_partition(partition: PartitionFacts, conf: Mapping[str, str], wishes: Wi
         )
         return Finding(
             check=check, level=Level.PROBLEM if stuck else Level.WARNING,
-            text=f"PreemptMode=CANCEL: a preempted job is never requeued, whatever it asks for, {then}",
+            text=f"PreemptMode=CANCEL: a preempted job is never requeued, even with --requeue, {then}",
             remedy="set preemption.continue_by to auto" if stuck else
             f"an administrator: scontrol update PartitionName={partition.name} PreemptMode=REQUEUE",
         )  # fmt: skip
@@ -309,7 +309,7 @@ def _accounting(conf: Mapping[str, str], _: Wishes) -> Finding | None:
         return None
     if not has_accounting(conf):
         return Finding(check="accounting", level=Level.WARNING,
-                       text="none: once Slurm has forgotten a job, nobody can tell a cancelled one from a lost one",
+                       text="none: once Slurm has forgotten a job, a cancelled one and a lost one look the same",
                        remedy="slurmft status before slurmft requeue --rescue; or set up slurmdbd")  # fmt: skip
     return Finding(check="accounting", level=Level.OK, text=kind)
 
@@ -342,7 +342,7 @@ def _held_launches(conf: Mapping[str, str], _: Wishes) -> Finding | None:
     if "nohold_on_prolog_fail" in conf.get("SchedulerParameters", ""):
         return Finding(check="Prolog", level=Level.OK, text="a job whose Prolog fails begins on other nodes")
     return Finding(check="Prolog", level=Level.NOTE,
-                   text="a job whose Prolog fails on one node is held until somebody releases it",
+                   text="a job whose Prolog fails on one node is held until it is released by hand",
                    remedy="slurmft requeue --rescue, or sweep, from cron: it releases the job, away from that node; or "
                    "an administrator: SchedulerParameters=nohold_on_prolog_fail")  # fmt: skip
 

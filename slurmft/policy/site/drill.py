@@ -69,7 +69,7 @@ def passed(table: list[Row]) -> bool:
 
 def _signalled(facts: DrillFacts) -> Row:
     if facts.stop_reason is None:
-        return Row(what="signal", passed=False, text=f"{facts.how}: nobody of the run heard of it")
+        return Row(what="signal", passed=False, text=f"{facts.how}: no process of the run received it")
     return Row(what="signal", passed=True, text=f"{facts.how}: {facts.stop_reason}, taken for: {facts.stop_cause}")
 
 
@@ -80,7 +80,7 @@ def _ranks(facts: DrillFacts) -> Row:
 
 def _saved(facts: DrillFacts) -> Row:
     if facts.saved_step is not None and facts.save_s is None:
-        return Row(what="save", passed=True, text=f"step {facts.saved_step}; nobody was left to say how long it took")
+        return Row(what="save", passed=True, text=f"step {facts.saved_step}; its duration was not reported")
     if facts.saved_step is None or facts.save_s is None:
         return Row(what="save", passed=False, text="no checkpoint was committed after the signal")
     return Row(what="save", passed=True, text=f"step {facts.saved_step}, {facts.save_s:.1f} s after the signal")

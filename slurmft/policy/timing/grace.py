@@ -281,7 +281,7 @@ def _summary(offers: Sequence[GraceOffer]) -> str:
         parts.append("the GraceTime of its QOS at a preemption (sacctmgr show qos format=Name,GraceTime)")
     elif graces or any(offer.preempts is Preempts.UNKNOWN for offer in offers):
         parts.append("an unknown time at a preemption")
-    return f"has {', '.join(parts)}" if parts else "is only asked for by people"
+    return f"has {', '.join(parts)}" if parts else "is only requested by hand"
 
 
 def _about_limit(need: GraceNeed, offer: GraceOffer) -> list[str]:

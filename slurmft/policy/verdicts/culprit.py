@@ -103,7 +103,7 @@ def blame(
     if not found or len(found) > MAX_NAMED:
         if not living and any(map(_is_of_watchdog, ranks)):
             return Blame(
-                undecided="torch's watchdog ended the ranks, and their flight recorders do not tell them apart"
+                undecided="torch's watchdog ended the ranks, and their flight recorders do not show which one caused it"
             )
         return Blame(victims=tuple(sorted(rank.rank for rank in living)), undecided=_why_undecided(living, found))
     guilty = {each.rank for each in found}
@@ -199,4 +199,4 @@ def _why_undecided(living: Sequence[Summary], found: Sequence[Named]) -> str:
         return "no rank was alive any more"
     if all(rank.where is Where.COLLECTIVE for rank in living):
         return "all ranks wait in the same collective: the network or a device, rather than one rank's program"
-    return "nothing tells the ranks apart"
+    return "the ranks do not differ"

@@ -312,10 +312,14 @@ def who_is_missed(complaints: Sequence[Finding], ends: Sequence[WorkerEnd]) -> F
     if not missed:
         missed, why = _absent(complaints, ends), "absent"
     if not missed:
-        return replace(first, rank=None, node="", suspects=(), reason=f"{first.reason}; {count}, and nobody is behind",
+        return replace(first, rank=None, node="", suspects=(), reason=f"{first.reason}; {count}, and no rank is behind",
                        evidence=(count, *first.evidence))  # fmt: skip
     steps = max(end.step for end in ends) - missed[0].step
-    tale = f"was {steps} step{'s' if steps > 1 else ''} behind" if why == "behind" else "did not come, nor complain"
+    tale = (
+        f"was {steps} step{'s' if steps > 1 else ''} behind"
+        if why == "behind"
+        else "neither arrived nor reported an error"
+    )
     theirs = next((finding for finding in complaints if finding.rank == missed[0].rank), first)
     return replace(
         first,

@@ -43,7 +43,7 @@ def whereabouts(calls: Sequence[tuple[str, str, str]], state: str) -> tuple[Wher
     if state in ("T", "t"):
         return Where.STOPPED, "is stopped (SIGSTOP, or a debugger)" if state == "T" else "is held by a debugger"
     if not calls:
-        return Where.NO_ANSWER, "sleeps in the kernel, not interruptible" if state == "D" else "does not tell its stack"
+        return Where.NO_ANSWER, "sleeps in the kernel, not interruptible" if state == "D" else "reports no stack"
     file, line, function = next((call for call in calls if not _STDLIB.search(call[0])), calls[0])
     if _DISTRIBUTED.search(file):
         return Where.COLLECTIVE, f"{COLLECTIVE_DOING} in {function if function != 'wrapper' else 'a collective'}"

@@ -1,4 +1,4 @@
-"""What a run knows of its nodes' speed from earlier windows, attempts and jobs."""
+"""The speed of a run's nodes in earlier windows, attempts and jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORGOTTEN_AFTER_S = 86_400.0
 class NodePast:
     """Best times and outcomes of the windows, in memory by rank, on disk by node and place on it.
 
-    Only ``exchange`` touches the disk, so that whoever judges never waits for it.
+    Only ``exchange`` touches the disk, so that a verdict never waits for it.
     """
 
     def __init__(self, run_folder: Path, workload: str, world: int, nproc: int, considered: int) -> None:

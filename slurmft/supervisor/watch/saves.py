@@ -1,4 +1,4 @@
-"""Failed saves, as the supervisor tells of them: in the journal, in its log, in the progress report."""
+"""Failed saves, as the supervisor reports them: in the journal, in its log, in the progress report."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class SaveWatch:
 
 
 def saves_told(events: Sequence[Event]) -> list[tuple[str, str]]:
-    """What ``slurmft explain`` says of saves that keep failing, as names and texts: the attempt, then the facts.
+    """What ``slurmft explain`` shows of saves that keep failing, as names and texts: the attempt, then the facts.
 
-    Empty when the newest word about saves is a better one.
+    Empty when saves work again.
     """
     for event in reversed(events):
         if event.event == EventName.SAVES_KEEP_FAILING:
@@ -76,4 +76,4 @@ _REMEDY = "make room or mend the filesystem; the run saves at its next try, or a
 
 
 def _words(number: int) -> str:
-    return os.strerror(number) if number > 0 else "for a reason that nobody has told"
+    return os.strerror(number) if number > 0 else "for an unknown reason"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SlowNodes:
-    """Listens to what agents report of their ranks' times. Costs nothing before the first report."""
+    """Collects the times that agents report of their ranks. Costs nothing before the first report."""
 
     def __init__(self, config: RunConfig, start: Start, seen: Observations, stops: Stops, *, accuser: Accuser) -> None:
         self._config, self._start, self._seen, self._stops = config, start, seen, stops
