@@ -1,4 +1,4 @@
-"""The environment of zygote and workers: what torchrun's contract asks for, and what slurmft adds."""
+"""The environment of zygote and workers: torchrun's variables, and slurmft's own."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ async def ask(
     host, port, base = _taken_apart(endpoint)
     lines = [f"{method} {base}{path} HTTP/1.1", f"Host: {host}", "Connection: close", "Content-Length: 0",
              *(f"{name}: {value}" for name, value in headers.items())]  # fmt: skip
-    if any(sign in line for line in lines for sign in "\r\n"):  # a token that would end its own line
+    if any(sign in line for line in lines for sign in "\r\n"):  # a token that holds a line break
         raise NoAnswer("a header holds a line break")
     writer: asyncio.StreamWriter | None = None
     try:

@@ -71,9 +71,7 @@ class Reviver:
                     return
                 async with self._room:
                     await self._try(link)
-                self._roster.returning.discard(
-                    link.node
-                )  # after the first try it is not waited for any more
+                self._roster.returning.discard(link.node)  # after the first try it is not waited for any more
         finally:
             self._roster.returning.discard(link.node)
 

@@ -142,9 +142,7 @@ class Continuation:
             return False
         try:
             queueing.shrink(self._cluster.own, living)
-        except (
-            SlurmError
-        ) as error:  # Slurm has noticed by itself, or does not answer
+        except SlurmError as error:  # Slurm has noticed by itself, or does not answer
             self._journal.append(EventName.NOT_SHRUNK, reason=error.what)
             return False
         self._cluster.given_back |= lost

@@ -1,8 +1,8 @@
 """``python -m slurmft.worker.checks.gpu_check``: does every GPU compute and remember correctly? One JSON object.
 
-Matrices hold -1, 0 and 1, so sparsely that all sums are small integers: every product is exact in every type, whatever
-the order of its sums, and any difference is an error of the hardware. Sums over rows and columns, which the CPU
-computes from the factors alone, find it; a product that differs from its own repetition is found too.
+Matrices hold -1, 0 and 1, so sparsely that all sums are small integers: every product is exact in every type, in any
+order of its sums, and any difference is an error of the hardware. Sums over rows and columns, which the CPU computes
+from the factors alone, find it; a product that differs from its own repetition is found too.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The order of an epoch depends on the number of samples, the seed and the epoch only. A position is a number of samples
 that all ranks together have taken, so a run may stop on four ranks and go on with three: it takes what comes next in
 the same order, each sample of the epoch once. Every rank gets its part of each global batch, and parts differ by at
-most one sample (``policy.checkpoints.batches``), whatever the world size.
+most one sample (``policy.checkpoints.batches``), at any world size.
 
     sampler = ElasticSampler(len(data), global_batch=256, seed=1)
     loader = ElasticLoader(DataLoader(data, batch_sampler=sampler, num_workers=4, generator=torch.Generator()), sampler)
@@ -40,7 +40,7 @@ class ElasticSampler(Sampler[list[int]]):
         samples: samples in the data set.
         global_batch: samples of all ranks together behind one optimizer step. The same on any world size.
         rank, world_size: as in the environment (RANK, WORLD_SIZE) when not given.
-        tail: what becomes of the samples at the end of an epoch that fill no global batch. ``span``: the batch is
+        tail: treatment of the samples at the end of an epoch that do not fill a global batch. ``span``: the batch is
             filled from the next epoch. ``short``: the last batch is shorter; where it has fewer samples than ranks, the
             highest ranks get an empty list, which torch's own ``default_collate`` refuses. ``drop``: they are left out.
             Nothing is ever repeated to pad a batch.
@@ -147,7 +147,7 @@ class ElasticSampler(Sampler[list[int]]):
             self.epoch, self.consumed = epoch + 1, 0
 
     def shared_position(self, state_dict: Mapping[str, Any], /) -> Any:
-        """Of ``state_dict`` what all ranks have alike, which is all of it."""
+        """The part of ``state_dict`` that all ranks share, which is all of it."""
         return {key: state_dict.get(key) for key in self.state_dict()}
 
     def _size(self, consumed: int) -> int:

@@ -104,7 +104,7 @@ class Injector:
         match self._settings.error_injection_type:
             case Injection.TRANSIENT_ERROR:
                 return is_bad_node and phase is Phase.INITIAL
-            case Injection.PERSISTENT_ERROR:  # without a name, whatever ran the step first is bad
+            case Injection.PERSISTENT_ERROR:  # without a name, the node that ran the step first is bad
                 return is_bad_node and (self._settings.error_injection_node is not None or phase is not Phase.ELSEWHERE)
             case Injection.CORRECT_RESULT:
                 return True

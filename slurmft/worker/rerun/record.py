@@ -34,8 +34,8 @@ class Rejection:
     def on(self, hardware: Sequence[Suspect]) -> Rejection:
         """With the suspects filled in; ``hardware`` is that of all ranks, in their order.
 
-        Ranks that do not exist are left out. Whoever rejected it is suspected where nobody else is: with no suspect, a
-        rerun on the same hardware would count as one elsewhere.
+        Ranks that do not exist are left out. The rank that rejected it is suspected where no other one is: with no
+        suspect, a rerun on the same hardware would count as one elsewhere.
         """
         known = [rank for rank in self.producers if 0 <= rank < len(hardware)] or [self.rank]
         return replace(self, suspects=tuple(hardware[rank] for rank in known))

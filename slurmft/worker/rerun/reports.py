@@ -1,4 +1,4 @@
-"""What a rerun's outcome leaves behind: log lines, evidence against hardware, and the verdict file of an exit."""
+"""The output of a rerun's outcome: log lines, evidence against hardware, and the verdict file of an exit."""
 
 from __future__ import annotations
 

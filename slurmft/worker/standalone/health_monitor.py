@@ -1,4 +1,4 @@
-"""Questions that a training loop may ask about itself, without an agent and without Slurm."""
+"""Checks that a training loop may run on itself, without an agent and without Slurm."""
 
 from __future__ import annotations
 
@@ -137,7 +137,8 @@ def host_fraction_used() -> float:
 
 
 def device_fraction_used() -> float:
-    """Between 0 and 1, of the current CUDA device, whoever uses it; 0 where there is none or it is not in use yet."""
+    """Between 0 and 1, of the current CUDA device, used by any process; 0 where there is none or it is not in use
+    yet."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return 0.0
     free_bytes, total_bytes = torch.cuda.mem_get_info()
