@@ -172,9 +172,7 @@ def _start(
     parent, libc = os.getpid(), ctypes.CDLL(None)
 
     def in_child() -> None:
-        signal.signal(
-            STACKS_SIGNAL, signal.SIG_IGN
-        )  # without a handler the signal would end a program
+        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # without a handler the signal would end a program
         libc.prctl(_PR_SET_PDEATHSIG, at_death, 0, 0, 0)
         if os.getppid() != parent:  # it died before
             os.kill(os.getpid(), at_death)

@@ -1,4 +1,4 @@
-"""The faults that can be injected on purpose, who carries each of them out, and which rank is hit."""
+"""The faults that can be injected on purpose, where each of them is carried out, and which rank is hit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOT_YET = "has not been forked yet"
 
 
 class Fault(StrEnum):
-    """What goes wrong; the words of ``slurmft inject``."""
+    """The kind of fault, as named by ``slurmft inject``."""
 
     KILL = "kill"
     """SIGKILL from outside, as from an operator or the kernel."""
@@ -35,8 +35,8 @@ class Fault(StrEnum):
     """It raises torch's out-of-memory error of a GPU at the next step boundary."""
 
     HOST_OOM = "host-oom"
-    """It raises MemoryError there. The kernel's own kill cannot be had: its words stand in a log that only root writes;
-    ``kill`` looks the same to the worker."""
+    """It raises MemoryError there. The kernel's own kill cannot be injected: its message is in a log that only root
+    writes; ``kill`` looks the same to the worker."""
 
     NAN = "nan"
     """The first module of the next forward pass computes NaN, once; so the loss is NaN."""
@@ -77,7 +77,7 @@ SIMULATED: Mapping[str, Fault] = {"rank_killed": Fault.KILL, "rank_hung": Fault.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """A fault that somebody asks for."""
+    """A request for a fault."""
 
     fault: Fault
     who: str
@@ -104,7 +104,7 @@ def order_of(value: Any) -> Order:
     """An order from plain values.
 
     Raises:
-        ValueError: says what is wrong with it.
+        ValueError: it is invalid; says why.
     """
     if not isinstance(value, Mapping):
         raise ValueError("it is no object")

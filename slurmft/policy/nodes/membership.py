@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 
 PATIENCE_FACTOR = 4.0
-"""How much longer silence must last where nobody could step in: the node may come back, a requeue costs more."""
+"""How much longer silence must last where no node could take over: the node may come back, a requeue costs more."""
 
 
 class Agent(Enum):
@@ -118,7 +118,7 @@ def next_members(
 
     Args:
         nodes: all that there are, in the allocation's order; a name that comes again is looked at once.
-        last: who took part in the last attempt, in the order of its ranks; empty at first.
+        last: the members of the last attempt, in the order of its ranks; empty at first.
         waited_s: how long this decision has been waiting already.
     """
     first: dict[str, Node] = {}
@@ -140,8 +140,7 @@ def next_members(
 def growth(nodes: Iterable[Node], current: Sequence[str], size: Size) -> tuple[str, ...]:
     """Nodes to take in at the next checkpoint; empty when the run is as large as it should be.
 
-    Only nodes that nothing speaks against are worth a stop. A member that has been lost is not this decision's
-    business: its attempt ends by itself.
+    Only nodes without a fault are worth a stop. A lost member does not matter here: its attempt ends by itself.
     """
     known = list(nodes)
     taken = next_members(known, current, size)
@@ -155,7 +154,7 @@ def growth(nodes: Iterable[Node], current: Sequence[str], size: Size) -> tuple[s
 def lost_after_s(timeout_s: float, *, replaceable: bool) -> float:
     """Seconds of silence after which a node counts as lost.
 
-    Where nobody could take its place the attempt's end means a requeue, which costs more than some patience.
+    Where no node could take over, the attempt's end means a requeue, which costs more than a longer wait.
     """
     return timeout_s if replaceable else timeout_s * PATIENCE_FACTOR
 

@@ -1,4 +1,4 @@
-"""What will and will not work on a site: its configuration and one run's wishes in, findings with remedies out."""
+"""What will and will not work on a site: its configuration and one run's options in, findings with remedies out."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """One thing that was checked."""
 
     check: str
     level: Level
     text: str
     remedy: str = ""
-    """What to do about it, and who; empty where nothing is to be done."""
+    """The remedy, and who can apply it; empty where none is needed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class PartitionFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wishes:
-    """What the run asks for; of a run without a configuration, the defaults."""
+    """The run's options; of a run without a configuration, the defaults."""
 
     partitions: tuple[str, ...] = ()
     """As asked for; empty: the cluster's default."""
@@ -67,7 +67,7 @@ class Wishes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderFacts:
-    """What a real try in the run folder's filesystem has shown."""
+    """Results of a real try in the run folder's filesystem."""
 
     path: str
     error: str = ""
@@ -97,7 +97,7 @@ class AdminFacts:
 
 
 def judge_cluster(conf: Mapping[str, str], wishes: Wishes) -> Iterator[Finding]:
-    """Findings on ``scontrol show config``; a key that is not there tells nothing, and nothing is said of it."""
+    """Findings on ``scontrol show config``; a key that is not there causes no finding."""
     for look in (_preemption, _kill_wait, _requeue, _requeue_delay, _proctrack, _silent_nodes, _accounting, _exits,
                  _memory_of_jobs, _held_launches):  # fmt: skip
         found = look(conf, wishes)
@@ -156,7 +156,7 @@ def judge_clocks(offsets_s: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def judge_permissions(facts: AdminFacts) -> Finding:
-    """What the user may do to nodes; to own jobs every owner may do all that slurmft does."""
+    """Findings on the user's permissions for nodes; own jobs need none."""
     if facts.may_drain:
         return Finding(check="permissions", level=Level.OK, text=f"you may drain nodes ({facts.why})")
     unknown = "it is not known whether you may drain nodes" if facts.may_drain is None else "you may not drain nodes"
@@ -299,7 +299,7 @@ def _silent_nodes(conf: Mapping[str, str], wishes: Wishes) -> Finding | None:
 
 
 def has_accounting(conf: Mapping[str, str]) -> bool:
-    """Whether the cluster keeps accounts, as far as its configuration tells."""
+    """Whether the cluster has accounting, according to its configuration."""
     return conf.get("AccountingStorageType", "") not in ("accounting_storage/none", "(null)", "")
 
 

@@ -1,4 +1,4 @@
-"""What a preemption drill has shown: facts in, a row for each thing that had to happen out."""
+"""The result of a preemption drill: facts in, a row for each expected event out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SLURMS_DELAY_S = 100.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrillFacts:
-    """One drill, as the journal of its run and the site tell it; None where something did not happen or is unknown."""
+    """One drill, from the journal of its run and the site; None where something did not happen or is unknown."""
 
     how: str
     """The signal, in words."""
@@ -23,7 +23,7 @@ class DrillFacts:
     grace_s: float | None = None
     kill_wait_s: float | None = None
     stop_reason: str | None = None
-    """Where the supervisor heard of the signal first."""
+    """Where the signal was received first."""
 
     stop_cause: str = ""
     world_size: int = 0
@@ -51,7 +51,7 @@ class Row:
 
     what: str
     passed: bool | None
-    """None: nothing to pass."""
+    """None: there is no criterion."""
 
     text: str
 

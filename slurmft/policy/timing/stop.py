@@ -4,7 +4,7 @@ A *tick* is a safe point of a worker: a step boundary, or a batch of an evaluati
 ``step << SUB_BITS | evaluation << BATCH_BITS | batch``: all ticks of one step name the same training state, so ranks
 that stop at different ticks of one step still stop at the same state. The end of an evaluation is the last tick of its
 block, so that ranks with fewer batches meet the others there. A worker first publishes the tick it has reached, then
-compares it with the proposed one; whoever reaches the proposal waits until it is committed or moved.
+compares it with the proposed one; a worker that reaches the proposal waits until it is committed or moved.
 """
 
 from __future__ import annotations

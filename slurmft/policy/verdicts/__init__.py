@@ -1,1 +1,1 @@
-"""What ended an attempt, who is to blame, and what is done about it."""
+"""What ended an attempt, which rank or node is to blame, and what follows."""

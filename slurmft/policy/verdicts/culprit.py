@@ -1,4 +1,4 @@
-"""Which ranks an attempt ended of, and which only suffer from it: what all ranks did at one moment, compared."""
+"""The culprits and victims of an attempt's end: the activity of all ranks at one moment, compared."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Named:
-    """A rank, and what speaks against it."""
+    """A rank, and the evidence against it."""
 
     rank: int
     node: str
@@ -64,7 +64,7 @@ class Named:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blame:
-    """Who it was. Nobody, with the reason why, when the look does not tell."""
+    """The culprits. None, with the reason why, when the look does not show them."""
 
     culprits: tuple[Named, ...] = ()
     victims: tuple[int, ...] = ()
@@ -75,7 +75,7 @@ def blame(
     ranks: Sequence[Summary], *, lost: Mapping[int, str] | None = None, overdue: Mapping[int, str] | None = None,
     absent: Mapping[int, str] | None = None,
 ) -> Blame:  # fmt: skip
-    """Tell the culprits from the victims.
+    """Separate the culprits from the victims.
 
     Args:
         ranks: those that could be looked at; dead ones in the order in which they ended.
@@ -126,7 +126,7 @@ def _is_of_watchdog(rank: Summary) -> bool:
 
 
 def _is_echo(rank: Summary) -> bool:
-    """It says that a peer was gone; so does every other one."""
+    """It reports that a peer was gone; so does every other one."""
     return _is_of_watchdog(rank) or (bool(rank.error) and cause_of_text(rank.error) is Cause.COMMUNICATION_ERROR)
 
 
@@ -139,7 +139,7 @@ def _left(_rank: Summary) -> str:
 
 
 def _slowest(living: Sequence[Summary], overdue: Mapping[int, str]) -> list[Named]:
-    """The ranks that the others wait for; none where nothing tells them apart."""
+    """The ranks that the others wait for; none where the ranks do not differ."""
     if not living:
         return []
     newest = max((rank.tick for rank in living if rank.attached), default=0)
@@ -172,7 +172,7 @@ def _last(ranks: Sequence[Summary], reached: Callable[[Summary], int], at_most: 
 
 
 def _odd_ones(ranks: Sequence[Summary]) -> list[Summary]:
-    """Those that stand elsewhere than more than half of all; none where no place holds so many."""
+    """Ranks in another place than more than half of all; none where no place holds so many."""
     places = Counter(rank.doing for rank in ranks)
     common, number = places.most_common(1)[0]
     return [rank for rank in ranks if rank.doing != common] if len(ranks) > 2 and number * 2 > len(ranks) else []

@@ -47,7 +47,7 @@ def unambiguous(actions: Mapping[ExitAction, str]) -> Mapping[ExitAction, str]:
     """``actions``, when every code can be read and has one meaning.
 
     Raises:
-        ValueError: names the code that has not.
+        ValueError: names the code with two meanings.
     """
     seen: dict[int, ExitAction] = {}
     for action, codes in actions.items():

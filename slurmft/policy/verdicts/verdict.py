@@ -1,4 +1,4 @@
-"""What ended an attempt, and what is done about it."""
+"""What ended an attempt, and the decision that follows."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Verdict:
     """The rank to blame; None when it is none, or a whole node."""
 
     node: str = ""
-    """Where that was; empty when nobody is to blame."""
+    """Where that was; empty when no rank or node is to blame."""
 
     suspects: tuple[Suspect, ...] = ()
     """Hardware that may be the reason, the most suspicious first."""
@@ -121,7 +121,7 @@ class Verdict:
     """End of the culprit's traceback."""
 
     evidence: tuple[str, ...] = ()
-    """What else speaks for it, in words: srun's lines, files that workers left."""
+    """Further evidence, in words: srun's lines, files that workers left."""
 
     @property
     def progressed(self) -> bool:
