@@ -45,7 +45,7 @@ class _Node(dict[str | int, Any]):
 
 
 def unflatten(leaves: Mapping[Path, Any]) -> dict[str, Any]:
-    """The reverse of ``flatten``, whatever the order of the leaves.
+    """The reverse of ``flatten``, for leaves in any order.
 
     Raises:
         ValueError: two paths contradict each other, or a list has gaps.

@@ -26,7 +26,7 @@ class Packed:
 
 
 class ObjectPacker:
-    """Packs the same keys again and again; what has not changed since the last time costs a comparison."""
+    """Packs the same keys again and again; unchanged values cost a comparison."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[Any, bytes]] = {}
@@ -35,7 +35,7 @@ class ObjectPacker:
         """Each object's bytes, in order; what happens to the objects later changes nothing.
 
         Raises:
-            CheckpointError: one of them would be refused at load; better told now than at the resume that needs it.
+            CheckpointError: one of them would be refused at load, which is reported now rather than at the resume.
         """
         packed, fresh = [], {}
         for key, value in objects.items():
@@ -45,7 +45,10 @@ class ObjectPacker:
             else:
                 data = to_bytes(key, value)
                 if _is_plain(value) and not _has_tensor(value):
-                    fresh[key] = copy.deepcopy(value), data  # what grows in place must not be compared with itself
+                    fresh[key] = (
+                        copy.deepcopy(value),
+                        data,
+                    )  # not compared with itself after growing in place
                 packed.append(Packed(key, data))
                 continue
             packed.append(Packed(key, known[1]))

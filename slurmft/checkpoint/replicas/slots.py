@@ -154,14 +154,14 @@ def place_for(folder: Path, index: ShardIndex) -> Path:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what somebody who died has left half written; call while nobody writes here."""
+    """Remove incomplete files of dead processes; call while no process writes here."""
     for path in (*folder.glob("shard-*.image"), *folder.glob(".*")):
         if path.name.startswith(".") or not path.with_suffix(".json").exists():
             path.unlink(missing_ok=True)
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove what no restart can need any more: images older than the two newest snapshots in ``folder``.
+    """Remove images that no restart can need any more: older than the two newest snapshots in ``folder``.
 
     They belong to shards that the run has no more, since it goes on with fewer ranks.
     """

@@ -35,7 +35,7 @@ class Measured:
 
     history: FailureHistory = field(default_factory=FailureHistory)
     attempts: int = 0
-    """Nodes of the measured runs; 0: nothing was measured."""
+    """Attempts that were measured; 0: none."""
 
     is_own: bool = True
     """They are of this run, and not of runs of the same workload beside it."""
