@@ -32,7 +32,7 @@ class Answer:
 async def ask(
     endpoint: str, path: str, *, headers: Mapping[str, str], method: str = "GET", timeout_s: float = TIMEOUT_S
 ) -> Answer:
-    """The answer, whatever its status; ``timeout_s`` is for all of it.
+    """The answer, with any status; ``timeout_s`` is for all of it.
 
     Raises:
         NoAnswer: there was none.

@@ -209,7 +209,7 @@ def run_python(argv: Sequence[str], verdict: Path) -> int:
         sys.stderr.write(f"slurmft: {error}\n")
         _leave_verdict(verdict, str(error.what))
         return error.exit_code
-    except BaseException:  # noqa: BLE001 - whatever the user's program raised, as the interpreter would report it
+    except BaseException:  # noqa: BLE001 - any error of the user's program, as the interpreter would report it
         text = traceback.format_exc()
         kind, value, trace = sys.exc_info()
         if kind is not None and value is not None:

@@ -2,7 +2,7 @@
 
 A save begins with one exchange of integers between all ranks, and then each rank copies its part into shared memory;
 the training loop pays for nothing else. Each rank's writer process makes its part durable, and rank 0's commits the
-checkpoint once all parts are. Whatever happens before that leaves the older checkpoints as they were.
+checkpoint once all parts are. Any failure before that leaves the older checkpoints as they were.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def decide(
 
     A distrusted checkpoint (a load found it damaged, or it is quarantined) does not count as one of the kept, so that
     the last good one is never removed in its favour. It stays as evidence until it is older than the newest
-    ``keep_last_n``; of the quarantined ones, whatever their age, the newest ``KEPT_QUARANTINED`` stay. The newest
+    ``keep_last_n``; of the quarantined ones, of any age, the newest ``KEPT_QUARANTINED`` stay. The newest
     ``NEVER_REMOVED`` good commits always stay.
     """
     quarantined = [entry.path for entry in newest_first if entry.quarantine]

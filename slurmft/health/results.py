@@ -1,10 +1,10 @@
 """Results of the probes on a shared folder: one file for each node, which only that node's probes write.
 
     <folder>/<node>.json   {"format": 1, "node": ..., "checkups": [newest last, at most KEEP]}
-    a checkup              {"node", "at", "context", "level", "ok": [names], "results": [whatever is not OK]}
+    a checkup              {"node", "at", "context", "level", "ok": [names], "results": [those that are not OK]}
 
 Written atomically; of two writers at once on one node (a prolog beside the HealthCheckProgram) one may lose its look,
-never the file. A reader leaves out what it cannot believe and says so.
+never the file. A reader leaves out invalid looks and reports them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Results:
     """Node -> its looks, oldest first."""
 
     problems: tuple[str, ...] = ()
-    """What could not be read, one line each."""
+    """Files that could not be read, one line each."""
 
 
 def write_result(folder: Path, node: str, result: Checkup) -> Path:
@@ -55,7 +55,7 @@ def write_result(folder: Path, node: str, result: Checkup) -> Path:
     except OSError as error:
         raise StorageUnavailable(f"cannot keep results in {folder}: {error.strerror or error}") from error
     except StorageError:
-        before = []  # damaged or newer: this look is worth more than what nobody can read
+        before = []  # damaged or newer: this look is worth more than an unreadable file
     kept = sorted([*before, result], key=lambda each: each.at)[-KEEP:]
     try:
         write_json(path, {"node": node, "checkups": [_brief(each) for each in kept]}, mode=0o644, durable=False)
@@ -84,7 +84,7 @@ def read_results(folder: Path) -> Results:
     for name in names:
         node = name.removesuffix(".json")
         if name.startswith("."):
-            continue  # somebody's temporary file
+            continue  # a writer's temporary file
         try:
             path = _path(folder, node)
             if (owner := path.lstat().st_uid) not in trusted:
@@ -103,7 +103,7 @@ def checkup_json(checkup: Checkup) -> dict[str, Any]:
 
 
 def _brief(checkup: Checkup) -> dict[str, Any]:
-    """For the shared folder: of what is OK only the name, since a sweep reads the files of ten thousand nodes."""
+    """For the shared folder: only the names of OK results, since a sweep reads the files of ten thousand nodes."""
     value = checkup_json(checkup)
     value["ok"] = [result.name for result in checkup.results if result.status is Status.OK]
     value["results"] = [each for each in value["results"] if each["status"] != Status.OK.name]
@@ -119,7 +119,7 @@ def checkup_of(value: Any) -> Checkup:
     """A look from plain values.
 
     Raises:
-        ValueError: says what is wrong with it.
+        ValueError: it is invalid; says why.
     """
     if not isinstance(value, dict):
         raise ValueError("a look is no object")
@@ -146,7 +146,7 @@ def result_of(value: Any) -> ProbeResult:
     """One probe's result from plain values.
 
     Raises:
-        ValueError: says what is wrong with it.
+        ValueError: it is invalid; says why.
     """
     if not isinstance(value, dict):
         raise ValueError("a result is no object")

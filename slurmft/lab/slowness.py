@@ -110,13 +110,13 @@ def _move(folder: Path, member: str, group: Path) -> list[int]:
 
 
 def _lift_later(group: Path, after_s: float) -> None:
-    """Return at once; a process of its own lifts the limit, or ends when somebody else has."""
+    """Return at once; a process of its own lifts the limit, or ends when the limit is gone already."""
     if os.fork():
         return
     os.setsid()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
-        os.dup2(nowhere, descriptor)  # whoever reads our output must not wait for us
+        os.dup2(nowhere, descriptor)  # readers of our output must not wait for us
     deadline = time.monotonic() + after_s
     while group.is_dir() and time.monotonic() < deadline:
         time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))

@@ -15,7 +15,7 @@ from slurmft.lab.state import load
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """One node: Slurm's word for its state (``unknown`` when it is silent), led by ``dead`` or ``cut off`` if it is."""
+    """One node: Slurm's name for its state (``unknown`` without an answer), after ``dead`` or ``cut off`` if it is."""
 
     name: str
     address: str

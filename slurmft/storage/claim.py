@@ -1,4 +1,4 @@
-"""Who acts on the end of an attempt: supervisor, its guardian and cron may all try (design, ordering rule 2)."""
+"""The claim to act on the end of an attempt: supervisor, guardian and cron may all try (design, ordering rule 2)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SUPERVISOR = "supervisor on "
 """Begins the name of an actor who lives in the job itself, and so ends with it."""
 
 CLAIM_LEASE_S = 180.0
-"""A claim without an outcome that is older belongs to somebody who died on another host."""
+"""An older claim without an outcome belongs to a process that died on another host."""
 
 
 class EndingClaim:
@@ -33,8 +33,8 @@ class EndingClaim:
         """Whether the caller is the one who acts.
 
         Args:
-            instead_of: beginning of the name of an actor who is known to be gone; a claim of that one's that has no
-                outcome counts for nothing.
+            instead_of: beginning of the name of an actor that is known to be gone; its claim without an outcome is
+                void.
 
         Raises:
             StorageError: the run folder cannot be read or written.
@@ -50,7 +50,7 @@ class EndingClaim:
             return True
 
     def outcome(self) -> str | None:
-        """What came of it; None while nobody has settled it.
+        """The outcome; None while it is not settled.
 
         Raises:
             StorageError: the run folder cannot be read.
@@ -58,7 +58,7 @@ class EndingClaim:
         return (read_json(self.path) or {}).get("outcome")
 
     def settle(self, outcome: str) -> None:
-        """It has been acted on; nobody will again.
+        """Mark it as acted on, for good.
 
         Raises:
             StorageError: the run folder cannot be read or written.
@@ -66,7 +66,7 @@ class EndingClaim:
         write_state(self.path, {**(read_json(self.path) or {}), "outcome": outcome})
 
     def give_back(self) -> None:
-        """Acting failed, or what was settled did not happen; somebody else may try."""
+        """Acting failed, or the settled action did not happen; another process may try."""
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
 

@@ -1,6 +1,6 @@
-"""What may stand in an exclusion list: values of the right kind, in bounds, of something that can be a node.
+"""Valid content of an exclusion list: values of the right kind, in bounds, with possible names of nodes.
 
-A list is shared, and whoever can write it can write anything into it with a right checksum.
+A list is shared, and any user who can write it can write anything into it with a valid checksum.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slurmft.policy.nodes.suspicion import MAX_WEIGHT, ManualEntry, Observation
 
 MAX_TEXT = 1000
 MAX_TIME_S = 1e12
-"""Unix time beyond which no clock is: the year 33,658."""
+"""Unix time beyond any clock: the year 33,658."""
 
 _KINDS: dict[str, Kind] = {kind.value: kind for kind in Kind}
 _COLUMN_TYPES = tuple(
@@ -30,7 +30,7 @@ def rows(values: Any) -> list[Observation]:
     """Rows as values; columns are looked at as a whole, since there may be very many.
 
     Raises:
-        ValueError: one of them is no observation.
+        ValueError: one of them is not an observation.
     """
     if type(values) is not list:
         raise ValueError("the observations are no list")
@@ -53,7 +53,7 @@ def rows(values: Any) -> list[Observation]:
 
 
 def sound_rows(values: Any) -> list[Observation]:
-    """Those of the rows that are observations."""
+    """The rows that are valid observations."""
     found = []
     for value in values if type(values) is list else []:
         try:
@@ -69,7 +69,7 @@ def is_node(name: str) -> bool:
 
 
 def entries(values: Any) -> tuple[list[ManualEntry], bool]:
-    """The exclusions by hand as they are stored, and whether all of them are some."""
+    """The exclusions by hand as they are stored, and whether all of them are valid."""
     found = []
     for value in values if type(values) is list else []:
         with contextlib.suppress(KeyError, TypeError, StorageError):

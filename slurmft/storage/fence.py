@@ -1,7 +1,7 @@
 """Fencing: an attempt that is no longer the newest one of its run must not change the run's state.
 
 ``owner.json`` in the run folder holds a generation that grows by one with every attempt. A worker knows its own from
-its environment; a node that was cut off and comes back finds a newer one and is refused (design, ordering rule 9).
+its environment; a node that was cut off and reconnects finds a newer one and is refused (design, ordering rule 9).
 """
 
 from __future__ import annotations

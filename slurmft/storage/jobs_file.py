@@ -1,4 +1,4 @@
-"""The jobs of a run: their ids, and what tells each of them from another job that has its id later."""
+"""The jobs of a run: their ids, and their identities, as ids are reused for other jobs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class JobsFile:
         return self._read()[0]
 
     def own_jobs(self, newest: int | None, told_elsewhere: Callable[[], Mapping[str, JobIdentity]]) -> list[OwnJob]:
-        """Those of Slurm, oldest first; ``told_elsewhere`` is asked where the file does not say who they are.
+        """Those of Slurm, oldest first; ``told_elsewhere`` is called where the file has no identities.
 
         Raises:
             StorageError: the file cannot be read or believed.
@@ -49,9 +49,9 @@ class JobsFile:
         return [OwnJob(job, replace(known.get(job) or told.get(job) or NOTHING_KNOWN, user=user)) for job in chosen]
 
     def add(self, job: str, seen: JobIdentity | None) -> None:
-        """Remember a job, and what it was seen as. Idempotent.
+        """Remember a job, and its identity. Idempotent.
 
-        An id that has come again means the newer job: it becomes the newest one.
+        A reused id means the newer job: it becomes the newest one.
 
         Raises:
             StorageError: the file cannot be read, believed or written.

@@ -52,7 +52,7 @@ def shared_memory() -> Path:
 
 
 def prefix(kind: str = "slurmft") -> str:
-    """What the names of this user's private folders begin with."""
+    """The prefix of the names of this user's private folders."""
     return f"{kind}-{os.geteuid()}-"
 
 
@@ -79,7 +79,7 @@ def make_private_folder() -> PrivateFolder:
 def remove_left_overs(root: Path) -> None:
     """Remove this user's private folders whose processes have ended.
 
-    A lock tells the living from the dead across namespaces of process ids; a process id would not.
+    A lock shows whether its holder lives across namespaces of process ids; a process id would not.
     """
     for path in own_folders(root, prefix()):
         with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
 """SIGTERM in a worker: remember it, call the user's handler, and shield its child processes from outside senders.
 
 Some sites signal every process of a step (proctrack/linuxproc, proctrack/pgid). A data-loader worker that dies of it
-takes its trainer along before the trainer can save. So whatever the worker starts with ``multiprocessing``, by fork,
-spawn or forkserver, obeys a TERM from its parent or from itself only, from its first instruction on.
+takes its trainer along before the trainer can save. So each process that the worker starts with ``multiprocessing``, by
+fork, spawn or forkserver, obeys a TERM from its parent or from itself only, from its first instruction on.
 
 Programs started with ``subprocess`` get TERM as Slurm sends it: an ignored or blocked signal would stay so for good,
 and ``Popen.terminate()`` would do nothing. For the same reason a process that is shielded passes the blocked signal on

@@ -61,9 +61,7 @@ class Mappings:
         memory = self._kept.pop((status.st_dev, status.st_ino), None)
         if memory is None or len(memory) < size_bytes:
             memory = mmap.mmap(descriptor, status.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
-        self._kept[status.st_dev, status.st_ino] = (
-            memory  # keeps the file, and so its inode number
-        )
+        self._kept[status.st_dev, status.st_ino] = memory  # keeps the file, and so its inode number
         for old in [*self._kept][: len(self._kept) - _KEPT]:
             del self._kept[old]
         with memoryview(memory) as whole, whole[:size_bytes] as view:

@@ -73,7 +73,7 @@ def to_bytes(key: str, value: Any) -> bytes:
             from_bytes(stream.getvalue())
             return stream.getvalue()
         reason, cause = f"it holds {', '.join(unsafe)}", None
-    except Exception as error:  # noqa: BLE001 - whatever the object's own code raises
+    except Exception as error:  # noqa: BLE001 - any error of the object's own code
         reason, cause = f"{type(error).__name__}: {str(error)[:300]}", error
     raise CheckpointError(
         f"{key} cannot be part of a checkpoint, torch.load(weights_only=True) would refuse it: {reason}",

@@ -205,7 +205,7 @@ def _beside(work: Callable[[Pace], _Hashed], look: Pace) -> Iterator[Future[_Has
     def target() -> None:
         try:
             future.set_result(work(look_and_stop))
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the result
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is awaited
             future.set_exception(error)
 
     thread = threading.Thread(target=target, daemon=True, name="hash")

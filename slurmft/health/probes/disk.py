@@ -91,7 +91,7 @@ def written_and_read(folder: Path, size: int, *, name: str, check: str = "disk-w
     except OSError as error:
         return _cannot_write(check, name, error)
     try:
-        os.unlink(path)  # noqa: PTH108 - at once: whatever ends us leaves no file
+        os.unlink(path)  # noqa: PTH108 - at once: no file is left if we are killed
         back = _through_the_disk(descriptor, content)
     except OSError as error:
         return _cannot_write(check, name, error)
@@ -105,7 +105,7 @@ def written_and_read(folder: Path, size: int, *, name: str, check: str = "disk-w
 
 def _through_the_disk(descriptor: int, content: bytes) -> bytes:
     left = memoryview(content)
-    while left:  # a disk that fills up takes a part, and refuses only the rest
+    while left:  # a disk that fills up accepts a part, and refuses the rest
         left = left[os.write(descriptor, left) :]
     os.fsync(descriptor)
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Judging GPUs by what their driver says: pure, but for one survey that all of them share."""
+"""Judging GPUs by their driver's answers: pure, but for one survey that all of them share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESET = "drain the node, reset the GPU: nvidia-smi --gpu-reset"
 SLOW_REASONS: Mapping[int, str] = {
     0x08: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot (hardware)", 0x80: "power brake",
 }  # fmt: skip
-"""Bits of the clock reasons that mean trouble, and not idleness or a limit that somebody has set."""
+"""Bits of the clock reasons that mean trouble, and not idleness or a configured limit."""
 
 NAMES = ("gpu-count", "gpu-ecc", "gpu-clocks", "gpu-pcie", "gpu-nvlink", "gpu-processes", "xid")
 
@@ -141,7 +141,7 @@ def judge_nvlink(gpus: Sequence[Gpu], limits: GpuLimits) -> ProbeResult:
 def judge_processes(
     gpus: Sequence[Gpu], owners: Mapping[int, leftovers.Process | None], running: frozenset[str] | None
 ) -> ProbeResult:
-    """Processes of jobs that have ended, which still hold GPU memory; those of root and without a job are no jobs'."""
+    """Processes of jobs that have ended, which still hold GPU memory; those of root and without a job do not count."""
     check = "gpu-processes"
     if running is None:
         return unknown(check, "a job is starting: not known yet whose processes these are")

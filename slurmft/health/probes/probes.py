@@ -32,7 +32,8 @@ class Probe:
     """Its limit grows with the patience of the context."""
 
     waits: Callable[[HealthConfig], float] = lambda _: 0.0
-    """Seconds that it waits by itself, as the configuration says: it must live to tell what did not answer."""
+    """Seconds that it waits by itself, as the configuration says: it must live long enough to report what did not
+    answer."""
 
     def limit(self, scene: Scene) -> float:
         """Seconds that it may take here."""
@@ -64,7 +65,7 @@ PROBES = (
     Probe(names=("dcgm",), look=gpu_work.diagnose, limit_s=gpu_work.DIAGNOSE_S, level=2, is_patient=False),
     Probe(names=("all-reduce",), look=gpu_work.all_reduce, limit_s=gpu_work.PAIR_S, level=2, is_patient=False),
 )  # fmt: skip
-"""Our own. Those of level 1 take less than two seconds together, whatever hangs."""
+"""Our own. Those of level 1 take less than two seconds together, even if one hangs."""
 
 
 def probes_for(scene: Scene) -> list[Probe]:

@@ -47,7 +47,7 @@ class Continuation:
     """Makes a job's run go on. Call its methods with signals ignored: a requeue signals its caller.
 
     Args:
-        ends_at_s: monotonic time at which Slurm will have ended the job; None when nobody knows of an end.
+        ends_at_s: monotonic time at which Slurm will have ended the job; None when no end is known.
         placement: where it must not go on; None leaves the job's excluded nodes alone.
         retry_delay_s: what a requeue waits in addition.
     """
