@@ -81,7 +81,7 @@ class StorageError(SlurmftError):
 
 
 class StorageUnavailable(StorageError):
-    """The filesystem has no space, is read-only, or does not answer; what lies on it is as good as before."""
+    """The filesystem has no space, is read-only, or does not answer; files on it are unchanged."""
 
     exit_code = 75
 

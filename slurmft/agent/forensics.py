@@ -7,7 +7,7 @@ never exceeds its limits. Files go to the attempt's folder, without waiting for 
     stacks-rank-N.txt      all Python threads, as often as they were asked for or the worker crashed
     evidence-NODE.json     for each rank: where it is, its page, the kernel's view of its threads
     flight-recorder-...    torch's own record of its collectives, where it keeps one that can be asked for (NCCL); read
-                           here, so that the supervisor can tell which ranks had not entered which collective
+                           here, so that the supervisor can find which ranks had not entered which collective
 """
 
 from __future__ import annotations

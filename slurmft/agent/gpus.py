@@ -1,6 +1,6 @@
 """The GPUs of a node: which of them its workers may use, and whether killed workers have released them.
 
-GPUs are told apart by UUID: indices prove nothing, as they are renumbered inside a job's cgroup, and may change with
+GPUs are identified by UUID: indices prove nothing, as they are renumbered inside a job's cgroup, and may change with
 every allocation.
 """
 

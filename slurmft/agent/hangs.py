@@ -136,7 +136,7 @@ class HangWatch:
         self._suspensions = [*self._suspensions[-MAX_SUSPENSIONS + 1 :], (from_s, until_s)]
 
     def looks(self) -> Iterator[WorkerLook]:
-        """What each living worker is doing."""
+        """The sections of each living worker."""
         now_s = self._clock()
         self._counts_steps = self._counts_steps or any(each.alive and counts_steps(each.page) for each in self._workers)
         for worker in self._workers:
@@ -151,7 +151,8 @@ class HangWatch:
                 yield look
 
     def facts(self, first: int) -> dict[str, Any]:
-        """What each living worker is doing, for the supervisor; from the ``first`` on as many as a message takes."""
+        """The sections of each living worker, for the supervisor; from the ``first`` on as many as fit into a
+        message."""
         looks = list(self.looks())
         page = looks[first : first + WORKERS_PER_MESSAGE]
         workers = [facts_of(replace(look, stopped=self._is_stopped(look.rank))) for look in page]

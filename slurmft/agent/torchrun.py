@@ -48,7 +48,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def worker_command(config: RunConfig) -> Sequence[str]:
-    """What the agent's workers run."""
+    """The command of the agent's workers."""
     if config.launcher == "agent":
         return config.command
     timeout_s = max(config.preemption.signal_lead_s, round(config.preemption.stop_timeout_s))

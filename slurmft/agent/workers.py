@@ -97,7 +97,7 @@ class Worker:
 
 
 def zygote_arguments(command: Sequence[str]) -> list[str] | None:
-    """What follows the interpreter in ``command`` when a fork of ours can run it, else None.
+    """The arguments after the interpreter in ``command`` when a fork of ours can run it, else None.
 
     It can when the command is this very interpreter with a script or ``-m module`` and no option but ``-u``.
     """

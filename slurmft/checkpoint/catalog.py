@@ -1,4 +1,4 @@
-"""What lies in a checkpoint directory: names, markers, order. No torch, nothing is changed.
+"""The content of a checkpoint directory: names, markers, order. No torch, nothing is changed.
 
     <checkpoint_dir>/step-00000100.g7.c12/     step 100, written by generation 7, the 12th commit of this directory
         .metadata          the index of torch.distributed.checkpoint, which torch reads and slurmft never does

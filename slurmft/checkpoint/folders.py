@@ -52,7 +52,7 @@ def remove_left_overs(directory: Path) -> None:
 
 
 def _is_untouched(folder: Path) -> bool:
-    """Whether every writer that has worked there has ended, as far as clocks can tell."""
+    """Whether every writer that has worked there has ended, as far as clocks show."""
     try:
         newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     except OSError:

@@ -265,7 +265,7 @@ class JustInTime:
                     trainee, check = then.as_of(trainee), functools.partial(self._check_device, self._on_device, then)
                 check()
                 self._stage(step, self._state(trainee, step), check)
-        except Exception as error:  # noqa: BLE001 - this process fails anyway: of something else, which must be told
+        except Exception as error:  # noqa: BLE001 - this process fails anyway, of another error, which must be reported
             log.warning("step %d is not kept just in time: %s", step, error)
             return False
         log.info("kept step %d just in time, in %.3f s", step, time.monotonic() - began)

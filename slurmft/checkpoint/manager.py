@@ -55,7 +55,7 @@ class CheckpointManager:
 
     Every method is a collective when torch.distributed is initialised: all ranks call it with the same arguments.
     Replicated (DDP) and sharded (FSDP2) models; each rank writes its share. The directory lies on a filesystem that
-    every rank sees. What is not given here comes from the run's section ``checkpoint``, or its default.
+    every rank sees. Other values come from the run's section ``checkpoint``, or its defaults.
 
     Args:
         keep_last_n: checkpoints of this many steps are kept (at least 1).

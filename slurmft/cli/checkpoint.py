@@ -1,4 +1,4 @@
-"""``slurmft checkpoint``: what lies in a checkpoint directory, for people. Only export imports torch."""
+"""``slurmft checkpoint``: the content of a checkpoint directory, for people. Only export imports torch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Place:
         return ranked[0] if ranked and self.best_metric else None
 
     def scan(self) -> Contents:
-        """What lies there; all of it, or the one that was named."""
+        """Its content; all of it, or the one checkpoint that was named."""
         found = Catalog(self.directory).scan()
         if self.only is None:
             return found
@@ -351,7 +351,7 @@ def _check_removal(where: Place, entries: Sequence[Entry], gone: Collection[Path
 
 
 def _verified(entry: Entry, *, quiet: bool) -> list[Problem] | None:
-    """What is wrong with a checkpoint; None when it is gone meanwhile."""
+    """The problems of a checkpoint; None when it is gone meanwhile."""
     with _kept(entry) as is_there:
         if not is_there:
             return None

@@ -115,7 +115,7 @@ def down(folder: Path, purge: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @click.pass_obj
 def status(folder: Path, as_json: bool) -> None:
-    """What stands: nodes and their states. Exit code 0 when all is well, 1 otherwise."""
+    """Show the lab: nodes and their states. Exit code 0 when all is well, 1 otherwise."""
     found = status_of(folder)
     if as_json:
         say_json(dataclasses.asdict(found), indent=2)

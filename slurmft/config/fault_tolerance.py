@@ -1,4 +1,4 @@
-"""The section ``fault_tolerance:``: what may go wrong, how often, and for how long."""
+"""The section ``fault_tolerance:``: limits for failures, restarts, hangs and silence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slurmft.policy.verdicts.verdict import Cause, by_cause
 
 
 class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
-    """What may go wrong, how often, and for how long."""
+    """Limits for failures, restarts, hangs and silence."""
 
     num_in_job_restarts: Count = Field(default=3, ge=0)
     """Restarts within one start of the job, on the nodes that it has, before it goes back into the queue; counted anew
@@ -28,7 +28,7 @@ class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
     first one is immediate. 0 switches the delay off."""
 
     max_retry_delay_s: Seconds = Field(default=300.0, ge=0)
-    """What the delay grows to; a restart in the allocation waits no longer than 10 s."""
+    """The longest delay; a restart in the allocation waits no longer than 10 s."""
 
     retries: Annotated[dict[Cause, Annotated[Count, Field(ge=0)]], BeforeValidator(by_cause)] = Field(
         default_factory=dict

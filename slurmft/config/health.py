@@ -200,7 +200,7 @@ class UserProbe(Section):
     """1: in every run; 2: in the long one."""
 
     remedy: Text = ""
-    """What an admin does when it fails."""
+    """The remedy for an admin when it fails."""
 
     is_hardware: bool = False
     """Its failure is the hardware's, which the drain reason says."""
@@ -243,7 +243,7 @@ class VerdictLimits(Section):
 
 
 class HookSettings(Section):
-    """What Slurm's hooks do."""
+    """Actions of Slurm's hooks."""
 
     prolog_refuses: bool = False
     """Let a CRITICAL result fail the prolog: Slurm then drains the node, and the job is requeued held. Off: it is only

@@ -29,7 +29,7 @@ MAX_DEPTH = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cleaned:
-    """What was left over, and is gone."""
+    """Left-overs that were removed."""
 
     processes: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What Slurm's hooks do on a node, and the lines of slurm.conf that call them.
+"""The work of Slurm's hooks on a node, and the lines of slurm.conf that call them.
 
 Slurm drains a node whose prolog or epilog fails, so the scripts in ``bin/`` end with 0 on any error of ours; the one
 exit code that they pass on is REFUSED, of a prolog that is allowed to refuse.

@@ -53,7 +53,7 @@ class Scene:
         return self.root / name
 
     def text(self, name: str) -> str:
-        """What stands in this file below the root; empty where it is missing or may not be read."""
+        """The text of this file below the root; empty where it is missing or may not be read."""
         return text_of(self.root / name)
 
     def integer(self, name: str) -> int | None:
@@ -99,7 +99,7 @@ def text_of(path: Path) -> str:
 
 
 def mounts(scene: Scene) -> Iterator[Mount]:
-    """What is mounted, as this process sees it (proc(5), mountinfo); lines of another shape are skipped."""
+    """All mounts, as this process sees them (proc(5), mountinfo); lines of another shape are skipped."""
     for line in scene.text("proc/self/mountinfo").splitlines():
         before, dash, after = line.partition(" - ")
         left, right = before.split(" "), after.split(" ")

@@ -32,7 +32,7 @@ _NODE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
-    """What lies in a results folder."""
+    """The content of a results folder."""
 
     checkups: Mapping[str, list[Checkup]]
     """Node -> its looks, oldest first."""

@@ -58,7 +58,7 @@ def read_new(paths: Mapping[int, Path], seen: dict[int, tuple[int, int]], within
 
     Args:
         paths: a dump of each rank; most have none.
-        seen: what has been read; kept by the caller, and changed here.
+        seen: the dumps that have been read; kept by the caller, and changed here.
     """
     deadline, found = time.monotonic() + within_s, {}
     for rank, path in paths.items():

@@ -154,7 +154,7 @@ def _build(settings: LabSettings, exposed: Sequence[Mount], needed: Sequence[Pat
 
 
 def _proof(needed: Sequence[Path]) -> Sequence[Path]:
-    """What must be readable for the exposure to have worked: the paths themselves and one file of ours."""
+    """Paths that must be readable for the exposure to have worked: the given ones and one file of ours."""
     return (*needed, Path(slurmft.__file__))
 
 

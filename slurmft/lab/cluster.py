@@ -143,7 +143,7 @@ class Lab:
         faults.start_node(self.folder, name)
 
     def partition(self, name: str) -> None:
-        """Cut a node off the network; what runs on it goes on."""
+        """Cut a node off the network; its processes go on."""
         faults.partition(self.folder, name)
 
     def heal(self, name: str) -> None:

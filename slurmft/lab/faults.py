@@ -101,7 +101,7 @@ def stop_controller(folder: Path) -> None:
 
 
 def crash_controller(folder: Path) -> None:
-    """Kill slurmctld; what it had not saved yet (up to some seconds) is forgotten."""
+    """Kill slurmctld; state that it had not saved yet (up to some seconds) is lost."""
     with exclusive(folder):
         standing(folder)
         daemons.end_program(folder, CONTROLLER, "slurmctld", signal.SIGKILL)

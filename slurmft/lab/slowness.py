@@ -1,6 +1,6 @@
 """A node that has become slow: a limit on the CPU time of everything that runs on it, now and later.
 
-A cgroup of the cpu controller (version 1 or 2) holds the node's processes; what they start is born into it. A process
+A cgroup of the cpu controller (version 1 or 2) holds the node's processes; their children start in it. A process
 of its own lifts the limit when the time is up, so that no test that dies leaves a slow node behind.
 
 Run as ``python -m slurmft.lab.slowness GROUP SECONDS``: lift the limit of GROUP after so many seconds.

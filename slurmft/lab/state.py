@@ -1,4 +1,4 @@
-"""What was built: the lab's state file, and the lock that lets one command at a time change a lab."""
+"""The lab's state file, and the lock that lets one command at a time change a lab."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def save(built: Built) -> None:
 
 
 def load(folder: Path) -> Built | None:
-    """What the state file says was built, or None when there is none or it cannot be believed."""
+    """The lab in the state file, or None when there is none or it cannot be believed."""
     try:
         plain = read_json(LabPaths(folder).state_file)
         if plain is None:

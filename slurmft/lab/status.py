@@ -1,4 +1,4 @@
-"""What stands right now, as one value."""
+"""The present state of a lab, as one value."""
 
 from __future__ import annotations
 

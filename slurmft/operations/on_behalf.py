@@ -129,7 +129,7 @@ def _environment(account: pwd.struct_passwd, root: Path) -> dict[str, str]:
 
 
 def _until_ended(process: subprocess.Popen[bytes], streams: Sequence[IO[bytes]]) -> tuple[bytes, bytes, int | None]:
-    """What it said, within limits, and its exit code; it is killed when it exceeds one of them (None)."""
+    """Its output, within limits, and its exit code; it is killed when it exceeds one of them (None)."""
     deadline, said = time.monotonic() + OWNER_LIMIT_S, [bytearray() for _ in streams]
     with selectors.DefaultSelector() as waiting:
         for number, stream in enumerate(streams):

@@ -1,7 +1,7 @@
 """The configuration of a run folder, wherever the folder lay when it was written.
 
 A folder that was moved or copied still names its old place. Verbs work on the folder that they were given, so paths
-that lay inside of it are taken to lie in it now; what lies outside may be another run's, and is not changed.
+that lay inside of it are taken to lie in it now; files outside may be another run's, and are not changed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def refuse_shared(run: RunFolder, directory: Path) -> None:
             return
     except ConfigError:
         pass  # where the original keeps its checkpoints is not known: perhaps there
-    copied = "cannot be told from a copy of its original" if original is None else f"is a copy of {original}"
+    copied = "cannot be distinguished from a copy of its original" if original is None else f"is a copy of {original}"
     raise UsageError(
         f"{run.path} {copied}, and {directory}, which both name, is not changed for the copy",
         hint=f"name {original or 'the original'}, or {directory} itself; or set checkpoint.directory of the copy",

@@ -1,4 +1,4 @@
-"""What a run is doing, from its folder and from Slurm: the values behind ``slurmft status`` and ``slurmft explain``.
+"""The state of a run, from its folder and from Slurm: the values behind ``slurmft status`` and ``slurmft explain``.
 
 Files that are damaged, of a newer version or not ours to read make their own run ``damaged``, and hide no other one.
 """

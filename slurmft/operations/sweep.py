@@ -30,7 +30,7 @@ EXIT_SILENT = SlurmUnavailable.exit_code
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepOrder:
-    """What a sweep works with, and what it may do."""
+    """The inputs of a sweep, and its permissions."""
 
     exclusions: ExclusionList
     rules: Rules
@@ -62,7 +62,7 @@ class SweepOrder:
 
 @dataclass(kw_only=True, slots=True)
 class SweepReport:
-    """What was seen and done."""
+    """The findings and actions of a sweep."""
 
     plan: SweepPlan | None = None
     """None where Slurm did not answer, or the exclusion list cannot be read."""
@@ -75,7 +75,7 @@ class SweepReport:
     """Commands that only an administrator may run, or that ``--drain`` was not given for."""
 
     problems: list[str] = field(default_factory=list)
-    """What could not be looked at or done."""
+    """Looks and actions that failed."""
 
     drained: int = 0
     resumed: int = 0

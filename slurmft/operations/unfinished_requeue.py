@@ -22,7 +22,7 @@ def placement_of(run: RunFolder, *, partition: str, job: OwnJob | None, history:
     """Nodes that the run's next placement must avoid; None where there are none."""
     try:
         config = configuration_of(run)
-    except ConfigError:  # it was readable when the run was submitted; what it excludes is in the script
+    except ConfigError:  # it was readable when the run was submitted; its excluded nodes are in the script
         return None
     suspects = sorted(duty_of(history).undecided)
     return next_placement(config, partition=partition, job=job, history=history, suspects=suspects)
@@ -43,7 +43,7 @@ def complete(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str | 
         excluded = began.details.get("excluded")
         avoid = None if excluded is None else expand(str(excluded))
         done = queueing.place(job, queueing.SOONEST_S, avoid=avoid)
-        if is_held_by_requeue(record.reason):  # by ``requeue_ended``; what a person holds stays held
+        if is_held_by_requeue(record.reason):  # by ``requeue_ended``; a job that a user holds stays held
             own_jobs.release(job)
         run.journal().append(EventName.REQUEUED, job=record.job_id, who=who, **done.in_words())
         return f"finished the requeue of job {record.job_id}" + (f", which keeps off {excluded}" if excluded else "")

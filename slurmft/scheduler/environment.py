@@ -1,4 +1,4 @@
-"""What the environment says about the job around us, and what must not leak from it into another job."""
+"""The job around us as the environment describes it, and the variables that must not leak into another job."""
 
 from __future__ import annotations
 

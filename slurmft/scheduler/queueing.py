@@ -31,8 +31,8 @@ COMPLETION_RETRY_S = 62
 the job is COMPLETING, and a begin time before that would fall back to Slurm's 121 s."""
 
 SLOWNESS = 10
-"""How many times as long as Slurm took for the requeue itself a job has at least until it begins: what is slow to
-answer is slow to end a job, too, and a begin time that passes before that falls back to Slurm's 121 s."""
+"""A job's begin time is at least so many times the duration of the requeue call itself: a slow controller is slow to
+end a job, too, and a begin time that passes before that falls back to Slurm's 121 s."""
 
 AHEAD_EVERY_S = 0.5
 """A process that ends in order is gone before the first time."""
@@ -65,7 +65,7 @@ class Requeued:
     """Slurm's words where something could not be set."""
 
     def in_words(self) -> dict[str, Any]:
-        """What the journal says of it."""
+        """The details for the journal."""
         facts: dict[str, Any] = {"delay_s": self.delay_s if self.on_time else "Slurm's own, about 121"}
         if not self.avoiding:
             facts["excluded_refused"] = self.refusal
@@ -140,7 +140,7 @@ def place(
 def keep_ahead(job: OwnJob, placed: Requeued) -> None:
     """Keep the begin time in the future for as long as this process lives: it is set anew every half second.
 
-    What is written between the requeue and the end of the process may take longer than the delay, on a disk that is
+    Writes between the requeue and the end of the process may take longer than the delay, on a disk that is
     slow; the job is COMPLETING until then. A second is added, as the process may end just before the next time.
     """
     if not placed.on_time:

@@ -90,7 +90,7 @@ def jobs(job_ids: Sequence[str], *, patience_s: float = 5.0, cluster: str = "") 
 
 
 def job(job_id: str, *, patience_s: float = 5.0) -> JobRecord | None:
-    """What has this id, or None when squeue has forgotten it; for a job that was submitted just now.
+    """The job with this id, or None when squeue has forgotten it; for a job that was submitted just now.
 
     Raises:
         SlurmUnavailable: Slurm did not answer; nothing is known.

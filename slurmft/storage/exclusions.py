@@ -42,7 +42,7 @@ LEFT_OVER_S = 86_400.0
 MAX_REVISION = 10**15
 
 log = logging.getLogger(__name__)
-_HINT = "move it away and run again; what it excluded will then be used again"
+_HINT = "move it away and run again; nodes that it excluded will then be used again"
 
 
 _Change = Callable[[list[Observation], list[ManualEntry]], None]
@@ -129,7 +129,7 @@ class ExclusionList:
         now = self._clock()
         added = [values.checked(each, now) for each in observations if each.id not in self._handed_in]
         for stranger in {each.node for each in added if not values.is_node(each.node)}:
-            log.warning("%s cannot be the name of a node; what was seen of it is not kept", ascii(stranger[:80]))
+            log.warning("%s cannot be the name of a node; observations of it are not kept", ascii(stranger[:80]))
         added = [each for each in added if values.is_node(each.node)]
         if not added:
             return

@@ -34,7 +34,7 @@ def is_the_runs(directory: Path, environment: Mapping[str, str] = os.environ) ->
 def memory_folder_of(directory: Path) -> Path | None:
     """Where snapshots of checkpoints in ``directory`` outlive their worker; None where they do not.
 
-    Snapshots are told apart by step, generation and commit: those of two directories must not lie in one folder.
+    Snapshots are identified by step, generation and commit: those of two directories must not lie in one folder.
     """
     return own_memory_folder() if is_the_runs(directory) else None
 

@@ -41,7 +41,9 @@ def translated(what: str, error: OSError) -> StorageError:
     """``error`` as slurmft's own: one that may pass by itself, or one that will not."""
     reason = error.strerror or str(error)
     if error.errno in PASSING:
-        return StorageUnavailable(f"{what}: {reason}", hint="free space or mend the filesystem; what is there is safe")
+        return StorageUnavailable(
+            f"{what}: {reason}", hint="free space or repair the filesystem; existing files are safe"
+        )
     return StorageError(f"{what}: {reason}")
 
 

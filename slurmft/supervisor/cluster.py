@@ -48,7 +48,7 @@ TRES_OF_A_TASK = frozenset({"SLURM_TRES_PER_TASK", "SLURM_TRES_BIND"})
 
 
 class Cluster(Protocol):
-    """What a supervisor needs from the place it runs in."""
+    """A supervisor's interface to the place it runs in."""
 
     attempt: Attempt
     nodes: tuple[str, ...]
@@ -92,7 +92,7 @@ class Cluster(Protocol):
         """Why the job is being ended from outside; None when it is not, or that is unknown; blocking."""
 
     def is_newest_start(self) -> bool | None:
-        """Whether this is the newest start of the job; None when it cannot be told; blocking."""
+        """Whether this is the newest start of the job; None when it is unknown; blocking."""
 
     def node_states(self) -> Mapping[str, str]:
         """Slurm's states of the allocation's nodes, as far as it reports them; blocking."""

@@ -1,4 +1,4 @@
-"""What workers, agents and srun have left of an attempt in its run folder, as values for the judge.
+"""The files of workers, agents and srun about an attempt in its run folder, as values for the judge.
 
 Anything may lie there: files of trainers, of other programs, damaged, huge, or no files at all. None of it may end or
 delay the supervisor, so files that cannot be read or believed are reported as problems and left out.

@@ -1,4 +1,5 @@
-"""The supervisor's part of injected faults: takes orders, chooses whom to hit, journals it, and tells the agents."""
+"""The supervisor's part of injected faults: takes orders, chooses the rank to hit, journals it, and instructs the
+agents."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def check(
 
 
 def refuse_warnings(findings: Sequence[Finding]) -> None:
-    """What ``--strict`` adds.
+    """The check of ``--strict``.
 
     Raises:
         UsageError: there are warnings.
@@ -55,12 +55,12 @@ def refuse_warnings(findings: Sequence[Finding]) -> None:
 
 
 def need_of(config: RunConfig) -> GraceNeed:
-    """What a stop takes, from earlier runs of the same workload."""
+    """The needs of a stop, from earlier runs of the same workload."""
     return need_from(config, timings.earlier(config.run_folder, workload_of(config)))
 
 
 def need_from(config: RunConfig, measured: Sequence[timings.Timings]) -> GraceNeed:
-    """What a stop takes, from what earlier attempts measured, oldest first."""
+    """The needs of a stop, from measurements of earlier attempts, oldest first."""
     save_s = timings.p99_save_s(measured)
     cut_off_s = max((one.unfinished_save_s or 0.0 for one in measured), default=0.0)
     return GraceNeed(

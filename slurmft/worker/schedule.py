@@ -97,7 +97,7 @@ class EverySeconds:
         self._interval_s = interval_s
 
     def seconds(self, *, step_s: float) -> float:
-        """What was configured."""
+        """The configured interval."""
         return self._interval_s
 
     def cost(self, seconds: float) -> None:
@@ -146,7 +146,7 @@ class SaveTimer:
         """The stall of the newest save, until all of its cost is known."""
 
         self._excess_ns = 0
-        """What the steps beside its write took more, or less by chance, than quiet ones."""
+        """Additional time of the steps beside its write, which may be negative by chance."""
 
     def step_done(self, now_ns: int, *, is_writing: bool) -> None:
         """A step ended at ``now_ns``; a checkpoint was or was not being written beside it."""

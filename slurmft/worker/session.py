@@ -1,4 +1,4 @@
-"""The session: what a trainer's own script needs to survive. A few lines of it are enough:
+"""The session: a trainer's connection to slurmft. A few lines of it are enough:
 
     with start_session(seed=1) as session:
         loaded = checkpoints.load_latest(model, optimizer)

@@ -171,7 +171,7 @@ def _start_shielded(start: Callable[[BaseProcess], Any], process: Any) -> Any:
 
 
 class _Shield:
-    """Part of a process object on its way to a new interpreter; what it becomes there is a call."""
+    """Part of a process object on its way to a new interpreter, where unpickling it makes a call."""
 
     def __init__(self, parent: int) -> None:
         self._parent = parent

@@ -32,7 +32,7 @@ class ObjectPacker:
         self._last: dict[str, tuple[Any, bytes]] = {}
 
     def pack(self, objects: Mapping[str, Any]) -> list[Packed]:
-        """Each object's bytes, in order; what happens to the objects later changes nothing.
+        """Each object's bytes, in order; later changes of the objects do not matter.
 
         Raises:
             CheckpointError: one of them would be refused at load, which is reported now rather than at the resume.

@@ -1,4 +1,4 @@
-"""Copies of a node's own shards on its local disk: what a restart finds when the same node comes back. No torch.
+"""Copies of a node's own shards on its local disk, for a restart on the same node. No torch.
 
     <local_directory>/slurmft-<user id>/<lineage>/shard-<shard>.<a|b>.image and .json     the newest two
 

@@ -233,7 +233,7 @@ def _look(memory: Path | None, local_disk: Path | None, staging: Staging | None)
 
 
 def _staged(staging: Staging) -> list[Holding]:
-    """What lies in the staging folder, this node's own first; of large worlds nothing else, as a row is short."""
+    """The shards in the staging folder, this node's own first; of large worlds nothing else, as a row is short."""
     found = holdings_in(staging.folder, Tier.STAGING)
     own = [one for one in found if _rank_of(one.index_path) in staging.ranks]
     return own + [one for one in found if one not in own and one.index.shards <= MAX_SHARDS]

@@ -221,7 +221,7 @@ def _read(image: int, places: list[tuple[int, int]], view: memoryview) -> None:
 def _incoming(
     transfers: Sequence[Transfer], node: _Node, failed: list[Transfer]
 ) -> Generator[torch.Tensor, None, None]:
-    """Room for each piece in turn; what lies in it is taken when the next one is asked for."""
+    """Room for each piece in turn; a received piece is taken when the next one is requested."""
     for transfer in transfers:
         tags, header = node.tags(transfer), _room(_HEADER.size)
         yield header

@@ -203,7 +203,7 @@ class Snapshots:
         return place
 
     def _beside_what_is_kept(self, place: Place | None, identity: Identity) -> Place:
-        """A rescue may have come between: what it has kept of this step is not written over.
+        """A rescue may have come between: its copy of this step is not written over.
 
         Raises:
             OSError: there is no other place.

@@ -104,4 +104,4 @@ class Left(Exception):
         super().__init__(text)
         self.kind, self.text = kind, text
         self.is_lost = is_lost
-        """Its folder is gone, or rank 0 has given it up: what is there now is not ours to remove."""
+        """Its folder is gone, or rank 0 has given it up: we must not remove files there now."""

@@ -99,7 +99,7 @@ def written_and_read(folder: Path, size: int, *, name: str, check: str = "disk-w
         os.close(descriptor)
     if back == content:
         return fine(check, f"{name}: {size} bytes came back", value=size, unit="B")
-    return bad(check, Status.CRITICAL, f"{name}: what was read is not what was written", problem=Problem.HARDWARE,
+    return bad(check, Status.CRITICAL, f"{name}: the data read differ from the data written", problem=Problem.HARDWARE,
                remedy="check the filesystem and its disk; smartctl -a")  # fmt: skip
 
 

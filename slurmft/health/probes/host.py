@@ -127,7 +127,7 @@ def _offset_by_chrony() -> float | None:
 
 
 class _Timex(ctypes.Structure):
-    """struct timex of adjtimex(2); what follows the status is not needed."""
+    """struct timex of adjtimex(2); fields after the status are not needed."""
 
     _fields_ = (
         ("modes", ctypes.c_uint), ("offset", ctypes.c_long), ("freq", ctypes.c_long), ("maxerror", ctypes.c_long),
@@ -148,7 +148,7 @@ def shared_memory(scene: Scene) -> ProbeResult:
 
 
 def judge_shared_memory(orphans: Iterable[tuple[str, int]], limits: HostLimits) -> ProbeResult:
-    """What the epilog would have removed."""
+    """Judge left-over objects that the epilog would have removed."""
     found = sorted(orphans, key=lambda each: -each[1])
     total = sum(size for _, size in found)
     if not found:

@@ -1,4 +1,4 @@
-"""Probes of the memory: what is left, pressure, ECC errors."""
+"""Probes of the memory: available memory, pressure, ECC errors."""
 
 from __future__ import annotations
 

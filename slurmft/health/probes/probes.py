@@ -15,7 +15,7 @@ from slurmft.policy.nodes.node_health import ProbeResult
 MOMENT_S = 0.3
 
 Found = ProbeResult | Sequence[ProbeResult] | None
-"""What a probe returns: one result, several, or none where there is nothing of its kind."""
+"""The return type of a probe: one result, several, or none where there is nothing of its kind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

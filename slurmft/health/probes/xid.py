@@ -33,7 +33,7 @@ RESET, BOOT, RESTART = (
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What an Xid means for the node."""
+    """The meaning of an Xid for the node."""
 
     meaning: str
     status: Status
@@ -137,7 +137,7 @@ def parse_xids(lines: Iterable[str]) -> list[Xid]:
 
 
 def cause_of(message: Xid) -> Cause:
-    """What a message means; 154 says in words what is to be done."""
+    """The meaning of a message; 154 contains its remedy in words."""
     cause = CAUSES.get(message.code, _OTHER)
     if message.code == 154 and (action := _RECOVERY.search(message.text)):
         status = _ACTIONS.get(action[1].lower(), Status.WARNING)

@@ -102,7 +102,7 @@ class State(IntEnum):
 
 
 class StopAction(IntEnum):
-    """What workers do at the agreed tick."""
+    """The action of workers at the agreed tick."""
 
     NONE = 0
     SAVE_AND_STOP = 1

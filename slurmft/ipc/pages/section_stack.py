@@ -7,7 +7,7 @@
 An open section is one 64-bit word: its start by the monotonic clock in ns, with the lowest 8 bits replaced by the
 number of its name (so starts are exact to 256 ns). To open a section is one aligned store of that word, to close it
 one store of 0: there is no instruction at which a stopped or killed worker leaves a half-written entry, and none at
-which it holds a lock, as it might hold a sequence lock for ever. A word tells the time of its own store, so no value
+which it holds a lock, as it might hold a sequence lock for ever. A word contains the time of its own store, so no value
 ever comes back and each is its own sequence number: when two reads in a row give the same words, all of them were on
 the page at one moment.
 

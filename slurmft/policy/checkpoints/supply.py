@@ -1,4 +1,4 @@
-"""Which shards travel from which rank to which, before a restart reads: what a node needs and does not hold."""
+"""Which shards travel from which rank to which, before a restart reads: those that a node needs and does not hold."""
 
 from __future__ import annotations
 

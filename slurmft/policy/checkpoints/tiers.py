@@ -39,7 +39,7 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """What one rank can supply of one snapshot."""
+    """The shards of one snapshot that one rank can supply."""
 
     rank: int
     name: Name
@@ -64,7 +64,7 @@ class Committed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What all ranks load."""
+    """The snapshot that all ranks load."""
 
     name: Name | None
     """None where there is nothing to resume from."""

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What was observed of a node; the vocabulary of the exclusion list and of workers' evidence files."""
+    """The kind of an observation; the vocabulary of the exclusion list and of workers' evidence files."""
 
     RERUN_UNDECIDED = "rerun undecided"
     """A result was rejected and came out the same again in place: the node, or the software."""

@@ -14,7 +14,7 @@ PATIENCE_FACTOR = 4.0
 
 
 class Agent(Enum):
-    """What is known of a node's agent."""
+    """The state of a node's agent."""
 
     LIVING = "living"
     RETURNING = "returning"
@@ -63,7 +63,7 @@ class Size:
     """
 
     nodes: int
-    """What is aimed at with the job's own nodes; further ones of it are spares."""
+    """The intended number of the job's own nodes; further ones of it are spares."""
 
     minimum: int
     """Fewer are not worth going on with; ``nodes`` for a run of one size."""
@@ -110,11 +110,11 @@ class TooFew:
 def next_members(
     nodes: Iterable[Node], last: Sequence[str], size: Size, *, waited_s: float = 0.0, patience_s: float = 0.0
 ) -> Members | Wait | TooFew:
-    """Who takes part in the next attempt.
+    """The members of the next attempt.
 
     As many as ``size`` allows: ``size.nodes`` of the job's own and one more for each that is lent. Those of the last
-    attempt go on where nothing speaks against them, at the places they had; gaps are filled by the others, the job's
-    own first. Where fewer are living, one that is returning is waited for, ``patience_s`` seconds in all.
+    attempt go on where they have no fault, at the places they had; gaps are filled by the others, the job's own first.
+    Where fewer are living, one that is returning is waited for, ``patience_s`` seconds in all.
 
     Args:
         nodes: all that there are, in the allocation's order; a name that comes again is looked at once.

@@ -43,7 +43,7 @@ class Problem(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeResult:
-    """What one probe found."""
+    """The result of one probe."""
 
     name: str
     status: Status

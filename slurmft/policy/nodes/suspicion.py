@@ -168,7 +168,7 @@ class Weighed:
 
     observation: Observation
     value: float
-    """Positive: what still counts of it. Negative: what it took off when it was made."""
+    """Positive: its remaining weight. Negative: the weight that it lifted when it was made."""
 
     counts: bool = True
     """False where a stronger one of the same kind and run stands for it."""

@@ -42,7 +42,7 @@ class DrillFacts:
 
     resumed_from: int | None = None
     workload_needs_s: float | None = None
-    """What a stop of the user's own workload took, from earlier runs."""
+    """Duration of a stop of the user's own workload, from earlier runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -67,7 +67,7 @@ def endpoints(facts: Mapping[str, str], environment: Mapping[str, str]) -> dict[
     """Where to ask for notices, by cloud; nothing where no sign of a cloud is seen.
 
     Args:
-        facts: what the firmware says, by the names of the files in ``/sys/class/dmi/id``.
+        facts: the firmware's values, by the names of the files in ``/sys/class/dmi/id``.
         environment: the clouds' own variables, for private setups: AWS_EC2_METADATA_SERVICE_ENDPOINT (or
             AWS_EC2_METADATA_DISABLED), GCE_METADATA_HOST; and SLURMFT_AZURE_METADATA_ENDPOINT.
     """

@@ -1,4 +1,4 @@
-"""The arithmetic of time around a stop: what it needs, what Slurm leaves it, and how much of that is left.
+"""The arithmetic of time around a stop: the time that it needs, that Slurm leaves it, and that remains.
 
 Two clocks meet here, Slurm's and the node's. Differences are taken on one of them: Slurm's own times give the length of
 a grace, the node's monotonic clock how much of it has passed. Only where that is not enough are the two compared, and
@@ -179,7 +179,7 @@ class GraceNeed:
 
     @property
     def total_s(self) -> float:
-        """Seconds from the signal to the requeue; what is not known counts as nothing."""
+        """Seconds from the signal to the requeue; unknown parts count as 0."""
         return (self.longest_step_s or 0.0) + (self.save_s or 0.0) + REQUEUE_COST_S
 
     def fits(self, seconds: float) -> bool:

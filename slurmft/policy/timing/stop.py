@@ -78,7 +78,7 @@ Plan = NothingToSave | Finishing | ByThemselves | StopAt
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What an agent read from one worker's page."""
+    """An agent's reading of one worker's page."""
 
     attached: bool
     """The worker uses ``slurmft.session``."""

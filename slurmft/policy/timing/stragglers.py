@@ -48,7 +48,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """What was measured of all ranks in one span of time."""
+    """Measurements of all ranks in one span of time."""
 
     medians_s: Floats
     """[ranks, sections] Median seconds of each section; NaN, infinite, zero or negative where there is none."""

@@ -1,1 +1,1 @@
-"""What ended an attempt, which rank or node is to blame, and what follows."""
+"""The cause of an attempt's end, the rank or node to blame, and the decision that follows."""

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class ExitAction(StrEnum):
-    """What an exit code means; the names are those of workflow schedulers."""
+    """The meaning of an exit code; the names are those of workflow schedulers."""
 
     COMPLETE = "COMPLETE"
     RESCHEDULE = "RESCHEDULE"

@@ -38,7 +38,7 @@ class Level(IntEnum):
     """Nothing had begun, so no rank can be to blame."""
 
     PLANNED_STOP = 7
-    """Ranks that fail during a stop have failed to save, which its reason tells; the stop was not their doing."""
+    """Ranks that fail during a stop have failed to save, which its reason states; they did not cause the stop."""
 
     STRAGGLER = 8
     """A deliberate end, after a save; ranks that fail of it are surprised by it."""

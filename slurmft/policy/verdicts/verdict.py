@@ -1,4 +1,4 @@
-"""What ended an attempt, and the decision that follows."""
+"""The causes of an attempt's end, and the decisions that follow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slurmft.policy.nodes.evidence import Suspect
 
 
 class Cause(StrEnum):
-    """What ended an attempt; the vocabulary of the journal and of ``slurmft explain``."""
+    """The cause of an attempt's end; the vocabulary of the journal and of ``slurmft explain``."""
 
     FINISHED = "finished"
     PREEMPTED = "preempted"
@@ -87,7 +87,7 @@ EXIT_DO_NOT_REQUEUE = 93
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What ended one attempt."""
+    """The verdict on one attempt."""
 
     cause: Cause
     reason: str
@@ -150,7 +150,7 @@ def steps_at_risk(first_step: int, last_step: int, saved_step: int | None) -> in
 
 
 class Action(StrEnum):
-    """What follows an attempt."""
+    """The action after an attempt."""
 
     FINISH = "finish"
     RESTART = "restart"
@@ -168,7 +168,7 @@ GOES_ON = frozenset({Action.RESTART, Action.CONTINUE})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What is done about a verdict, always with its reason."""
+    """The decision on a verdict, always with its reason."""
 
     action: Action
     reason: str

@@ -1,4 +1,4 @@
-"""What Slurm printed, as values. Pure; tested on recorded output."""
+"""Slurm's output as values. Pure; tested on recorded output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slurmft.policy.site.job_identity import NOTHING_KNOWN, JobIdentity
 
 _FIELD, _RECORD = "\x1f", "\x1e"
 JOB_FORMAT = "%i|%T|%r|%N|%B|%S|%e|%l|%P|%U" + "".join(_FIELD + field for field in ("%V", "%j", "%Z", "%o")) + _RECORD
-"""squeue's fields, portable from 22.05 on. What a user writes, such as the name, may hold bars and line breaks."""
+"""squeue's fields, portable from 22.05 on. The user's texts, such as the name, may hold bars and line breaks."""
 
 _NOTHING = frozenset({"", "N/A", "NONE", "None", "(null)", "Unknown", "n/a", "INVALID", "UNLIMITED", "NOT_SET"})
 

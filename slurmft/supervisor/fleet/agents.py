@@ -1,4 +1,4 @@
-"""The supervisor's side of the control channel: who has connected, calls to them, and what they report.
+"""The supervisor's side of the control channel: connected agents, calls to them, and their reports.
 
 A message without the shape that its readers rely on (``shapes``) closes the connection that it came by.
 """
@@ -23,7 +23,7 @@ MAX_STRANGERS, STRANGERS_PER_ADDRESS = 128, 32
 """Connections that have not proved themselves yet: when there are more, the oldest is closed."""
 
 TOLD_REFUSALS = 10
-"""Refused connections that the log tells of; a stranger must not fill the disk either. The others are counted."""
+"""Refused connections that are logged; a stranger must not fill the disk either. The others are counted."""
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What follows a verdict: journal the decision, then act on it. A requeue ends the very process that asks for it."""
+"""Actions after a verdict: journal the decision, then act on it. A requeue ends the very process that asks for it."""
 
 from __future__ import annotations
 

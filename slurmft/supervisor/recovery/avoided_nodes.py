@@ -170,14 +170,15 @@ def _places(records: Sequence[NodeRecord], partition: str | None, excluded_anywa
 
 
 def excluded_by_user(config: RunConfig, options: Mapping[str, Any]) -> frozenset[str]:
-    """Nodes that the user excludes from a new job; what stands behind ``--`` replaces what the configuration says."""
+    """Nodes that the user excludes from a new job; options behind ``--`` replace those of the configuration."""
     return _names([options.get("exclude", config.slurm.exclude)])
 
 
 def for_submission(
     config: RunConfig, options: Mapping[str, Any], environment: Mapping[str, str], suspects: Collection[str] = ()
 ) -> Avoidance:
-    """What a new job of this run avoids; ``options`` are sbatch's from behind ``--``, ``suspects`` the run's own.
+    """The nodes that a new job of this run avoids; ``options`` are sbatch's from behind ``--``, ``suspects`` the run's
+    own.
 
     Never blocks a submission: a list that cannot be read, or a Slurm that does not answer, is only reported.
     """
@@ -222,9 +223,9 @@ def _names(hostlists: Sequence[Any]) -> frozenset[str]:
 
 
 def submitted(avoidance: Avoidance, submit: Callable[[frozenset[str]], str]) -> tuple[str, Avoidance]:
-    """What ``submit`` returns, and what it avoids in the end.
+    """The result of ``submit``, and the nodes that the job avoids in the end.
 
-    Slurm may know of the request what we do not, such as features of nodes, and refuse because of the excluded ones:
+    Slurm may know more about the request, such as features of nodes, and refuse because of the excluded ones:
     then the weaker half of them is dropped, and again.
 
     Raises:

@@ -38,7 +38,7 @@ def history_of(events: Iterable[Event], nproc_per_node: int) -> FailureHistory:
 
 
 def facts_for_workers(history: Sequence[Event], config: RunConfig, *, nodes: int) -> dict[str, Any]:
-    """What the workers of the next attempt, on ``nodes``, get of the run's history."""
+    """Facts of the run's history for the workers of the next attempt, on ``nodes``."""
     seen = history_of(history, config.nproc_per_node)
     return {"batch_divisor": batch_divisor_of(history), "mtbf_s": round(mtbf_s(seen, nodes), 1)}
 

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """What the next placement of a job excludes."""
+    """The excluded nodes of a job's next placement."""
 
     excluded: frozenset[str]
     """All of the job's excluded nodes: its user's own and ours. An update replaces the ones it has."""
@@ -215,7 +215,7 @@ def ours(history: Sequence[Event], job: str | None = None) -> frozenset[str]:
 
 
 def since_submission(history: Sequence[Event], job: str | None = None) -> Sequence[Event]:
-    """What has happened since a person last submitted the run; nothing where ``job`` came from a plain sbatch."""
+    """The events since a user last submitted the run; nothing where ``job`` came from a plain sbatch."""
     first, newest, announced = 0, None, False
     for index, event in enumerate(history):
         if event.event == EventName.SUBMITTING:
@@ -261,7 +261,7 @@ class Duty:
 
 
 def duty_of(history: Sequence[Event]) -> Duty:
-    """What the newest decision demands of the placement that follows it."""
+    """The demands of the newest decision on the placement that follows it."""
     none: frozenset[str] = frozenset()
     nodes, undecided, inconclusive, gpus, escapes = none, none, none, none, 0
     for event in history:

@@ -49,7 +49,7 @@ class Continuation:
     Args:
         ends_at_s: monotonic time at which Slurm will have ended the job; None when no end is known.
         placement: where it must not go on; None leaves the job's excluded nodes alone.
-        retry_delay_s: what a requeue waits in addition.
+        retry_delay_s: additional delay of a requeue.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ async def take_evidence(
 
 
 def _records(found: Mapping[int, tuple[Summary, Mapping[str, Any]]]) -> dict[int, list[Progress]]:
-    """What the flight recorders of these ranks say; without those that have none, or that we killed."""
+    """The flight recorders' records of these ranks; without those that have none, or that we killed."""
     told = {rank: facts.get("collectives") or () for rank, (summary, facts) in found.items() if not summary.killed}
     return {rank: [from_json(each) for each in groups] for rank, groups in told.items() if groups}
 

@@ -70,7 +70,7 @@ class Hangs:
                 log.warning("the learned timeouts could not be read within %.0f s", LOOK_TIMEOUT_S)
 
     def limits(self) -> dict[str, float]:
-        """What has been learned, for the agents; by section."""
+        """The learned limits, for the agents; by section."""
         if not self._settings.calc_ft_timeouts:
             return {}
         if self._limits is None:
@@ -183,7 +183,7 @@ async def _looks_at(link: AgentLink) -> list[WorkerLook]:
 
 
 def _story(hang: Hang) -> dict[str, Any]:
-    """What the journal says of it; a rank and a node where it is one."""
+    """The hang's details for the journal; a rank and a node where it is one."""
     one = len(hang.ranks) == 1
     return {
         "rank": hang.ranks[0] if one else None, "node": hang.nodes[0] if one else "", "section": hang.section,

@@ -32,7 +32,7 @@ class NodePast:
         self._unsaved: History | None = None
 
     def place(self, rank: int, host: str, role: str) -> None:
-        """``rank`` runs on ``host`` in this role: what is known of that place is its past."""
+        """``rank`` runs on ``host`` in this role: the records of that place are its past."""
         self._hosts[rank], self._roles[rank] = host, role
         self._best_s[rank] = np.nan
         known = self._history.nodes.get(host, NodeHistory()).best.get(rank % self._nproc)

@@ -72,7 +72,7 @@ def saves_told(events: Sequence[Event]) -> list[tuple[str, str]]:
     return []
 
 
-_REMEDY = "make room or mend the filesystem; the run saves at its next try, or at once with slurmft save"
+_REMEDY = "free space or repair the filesystem; the run saves at its next try, or at once with slurmft save"
 
 
 def _words(number: int) -> str:

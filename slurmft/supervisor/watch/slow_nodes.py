@@ -1,4 +1,4 @@
-"""What follows when nodes are found to be slow: a report; and, where it pays, a stop that moves the run."""
+"""Actions when nodes are found to be slow: a report; and, where it pays, a stop that moves the run."""
 
 from __future__ import annotations
 

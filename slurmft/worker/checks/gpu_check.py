@@ -22,7 +22,7 @@ _PATTERNS = (0x5555555555555555, -0x5555555555555556, 0x00FF00FF00FF00FF, -1)
 
 
 def check_device(device: torch.device, *, size: int, memory_share: float) -> dict[str, Any]:
-    """What is wrong with it, in words; its speed in TFLOP/s, and the GiB that were tested."""
+    """Its faults, in words; its speed in TFLOP/s, and the GiB that were tested."""
     facts: dict[str, Any] = {"index": device.index or 0}
     facts["wrong"], facts["tflops"] = _products(device, size)
     facts["memory"], facts["tested_gib"] = _memory(device, memory_share)

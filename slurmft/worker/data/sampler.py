@@ -214,8 +214,8 @@ class _Batches(Iterator[list[int]]):
 class ElasticLoader(Iterator[Batch], Generic[Batch]):
     """Endless batches of ``loader``, whose ``batch_sampler`` is ``sampler``; the position moves as they are handed out.
 
-    Pass it to ``CheckpointManager`` as ``loader=``. What a DataLoader's workers have fetched ahead is not counted as
-    taken, and is fetched again by the next start.
+    Pass it to ``CheckpointManager`` as ``loader=``. Samples that a DataLoader's workers have fetched ahead do not count
+    as taken, and are fetched again by the next start.
     """
 
     def __init__(self, loader: Iterable[Batch], sampler: ElasticSampler) -> None:

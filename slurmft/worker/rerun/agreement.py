@@ -81,7 +81,7 @@ class ByLoop:
         """Nothing to do: the loop asks for the flag."""
 
     def alarm(self, resolve: Resolve) -> bool:
-        """What the loop's reduction has brought.
+        """The result of the loop's reduction.
 
         Raises:
             RuntimeError: the loop did not call ``agree``.

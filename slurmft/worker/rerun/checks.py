@@ -1,4 +1,4 @@
-"""What makes a result unexpected: the loss's own checks, the user's, and errors that are injected for tests."""
+"""Checks of results: the loss's own checks, the user's, and errors that are injected for tests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LossChecks:
         self._own.append((check, message))
 
     def problem(self, loss: torch.Tensor | float) -> str:
-        """What is wrong with a loss; empty when nothing is. Waits for the GPU where it lies on one."""
+        """The problem of a loss; empty when there is none. Waits for the GPU where it lies on one."""
         value = number_of(loss)
         if self._for_nan and math.isnan(value):
             return "loss is NaN"

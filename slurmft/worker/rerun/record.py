@@ -1,4 +1,4 @@
-"""What the re-run state machine remembers of a rejected result: within the process, and in the checkpoint."""
+"""The re-run state machine's record of a rejected result: within the process, and in the checkpoint."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def number_of(result: torch.Tensor | float) -> float:
 
 
 def is_rejected(verdict: Any) -> bool:
-    """What a rejection function has said: a bool, or a tensor, array or sequence of which any element is true."""
+    """The result of a rejection function: a bool, or a tensor, array or sequence of which any element is true."""
     if isinstance(verdict, list | tuple):
         return any(is_rejected(one) for one in verdict)
     if isinstance(verdict, torch.Tensor) and verdict.numel() == 1:

@@ -17,7 +17,7 @@ SETTINGS_VARIABLE = "SLURMFT_RERUN"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RerunSettings:
-    """What is checked and what follows; names and defaults are those of the section ``rerun:``."""
+    """Checks and their consequences; names and defaults are those of the section ``rerun:``."""
 
     mode: Mode = Mode.VALIDATE_RESULTS
     check_for_nan_in_loss: bool = True

@@ -4,7 +4,7 @@
     with detector.section("data"):
         batch = next(batches)
 
-What is measured goes to a page in shared memory that the node's agent reads; nothing is sent, and no collective is
+Measurements go to a page in shared memory that the node's agent reads; nothing is sent, and no collective is
 added. Everything else (scores, reports, verdicts) is the supervisor's.
 """
 
@@ -211,7 +211,7 @@ class StragglerDetector:
             self.on_first_collective()
 
     def wait_begins(self) -> None:
-        """What follows is waiting and not work, although the first collective is still to come."""
+        """From here on the rank waits and does not work, although the first collective is still to come."""
         if self._began:
             self._waiting = time.monotonic_ns()
             if self._spans is not None:
