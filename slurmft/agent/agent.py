@@ -115,7 +115,7 @@ class Agent:
         while time.monotonic() - self._last_heard < lease_s:
             asleep_s = await overslept_s(LEASE_CHECK_S)
             self._last_heard += asleep_s  # not in one: += reads before it awaits, and forgets what was heard meanwhile
-        log.error("no word from the supervisor for %.0f s; stopping this node's workers", lease_s)
+        log.error("no message from the supervisor for %.0f s; stopping this node's workers", lease_s)
 
     async def _serve(self) -> int:
         while not self._shutdown:

@@ -144,7 +144,7 @@ class HangWatch:
                 page = worker.page
                 main, elsewhere = open_sections(page)
                 look = self._look(worker, now_s, main, elsewhere)
-                # first steps are no sample of later ones
+                # first steps are not a sample of later ones
                 usual = (SETUP, CHECKPOINTING) if look.warming_up else None
                 sections = [each for each in (*main, *elsewhere) if usual is None or each.name in usual]
                 self._durations.note(worker.rank, sections, now_s)

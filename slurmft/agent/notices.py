@@ -125,7 +125,7 @@ class Azure:
         answer = await self._get("/metadata/scheduledevents?api-version=2020-07-01")
         incarnation = azure_incarnation(answer.text)
         if incarnation is None:
-            raise NoAnswer("this is no document of scheduled events")
+            raise NoAnswer("this is not a document of scheduled events")
         if incarnation == self._incarnation:
             return []
         self._incarnation = incarnation

@@ -377,7 +377,7 @@ class CheckpointManager:
             SAVERS.listener.on_save_failed(step, number)
 
     def _note_committed(self, step: int, seconds: float) -> None:
-        """Tell the session, once for each; 0 is no step."""
+        """Tell the session, once for each; 0 is not a step."""
         if self._turn.is_news(step) and SAVERS.listener is not None:
             SAVERS.listener.on_saved(step, seconds)
 

@@ -244,7 +244,7 @@ def _after(text: str, now: float) -> float | None:
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smhdw])", text.strip())
     seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
     if seconds <= 0 or seconds > 100 * 366 * _UNITS_S["d"]:
-        raise UsageError(f"--for {text[:80]!r} is no time", hint="such as 90m, 12h, 7d, 2w, or ever")
+        raise UsageError(f"--for {text[:80]!r} is not a time", hint="such as 90m, 12h, 7d, 2w, or ever")
     return now + seconds
 
 
@@ -252,7 +252,9 @@ def _until(text: str, now: float) -> float:
     try:
         end = datetime.fromisoformat(text.strip()).timestamp()
     except (ValueError, OverflowError, OSError) as error:
-        raise UsageError(f"--until {text[:80]!r} is no date", hint="such as 2030-01-31 or 2030-01-31T18:00") from error
+        raise UsageError(
+            f"--until {text[:80]!r} is not a date", hint="such as 2030-01-31 or 2030-01-31T18:00"
+        ) from error
     if end <= now:
         raise UsageError(f"--until {text[:80]!r} is over", hint="give a time that is still ahead")
     return end

@@ -32,7 +32,7 @@ def _section_name(value: Any) -> Any:
     if isinstance(value, str):
         value = value.strip()
         if not value or not value.isprintable():
-            raise ValueError(f"{value[:60]!r} is no name of a section")
+            raise ValueError(f"{value[:60]!r} is not the name of a section")
         if len(value.encode(errors="replace")) > MAX_NAME_BYTES:
             raise ValueError(f"{value[:60]!r} is longer than {MAX_NAME_BYTES} bytes")
     return value

@@ -174,7 +174,7 @@ class HealthChecker:
             timeout_s: seconds to wait for the probes; by their level when it is not given.
 
         Raises:
-            UsageError: ``timeout_s`` is no positive number of seconds, or more than a day.
+            UsageError: ``timeout_s`` is not a positive number of seconds, or more than a day.
         """
         limit_s = timeout_s if timeout_s is not None else CHECK_S[self._level > 1]
         if not isinstance(limit_s, int | float) or isinstance(limit_s, bool) or not 0 < limit_s <= MAX_CHECK_S:

@@ -46,7 +46,7 @@ def write_result(folder: Path, node: str, result: Checkup) -> Path:
 
     Raises:
         StorageUnavailable: there is no room, or the folder cannot be written.
-        StorageError: this is no node's name.
+        StorageError: this is not the name of a node.
     """
     path = _path(folder, node)
     try:
@@ -122,17 +122,17 @@ def checkup_of(value: Any) -> Checkup:
         ValueError: it is invalid; says why.
     """
     if not isinstance(value, dict):
-        raise ValueError("a look is no object")
+        raise ValueError("a look is not an object")
     node, at, results = value.get("node"), value.get("at"), value.get("results")
     if not isinstance(node, str) or not _NODE.fullmatch(node):
         raise ValueError(f"{str(node)[:40]!r} is not the name of a node")
     if not is_number(at):
-        raise ValueError(f"at={str(at)[:40]} is no time")
+        raise ValueError(f"at={str(at)[:40]} is not a time")
     if not isinstance(results, list) or len(results) > MAX_RESULTS:
-        raise ValueError("its results are no list, or too many")
+        raise ValueError("its results are not a list, or too many")
     level, context, fine = value.get("level", 1), value.get("context", ""), value.get("ok", [])
     if not isinstance(fine, list) or len(fine) > MAX_RESULTS or not all(isinstance(name, str) for name in fine):
-        raise ValueError("what is OK is no list of names, or too long")
+        raise ValueError("the OK results are not a list of names, or too many")
     return Checkup(node=node, at=float(at), results=(*map(result_of, results), *map(_fine, fine)),
                    context=str(context)[:40], level=level if type(level) is int else 1)  # fmt: skip
 
@@ -149,7 +149,7 @@ def result_of(value: Any) -> ProbeResult:
         ValueError: it is invalid; says why.
     """
     if not isinstance(value, dict):
-        raise ValueError("a result is no object")
+        raise ValueError("a result is not an object")
     name, status, problem = value.get("name"), value.get("status"), value.get("problem", Problem.NODE.value)
     if not isinstance(name, str) or not name.strip():
         raise ValueError("a result has no name")

@@ -199,7 +199,7 @@ def check_report(message: Message) -> None:
         case "notice":
             _require(message, _NOTICE, "a notice")
         case "hello" | "connected" | "disconnected" as kind:
-            raise BadMessage(f"{kind!r} is no report")
+            raise BadMessage(f"{kind!r} is not a report")
 
 
 def check_reply(kind: str, message: Message) -> None:

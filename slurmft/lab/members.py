@@ -84,7 +84,7 @@ class Starting:
             "report_to": write,
         }
         interpreter = [str(Path(sys.executable).resolve()), "-I", "-S", str(Path(holder.__file__).resolve())]
-        # setsid --fork: the holder is no child of the caller, which therefore need not wait for it.
+        # setsid --fork: the holder is not a child of the caller, which therefore need not wait for it.
         argv = ["setsid", "--fork", *unshare_argv(name, controller), *interpreter, name]
         try:
             self._answer = os.fdopen(read)

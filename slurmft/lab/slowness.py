@@ -31,7 +31,7 @@ def limit(folder: Path, member: str, *, cpus: float, for_s: float) -> None:
         LabError: the kernel does not let us.
     """
     if not 0.01 <= cpus <= 1024 or not 0 < for_s <= 3600:
-        raise LabError(f"{cpus:g} CPUs for {for_s:g} s is no limit", hint="0.01 to 1024 CPUs for up to 3600 s")
+        raise LabError(f"{cpus:g} CPUs for {for_s:g} s is not a valid limit", hint="0.01 to 1024 CPUs for up to 3600 s")
     group = _group(folder, member)
     try:
         group.mkdir(exist_ok=True)

@@ -110,7 +110,7 @@ def exclusive(folder: Path, *, within_s: float = 120) -> Iterator[None]:
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     if not LabPaths(folder).lock.exists() and any(folder.iterdir()):
         # parts of it are about to be deleted; `--folder /home` must not delete a home
-        raise LabError(f"{folder} is no lab's folder and not empty", hint="choose a new folder, or an empty one")
+        raise LabError(f"{folder} is not a lab's folder, and not empty", hint="choose a new folder, or an empty one")
     make_folder(folder)
     deadline = time.monotonic() + within_s
     with LabPaths(folder).lock.open("a") as lock:

@@ -31,7 +31,7 @@ def lend(run: RunFolder, environment: Mapping[str, str]) -> int:
     """Keep agents for the run on this job's nodes; returns when the run is finished, or has not used them for long.
 
     Raises:
-        UsageError: this is no job, or not the run's user.
+        UsageError: this is not a job, or not the run's user.
         SlurmUnavailable: there is no srun.
     """
     job = current_job(environment)

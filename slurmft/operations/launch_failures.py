@@ -44,7 +44,7 @@ def release(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str:
         where = f" (now by {', '.join(f'{each.node}: {each.reason}' for each in refusals)})" if refusals else ""
         raise LaunchError(
             f"job {job} of run {run.path.name} was refused by nodes {times + 1} times in a row{where}",
-            hint=f"mend what fails there (a Prolog?), then scontrol release {job}",
+            hint=f"fix what fails there (a Prolog?), then scontrol release {job}",
         )
     journal.append(EventName.RELEASED, job=job.job_id, reason=record.reason, nodes=names, times=times + 1, who=who)
     if (config := _configuration(run)) is not None:

@@ -29,9 +29,9 @@ def configuration_of(run: RunFolder) -> RunConfig:
 
 
 def original_of(run: RunFolder) -> Path | None:
-    """The other run folder that this one is a copy of, by its records or its configuration; None when it is no copy.
+    """The other run folder that this one is a copy of, by its records or its configuration; None when it is not a copy.
 
-    A folder that was moved is no copy: nothing lies any more where it names its place.
+    A folder that was moved is not a copy: nothing lies any more where it names its place.
 
     Raises:
         StorageError: its records cannot be read.

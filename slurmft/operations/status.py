@@ -72,7 +72,7 @@ class Story:
 
     events: list[Event]
     unreadable: int
-    """Lines that are no events: torn by a writer that died, or damaged."""
+    """Lines that are not events: torn by a writer that died, or damaged."""
 
 
 def story(run: RunFolder) -> Story:

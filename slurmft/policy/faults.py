@@ -107,15 +107,15 @@ def order_of(value: Any) -> Order:
         ValueError: it is invalid; says why.
     """
     if not isinstance(value, Mapping):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     fault, rank, node = value.get("fault"), value.get("rank"), value.get("node", "")
     after_s, who = value.get("after_s", 0.0), value.get("who", "")
     if fault not in tuple(Fault) or fault not in (*BY_SIGNAL, *IN_SESSION):
-        raise ValueError(f"{str(fault)[:40]!r} is no fault of a rank")
+        raise ValueError(f"{str(fault)[:40]!r} is not a fault of a rank")
     if rank is not None and (type(rank) is not int or not 0 <= rank < 2**31):
         raise ValueError(f"rank {str(rank)[:40]!r} is none")
     if not isinstance(node, str) or len(node) > 255 or not isinstance(who, str):
-        raise ValueError("its node or its author is no text")
+        raise ValueError("its node or its author is not a text")
     if type(after_s) not in (int, float) or not math.isfinite(after_s) or not 0 <= after_s <= MAX_AFTER_S:
         raise ValueError(f"after_s={str(after_s)[:40]} is not between 0 and {MAX_AFTER_S:.0f} seconds")
     return Order(fault=Fault(fault), who=who[:200], rank=rank, node=node, after_s=float(after_s))

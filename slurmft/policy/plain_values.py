@@ -85,11 +85,11 @@ def unusable(raw: Mapping[str, Any]) -> Iterator[str]:
             waiting += ((where, each, depth + 1) for each in value)
         elif isinstance(value, str):
             if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
-                yield f"{where or 'a key'}: {value[:40]!r} holds a character that is no text"
+                yield f"{where or 'a key'}: {value[:40]!r} holds a character that is not text"
             elif CONTROL.search(value) and not _FREE_TEXT & set(where.split(".")):
                 yield f"{where or 'a key'}: {value[:40]!r} holds a line break or control character"
         elif not isinstance(value, (bool, int, float, type(None))) and not hasattr(value, "__fspath__"):
-            yield f"{where or 'a key'}: a {type(value).__name__} is no setting; put it in quotes"
+            yield f"{where or 'a key'}: a {type(value).__name__} is not a setting; put it in quotes"
 
 
 def usable_path(value: Any) -> Any:
@@ -121,7 +121,7 @@ def usable_run_folder(value: Any) -> Any:
         raise ValueError(_NAME_A_FOLDER)  # an empty path would be the current folder
     usable_path(value)
     if text.rstrip("/").rpartition("/")[2] == "..":
-        raise ValueError(f"{text!r} ends in .., which is no name for a run; {_NAME_A_FOLDER}")
+        raise ValueError(f"{text!r} ends in .., which cannot be the name of a run; {_NAME_A_FOLDER}")
     if pattern := re.search(r"%[jtAa]", text):
         raise ValueError(f"{text!r} holds {pattern.group()}, which stands for a job's number")
     return value

@@ -38,8 +38,8 @@ _CONFIGURATIONS = [Path(path) for path in ("/etc/slurm/slurm.conf", "/etc/slurm-
 def available() -> bool:
     """Whether this machine belongs to a cluster: it has Slurm's client commands and a configuration for them.
 
-    Packages alone, such as a test lab installs, are no cluster. A cluster whose controller is down is one: a user who
-    waits for it does not want to train on the login node instead.
+    Packages alone, such as a test lab installs, are not a cluster. One whose controller is down is: a user who waits
+    for it does not want to train on the login node instead.
     """
     if shutil.which("sbatch") is None or shutil.which("scontrol") is None:
         return False
@@ -83,7 +83,7 @@ def jobs(job_ids: Sequence[str], *, patience_s: float = 5.0, cluster: str = "") 
     try:
         text = command.run_patiently(argv, patience_s=patience_s, cluster=cluster)
     except SlurmError as error:
-        if "Invalid job id specified" in error.what:  # all of them are forgotten; ": x" would be one that is no id
+        if "Invalid job id specified" in error.what:  # all of them are forgotten; ": x" would be one that is not an id
             return {}
         raise
     return {record.job_id: record for record in parse_jobs(text)}

@@ -45,7 +45,7 @@ def submit_successor(
     worse than none: each further try looks for the job of an earlier one first; the first as well when ``tried``.
 
     Args:
-        known: jobs of the run that are no successor of this one.
+        known: jobs of the run that are not successors of this one.
 
     Raises:
         SlurmError: Slurm refused, or did not answer for ``patience_s`` seconds.

@@ -33,7 +33,7 @@ def rows(values: Any) -> list[Observation]:
         ValueError: one of them is not an observation.
     """
     if type(values) is not list:
-        raise ValueError("the observations are no list")
+        raise ValueError("the observations are not a list")
     if not values:
         return []
     try:
@@ -47,7 +47,7 @@ def rows(values: Any) -> list[Observation]:
     except TypeError:
         sound = False
     if not sound:
-        raise ValueError("a row is no observation")
+        raise ValueError("a row is not an observation")
     kinds = (_KINDS.get(kind, kind) for kind in columns[0])  # those of a newer slurmft are kept as they are
     return list(map(Observation._make, zip(kinds, *columns[1:], strict=True)))
 
@@ -82,10 +82,10 @@ def checked(observation: Observation, now: float) -> Observation:
     """As it is stored: finite, not from the future, no longer than it may be.
 
     Raises:
-        StorageError: its weight or time is no number, or it has no id.
+        StorageError: its weight or time is not a number, or it has no id.
     """
     if not _is_time(observation.at) or not -float("inf") < observation.weight < float("inf"):
-        raise StorageError(f"an observation of {observation.node[:80]!r} has a weight or time that is no number")
+        raise StorageError(f"an observation of {observation.node[:80]!r} has a weight or time that is not a number")
     if not observation.node or not observation.id:
         raise StorageError("an observation names no node, or has no id")
     weight = max(-MAX_WEIGHT, min(MAX_WEIGHT, float(observation.weight)))
@@ -103,9 +103,9 @@ def checked_entry(entry: ManualEntry) -> ManualEntry:
     if type(entry.node) is not str or not is_node(entry.node):
         raise StorageError("an exclusion by hand names no node")
     if not _is_time(entry.at) or not (entry.until is None or _is_time(entry.until)):
-        raise StorageError(f"the exclusion of {entry.node[:80]!r} has a time that is no number")
+        raise StorageError(f"the exclusion of {entry.node[:80]!r} has a time that is not a number")
     if type(entry.reason) is not str or type(entry.who) is not str:
-        raise StorageError(f"the exclusion of {entry.node[:80]!r} has a reason or author that is no text")
+        raise StorageError(f"the exclusion of {entry.node[:80]!r} has a reason or author that is not a text")
     return replace(entry, reason=entry.reason[:MAX_TEXT])
 
 

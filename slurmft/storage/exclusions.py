@@ -114,7 +114,7 @@ class ExclusionList:
 
         Raises:
             NewerFormat: a newer slurmft wrote it.
-            StorageError: it cannot be read, or is no file.
+            StorageError: it cannot be read, or is not a file.
         """
         found = [observation for _, observations in self._read_new() for observation in observations]
         return self._read_list(found)
@@ -124,7 +124,7 @@ class ExclusionList:
 
         Raises:
             StorageUnavailable: no space, read-only, and the like.
-            StorageError: it cannot be written, or a weight or time is no number.
+            StorageError: it cannot be written, or a weight or time is not a number.
         """
         now = self._clock()
         added = [values.checked(each, now) for each in observations if each.id not in self._handed_in]
@@ -271,7 +271,7 @@ class ExclusionList:
         match = re.match(rb'\{"format": (\d{1,9}), "crc": (\d{1,10}),\n', content)
         if match is None or int(match[1]) > FORMAT:
             self._refuse_newer(content, int(match[1]) if match is not None else None)
-            return Exclusions(found, damage=self._damage("it is no exclusion list, or torn"))
+            return Exclusions(found, damage=self._damage("it is not an exclusion list, or torn"))
         if zlib.crc32(memoryview(content)[match.end() :]) != int(match[2]):
             return Exclusions(found, damage=self._damage("its checksum is wrong"))
         try:
@@ -280,9 +280,9 @@ class ExclusionList:
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             return Exclusions(found, damage=self._damage("it has no head"))
         manual, whole = values.entries(entries)
-        damage = "" if whole else self._damage("an exclusion by hand is none")
+        damage = "" if whole else self._damage("an exclusion by hand is invalid")
         if type(revision) is not int or not 0 <= revision < MAX_REVISION:
-            revision, damage = 0, self._damage("its revision is no number")
+            revision, damage = 0, self._damage("its revision is not a number")
         return Exclusions(found, manual, revision, stored=lambda: self._stored(content), damage=damage)
 
     def _stored(self, content: bytes) -> tuple[list[Observation], str]:
@@ -294,7 +294,7 @@ class ExclusionList:
         try:
             return values.rows(rows), ""
         except ValueError:
-            return values.sound_rows(rows), self._damage("a row is no observation")
+            return values.sound_rows(rows), self._damage("a row is not an observation")
 
     def _damage(self, why: str) -> str:
         return f"{self.path} is damaged: {why}; what cannot be believed is ignored, and set aside at the next change"

@@ -34,7 +34,7 @@ def check_fence(environment: Mapping[str, str] | None = None) -> None:
         return
     mine = int(environment.get(GENERATION_VARIABLE, "0"))
     if type(newest := owner.get("generation", 0)) is not int:
-        raise StorageError(f"{Path(run_folder) / OWNER_FILE} is damaged: its generation is no number")
+        raise StorageError(f"{Path(run_folder) / OWNER_FILE} is damaged: its generation is not a number")
     if newest > mine:
         raise Fenced(
             f"generation {mine} of {run_folder} was replaced by generation {newest} (job {owner.get('job', '?')})",

@@ -72,7 +72,7 @@ class JobsFile:
         jobs = value.get("jobs", [])
         if not isinstance(jobs, list) or not all(isinstance(job, str) for job in jobs):
             raise StorageError(f"{self.path} does not hold a list of jobs", hint="move it away and run again")
-        for job in jobs:  # one that is no id makes squeue forget all others in the same question
+        for job in jobs:  # one that is not an id makes squeue forget all others in the same question
             is_id = (match := _JOB_ID.fullmatch(job)) is not None and 0 < int(match[1]) <= _MAX_ID
             if not is_id and not job.startswith(LOCAL_PREFIX):
                 raise StorageError(f"{self.path} names a job {job[:40]!r}", hint="move it away and run again")

@@ -74,5 +74,5 @@ def _parsed(text: bytes, path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise StorageError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict) or type(value.get("format")) is not int or value["format"] > FORMAT:
-        raise StorageError(f"{path} is no order that this slurmft understands")
+        raise StorageError(f"{path} is not an order that this slurmft understands")
     return value

@@ -242,7 +242,7 @@ class RunFolder:
     def copied_from(self) -> str | None:
         """The run folder that this one is a copy of, when its owner's record came along with the copy.
 
-        A folder that was moved or restored to its old place is no copy: it is that run.
+        A folder that was moved or restored to its old place is not a copy: it is that run.
         """
         owner = self.owner()
         if owner is None or not owner.inode or owner.folder == str(self.path):
@@ -353,7 +353,7 @@ class RunFolder:
         except FileNotFoundError:
             return None
         except UnsafeFile as error:
-            log.debug("%s is no request: it %s", self.path / kind, error.strerror)
+            log.debug("%s is not a request: it %s", self.path / kind, error.strerror)
             return None
         return who or "a user who touched the file"
 

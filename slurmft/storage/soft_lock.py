@@ -83,7 +83,7 @@ class SoftLock:
                 return True
             return self._remove_if_stale() and self._create()
         except UnsafeFile as error:
-            raise StorageError(f"{error.filename} is no lock of slurmft: it {error.strerror}", hint=_HINT) from error
+            raise StorageError(f"{error.filename} is not a lock of slurmft: it {error.strerror}", hint=_HINT) from error
         except OSError as error:
             raise translated(f"cannot lock {self.path}", error) from error
 

@@ -164,7 +164,7 @@ class Supervisor:
     def _agent_ended_early(self, node: str, how: str) -> None:
         if self._over.is_set() or self._pool.complete.is_set() or self.stops.planned is not None:
             return
-        if how == "Terminated":  # TERM ends an agent that is still starting; that is no failure
+        if how == "Terminated":  # TERM ends an agent that is still starting; that is not a failure
             self.stops.on_signal("SIGTERM", f"the agent on {node}, which was still starting")
         else:
             raise LaunchError(f"the agent on {node} ended before it had reported: {how}")

@@ -195,7 +195,7 @@ def _error_files(folder: Path, nodes: Mapping[int, str], reading: _Reading) -> I
             reading.problems.append("not all files of SLURMFT_ERROR_DIR were read: it took too long")
             return
         if (text := tail(folder / name)) is None:
-            reading.problems.append(f"{name[:100]!r} is no file that can be read")
+            reading.problems.append(f"{name[:100]!r} is not a readable file")
         elif text.strip():
             rank = int(match[1])
             yield report_of_text(_words(text), source=f"error file {name[:100]}", rank=rank, node=nodes.get(rank, ""))
@@ -231,7 +231,7 @@ def _names(folder: Path, prefix: str, suffix: str) -> list[str]:
 
 
 def _bytes(path: Path, start: int, limit: int) -> bytes | None:
-    """Up to ``limit`` bytes from ``start`` (from the end when negative); None for what is no regular file."""
+    """Up to ``limit`` bytes from ``start`` (from the end when negative); None for anything but a regular file."""
     try:
         return read_part(path, start, limit)
     except OSError:

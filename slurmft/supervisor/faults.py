@@ -30,7 +30,7 @@ class Injections:
 
     def __init__(self, config: RunConfig, start: Start, pool: AgentPool, background: Background) -> None:
         self._config, self._start, self._pool, self._background = config, start, pool, background
-        self._chance = random.Random()  # noqa: S311 - which rank is hit is no secret
+        self._chance = random.Random()  # noqa: S311 - which rank is hit is not a secret
 
     async def look(self) -> None:
         """Take the order that waits, if there is one. Call it regularly."""

@@ -50,7 +50,7 @@ def refuse_warnings(findings: Sequence[Finding]) -> None:
     if count := sum(finding.severity is Severity.WARNING for finding in findings):
         raise UsageError(
             f"--strict: the grace budget has {count} problem{'s' if count > 1 else ''}, named above",
-            hint="mend them, or submit without --strict",
+            hint="fix them, or submit without --strict",
         )
 
 

@@ -47,7 +47,7 @@ def open_regular(
         owners: user ids that may own the file; None accepts every owner.
 
     Raises:
-        UnsafeFile: it is no regular file, or belongs to a user that is not in ``owners``.
+        UnsafeFile: it is not a regular file, or belongs to a user that is not in ``owners``.
         OSError: it cannot be opened.
     """
     flags |= os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
@@ -134,7 +134,7 @@ def read_bytes(
     """The whole content of the regular file at ``path``.
 
     Raises:
-        UnsafeFile: it is no regular file, is longer than ``limit_bytes``, or belongs to a user not in ``owners``.
+        UnsafeFile: it is not a regular file, is longer than ``limit_bytes``, or belongs to a user not in ``owners``.
         OSError: it cannot be read.
     """
     descriptor = open_regular(path, follow=follow, owners=owners)
@@ -158,7 +158,7 @@ def read_lines(path: str | Path, *, limit_bytes: int, line_limit_bytes: int) -> 
     that never comes, costs no more than the reading.
 
     Raises:
-        UnsafeFile: it is no regular file, or is longer than ``limit_bytes``.
+        UnsafeFile: it is not a regular file, or is longer than ``limit_bytes``.
         OSError: it cannot be read.
     """
     descriptor = open_regular(path)
@@ -217,7 +217,7 @@ def read_part(path: str | Path, start: int, limit_bytes: int) -> bytes:
     """Up to ``limit_bytes`` from byte ``start`` of the regular file at ``path``, from its end where that is negative.
 
     Raises:
-        UnsafeFile: it is no regular file.
+        UnsafeFile: it is not a regular file.
         OSError: it cannot be read.
     """
     descriptor = open_regular(path)

@@ -104,7 +104,7 @@ def open_folder(path: Path, *, owner: int) -> Iterator[int]:
 
     Raises:
         UnsafeFile: it is another user's, or writable by others.
-        OSError: it is no folder, or cannot be opened.
+        OSError: it is not a folder, or cannot be opened.
     """
     descriptor = os.open(path, _IS_FOLDER)
     try:

@@ -26,7 +26,7 @@ class SavePace:
     """Decides before which steps to save. Every rank calls the same methods in the same order, with the same steps.
 
     Args:
-        tell: broadcasts rank 0's integers to all ranks; used only where the interval is no number of steps.
+        tell: broadcasts rank 0's integers to all ranks; used only where the interval is not a number of steps.
         is_writing: whether a checkpoint is being written beside the training, as far as this rank knows.
         on_cost: on rank 0, called with the seconds that each save has cost the training.
     """

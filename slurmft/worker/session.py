@@ -135,7 +135,7 @@ class Session(Sections):
 
         Raises:
             PlannedStop: the run was asked to stop, and its state is saved.
-            ValueError: ``start`` or ``until`` is no whole number of steps, or more than 10^15 - 1.
+            ValueError: ``start`` or ``until`` is not a whole number of steps, or more than 10^15 - 1.
         """
         start, until = _steps("start", start), _steps("until", until)
         self._start, page = start, self._page
@@ -237,7 +237,7 @@ class Session(Sections):
         (``oom.action: reduce_batch``). Without this call, the supervisor does not know that there is one to reduce.
 
         Raises:
-            UsageError: ``samples`` is no positive number.
+            UsageError: ``samples`` is not a positive number.
         """
         return self._batches.micro_batch(samples)
 

@@ -1,4 +1,4 @@
-"""Values that are no tensors, as the bytes of torch.save: small, and checked to load without running code."""
+"""Values that are not tensors, as the bytes of torch.save: small, and checked to load without running code."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def _tagged(value: Mapping[str, Any]) -> Any:
 def _from_tensor(value: Mapping[str, Any]) -> torch.Tensor:
     dtype = getattr(torch, value["dtype"])
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{value['dtype']} is no dtype")
+        raise TypeError(f"{value['dtype']} is not a dtype")
     raw = bytearray.fromhex(value["hex"])
     if not raw:
         return torch.empty(value["shape"], dtype=dtype)

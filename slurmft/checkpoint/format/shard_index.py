@@ -120,7 +120,7 @@ def read_index(path: Path) -> ShardIndex | None:
 
     Raises:
         NewerFormat: a newer slurmft wrote it.
-        StorageError: it cannot be read, or is no index.
+        StorageError: it cannot be read, or is not an index.
     """
     value = read_json(path, limit_bytes=MAX_INDEX_BYTES)
     if value is None:

@@ -6,7 +6,7 @@
         tries.json                      how often a run began with a snapshot of the memory
 
 A folder on the node's local disk looks like ``peers``, and the staging folder beside the checkpoints like the agent's,
-with the shards of all nodes. An index whose image is missing or too short, a file that is no index, a link, and any
+with the shards of all nodes. An index whose image is missing or too short, a file that is not an index, a link, and any
 other file there are skipped.
 """
 

@@ -95,7 +95,7 @@ def choose(
         quarantined: never used, wherever they lie.
 
     Raises:
-        ValueError: a number is no whole number, or negative, or a shard lies outside its snapshot.
+        ValueError: a number is not a whole number, or negative, or a shard lies outside its snapshot.
     """
     offers = list(offers)
     _check(offers, committed, generation)

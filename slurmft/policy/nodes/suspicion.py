@@ -38,7 +38,7 @@ WEIGHTS: Mapping[str, float] = MappingProxyType({
     Kind.FORGIVEN: -1_000_000.0,
 })  # fmt: skip
 """Weight of one observation where its source says nothing else. Alone, only a persistent error reaches 1, and for
-half an hour what is no suspicion: a cloud has announced to take the node away."""
+half an hour an observation without suspicion: a cloud has announced to take the node away."""
 
 HALF_LIFE_HOURS: Mapping[str, float] = MappingProxyType({
     Kind.RERUN_PERSISTENT: 30 * DAY_H,
@@ -201,7 +201,7 @@ def observed(
 
 
 def weigh(observations: Iterable[Observation], now: float, rules: Rules) -> list[Weighed]:
-    """The weight of each of one node's observations at ``now``, oldest first; those that are no numbers are left out.
+    """The weight of each of one node's observations at ``now``, oldest first; those that are not numbers are left out.
 
     One from the future, by a clock that is ahead, counts as of now.
     """

@@ -137,7 +137,7 @@ _AZURE_ENDS = {"preempt": "evicts", "terminate": "deletes", "reboot": "restarts"
 
 
 def azure_incarnation(text: str) -> int | None:
-    """The number of this version of the document of scheduled events; None where it is no such document."""
+    """The number of this version of the document of scheduled events; None where it is not such a document."""
     number = _object(text).get("DocumentIncarnation")
     return number if type(number) is int else None
 

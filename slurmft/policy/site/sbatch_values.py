@@ -54,7 +54,7 @@ def unusable_value(option: str, value: Any) -> str:
         return ""
     text = str(value) if not isinstance(value, int) or abs(value) <= 10**18 else ""
     if isinstance(value, int) and (abs(value) > MAX_NUMBER or (value < 0 and option not in _MAY_BE_NEGATIVE)):
-        return f"{text or 'a number of more than 18 digits'} is no number that Slurm can take"
+        return f"{text or 'a number of more than 18 digits'} is not a number that Slurm accepts"
     if not text.strip() and option in _PATTERNS.keys() | _NAMED:
         return "it is empty"
     if CONTROL.search(text):

@@ -24,7 +24,7 @@ HALF_LIFE = 50
 
 QUANTILE = 0.95
 OUTLIER_FACTOR = 1.5
-"""The longest that was seen must fit this often into the limit, while it is new: it was no hang."""
+"""The longest that was seen must fit this often into the limit, while it is new: it was not a hang."""
 
 
 def learned_s(samples_s: Sequence[float], factor: float) -> float | None:

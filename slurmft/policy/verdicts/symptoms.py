@@ -57,7 +57,7 @@ _OUR_EXCEPTION = re.compile(r"^slurmft\.errors\.\w+: ")
 """No symptom either; those that it was raised from may be one."""
 
 _NCCLS_REMARK = re.compile(r"^.{0,200}\bNCCL WARN\b")
-"""That may be a reason, where there is no exception."""
+"""That may be a reason, where there is not an exception."""
 
 _CHILD = re.compile(r"^\s*exitcode\s*:\s*(\d+) \(pid", re.MULTILINE)
 MAX_LINES, MAX_LINE = 400, 1000
@@ -68,7 +68,7 @@ def cause_of_text(text: str) -> Cause | None:
     """The likely cause of the exceptions in ``text``; None when none is recognized.
 
     The newest exception counts first, and those that it was raised from after it. Lines of source code are ignored: the
-    name of an exception in an ``except`` clause is no exception. So are remarks.
+    name of an exception in an ``except`` clause is not an exception. So are remarks.
     """
     exceptions = exceptions_in(text)
     if _TRACEBACK in text:

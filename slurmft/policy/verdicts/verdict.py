@@ -57,7 +57,7 @@ def by_cause(value: Any) -> Any:
     """A mapping from the names of causes, with blanks or underscores, to anything; its keys become causes.
 
     Raises:
-        ValueError: a key is no cause that has a budget of retries; says which are.
+        ValueError: a key is not a cause that has a budget of retries; says which are.
     """
     if not isinstance(value, dict):
         return value
@@ -66,7 +66,7 @@ def by_cause(value: Any) -> Any:
         name = str(key).replace("_", " ").strip().lower()
         cause = next((each for each in Cause if each.value.lower() == name), None)
         if cause is None or cause not in BUDGETED:
-            why = "is no cause" if cause is None else "costs no retries"
+            why = "is not a cause" if cause is None else "costs no retries"
             known = ", ".join(sorted(each.value for each in BUDGETED))
             raise ValueError(f"{str(key)[:60]!r} {why}; these do: {known}")
         if cause in found:

@@ -73,5 +73,5 @@ def _read_all(run_folder: Path) -> dict[str, dict[str, list[float]]]:
 def _seconds(values: Any) -> list[float]:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-            raise ValueError(f"{value!r} is no number of seconds")
+            raise ValueError(f"{value!r} is not a number of seconds")
     return [float(value) for value in values][-MAX_SAMPLES:]

@@ -141,7 +141,7 @@ class ElasticSampler(Sampler[list[int]]):
                 )
         epoch, consumed = state_dict.get("epoch"), state_dict.get("consumed")
         if type(epoch) is not int or type(consumed) is not int or epoch < 0 or not 0 <= consumed < self.samples:
-            raise DataError(f"the sampler's state is no position: epoch {epoch!r}, {consumed!r} samples of it")
+            raise DataError(f"the sampler's state is not a position: epoch {epoch!r}, {consumed!r} samples of it")
         self.epoch, self.consumed = epoch, consumed
         if not len(self):  # a larger global batch than before
             self.epoch, self.consumed = epoch + 1, 0
@@ -207,7 +207,7 @@ class _Batches(Iterator[list[int]]):
         """Go on behind them; raises DataError where there are fewer."""
         taken = state_dict.get("taken")
         if type(taken) is not int or not 0 <= taken <= self._left:
-            raise DataError(f"the sampler's state is no position: {taken!r} of {self._left} batches")
+            raise DataError(f"the sampler's state is not a position: {taken!r} of {self._left} batches")
         self._taken = taken
 
 

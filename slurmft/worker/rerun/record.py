@@ -104,7 +104,7 @@ def as_tensor(result: Any) -> torch.Tensor:
     """A result in one tensor: itself, or the numbers of (nested) lists and tuples, of tensors in them, of an array.
 
     Raises:
-        UsageError: there is something in it that is no number.
+        UsageError: there is something in it that is not a number.
     """
     if isinstance(result, torch.Tensor):
         return result

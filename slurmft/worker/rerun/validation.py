@@ -109,7 +109,7 @@ class Validation:
         the ranks that could have produced it; this one alone unless the model is spread over several.
 
         Raises:
-            UsageError: ``result`` holds something that is no number.
+            UsageError: ``result`` holds something that is not a number.
         """
         if self._off:
             return

@@ -29,7 +29,7 @@ class HealthMonitor:
         timeout_seconds: without progress for longer than this, the process is stuck.
 
     Raises:
-        UsageError: the timeout is no positive number.
+        UsageError: the timeout is not a positive number.
     """
 
     def __init__(self, timeout_seconds: float = 300, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -72,7 +72,7 @@ class HealthMonitor:
         A tensor on a GPU is waited for, as by ``loss.item()``.
 
         Raises:
-            UsageError: there is something in it that is no number, or a tensor without data.
+            UsageError: there is something in it that is not a number, or a tensor without data.
         """
         return _has_nan_or_inf(loss)
 
@@ -125,7 +125,7 @@ def _has_nan_or_inf(value: Any) -> bool:
     except OverflowError:  # an integer beyond any float
         return False
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{value!r:.60} is no number, and no tensor") from error
+        raise UsageError(f"{value!r:.60} is neither a number nor a tensor") from error
 
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -164,7 +164,7 @@ def _own_cgroup() -> Path | None:
 def _cgroup_fractions(folder: Path | None, root: Path = _CGROUPS) -> list[float]:
     found = []
     while folder is not None and folder != root and root in folder.parents:
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit here
+        with contextlib.suppress(OSError, ValueError):  # "max" is not a number: no limit here
             limit_bytes = int((folder / "memory.max").read_text())
             used_bytes = int((folder / "memory.current").read_text())
             rows = (line.split() for line in (folder / "memory.stat").read_text().splitlines())

@@ -36,7 +36,7 @@ class DistributedSignalHandler:
         try:
             self.sig = signal.Signals(sig)
         except ValueError as error:
-            raise UsageError(f"{sig!r} is no signal") from error
+            raise UsageError(f"{sig!r} is not a signal") from error
         self._group = group
         self._seen = self._entered = False
         self._before: signal._HANDLER = None

@@ -36,7 +36,7 @@ class WatchdogTimer:
     a hang in C code that never gives the GIL back: no Python thread runs then. Not inherited by a fork.
 
     Raises:
-        UsageError: the timeout is no positive number.
+        UsageError: the timeout is not a positive number.
     """
 
     def __init__(
