@@ -151,8 +151,7 @@ class HangWatch:
                 yield look
 
     def facts(self, first: int) -> dict[str, Any]:
-        """The sections of each living worker, for the supervisor; from the ``first`` on as many as fit into a
-        message."""
+        """The sections of each living worker, for the supervisor; from the ``first`` on as many as a message takes."""
         looks = list(self.looks())
         page = looks[first : first + WORKERS_PER_MESSAGE]
         workers = [facts_of(replace(look, stopped=self._is_stopped(look.rank))) for look in page]

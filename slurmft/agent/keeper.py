@@ -37,8 +37,7 @@ class Keeping:
     def begin(
         self, attempt_folder: Path, *, generation: int, place: int, nodes: int, hosts: Sequence[str], secret: bytes
     ) -> None:
-        """Workers of a new attempt begin: copies of older ones are refused from now on, and the address is published to
-        its nodes.
+        """Workers of a new attempt begin: copies of older ones are refused from now on, and its nodes get our address.
 
         Args:
             place: of this node in the attempt.

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     agent = socket.socket(fileno=int(arguments[0]))
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a module that only asks for a GPU must not begin CUDA
     for module in arguments[1:]:
-        with contextlib.suppress(ImportError):  # a worker that needs it will say so itself
+        with contextlib.suppress(ImportError):  # a worker that needs it will raise the error itself
             importlib.import_module(module)
     _send(agent, {"kind": "ready", "pid": os.getpid()})
     gc.collect()
@@ -131,7 +131,7 @@ def _end(children: set[int]) -> None:
 
 
 def _send(agent: socket.socket, message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the agent is gone; the next read says so
+    with contextlib.suppress(OSError):  # the agent is gone; the next read shows it
         agent.send(json.dumps(message).encode())
 
 

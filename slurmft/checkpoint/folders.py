@@ -116,8 +116,7 @@ class Pruner:
         return unreadable, uncommitted
 
     def _decide(self, keep: Keep, *, must_look: bool) -> Retention:
-        """Decide by the present marks of the supervisor, where something may go: of the newest, and of the ones to
-        go."""
+        """Decide by the supervisor's present marks, where something may go: on the newest, and on those to go."""
         in_order = newest_first(self._known)
         retention = self._retention(in_order, keep)
         if not retention.remove and not must_look:

@@ -93,7 +93,7 @@ class JustInTime:
         self._step = self._kept = NOTHING
         self._is_whole = True
         self._distrust = ""
-        """Why it is off for good."""
+        """Why it is off permanently."""
 
         self._buffers: dict[str, torch.Tensor] = {}
         self._live: tuple[object, ...] = ()

@@ -255,8 +255,7 @@ class Loading:
         return newest, quarantined
 
     def _note(self, path: Path | None, source: str) -> None:
-        """Note which of the run's checkpoints is about to be read: a process that it kills cannot report it any
-        more."""
+        """Note which of the run's checkpoints is about to be read: a process that it kills cannot report it."""
         folder, directory = os.environ.get(ERROR_DIR_VARIABLE), os.environ.get("SLURMFT_CHECKPOINT_DIR")
         if self._team.is_lead and folder and directory and self._directory.absolute() == Path(directory).absolute():
             note_resuming(Path(folder), path.name if path is not None else "", source=source)

@@ -312,8 +312,7 @@ class CheckpointManager:
         return flat
 
     def _begin(self, team: Team) -> None:
-        """Before the first save: check the directory's owner; on rank 0, clean up left-overs, and find the newest
-        number.
+        """Before the first save: check the directory's owner; on rank 0, clean up, and find the newest number.
 
         Raises:
             DirectoryInUse: another manager of this process saves there.

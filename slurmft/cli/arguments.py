@@ -70,7 +70,7 @@ def oldest_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def who() -> str:
-    """The person at the prompt, as user@host."""
+    """The user at the prompt, as user@host."""
     return f"{user_name()}@{os.uname().nodename}"
 
 

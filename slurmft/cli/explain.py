@@ -71,7 +71,7 @@ def _tell_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
 def _tell_damage(run: RunFolder, unreadable: int, events: int) -> int:
     path = run.journal().path
     if not unreadable and not events:
-        raise StorageError(f"{path} is empty", hint=f"the supervisor's own words may be in {run.logs}")
+        raise StorageError(f"{path} is empty", hint=f"the supervisor's own messages may be in {run.logs}")
     if not events:
         raise StorageError(
             f"{path} is damaged: none of its {unreadable} lines can be read",

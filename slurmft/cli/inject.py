@@ -90,7 +90,7 @@ def _refuse(run: RunFolder, order: Order) -> None:
 
 
 def _node_of(run: RunFolder, rank: int) -> str:
-    """The host of a rank in the newest attempt that had agents, or a word in its place."""
+    """The host of a rank in the newest attempt that had agents, or a placeholder."""
     ready = [event for event in run.journal().read() if event.event == EventName.AGENTS_READY]
     hosts = ready[-1].details.get("hosts") if ready else None
     per_node = configuration_of(run).nproc_per_node

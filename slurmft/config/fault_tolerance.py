@@ -47,8 +47,7 @@ class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
 
     agent_timeout_s: Seconds = Field(default=3.0, ge=1)
     """Seconds without a message from a node's agent, which reports every 0.5 s, until the node counts as lost and
-    another one takes its place; four times as long where there is no other one, since a requeue costs more than the
-    wait."""
+    another one takes its place; four times as long where there is none, since a requeue costs more than the wait."""
 
     preload: bool = True
     """Fork workers from a process that has torch imported already. Off: every worker starts its own interpreter."""

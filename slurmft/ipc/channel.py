@@ -2,8 +2,8 @@
 
 On connect the server sends a nonce, and the client's first message must prove that it knows the secret; the key of a
 connection is derived from the secret and both sides' nonces, and each line is bound to its direction and its place in
-the sequence. So a stranger who connects, replays or injects lines changes nothing, and what it sends closes its own
-connection only. Lines are authentic, not confidential: no secret travels in them.
+the sequence. So a stranger that connects, replays or injects lines changes nothing, and only closes its own connection.
+Lines are authentic, not confidential: no secret travels in them.
 """
 
 from __future__ import annotations

@@ -38,14 +38,14 @@ class Member:
 
 
 def enter_argv(member: Member) -> list[str]:
-    """The words that run what follows them inside a member, as root."""
+    """The arguments that run the command after them inside a member, as root."""
     inside = ["nsenter", f"--target={member.pid}", "--net", "--mount", "--uts", "--ipc"]
     # The login member has no PID namespace: without a fork in between, signals and exit codes pass untouched.
     return [*inside, "--"] if member.name == LOGIN else [*inside, "--pid", "--"]
 
 
 def unshare_argv(name: str, controller: Member | None) -> list[str]:
-    """The words that run what follows them in fresh namespaces for the member ``name``."""
+    """The arguments that run the command after them in fresh namespaces for the member ``name``."""
     fresh = ["unshare", "--mount", "--uts", "--ipc", "--propagation=private"]
     if name == LOGIN:
         if controller is None:

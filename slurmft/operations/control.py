@@ -41,8 +41,7 @@ def is_unseen(run: RunFolder, records: Mapping[OwnJob, JobRecord]) -> bool:
 
 
 def is_alive(run: RunFolder) -> bool:
-    """Whether the run has a job with nodes, a process on this machine, or a live supervisor of a job that Slurm does
-    not list.
+    """Whether the run has a job with nodes, a process on this machine, or a live supervisor that Slurm does not list.
 
     Raises:
         SlurmUnavailable: Slurm did not answer.

@@ -1,8 +1,7 @@
 """Root's rescue of other users' runs: for each owner a process with that owner's rights and nothing of root's.
 
 All files in a run folder may have been forged by the folder's owner, so root reads none of them: it lists names and
-whose they are, and the owner's process does the rest. The output of that process is the owner's text: it is bounded,
-and shown.
+owners, and the owner's process does the rest. The output of that process is the owner's text: it is bounded, and shown.
 """
 
 from __future__ import annotations

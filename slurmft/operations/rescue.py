@@ -113,7 +113,7 @@ def rescue(runs: Sequence[RunFolder], who: str) -> list[str]:
 
 
 def _refuse_unsafe(run: RunFolder) -> None:
-    """Return when what the run folder holds may be executed and followed without a person who looks at it.
+    """Return when the run folder's content may be executed and followed unattended.
 
     Raises:
         StorageError: it may not.
@@ -266,8 +266,8 @@ def _as_submitted(events: Sequence[Event]) -> dict[str, str]:
 def is_unfinished(events: Sequence[Event], job: str) -> bool:
     """Whether the newest attempt, of ``job``, ended without a decision, or was to continue and did not.
 
-    By the order of the lines: the clocks of hosts differ. A person who submits the run again revokes what was decided
-    before; what another attempt decides says nothing about this one.
+    By the order of the lines: the clocks of hosts differ. A user who submits the run again revokes earlier decisions;
+    decisions of another attempt do not matter for this one.
     """
     started = [index for index, event in enumerate(events) if event.event == EventName.ATTEMPT_STARTED]
     if not started or not events[started[-1]].attempt.startswith(f"{job}."):

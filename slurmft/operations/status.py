@@ -178,7 +178,7 @@ def _refuse_odd(path: Path) -> None:
 
 
 def overviews(runs: Sequence[RunFolder]) -> list[Overview]:
-    """All of them with one question to Slurm; a single one that was cancelled also says by whom."""
+    """All of them with one question to Slurm; for a single one that was cancelled also with the user who did it."""
     found = _looked_at(runs, TRIES)
     if len(runs) == 1 and found[0].state == "stopped" and (who := who_cancelled(runs[0])):
         found = [replace(found[0], detail=f"{found[0].detail} by {who}")]

@@ -186,7 +186,7 @@ def restarts(job: OwnJob) -> int:
 
 
 def why_ending(text: str, restart: int) -> JobEnding:
-    """``parse_ending``, which has to know the grace when a person may have cancelled a job that is being preempted."""
+    """``parse_ending``, which has to know the grace when a user may have cancelled a job that is being preempted."""
     found = parse_ending(text, restart)
     if found is not JobEnding.PREEMPTED:
         return found

@@ -22,7 +22,7 @@ from slurmft.scheduler.slurm import PATIENCE_S
 
 SOONEST_S = 2
 """Begin time of a job that is started anew from outside. slurmd refuses one that starts within a second of its last
-end ("Job credential revoked"), and the job fails for good: that is what Slurm's own 121 s are there to prevent."""
+end ("Job credential revoked"), and the job fails for good: Slurm's own 121 s are there to prevent that."""
 
 REQUEUE_PAUSE_S = 0.5
 SILENT_S = 8.0
@@ -62,7 +62,7 @@ class Requeued:
     """Seconds, from the moment at which it was set."""
 
     refusal: str = ""
-    """Slurm's words where something could not be set."""
+    """Slurm's message where an option could not be set."""
 
     def in_words(self) -> dict[str, Any]:
         """The details for the journal."""

@@ -129,7 +129,7 @@ def submit_to_slurm(config: RunConfig, run: RunFolder, options: Mapping[str, Any
     """Submit the run; returns the job id and leaves the script at ``run.script`` for successors.
 
     Raises:
-        SlurmError: sbatch refused, with its own words; nothing is left of the attempt.
+        SlurmError: sbatch refused, with its own message; nothing is left of the attempt.
         SlurmUnavailable: Slurm did not answer.
     """
     executor = _slurm_executor(config, run, options, avoid)

@@ -14,7 +14,7 @@ from slurmft.system import processes
 from slurmft.system.files import read_json
 
 SUPERVISOR = "supervisor on "
-"""Begins the name of an actor who lives in the job itself, and so ends with it."""
+"""Prefix of the name of an actor inside the job, which ends with the job."""
 
 CLAIM_LEASE_S = 180.0
 """An older claim without an outcome belongs to a process that died on another host."""
@@ -30,7 +30,7 @@ class EndingClaim:
         self.path, self._lock = path, lock
 
     def take(self, actor: str, *, instead_of: str = "") -> bool:
-        """Whether the caller is the one who acts.
+        """Whether the caller has the right to act.
 
         Args:
             instead_of: beginning of the name of an actor that is known to be gone; its claim without an outcome is

@@ -64,7 +64,7 @@ class EventName(StrEnum):
     KILLING_WORKERS = "killing workers"
     """The remaining workers of the attempt are killed."""
     LAST_LOOK = "last look"
-    """The state of each rank just before the workers were killed."""
+    """What each rank did just before the workers were killed."""
     STATE_KEPT = "state kept just in time"
     """The newest complete step was kept in memory."""
     EVIDENCE = "evidence"

@@ -210,8 +210,7 @@ class ExclusionList:
         )
 
     def tidy(self, found: Exclusions, now: float, rules: Rules) -> None:
-        """``gc`` when it has become long, and no other process writes. For occasional calls: never waits, never
-        raises."""
+        """``gc`` when it has become long, and no other process writes. Never waits, never raises."""
         if len(found.observations) < TIDY_FROM:
             return
 
@@ -366,7 +365,7 @@ class ExclusionList:
         for folder in (self.path.parent, self._new):
             if folder.is_dir():
                 continue
-            mode = self._mode | (self._mode & 0o444) >> 2  # who may read a file may enter its folder
+            mode = self._mode | (self._mode & 0o444) >> 2  # users that may read a file may enter its folder
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 if self._mode & 0o070:

@@ -155,7 +155,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the run: one process at a time may change who owns it and what follows an attempt.
+        """Hold the run: one process at a time may change its owner and the action after an attempt.
 
         Raises:
             RunBusy: another process holds it for longer than LOCK_TIMEOUT_S.

@@ -34,7 +34,7 @@ GARBAGE_S = 2.0
 PAUSE_S = 0.02
 MAX_BYTES = 4096
 
-_HINT = "look whose it is (ls -ld), and remove it"
+_HINT = "check its owner (ls -ld), and remove it"
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL)
 """Error numbers of filesystems without hard links."""
 
@@ -102,8 +102,7 @@ class SoftLock:
         self._token = ""
 
     def _create(self) -> bool:
-        """The file has its content from its first moment: an empty one, of a process killed then, would have no
-        holder."""
+        """The file has its content from its first moment: an empty one, of a killed process, would have no holder."""
         token = secrets.token_hex(8)
         pid = os.getpid()
         content = {"format": FORMAT, "host": self._host, "namespace": _pid_namespace(), "pid": pid,

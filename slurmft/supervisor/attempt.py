@@ -269,8 +269,7 @@ class Supervisor:
             await self._kill_workers("a rank has failed; the others cannot go on without it")
 
     async def _on_connect(self, link: AgentLink) -> None:
-        """A lost agent may still run the workers of its last order; an agent that takes part again kills those
-        itself."""
+        """A lost agent may still run workers of its last order; one that takes part again kills those itself."""
         if link not in self._pool.members:
             with contextlib.suppress(AgentLost):
                 await link.call("kill")
@@ -331,8 +330,7 @@ class Supervisor:
             self._over.set()
 
     async def _watch_agents(self) -> None:
-        """Agents stop their workers when they hear nothing for the lease; so ping them, and expect their reports as
-        well."""
+        """Agents stop their workers when they hear nothing for the lease; so ping them, and expect their reports."""
         section, agents = self._config.fault_tolerance, len(self._pool.links)
         timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
         pause_s, ping_s = timeout_s / LOOKS_PER_TIMEOUT, ping_interval_s(agents, lease_s=section.supervisor_lease_s)

@@ -60,7 +60,7 @@ class AttemptFolder:
         return None
 
     async def requests(self, *, ready: bool) -> dict[str, str]:
-        """New requests and who made them: KILL, REQUEUE, and SAVE when the workers are ``ready`` for one."""
+        """New requests and their authors: KILL, REQUEUE, and SAVE when the workers are ``ready`` for one."""
         if self._is_superseded:  # requests are for the new owner to handle
             return {}
         with contextlib.suppress(OSError, StorageError):  # a transient filesystem error; the next look finds the file

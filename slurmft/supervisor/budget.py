@@ -17,8 +17,7 @@ CHANGES = frozenset({EventName.BATCH_REDUCED, EventName.CHECKPOINT_QUARANTINED})
 
 
 def budget_of(history: Sequence[Event], verdict: Verdict, config: RunConfig, attempt: str = "") -> Budget:
-    """The budget that the run had spent before ``verdict`` of ``attempt``; ``history`` is the journal without that
-    attempt."""
+    """The budget spent before ``verdict`` of ``attempt``; ``history`` is the journal without that attempt."""
     section = config.fault_tolerance
     return budget_for(
         verdict,

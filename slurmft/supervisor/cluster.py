@@ -1,5 +1,4 @@
-"""Where a supervisor runs: in a Slurm job, or on this machine alone. The code above this interface is the same for
-both."""
+"""Where a supervisor runs: in a Slurm job, or on this machine alone. The code above is the same for both."""
 
 from __future__ import annotations
 
@@ -243,8 +242,7 @@ def _for_srun(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def srun_argv(config: RunConfig, environment: Mapping[str, str], count: int) -> list[str]:
-    """The srun that starts the agents: one task on each of ``count`` nodes, and the end of one task does not end the
-    others."""
+    """The srun that starts the agents: one task on each of ``count`` nodes; no task's end ends the others."""
     nodes = str(count)
     argv = ["srun", "--overlap", "--kill-on-bad-exit=0", "--export=ALL", "--mpi=none", "--input=none"]
     argv += ["--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1"]

@@ -1,5 +1,4 @@
-"""The supervisor's part of injected faults: takes orders, chooses the rank to hit, journals it, and instructs the
-agents."""
+"""The supervisor's part of injected faults: takes orders, chooses the rank to hit, journals it, informs the agents."""
 
 from __future__ import annotations
 

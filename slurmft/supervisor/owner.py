@@ -13,8 +13,7 @@ from slurmft.storage.run_folder import Owner, RunFolder
 from slurmft.system import processes
 
 BEATS_S = 10.0
-"""How long a process that wants to take a run over watches for a sign of life of its owner, where Slurm gives no
-answer."""
+"""How long a process that takes a run over watches for a sign of its owner's life, where Slurm does not answer."""
 
 LOOK_S = 0.5
 

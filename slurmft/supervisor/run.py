@@ -199,7 +199,7 @@ def _try_again_later(config: RunConfig, cluster: Cluster, run: RunFolder, error:
 
 
 def _look(run: RunFolder) -> tuple[Owner | None, str | None]:
-    """The run's owner, and who asked for a stop; unknown where the run folder does not answer."""
+    """The run's owner, and the user who asked for a stop; unknown where the run folder does not answer."""
     try:  # in a thread of its own: the other one may be stuck
         return FolderThread().call(lambda: (run.owner(), run.see_request("KILL")), timeout_s=LOOK_S)
     except (StorageError, OSError):

@@ -73,7 +73,7 @@ class Stops:
             self.background.start(self._judge_own_signal(name))
 
     async def _judge_own_signal(self, name: str) -> None:
-        """Slurm signals the batch step only when it ends the job; a person may at any time."""
+        """Slurm signals the batch step only when it ends the job; a user may at any time."""
         if self._cluster.name == "local" and name == "SIGINT" and self.planned is None:
             self.stop_for(Cause.STOPPED_BY_USER, "stopped with Ctrl-C")
         elif not await self._slurm.is_ending():

@@ -24,8 +24,7 @@ def new_nonce() -> bytes:
 
 
 def derived_key(key: bytes, purpose: str, *context: bytes) -> bytes:
-    """A key for one purpose in one context, such as a connection's nonces; it reveals neither ``key`` nor any other
-    derived key.
+    """A key for one purpose in one context, such as a connection's nonces; it reveals neither ``key`` nor others.
 
     The lengths of all parts go into it, so that no two contexts look alike.
     """

@@ -23,7 +23,7 @@ def bounded(work: Callable[[], int], *, limit_s: float, name: str, environment: 
     """The exit code of ``work``, which runs in a child.
 
     A child in uninterruptible sleep cannot be killed: it is left behind, and holds the lock until the kernel lets it
-    go, so that a filesystem that hangs costs one process, and not one for each time cron comes by.
+    go, so that a filesystem that hangs costs one process, and not one for each run of cron.
 
     Raises:
         StorageUnavailable: another one is at work, or it took longer than ``limit_s`` seconds.
@@ -71,8 +71,7 @@ def _ended(pid: int) -> int | None:
 
 
 def _lock(name: str, environment: Mapping[str, str]) -> list[int]:
-    """Locks of this machine and user, in memory where that is offered: they must not hang with the filesystem that they
-    guard.
+    """Locks of this machine and user, in memory where that is offered: they must not hang with what they guard.
 
     The lock is on a folder of ours with a random name. No other user can take such a name before us, and other users'
     files beside it are neither opened nor waited for. Two processes that begin at once may both make one, so that all

@@ -1,4 +1,4 @@
-"""Text from outside made safe to show: it cannot move a cursor, colour a terminal, end a line or run from right to
+"""Foreign text made safe to show: it cannot move a cursor, colour a terminal, end a line or run from right to
 left.
 
 An exception's message, the name of a file or a node, a reason that a user typed: all of them may hold escape sequences.

@@ -1,4 +1,4 @@
-"""The one place where this package speaks to a GPU's streams and events.
+"""The one module of this package that uses a GPU's streams and events.
 
 A device computes later than the host has asked it to, each of its streams at its own pace. A reader of its results
 waits for an event that was recorded behind them, on the stream that has written them, and for nothing else: in a run

@@ -58,7 +58,7 @@ class ProcessGroups:
         if "RANK" in environment and "WORLD_SIZE" in environment and not dist.is_initialized():
             name = ("nccl" if use_gpu else "gloo") if wanted == "auto" else wanted
             dist.init_process_group(name, timeout=init, device_id=device if use_gpu else None)
-            host_group(init)  # here, where all ranks come by in the same order
+            host_group(init)  # here, where all ranks pass in the same order
             groups.check(init)
         return groups
 

@@ -199,8 +199,7 @@ class SaveTimer:
         return max(1, round(self._spacing.seconds(step_s=self._step_ns() / 1e9) * 1e9))
 
     def _step_ns(self) -> int:
-        """The mean of the newest steps, or the middle of the newest three where that is more: slower ones count at
-        once.
+        """The mean of the newest steps, or the middle of the newest three if that is more: slower ones count at once.
 
         Too long a time does no harm: the next look comes sooner.
         """

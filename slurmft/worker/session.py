@@ -338,8 +338,7 @@ class Session(Sections):
         raise RerunElsewhere(step) if departure.exit_code == EXIT_RERUN_ELSEWHERE else ValidationFailed(step)
 
     def _note_span(self) -> None:
-        """Note how long no stop was possible: a stop that is requested in the meantime waits so long, and then
-        saves."""
+        """Note how long no stop was possible: a stop requested meanwhile waits so long, and then saves."""
         if not self._safe_at_ns:
             return
         span_ns = time.monotonic_ns() - self._safe_at_ns

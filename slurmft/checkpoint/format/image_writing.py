@@ -22,8 +22,7 @@ from slurmft.checkpoint.format.shard_index import ShardIndex
 PIECE_BYTES = 16 << 20
 _BUFFERED_BYTES = 4 << 20
 _BEHIND_BYTES = 32 << 20
-"""How much a buffered write may be ahead of the disk: the fsync at the end must not be one long wait without
-progress."""
+"""How much a buffered write may be ahead of the disk: the fsync at the end must not stall for long."""
 
 _HASH_BYTES = 64 << 20
 _BLOCK_BYTES = 4096

@@ -211,8 +211,7 @@ def _placed(piece: _Piece, target: Target, part: Box) -> tuple[list[tuple[int, m
 
 
 def _checked(key: str, pieces: Sequence[_Piece]) -> StoredTensor:
-    """Check that the pieces fit the whole. Indexes have a checksum: this finds the errors of a writer, not of a
-    disk."""
+    """Check that the pieces fit the whole. Indexes have a checksum: this finds errors of a writer, not of a disk."""
     first = pieces[0].item
     dtype = dtype_named(first.dtype)
     name = index_file(pieces[0].source.index.shard)

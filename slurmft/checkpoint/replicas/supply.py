@@ -253,8 +253,7 @@ def _incoming(
 
 
 class _Arrival:
-    """One shard that comes in. An error is kept until all of it has been received, so that the sender is not left
-    waiting."""
+    """One shard that comes in. An error is kept until all of it is received, so that the sender does not wait."""
 
     def __init__(self, transfer: Transfer, blob: bytes | None, size_bytes: int, node: _Node) -> None:
         self._transfer = transfer

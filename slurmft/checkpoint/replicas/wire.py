@@ -41,7 +41,7 @@ _LENGTH = struct.Struct("!I")
 
 
 class BadCopy(Exception):
-    """The other side is a stranger, speaks another version, or sends what it must not; the connection is closed."""
+    """The other side is a stranger, has another version, or violates the protocol; the connection is closed."""
 
 
 class Wire:

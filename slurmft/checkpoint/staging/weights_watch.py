@@ -60,8 +60,7 @@ class WeightsWatch:
         return self._versions != [one._version for one in self._weights]
 
     def difference(self, *, of_values: bool = True) -> str:
-        """The first change since ``note``, in words; empty where there is none. Without ``of_values`` no kernel is
-        launched."""
+        """The first change since ``note``; empty where there is none. Without ``of_values`` no kernel is launched."""
         if self.weights_were_written() or self._addresses != [one.data_ptr() for one in self._sampled]:
             return "the weights were changed"
         if of_values and not all(map(torch.equal, self._samples, self._views)):

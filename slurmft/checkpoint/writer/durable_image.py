@@ -153,8 +153,7 @@ def _was_changed(task: Task, source: int, *same: ShardIndex) -> bool:
 
 @contextlib.contextmanager
 def _opened(folder: Path) -> Iterator[Path]:
-    """The checkpoint folder, made if need be, by a name that stays with it: a folder that replaces it is never written
-    to.
+    """The checkpoint folder, made if need be, by a name that stays with it: its replacement is never written to.
 
     Raises:
         Left: it was removed meanwhile.

@@ -1,5 +1,4 @@
-"""A page of memory that a writer and its worker share: it changes while the writer makes progress, and costs no
-message."""
+"""A page of memory that a writer and its worker share: it changes with the writer's progress, and costs no message."""
 
 from __future__ import annotations
 

@@ -68,8 +68,7 @@ class Task:
         self.throttle = Throttle(0.0 if request.urgent else request.max_bytes_per_s)
 
     def begin_claim(self) -> None:
-        """On rank 0: keeps the folder from being taken for a left-over until ``end_claim``. Best effort, and
-        idempotent."""
+        """On rank 0: until ``end_claim`` the folder does not count as a left-over. Best effort, and idempotent."""
         if self.claim is None and self.request.commit is not None:
             with contextlib.suppress(OSError):
                 self.claim = Claim(self.request.folder)

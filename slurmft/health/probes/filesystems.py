@@ -1,5 +1,4 @@
-"""Shared filesystems: whether they answer. Each is asked by a process of its own, which is left behind where it
-hangs."""
+"""Shared filesystems: whether they answer. Each is asked by a process of its own, left behind if it hangs."""
 
 from __future__ import annotations
 

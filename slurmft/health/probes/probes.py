@@ -32,8 +32,7 @@ class Probe:
     """Its limit grows with the patience of the context."""
 
     waits: Callable[[HealthConfig], float] = lambda _: 0.0
-    """Seconds that it waits by itself, as the configuration says: it must live long enough to report what did not
-    answer."""
+    """Seconds that it waits by itself, as the configuration says: it must live to report what did not answer."""
 
     def limit(self, scene: Scene) -> float:
         """Seconds that it may take here."""
@@ -89,5 +88,5 @@ def _user_probe(name: str, probe: UserProbe) -> Probe:
     def look(scene: Scene, **_: Any) -> ProbeResult:
         return user_probe(scene, name, probe)
 
-    # it ends its program itself; a moment more, so that it can say so
+    # it ends its program itself; a moment more, so that it can report that
     return Probe(names=(name,), look=look, limit_s=probe.timeout_s, level=probe.level, waits=lambda _: probe.timeout_s)

@@ -1,8 +1,7 @@
 """Xid messages of NVIDIA's driver in the kernel log, and what they mean.
 
 Causes and remedies follow NVIDIA's Xid catalog, https://docs.nvidia.com/deploy/xid-errors/ (the immediate action that
-it gives for data-centre GPUs), in our words. A code that is not in the table is a warning, for an administrator to look
-at.
+it gives for data-centre GPUs), in our words. A code that is not in the table is a warning to look at.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Agent(Enum):
 
 
 class Standing(IntEnum):
-    """What speaks against a node; the greater is used later."""
+    """The fault of a node; a greater one is used later."""
 
     CLEAN = 0
     SUSPECT = 1

@@ -182,7 +182,7 @@ def observed(
 ) -> Observation:
     """``evidence`` as an observation; ``where`` is the file it came from, and distinguishes its message from others.
 
-    The id is made of what was seen, of whom, in which job and when, so that reading the same file twice adds nothing.
+    The id is made of the kind, the suspect, the job and the time, so that reading the same file twice adds nothing.
     """
     suspect = evidence.suspect
     seen = (evidence.kind, suspect.node, suspect.gpu, suspect.rank, run, job, f"{evidence.at:.3f}", evidence.step)

@@ -145,7 +145,7 @@ def judge_folder(facts: FolderFacts) -> Iterator[Finding]:
 
 
 def judge_clocks(offsets_s: Mapping[str, float]) -> Iterator[Finding]:
-    """Findings on clocks: by whom, and its time less this machine's."""
+    """Findings on clocks: by owner, its time less this machine's."""
     for who, offset_s in offsets_s.items():
         level = Level.PROBLEM if abs(offset_s) > CLOCK_PROBLEM_S else Level.WARNING
         if abs(offset_s) <= CLOCK_WARNING_S:

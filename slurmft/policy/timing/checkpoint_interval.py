@@ -7,8 +7,7 @@ J. T. Daly, "A higher order estimate of the optimum checkpoint interval for rest
 Systems 22 (3), 2006.
 
 C is the cost to the training loop: the time a save stops it, and the slowdown of its steps while the save is written.
-The time of the write itself delays nothing; but a save that is not durable yet is lost with a node, so it is reported
-too.
+The time of the write itself delays nothing; but a save that is not durable is lost with a node, so it counts too.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ SHORTEST_S, LONGEST_S = 1.0, 3600.0
 """No failure should cost more than an hour, independent of the formula; a save without a cost was measured badly."""
 
 FIRST_S = 60.0
-"""Until two saves have been measured: the first one also sets up buffers for later ones, and says little about their
-cost."""
+"""Until two saves have been measured: the first one also sets up buffers for them, and says little about their cost."""
 
 SAVES_MEASURED = 5
 LEAST_COST_S = 1e-3

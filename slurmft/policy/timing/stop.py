@@ -125,7 +125,7 @@ def passed(looks: Sequence[Look], proposal: int) -> bool:
     """Whether some rank may have gone by ``proposal`` without seeing it, or saw it only in a later step.
 
     A rank *at* the proposal may have compared just before it was written, so only a smaller tick, or the rank's own
-    word that it waits there, is proof.
+    flag that it waits there, is proof.
     """
 
     def is_safe(look: Look) -> bool:

@@ -29,8 +29,7 @@ class PastEnd:
     """The start of the job within which it was followed by a restart; None where none followed."""
 
     given_up: bool = False
-    """The run was stopped by a decision: the user who submitted it again has looked at it, and the count begins
-    anew."""
+    """The run was stopped by a decision: the user who resubmitted it has looked at it, and the count begins anew."""
 
 
 def budget_for(

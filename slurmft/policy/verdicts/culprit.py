@@ -47,7 +47,7 @@ class Summary:
     """Dead because we killed it."""
 
     error: str = ""
-    """Last words of one that is dead."""
+    """Last line of a dead rank's traceback or log."""
 
     recorded: bool = False
     """Its flight recorder has been written: by the watchdog, where it has ended by SIGABRT."""
@@ -80,8 +80,8 @@ def blame(
     Args:
         ranks: those that could be looked at; dead ones in the order in which they ended.
         lost: ranks that could not, with their nodes.
-        overdue: ranks whose section is open for too long, with the words of that report.
-        absent: ranks that have not entered a collective in which others wait, with the words of that finding.
+        overdue: ranks whose section is open for too long, with the text of that report.
+        absent: ranks that have not entered a collective in which others wait, with the text of that finding.
 
     A rank that waits for the others at the newest step is never named while another rank is behind it.
     """

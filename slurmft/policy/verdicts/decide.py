@@ -79,8 +79,7 @@ class Budget:
 
 
 def decide(verdict: Verdict, budget: Budget, exit_actions: Mapping[ExitAction, str] | None = None) -> Decision:
-    """The decision that follows ``verdict``. Planned stops, exit 16 and moves away from a slow node never spend a
-    budget."""
+    """The decision on ``verdict``. Planned stops, exit 16 and moves away from a slow node never spend a budget."""
     has_code = verdict.cause is Cause.FINISHED or (verdict.exit_code != 0 and verdict.cause not in PLANNED)
     action = explicit_action(verdict.exit_code, exit_actions or {}) if has_code else None
     if action is ExitAction.COMPLETE or (action is None and verdict.cause is Cause.FINISHED):

@@ -208,7 +208,7 @@ _HINTS = {
 
 
 def refusal_hint(words: str) -> str:
-    """What to look at after sbatch has refused with these words; empty when they speak for themselves."""
+    """A hint after sbatch has refused with this message; empty when the message is enough."""
     return next((hint for part, hint in _HINTS.items() if part in words), "")
 
 

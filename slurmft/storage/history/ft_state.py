@@ -1,7 +1,6 @@
 """``ft_state.json``: how long each section took in earlier attempts, by workload; one bounded file in the run folder.
 
-A file that cannot be believed counts as missing: limits are learned anew then. A file of a newer slurmft is never
-written over.
+An invalid file counts as missing: limits are learned anew then. A file of a newer slurmft is never written over.
 """
 
 from __future__ import annotations

@@ -54,8 +54,7 @@ class Timings:
     """Each save's time on its slowest rank until it was durable, oldest first."""
 
     costs_s: tuple[float, ...] = ()
-    """The cost of saves to the training on rank 0, oldest first: the stall, and the slowdown of steps during the
-    write."""
+    """The cost of saves to the training on rank 0, oldest first: the stall, and slower steps during the write."""
 
     unfinished_save_s: float | None = None
     """Duration of a save until it was cut off: it needs longer than that."""

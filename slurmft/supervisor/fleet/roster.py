@@ -34,8 +34,7 @@ class Roster:
         self._last: tuple[str, ...] = ()
 
     def next(self, allowed: Collection[str], *, waited_s: float) -> Members | Wait | TooFew:
-        """The members of the next attempt; ``allowed`` are the hosts of the job that may take part, none stands for
-        all."""
+        """The members of the next attempt; ``allowed`` are the hosts of the job that may take part, empty for all."""
         return next_members(
             self._nodes(allowed), self._last, self.size, waited_s=waited_s, patience_s=REVIVAL_S
         )  # fmt: skip

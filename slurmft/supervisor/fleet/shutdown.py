@@ -28,8 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def grace_of_peers(end: WorkerEnd) -> float:
-    """Seconds that the others have after one worker ended, to report why they fail. There is no wait for victims of a
-    kill."""
+    """Seconds that the others have after one worker ended, to report why they fail. Victims of a kill get none."""
     if end.code in (EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED):
         return PEER_GRACE_S
     if end.code < 0:

@@ -32,7 +32,7 @@ LIST_S = 5.0
 """How long the list's filesystem may delay a submission."""
 
 _TOLD = 100
-"""Nodes whose reasons stand in the journal."""
+"""Nodes whose reasons are in the journal."""
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ def excluded_by_user(config: RunConfig, options: Mapping[str, Any]) -> frozenset
 def for_submission(
     config: RunConfig, options: Mapping[str, Any], environment: Mapping[str, str], suspects: Collection[str] = ()
 ) -> Avoidance:
-    """The nodes that a new job of this run avoids; ``options`` are sbatch's from behind ``--``, ``suspects`` the run's
+    """Nodes that a new job of the run avoids; ``options`` are sbatch's from behind ``--``, ``suspects`` the run's
     own.
 
     Never blocks a submission: a list that cannot be read, or a Slurm that does not answer, is only reported.

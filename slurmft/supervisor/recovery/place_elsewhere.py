@@ -232,8 +232,7 @@ def since_submission(history: Sequence[Event], job: str | None = None) -> Sequen
 
 
 def left(history: Sequence[Event]) -> frozenset[str]:
-    """Nodes that the run has moved away from, and that were not acquitted since: it must not return to them by
-    chance."""
+    """Nodes that the run has moved away from, and that were not acquitted since: it must not return to them."""
     nodes: set[str] = set()
     for event in history:
         facts = event.details

@@ -99,7 +99,7 @@ class Continuation:
 
     def _began_to_resubmit(self) -> bool:
         """Whether a supervisor in whose place we act was killed in the middle of it: a requeue would be a second
-        continuation."""
+        one."""
         mine = str(self._cluster.attempt)
         return any(event.event == EventName.RESUBMITTING and event.attempt == mine for event in self._start.history)
 
@@ -134,8 +134,7 @@ class Continuation:
         return "requeued"
 
     def _give_back(self, lost: frozenset[str]) -> bool:
-        """Whether the job was shrunk to its living nodes: a dead node that Slurm believes alive would delay the
-        requeue."""
+        """Whether the job was shrunk to its living nodes: a node that Slurm believes alive would delay the requeue."""
         nodes = [node for node in expand(self._cluster.job.nodes) if node not in self._cluster.given_back]
         living = [node for node in nodes if node not in lost]
         if len(living) == len(nodes) or not living or nodes[0] in lost:  # the first one is the batch host
@@ -150,7 +149,7 @@ class Continuation:
         return True
 
     def _place(self) -> None:
-        """Set a begin time for a job that Slurm requeues, to save its two minutes; other nodes' processes end a moment
+        """Set a begin time for a job that Slurm requeues, to save two minutes; other nodes' processes end a bit
         later."""
         job, delay_s = self._cluster.own, self._config.preemption.requeue_delay_s + OTHERS_END_S
         delay_s = delay_that_holds(delay_s, past_requeues(self._start.history, job.job_id))
@@ -259,7 +258,7 @@ def past_requeues(history: Iterable[Event], job_id: str) -> list[tuple[int, floa
 
 
 def restart_of(event: Event) -> tuple[str, int]:
-    """Job and restart of the writer; ("", 0) where a person wrote it."""
+    """Job and restart of the writer; ("", 0) where a user wrote it."""
     job, _, rest = event.attempt.partition(".")
     count = rest.partition(".")[0]
     return (job, int(count)) if count.isdecimal() else ("", 0)

@@ -57,7 +57,7 @@ async def take_evidence(
     Args:
         per_node: ranks of each node, so that those of nodes that do not answer can be named.
         ends: the workers that have ended, in that order.
-        overdue: ranks whose section is open for too long, with the words of that finding.
+        overdue: ranks whose section is open for too long, with the text of that finding.
         dumps_within_s: HANG_DUMPS_S where collectives hang; 0 does not wait for flight recorders.
     """
     began = time.monotonic()

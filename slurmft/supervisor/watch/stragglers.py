@@ -71,8 +71,7 @@ class StragglerWatch:
     def note(self, host: str, message: Message) -> None:
         """Take in one agent's numbers (a checked message of kind ``timings``); judges the window that they complete.
 
-        The first number of a newer window closes the one before it: ranks that have not reported by then are not
-        covered.
+        The first number of a newer window closes the one before it: ranks without a report are not covered.
         """
         window = int(message["window"])
         if window <= self._closed or window < self._window:

@@ -137,8 +137,7 @@ def host_fraction_used() -> float:
 
 
 def device_fraction_used() -> float:
-    """Between 0 and 1, of the current CUDA device, used by any process; 0 where there is none or it is not in use
-    yet."""
+    """Between 0 and 1, of the current CUDA device, for all processes; 0 where there is none or it is unused yet."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return 0.0
     free_bytes, total_bytes = torch.cuda.mem_get_info()

@@ -65,7 +65,7 @@ ECHO = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer
                      id="our own kill is no crash"),
         pytest.param([dead(0, 0), waits(1, 7), waits(2, 7)], [0], [1, 2], "ended with code 0", id="left early"),
         pytest.param([waits(0, 7), mute(1), waits(2, 7)], [1], [0, 2], "reports no stack", id="no answer"),
-        pytest.param([mute(0), mute(1)], [], [0, 1], "nothing tells", id="no Python at all"),
+        pytest.param([mute(0), mute(1)], [], [0, 1], "do not differ", id="no Python at all"),
         pytest.param([waits(0, 7), waits(1, 7)], [], [0, 1], "the network", id="all in the same collective"),
         pytest.param([], [], [], "no rank was alive", id="nobody"),
     ],
