@@ -279,7 +279,7 @@ class JustInTime:
             raise UsageError(f"{difference} since step {self._step} was complete")
 
     def _check_device(self, device: DeviceSteps, then: DeviceStep) -> None:
-        """As ``_check``, for what lies on a device; a comparison of values would launch kernels, which may wait."""
+        """As ``_check``, for state on a device; a comparison of values would launch kernels, which may wait."""
         device.check(then)
         is_newest = self._is_whole and then.step == self._step
         if is_newest and self._watch is not None and (difference := self._watch.difference(of_values=False)):

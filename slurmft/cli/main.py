@@ -47,7 +47,7 @@ VERBS = {
 """Verb -> its module in slurmft.cli, which has a command of that name, and the first sentence of its help."""
 
 HIDDEN_VERBS = {"agent": "run"}
-"""The same for what only slurmft itself calls; --help does not show them."""
+"""The same for verbs that only slurmft itself calls; --help does not show them."""
 
 _EXIT_CODES = """\b
 Exit codes:

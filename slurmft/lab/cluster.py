@@ -107,7 +107,7 @@ class Lab:
         return run_command(self._built, self._built.login, account, argv, cwd=home, env={"HOME": home}, **options)
 
     def run_as_admin(self, argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        """The same as root, who is Slurm's administrator too."""
+        """The same as root, which is also Slurm's administrator."""
         return run_command(self._built, self._built.login, None, argv, **options)
 
     def run_on(self, node: str, argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:

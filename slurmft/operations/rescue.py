@@ -32,13 +32,13 @@ from slurmft.supervisor.recovery.place_elsewhere import Placement
 
 BEGIN_PATIENCE_S = 60.0
 LIMIT_S = 600.0
-"""For so long root's rescue starts with further owners."""
+"""How long root's rescue goes on to start with further owners."""
 
 
 log = logging.getLogger(__name__)
 
 SETTLED_S = 30.0
-"""For so long an unknown job counts as one that Slurm may not list yet."""
+"""How long a job that Slurm does not know counts as not listed yet."""
 
 MAX_RESCUES = 3
 """How often a run without a verdict is submitted again without progress in between."""

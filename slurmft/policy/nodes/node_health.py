@@ -89,7 +89,7 @@ class Checkup:
 
 
 class Condition(StrEnum):
-    """The condition of a node by its looks."""
+    """The condition of a node, from its looks."""
 
     HEALTHY = "healthy"
     SUSPECT = "suspect"
@@ -130,7 +130,7 @@ class HealthRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeVerdict:
-    """The verdict of the looks at one node."""
+    """The verdict on one node, from its looks."""
 
     node: str
     condition: Condition

@@ -29,7 +29,7 @@ SHORTEST_S, LONGEST_S = 1.0, 3600.0
 """No failure should cost more than an hour, independent of the formula; a save without a cost was measured badly."""
 
 FIRST_S = 60.0
-"""Until two saves have been measured: the first one also sets up buffers for them, and says little about their cost."""
+"""Until two saves have been measured: the first one also sets up what they use, and says little about their cost."""
 
 SAVES_MEASURED = 5
 LEAST_COST_S = 1e-3

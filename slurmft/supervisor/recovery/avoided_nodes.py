@@ -177,8 +177,7 @@ def excluded_by_user(config: RunConfig, options: Mapping[str, Any]) -> frozenset
 def for_submission(
     config: RunConfig, options: Mapping[str, Any], environment: Mapping[str, str], suspects: Collection[str] = ()
 ) -> Avoidance:
-    """Nodes that a new job of the run avoids; ``options`` are sbatch's from behind ``--``, ``suspects`` the run's
-    own.
+    """Nodes that a new job avoids; ``options`` are sbatch's from behind ``--``, ``suspects`` the run's own.
 
     Never blocks a submission: a list that cannot be read, or a Slurm that does not answer, is only reported.
     """

@@ -98,8 +98,7 @@ class Continuation:
         return outside is not None and outside[0] in (Cause.REQUEUED, Cause.CANCELLED)
 
     def _began_to_resubmit(self) -> bool:
-        """Whether a supervisor in whose place we act was killed in the middle of it: a requeue would be a second
-        one."""
+        """Whether an earlier supervisor was killed while it submitted a successor: a requeue must not follow then."""
         mine = str(self._cluster.attempt)
         return any(event.event == EventName.RESUBMITTING and event.attempt == mine for event in self._start.history)
 
@@ -149,8 +148,7 @@ class Continuation:
         return True
 
     def _place(self) -> None:
-        """Set a begin time for a job that Slurm requeues, to save two minutes; other nodes' processes end a bit
-        later."""
+        """Set a begin time for a job that Slurm requeues, to save two minutes; other nodes' processes end later."""
         job, delay_s = self._cluster.own, self._config.preemption.requeue_delay_s + OTHERS_END_S
         delay_s = delay_that_holds(delay_s, past_requeues(self._start.history, job.job_id))
         done = queueing.place(job, delay_s, avoid=self._avoid)
