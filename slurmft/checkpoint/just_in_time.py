@@ -10,8 +10,8 @@ That needs the weights to be still those of the step: an optimizer's hook is cal
 dies after its last collective of a step and before the end of that step, its own state at that end is unknown: the step
 is not kept, and the restart goes back to an older state.
 
-A GPU runs behind its host: ``device_steps`` knows which step's state lies there, and copies go beside
-the stream that hangs in a collective.
+A GPU runs behind its host: ``device_steps`` knows which step's state lies there, and copies go beside the stream that
+hangs in a collective.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Nothing is proven by a name alone. A process is a job's when its cgroup, or the environment that it began with, says so
 and its user is the job's. Shared memory is left over when its owner has no process here any more, or, of slurmft's own
-folders, when their agent, which holds a lock as long as it lives, is gone.
+folders, when no process holds the lock that their agent keeps as long as it lives.
 """
 
 from __future__ import annotations

@@ -45,10 +45,7 @@ class ObjectPacker:
             else:
                 data = to_bytes(key, value)
                 if _is_plain(value) and not _has_tensor(value):
-                    fresh[key] = (
-                        copy.deepcopy(value),
-                        data,
-                    )  # not compared with itself after growing in place
+                    fresh[key] = copy.deepcopy(value), data  # a copy: the value may grow in place
                 packed.append(Packed(key, data))
                 continue
             packed.append(Packed(key, known[1]))

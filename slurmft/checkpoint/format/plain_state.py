@@ -1,8 +1,8 @@
 """Values of everyday types that ``torch.load(weights_only=True)`` refuses, as values that it takes, and back.
 
-States of loaders and data sets hold numpy's numbers and arrays, sets, deques, ranges and paths. Each is
-kept as a dict with a tag; tensors and plain values stay what they are. A type that is not known here stays, too: the
-save then says that a load would refuse it, unless ``torch.serialization.add_safe_globals`` allows it.
+States of loaders and data sets hold numpy's numbers and arrays, sets, deques, ranges and paths. Each is kept as a dict
+with a tag; tensors and plain values stay what they are. A type that is not known here stays, too: the save then says
+that a load would refuse it, unless ``torch.serialization.add_safe_globals`` allows it.
 """
 
 from __future__ import annotations
