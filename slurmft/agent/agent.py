@@ -114,7 +114,7 @@ class Agent:
         lease_s = self._config.fault_tolerance.supervisor_lease_s
         while time.monotonic() - self._last_heard < lease_s:
             asleep_s = await overslept_s(LEASE_CHECK_S)
-            self._last_heard += asleep_s  # not in one: += reads before it awaits, and forgets what was heard meanwhile
+            self._last_heard += asleep_s  # in two steps: += reads before it awaits, and would lose a later time
         log.error("no message from the supervisor for %.0f s; stopping this node's workers", lease_s)
 
     async def _serve(self) -> int:

@@ -55,7 +55,7 @@ class StragglerDetectionConfig(Section):
     """Seconds a rank must be behind in each step; less is noise, even with a low score."""
 
     requeue_cost_s: Seconds = Field(default=300.0, ge=0)
-    """Seconds the run stands still when it moves: save, queue, start. It moves when it gains more than that."""
+    """Seconds of training that a move costs: save, queue, start. The run moves when it gains more than that."""
 
     @model_validator(mode="after")
     def _can_be_reached(self) -> Self:

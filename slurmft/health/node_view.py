@@ -111,5 +111,5 @@ def mounts(scene: Scene) -> Iterator[Mount]:
 
 
 def _unescaped(text: str) -> str:
-    """Blanks and backslashes in paths stand there in octal."""
+    """Blanks and backslashes in paths are escaped in octal there."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -1,7 +1,7 @@
 """Python stacks of a worker, written by itself on request, at any point of its code: no lock of Python is needed.
 
 The worker opens a file in its node's private memory and has the interpreter's C handler write all threads into it when
-STACKS_SIGNAL comes, and when it crashes. Nothing is written before; a network filesystem that hangs cannot hold it up.
+STACKS_SIGNAL comes, and when it crashes. Nothing is written before; a network filesystem that hangs cannot delay it.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Lab:
         """The lab that stands in ``folder``.
 
         Raises:
-            LabError: none stands there.
+            LabError: there is none.
         """
         return cls(faults.standing(folder or default_folder()))
 

@@ -20,7 +20,7 @@ def standing(folder: Path) -> Built:
     """The lab in this folder.
 
     Raises:
-        LabError: none stands there.
+        LabError: there is none.
     """
     require_root()
     built = load(folder)

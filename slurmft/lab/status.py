@@ -24,7 +24,7 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class LabStatus:
-    """A lab folder's answer to "what stands here?"."""
+    """The state of the lab in a folder."""
 
     folder: str
     standing: bool

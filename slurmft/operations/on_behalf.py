@@ -137,7 +137,7 @@ def _until_ended(process: subprocess.Popen[bytes], streams: Sequence[IO[bytes]])
         while waiting.get_map() and (left_s := deadline - time.monotonic()) > 0:
             ready = waiting.select(min(DRAIN_S, left_s))
             if not ready and process.poll() is not None:
-                break  # what it left behind holds its pipes
+                break  # a process that it left behind holds its pipes
             for key, _ in ready:
                 if not (part := os.read(key.fd, OUTPUT_LIMIT_BYTES)):
                     waiting.unregister(key.fileobj)

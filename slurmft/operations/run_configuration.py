@@ -133,7 +133,7 @@ def refuse_foreign_configuration(path: Path) -> None:
     try:
         owner = path.stat().st_uid
     except OSError:
-        return  # loading it says what is wrong
+        return  # loading it reports the error
     if owner not in (0, os.getuid()):
         raise UsageError(f"{path} belongs to user id {owner}, not to you, and names the commands that would be run",
                          hint="copy it, or slurmft submit it as a run of your own")  # fmt: skip

@@ -209,7 +209,7 @@ def _own_jobs(run: RunFolder) -> list[OwnJob]:
     try:
         return [] if run.done() else run.own_jobs(newest=NEWEST)
     except (StorageError, OSError):
-        return []  # _overview_or_damage says what is wrong
+        return []  # _overview_or_damage reports the error
 
 
 def _overview_or_damage(run: RunFolder, records: Mapping[OwnJob, JobRecord] | None) -> Overview:

@@ -345,7 +345,7 @@ class ExclusionList:
         rest = f'"revision": {found.revision + 1}, "manual": {entries}, "observations": [\n{_rows(observations)}\n]}}\n'
         text = f'{{"format": {FORMAT}, "crc": {zlib.crc32(rest.encode())},\n{rest}'
         if not lock.is_ours():
-            raise StorageUnavailable(f"{lock.path} was taken from us: this process stood still for too long")
+            raise StorageUnavailable(f"{lock.path} was taken from us: this process was stopped for too long")
         if found.damage:
             self._set_aside(found.damage)
         with writing(self.path):

@@ -85,12 +85,12 @@ class Stops:
         if self.planned is None:
             self.planned = Cause.SIGNALLED  # remembered at once; the second one of a row must find it
             self.background.start(self._stop_for_signal(name, where, time.monotonic()))
-        elif self.planned is Cause.RESIZED:  # the save is under way; what changes is what follows
+        elif self.planned is Cause.RESIZED:  # the save is under way; only the later action changes
             self.planned, self.reason = Cause.SIGNALLED, f"{name} at {where}"
 
     def on_request(self, kind: str, who: str) -> None:
         """Handle a request for KILL, REQUEUE or SAVE."""
-        if kind == "KILL" and self.planned is not None:  # a stop is under way; what changes is what follows
+        if kind == "KILL" and self.planned is not None:  # a stop is under way; only the later action changes
             self.planned, self.reason = Cause.STOPPED_BY_USER, f"stopped by {who}"
             self._journal.append(EventName.WILL_NOT_CONTINUE, reason=self.reason)
         elif kind == "REQUEUE" and self.planned is Cause.RESIZED:
@@ -110,7 +110,9 @@ class Stops:
         if self.planned is None:
             self.stop_for(cause, reason, within_s=stop_s)
             return
-        if self.planned is Cause.RESIZED and cause is not Cause.RESIZED:  # the save is under way; what follows changes
+        if (
+            self.planned is Cause.RESIZED and cause is not Cause.RESIZED
+        ):  # the save is under way; only the later action changes
             self.planned, self.reason = cause, reason
         self._end_by(time.monotonic() + stop_s)
 

@@ -150,7 +150,7 @@ def _let_go(child: _Child, running: dict[int, _Child], selector: selectors.BaseS
     os.close(child.pipe)
     del running[child.pipe]
     with contextlib.suppress(OSError):
-        os.killpg(child.pid, signal.SIGKILL)  # also what it has started
+        os.killpg(child.pid, signal.SIGKILL)  # and its child processes
     deadline = time.monotonic() + 0.05
     with contextlib.suppress(OSError):
         while os.waitpid(child.pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:

@@ -167,7 +167,7 @@ def _send_image(wire: Wire, image: int, index: ShardIndex, index_path: Path, pac
         pace.before(sent, since_s)
         room = wire.room(min(PIECE_BYTES, index.size_bytes - sent))
         count = os.preadv(image, [room], sent)
-        if not _is_still(index_path, present):  # what was read may be of the next snapshot
+        if not _is_still(index_path, present):  # the bytes read may be of the next snapshot
             raise Superseded("a newer snapshot is being staged")
         if count < len(room):
             raise BadCopy("the image is shorter than its index says")

@@ -58,7 +58,7 @@ def judge_mounts(found: list[Mount], limits: DiskLimits) -> ProbeResult:
         mount for mount in found
         if mount.kind in _ON_DEVICES and "ro" in mount.super_options and "rw" in mount.mount_options
     ]  # fmt: skip
-    by_point = {mount.point: mount for mount in found}  # the last one mounted at a point is the one that is seen
+    by_point = {mount.point: mount for mount in found}  # the last mount at a point hides earlier ones
     locked = [
         path for path in limits.paths
         if (mount := by_point.get(path)) is not None and "ro" in mount.mount_options | mount.super_options

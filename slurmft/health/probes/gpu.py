@@ -46,7 +46,7 @@ def is_confined(scene: Scene, expected: int) -> bool:
 def judge_count(found: Survey, limits: GpuLimits, *, confined: bool) -> ProbeResult:
     """Whether all GPUs are there and answer."""
     check, seen = "gpu-count", len(found.gpus)
-    if found.errors and confined:  # what it may not use does not answer either
+    if found.errors and confined:  # GPUs that the job may not use do not answer either
         return unknown(check, "; ".join(found.errors[:4]), remedy="look from outside of a job")
     if found.errors:
         return bad(check, Status.CRITICAL, "; ".join(found.errors[:4]), problem=Problem.HARDWARE, value=seen,

@@ -30,7 +30,7 @@ LAST_EVALUATION = (1 << (SUB_BITS - BATCH_BITS)) - 1
 def tick_of(step: int, evaluation: int = 0, batch: int = 0) -> int:
     """The tick of a step's boundary, or of a batch (from 1) of one of its evaluations (from 0).
 
-    Beyond 2**20 batches or 2**12 evaluations ticks stand still: no stop is possible there before the end.
+    Beyond 2**20 batches or 2**12 evaluations ticks do not advance: no stop is possible there before the end.
     """
     sub = min(evaluation, LAST_EVALUATION) << BATCH_BITS | min(batch, LAST_BATCH - 1)
     return step << SUB_BITS | sub

@@ -240,7 +240,7 @@ class Pays:
 def pays(*, slowdown: float, remaining_s: float, nodes: int, requeue_cost_s: float) -> Pays:
     """Compare the gain of running the rest of a run elsewhere with the cost of the move.
 
-    ``remaining_s`` is the time left at the present speed and ``requeue_cost_s`` how long the run stands still.
+    ``remaining_s`` is the time left at the present speed and ``requeue_cost_s`` how long the run does not train.
     """
     cost_s = requeue_cost_s * nodes
     if not (math.isfinite(slowdown) and math.isfinite(remaining_s)) or remaining_s <= 0:

@@ -91,7 +91,7 @@ class NodePast:
             self._incoming = storage.read(self._folder, self._workload)
             self._was_read = True
         if self._incoming is not None or (unsaved := self._unsaved) is None:
-            return  # what was read is not in what would be written yet
+            return  # the data read are not merged yet
         storage.write(self._folder, self._workload, unsaved)
         if self._unsaved is unsaved:
             self._unsaved = None

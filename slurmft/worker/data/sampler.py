@@ -106,7 +106,7 @@ class ElasticSampler(Sampler[list[int]]):
         """One global batch has been used."""
         further, self.consumed = divmod(self.consumed + self._size(self.consumed), self.samples)
         self.epoch += further
-        if not len(self):  # what is left is dropped
+        if not len(self):  # the rest is dropped
             self.epoch, self.consumed = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def _comparable(tensor: torch.Tensor) -> list[torch.Tensor]:
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype in _FINITE:
         return []
     if tensor.layout is torch.sparse_coo:
-        # torch cannot add float8, so what lies at one place twice is looked at apart
+        # torch cannot add float8, so values that share a place are checked apart
         return _comparable(tensor._values() if tensor.dtype.itemsize == 1 else tensor.coalesce().values())
     if tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         return _comparable(tensor.values())
