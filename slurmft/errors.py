@@ -81,7 +81,7 @@ class StorageError(SlurmftError):
 
 
 class StorageUnavailable(StorageError):
-    """The filesystem has no space, is read-only, or does not answer; what lies on it is as good as before."""
+    """The filesystem has no space, is read-only, or does not answer; files on it are unchanged."""
 
     exit_code = 75
 
@@ -91,7 +91,7 @@ class NewerFormat(StorageError):
 
 
 class Fenced(StorageError):
-    """A newer attempt owns the run; whatever this one still writes would be stale."""
+    """A newer attempt owns the run; anything that this one still wrote would be stale."""
 
     exit_code = 75
 

@@ -40,7 +40,7 @@ RECONNECT_PAUSE_S = 0.2
 LEASE_CHECK_S = 1.0
 KEEPER_LOOK_S = 5.0
 STOPPED_GRACE_S = 20.0
-"""What a worker may still do after it has stopped at the agreed step: its finalizers."""
+"""Time for a worker's finalizers after it has stopped at the agreed step."""
 
 LAST_FILES_S = 1.0
 """How long the end waits for files of evidence that are still being written."""
@@ -77,7 +77,7 @@ class Agent:
         self._forensics = Forensics(self._host)
 
     async def run(self) -> int:
-        """Serve until told to shut down, or until the supervisor is gone for longer than the lease."""
+        """Serve until shut down, or until the supervisor is gone for longer than the lease."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             loop.add_signal_handler(number, self._note_signal, signal.Signals(number).name)
@@ -104,18 +104,18 @@ class Agent:
             self._workers.close()
             self._forensics.finish(LAST_FILES_S)
             if self._channel is not None:
-                self._channel.close()  # only now: it tells the supervisor that nothing of this node is left
+                self._channel.close()  # only now: it shows the supervisor that nothing of this node is left
 
     async def _watch_lease(self) -> None:
-        """Return when nothing was heard for the lease: the run may already go on elsewhere, and two must never train.
+        """Return when the supervisor was silent for the lease: the run may go on elsewhere, and two must never train.
 
         Only the time counts in which this process could listen: a suspended job wakes up where it was.
         """
         lease_s = self._config.fault_tolerance.supervisor_lease_s
         while time.monotonic() - self._last_heard < lease_s:
             asleep_s = await overslept_s(LEASE_CHECK_S)
-            self._last_heard += asleep_s  # not in one: += reads before it awaits, and forgets what was heard meanwhile
-        log.error("no word from the supervisor for %.0f s; stopping this node's workers", lease_s)
+            self._last_heard += asleep_s  # in two steps: += reads before it awaits, and would lose a later time
+        log.error("no message from the supervisor for %.0f s; stopping this node's workers", lease_s)
 
     async def _serve(self) -> int:
         while not self._shutdown:
@@ -204,7 +204,7 @@ class Agent:
         return {}
 
     async def _start(self, message: Message) -> dict[str, Any]:
-        """Start the workers, on none of the suspect GPUs; or say which of them cannot be done without."""
+        """Start the workers, on none of the suspect GPUs; or report which of them cannot be spared."""
         config, environment = self._config, self._environment
         if suspects := message.get("suspect_gpus"):
             visible = await asyncio.to_thread(visible_without, environment, suspects, config.nproc_per_node)
@@ -245,7 +245,7 @@ class Agent:
         )
 
     async def _before_the_kill(self, message: Message) -> dict[str, Any]:
-        """What workers know, and what they have, is kept."""
+        """Save the workers' evidence and their newest state."""
         workers = list(self._workers.by_rank.values())
         if message["kind"] == "rescue":
             return {"step": await rescue_on_node(workers)}
@@ -267,7 +267,7 @@ class Agent:
         return {}
 
     def _propose(self, tick: int, action: int) -> None:
-        # in this order: a worker acts when the commit equals the proposal, which must never be an older one's
+        # in this order: a worker acts when the commit equals the proposal, which must never be that of an older stop
         self._write(Slot.ACTION, action)
         self._write(Slot.COMMITTED, NOTHING)
         self._write(Slot.PROPOSED, tick)

@@ -1,4 +1,4 @@
-"""The environment of zygote and workers: what torchrun's contract asks for, and what slurmft adds."""
+"""The environment of zygote and workers: torchrun's variables, and slurmft's own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENDER_VARIABLE = "SLURMFT_LENDER"
 
 
 def common_environment(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
-    """What all workers of the run share; libraries that the zygote preloads read parts of it while they load.
+    """The environment that all workers of the run share; preloaded libraries read parts of it while they load.
 
     One OpenMP thread each unless the user says otherwise, as torchrun does: more would fight for the same cores.
     """

@@ -1,4 +1,4 @@
-"""The agent's part of an injected fault: signals to its workers, and words that their sessions find at a step."""
+"""The agent's part of an injected fault: signals to its workers, and orders that their sessions read at a step."""
 
 from __future__ import annotations
 

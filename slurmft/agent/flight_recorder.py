@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 PIPE_VARIABLE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
-"""torch makes a pipe of this name, the rank and ``.pipe``; whatever is written into it asks for a dump. It looks there
+"""torch makes a pipe of this name, the rank and ``.pipe``; any write to it asks for a dump. It looks there
 once a second."""
 
 _PREFIX = "flight-recorder-rank-"
@@ -56,11 +56,11 @@ def pipe_prefix(private: Path) -> str:
 
 
 def ask(private: Path, rank: int) -> bool:
-    """Ask a worker's recorder to write down what it knows; whether there is one that listens."""
+    """Ask a worker's recorder for a dump; False where no recorder reads its pipe."""
     path = f"{pipe_prefix(private)}{rank}.pipe"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:  # no such pipe, or nobody at its other end
+    except OSError:  # no such pipe, or no reader
         return False
     try:
         return os.write(descriptor, b"1\n") > 0

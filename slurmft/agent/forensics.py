@@ -1,13 +1,13 @@
-"""What an agent finds out about its workers before they are killed: by asking them, and by looking from outside.
+"""Evidence that an agent collects from its workers before they are killed: asked of them, and seen from outside.
 
 Each living worker is asked for its Python stacks (``ipc.stacks``), and looked at by way of /proc while it answers.
-One that is stopped, or is no Python process of ours, is only looked at. All of it takes some milliseconds, and never
-longer than it may. Files go to the attempt's folder, which nobody waits for either:
+A worker that is stopped, or is not a Python process of ours, is only looked at. All of it takes some milliseconds, and
+never exceeds its limits. Files go to the attempt's folder, without waiting for it:
 
     stacks-rank-N.txt      all Python threads, as often as they were asked for or the worker crashed
     evidence-NODE.json     for each rank: where it is, its page, the kernel's view of its threads
     flight-recorder-...    torch's own record of its collectives, where it keeps one that can be asked for (NCCL); read
-                           here, so that the supervisor can tell which ranks had not entered which collective
+                           here, so that the supervisor can find which ranks had not entered which collective
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DUMP_LOOK_S = 0.1
 """Pause between two looks for dumps; torch looks at its pipes once a second."""
 
 WAIT_SHARE = 0.7
-"""Of the time for dumps, what may go by until they are there; the rest is for reading them: 0.1 s for each full one."""
+"""Share of the time for dumps in which they must appear; the rest is for reading them: 0.1 s for each full one."""
 
 LEAST_READ_S = 0.05
 
@@ -98,11 +98,11 @@ class Forensics:
     async def take_evidence(
         self, workers: Sequence[Worker], folder: Path, within_s: float, dumps_within_s: float = 0.0
     ) -> list[dict[str, Any]]:
-        """One summary for each worker, dead ones too; what does not answer within the time is told from outside only.
+        """One summary for each worker, dead ones too; a worker that does not answer in time is only described from
+        outside.
 
         Where flight recorders were asked, it waits up to ``dumps_within_s`` more for their files; nowhere else. Dumps
-        that are there, of dead ranks too, are read within the same time. Never raises for what it finds or cannot
-        write.
+        that are there, of dead ranks too, are read within the same time. Never raises for odd files or failed writes.
         """
         started = time.monotonic()
         looks = [_look_at(worker) for worker in workers]
@@ -146,7 +146,7 @@ class Forensics:
         deadline, before = time.monotonic() + within_s, [0] * len(ranks)
         while time.monotonic() < deadline:
             await asyncio.sleep(DUMP_LOOK_S)
-            asking = asyncio.wrap_future(self._thread.submit(sizes))  # a folder that hangs is waited for no longer
+            asking = asyncio.wrap_future(self._thread.submit(sizes))  # stop waiting for a folder that hangs
             try:
                 now = await asyncio.wait_for(asking, max(0.0, deadline - time.monotonic()))
             except TimeoutError:
@@ -181,14 +181,14 @@ class Forensics:
 
 
 def _not_kept_yet(worker: Worker) -> str:
-    """What a worker has told of its stacks since the last time."""
+    """The stacks that a worker has written since the last time."""
     dump = stacks.read(worker.stacks, worker.stacks_kept)
     worker.stacks_kept += len(dump)
     return dump.decode(errors="replace")
 
 
 def _look_at(worker: Worker) -> _Look:
-    """Ask a living worker, unless it could not answer or would die of the question, and look at it."""
+    """Ask a living worker, unless it could not answer or the signal would end it, and look at it."""
     pid = worker.trainer_pid if worker.alive and worker.pid else worker.pid
     kernel = view(pid) if worker.alive and pid else None
     look = _Look(worker, pid, kernel)

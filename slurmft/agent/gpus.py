@@ -1,6 +1,6 @@
-"""The GPUs of a node: which of them its workers may use, and whether those that were killed have let go of them.
+"""The GPUs of a node: which of them its workers may use, and whether killed workers have released them.
 
-GPUs are told apart by UUID: indices prove nothing, as they are renumbered inside a job's cgroup, and may change with
+GPUs are identified by UUID: indices prove nothing, as they are renumbered inside a job's cgroup, and may change with
 every allocation.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ASK_S = 20.0
 FREE_S = 30.0
-"""How long the next workers wait for what those before them still hold of a GPU's memory."""
+"""How long the next workers wait for GPU memory that earlier ones still hold."""
 
 LOOK_S = 0.2
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -40,7 +40,7 @@ def visible_without(environment: Mapping[str, str], suspects: Collection[str], n
 
 
 def own_device(environment: Mapping[str, str], local_rank: int) -> dict[str, str]:
-    """What to set so that a rank uses an instance of its own where GPUs are split (MIG); nothing where they are whole.
+    """Variables that give a rank an instance of its own where GPUs are split (MIG); none where they are whole.
 
     CUDA shows a process only the first instance of those it is given, so that all ranks would share one.
     """
@@ -70,7 +70,7 @@ def wait_until_free(
 
 
 def pids_on_gpus(environment: Mapping[str, str], within_s: float = ASK_S) -> set[int]:
-    """Processes that hold memory of a GPU, as far as the driver tells; MIG instances count."""
+    """Processes that hold memory of a GPU, as far as the driver reports; MIG instances count."""
     lines = _ask("--query-compute-apps=pid", environment, within_s) or []
     return {int(line) for line in map(str.strip, lines) if line.isascii() and line.isdecimal() and len(line) < 10}
 

@@ -1,4 +1,4 @@
-"""The agent's side of hang detection: how long its workers have been doing what they do, from their pages.
+"""The agent's side of hang detection: how long its workers' sections have been open, from their pages.
 
 watch = HangWatch(config, report)
 watch.begin(workers, learned={})    # at every start of workers
@@ -29,10 +29,10 @@ from slurmft.system.processes import is_stopped
 MIN_PAUSE_S = 0.02
 DUE_MARGIN_S = 0.005
 LEARNING_PAUSE_S = 0.25
-"""How exactly durations are learned: to this, at the floor of what is learned, it does not matter."""
+"""Resolution of learned durations, which is small beside the least learned limit."""
 
 SUSPENDED_S = 1.0
-"""Oversleeping by so much is no busy machine: everything was suspended, the workers as well."""
+"""Oversleeping by so much means that everything was suspended, the workers as well, not that the machine was busy."""
 
 MAX_SUSPENSIONS = 100
 WORKERS_PER_MESSAGE = 64
@@ -42,7 +42,7 @@ NS = 1e-9
 
 OWN_LOOP = "a loop of its own, or setup"
 """Stands for the setup, and for the time out of any section, of a worker that counts no steps: the end of the one and
-the length of the other are nobody's to know, so they have no limit but one that the user has set."""
+the length of the other are unknown, so they have no limit but one that the user has set."""
 
 
 Held = tuple[str, float]
@@ -99,12 +99,12 @@ class HangWatch:
 
     async def run(self) -> None:
         """Look, report, and wait until the next limit may be exceeded."""
-        # in a thread that nobody waits for: the script may lie on a filesystem that stalls
+        # in a thread that is not waited for: the script may lie on a filesystem that stalls
         threading.Thread(target=self._read_script, daemon=True, name="script").start()
         while True:
             now_s = self._clock()
             if now_s - self._due_s >= SUSPENDED_S:
-                self.was_suspended(self._looked_s, now_s)  # nobody knows when it began
+                self.was_suspended(self._looked_s, now_s)  # its beginning is unknown
             pause_s = self.look()
             self._looked_s = self._clock()
             self._due_s = self._looked_s + pause_s
@@ -114,12 +114,12 @@ class HangWatch:
                     await self._news.wait()
 
     def look(self) -> float:
-        """Report who has exceeded a limit; returns after how many seconds to look again."""
+        """Report workers that have exceeded a limit; returns after how many seconds to look again."""
         looks = list(self.looks())
         limits = self._limits_now(looks)
         for look in looks:
             if look.rank not in self._told and (one := exceeded(look, limits)) is not None:
-                # only now: it takes a system call, and hardly anybody is stopped
+                # only now: it takes a system call, and stopped workers are rare
                 one = exceeded(replace(look, stopped=self._is_stopped(look.rank)), limits) or one
                 self._told.add(look.rank)
                 self._report(
@@ -136,7 +136,7 @@ class HangWatch:
         self._suspensions = [*self._suspensions[-MAX_SUSPENSIONS + 1 :], (from_s, until_s)]
 
     def looks(self) -> Iterator[WorkerLook]:
-        """What each living worker is doing."""
+        """The sections of each living worker."""
         now_s = self._clock()
         self._counts_steps = self._counts_steps or any(each.alive and counts_steps(each.page) for each in self._workers)
         for worker in self._workers:
@@ -144,14 +144,14 @@ class HangWatch:
                 page = worker.page
                 main, elsewhere = open_sections(page)
                 look = self._look(worker, now_s, main, elsewhere)
-                # what first steps take is no sample of what steps take
+                # first steps are not a sample of later ones
                 usual = (SETUP, CHECKPOINTING) if look.warming_up else None
                 sections = [each for each in (*main, *elsewhere) if usual is None or each.name in usual]
                 self._durations.note(worker.rank, sections, now_s)
                 yield look
 
     def facts(self, first: int) -> dict[str, Any]:
-        """What each living worker is doing, for the supervisor; from the ``first`` on as many as a message takes."""
+        """The sections of each living worker, for the supervisor; from the ``first`` on as many as a message takes."""
         looks = list(self.looks())
         page = looks[first : first + WORKERS_PER_MESSAGE]
         workers = [facts_of(replace(look, stopped=self._is_stopped(look.rank))) for look in page]
@@ -174,7 +174,7 @@ class HangWatch:
         waiting_until_s = min(now_s, self._began_s + self._settings.launch_timeout_s)
         began_s = waiting_until_s if worker.forked_at is None else worker.forked_at
         signs = [page[Slot.CLOSED_AT_NS], page[Slot.BEAT_AT_NS], page[Slot.ATTACHED_AT_NS]]
-        newest_ns = max([*signs, *(each.began_ns for each in main)])  # another thread's prove nothing
+        newest_ns = max([*signs, *(each.began_ns for each in main)])  # sections of another thread prove nothing
         beat_ns = page[Slot.BEAT_AT_NS]
         proposed = page[Slot.PROPOSED]
         done = max(page[Slot.STEP] - page[Slot.RESUMED] if page[Slot.RESUMED] >= 0 else 0, page[Slot.OWN_STEPS])

@@ -1,7 +1,7 @@
 """Before workers are killed: those that have the newest complete step keep it (``checkpoint.just_in_time``).
 
 A worker that waits in a collective for one that is gone cannot run anything in its main thread, so a thread of its own
-waits at a pipe beside its page. Where nothing would be gained, nobody waits.
+waits at a pipe beside its page. Where nothing would be gained, there is no wait.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LOOK_S = 0.002
 
 async def rescue_on_node(workers: Sequence[Worker]) -> int:
     """The newest step that this node's workers have kept when this returns; a negative number where they have none."""
-    # one that is stopped can do nothing; others of its node may have what it has
+    # a stopped worker can do nothing; others of its node may have the same state
     workers = [worker for worker in workers if not (worker.alive and worker.pid and is_stopped(worker.trainer_pid))]
     asked: set[tuple[int, int]] = set()
     began = time.monotonic()
     while able := [worker for worker in workers if worker.alive and worker.page[Slot.RESCUABLE] != NOTHING]:
-        for worker in able:  # one that updates its weights just now is at the end of its step in a moment
+        for worker in able:  # a worker that is updating its weights will be at the end of its step in a moment
             step = worker.page[Slot.RESCUABLE]
             if step >= 0 and (worker.rank, step) not in asked:
                 asked.add((worker.rank, step))
@@ -51,7 +51,7 @@ def _kept(workers: Sequence[Worker]) -> int:
 
 def _wake(pipe: Path) -> None:
     with contextlib.suppress(OSError):
-        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # refused where nobody reads
+        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # refused where there is no reader
         try:
             os.write(descriptor, b"!")
         finally:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class Keeping:
     """The keeper of one node, over all attempts of its agent. A run without copies has none.
 
-    Nothing here may keep workers from starting: what does not work is logged, and the copies are missing.
+    Nothing here may keep workers from starting: errors are logged, and the copies are missing.
     """
 
     def __init__(self, memory: Path, copies: int) -> None:
@@ -37,7 +37,7 @@ class Keeping:
     def begin(
         self, attempt_folder: Path, *, generation: int, place: int, nodes: int, hosts: Sequence[str], secret: bytes
     ) -> None:
-        """Workers of a new attempt begin: copies of older ones are refused from now on, and its nodes learn of us.
+        """Workers of a new attempt begin: copies of older ones are refused from now on, and its nodes get our address.
 
         Args:
             place: of this node in the attempt.

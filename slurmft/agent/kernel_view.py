@@ -1,6 +1,6 @@
-"""A process as the kernel sees it: state, threads, what they wait for. It needs nothing of the process itself.
+"""A process as the kernel sees it: state, threads, what they wait for. The process itself is not involved.
 
-What may not be read (another user's process, a kernel that hides it) is empty; a process that is gone is None.
+Unreadable values (another user's process, a kernel that hides them) are empty; a process that is gone is None.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Answer:
 async def ask(
     endpoint: str, path: str, *, headers: Mapping[str, str], method: str = "GET", timeout_s: float = TIMEOUT_S
 ) -> Answer:
-    """The answer, whatever its status; ``timeout_s`` is for all of it.
+    """The answer, with any status; ``timeout_s`` is for all of it.
 
     Raises:
         NoAnswer: there was none.
@@ -40,7 +40,7 @@ async def ask(
     host, port, base = _taken_apart(endpoint)
     lines = [f"{method} {base}{path} HTTP/1.1", f"Host: {host}", "Connection: close", "Content-Length: 0",
              *(f"{name}: {value}" for name, value in headers.items())]  # fmt: skip
-    if any(sign in line for line in lines for sign in "\r\n"):  # a token that would end its own line
+    if any(sign in line for line in lines for sign in "\r\n"):  # a token that holds a line break
         raise NoAnswer("a header holds a line break")
     writer: asyncio.StreamWriter | None = None
     try:
@@ -60,7 +60,7 @@ def _taken_apart(endpoint: str) -> tuple[str, int, str]:
         parts = urlsplit(endpoint)
         host, port = parts.hostname, parts.port or 80
     except ValueError as error:
-        raise NoAnswer(f"{endpoint!r} is no address") from error
+        raise NoAnswer(f"{endpoint!r} is not an address") from error
     if parts.scheme != "http" or not host:
         raise NoAnswer(f"{endpoint!r} does not begin with http://")
     return host, port, parts.path.rstrip("/")
@@ -71,7 +71,7 @@ async def _read(reader: asyncio.StreamReader) -> Answer:
     first, _, rest = head.partition(b"\r\n")
     words = first.split(None, 2)
     if len(words) < 2 or not words[0].startswith(b"HTTP/1."):
-        raise ValueError(f"{first[:40]!r} is no answer in HTTP")
+        raise ValueError(f"{first[:40]!r} is not an HTTP answer")
     message = http.client.parse_headers(io.BytesIO(rest))
     headers = {name.lower(): value for name, value in message.items()}
     length = headers.get("content-length", "")

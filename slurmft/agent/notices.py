@@ -1,4 +1,4 @@
-"""What every node's agent asks its cloud: will this machine be taken away? Off where no sign of a cloud is seen."""
+"""Every node's agent asks its cloud whether this machine will be taken away. Off where there is no sign of a cloud."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ LONGEST_PAUSE_S = 60.0
 
 MAX_LINE_BYTES = 8192
 MAX_NOTICES = 100
-"""Of one attempt's agent; whoever announces more is not to be believed, nor to fill the journal."""
+"""Of one attempt's agent; a source that announces more is not believed, and must not fill the journal."""
 
 log = logging.getLogger(__name__)
 
 
 def firmware_facts(folder: Path = FIRMWARE) -> dict[str, str]:
-    """What the firmware says of this machine; what cannot be read is left out."""
+    """The firmware's description of this machine; unreadable files are left out."""
     facts = {}
     for name in _FACTS:
         with contextlib.suppress(OSError):
@@ -93,7 +93,7 @@ class Aws:
 
 
 class Gcp:
-    """The metadata server's two values; an answer without Google's own header is somebody else's."""
+    """The metadata server's two values; an answer without Google's own header is ignored."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
@@ -125,7 +125,7 @@ class Azure:
         answer = await self._get("/metadata/scheduledevents?api-version=2020-07-01")
         incarnation = azure_incarnation(answer.text)
         if incarnation is None:
-            raise NoAnswer("this is no document of scheduled events")
+            raise NoAnswer("this is not a document of scheduled events")
         if incarnation == self._incarnation:
             return []
         self._incarnation = incarnation
@@ -142,7 +142,7 @@ SERVICES: Mapping[Cloud, Callable[[str], Service]] = {Cloud.AWS: Aws, Cloud.GCP:
 
 
 class NoticeWatch:
-    """Reports each notice once. Whatever a service or a plug-in does, nothing here ends or holds up the agent."""
+    """Reports each notice once. No fault of a service or plug-in ends or delays the agent."""
 
     def __init__(
         self, config: RunConfig, environment: Mapping[str, str], report: Callable[[dict[str, Any]], None],

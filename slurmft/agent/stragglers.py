@@ -13,7 +13,7 @@ MIN_SAMPLES = 3
 """Where a window holds fewer, older ones are added: steps may be as long as a window."""
 
 RANKS_PER_MESSAGE = 32
-"""A message must fit into a line of the control channel, whatever the sections are called."""
+"""A message must fit into a line of the control channel, also with long names of sections."""
 
 
 class Measured(Protocol):
@@ -29,7 +29,7 @@ class Measured(Protocol):
 
 
 class TimingReports:
-    """Cuts time into windows and says what each worker measured in them."""
+    """Cuts time into windows and reports what each worker measured in them."""
 
     def __init__(self, interval_s: float, began_s: float) -> None:
         self._interval_s, self._began_s = interval_s, began_s
@@ -53,7 +53,7 @@ class TimingReports:
         page = worker.timings
         if page is None:
             return None
-        counts = page.counts()  # before the durations: one that comes in between is told twice, and not never
+        counts = page.counts()  # before the durations: one that comes in between is sent twice, rather than lost
         durations = page.newest(self._taken.get(worker.rank, {}), MIN_SAMPLES)
         self._taken[worker.rank] = counts
         sections = [

@@ -10,7 +10,7 @@ sections, stops, verdicts and restarts are what they are without torchrun. The c
 
     python -m slurmft.agent.torchrun --shutdown-timeout S COMMAND...   a holder; starts torchrun where LOCAL_RANK is 0
     python -m slurmft.agent.torchrun                                   a stand-in, started by torchrun
-    python -m slurmft.agent.torchrun --trainer STACKS VERDICT ...      a Python trainer that tells its stacks
+    python -m slurmft.agent.torchrun --trainer STACKS VERDICT ...      a Python trainer that reports its stacks
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, STAC
 ENDED_WELL = (0, 75)
 TORCHRUNS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_", "GROUP_",
              "ROLE_", "TORCHELASTIC_")  # fmt: skip
-"""Variables, or beginnings of their names, in which torchrun knows better; its file for errors is ours."""
+"""Variables, or beginnings of their names, that torchrun's values override; its file for errors is ours."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def worker_command(config: RunConfig) -> Sequence[str]:
-    """What the agent's workers run."""
+    """The command of the agent's workers."""
     if config.launcher == "agent":
         return config.command
     timeout_s = max(config.preemption.signal_lead_s, round(config.preemption.stop_timeout_s))
@@ -72,14 +72,14 @@ def torchrun_argv(environment: Mapping[str, str]) -> list[str]:
 
 
 def trainers_environment(holders: Mapping[str, str], stand_ins: Mapping[str, str]) -> dict[str, str]:
-    """The agent's environment of the rank, with what torchrun has said since."""
+    """The agent's environment of the rank, with the variables that torchrun has set since."""
     told = {name: value for name, value in stand_ins.items() if name.startswith(TORCHRUNS)}
     told.pop("TORCHELASTIC_ERROR_FILE", None)  # where the supervisor looks
     return {**holders, **told}
 
 
 def hold(command: Sequence[str], shutdown_timeout_s: str, environment: Mapping[str, str]) -> int:
-    """Be a rank in the agent's eyes; returns its exit code, negative for a signal."""
+    """Stand for a rank towards the agent; returns its exit code, negative for a signal."""
     torchrun = None
     with _listening(environment) as server, _Events(server) as events:
         if environment["LOCAL_RANK"] == "0":
@@ -104,7 +104,7 @@ def hold(command: Sequence[str], shutdown_timeout_s: str, environment: Mapping[s
 
 
 def stand_in(environment: Mapping[str, str]) -> int:
-    """Start the trainer for the holder of this rank, and tell how it ends."""
+    """Start the trainer for the holder of this rank, and report how it ends."""
     with contextlib.suppress(PermissionError):  # leads its session already
         os.setpgid(0, 0)
     with _connected(environment) as holder, _Events(holder) as events:
@@ -120,7 +120,7 @@ def stand_in(environment: Mapping[str, str]) -> int:
             for event in events.wait():
                 if event is holder:
                     numbers = holder.recv(64)
-                    if not numbers:  # the agent has killed it, and means all that belongs to the rank
+                    if not numbers:  # the agent has killed it, and with it all processes of the rank
                         os.killpg(0, signal.SIGKILL)
                     for number in numbers:
                         trainer.send_signal(number)
@@ -172,7 +172,7 @@ def _start(
     parent, libc = os.getpid(), ctypes.CDLL(None)
 
     def in_child() -> None:
-        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # until it takes it: it would end a program that does not know it
+        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # without a handler the signal would end a program
         libc.prctl(_PR_SET_PDEATHSIG, at_death, 0, 0, 0)
         if os.getppid() != parent:  # it died before
             os.kill(os.getpid(), at_death)
@@ -247,11 +247,11 @@ def _exit_code(stand_in: socket.socket) -> int:
     text = b""
     with contextlib.suppress(OSError):
         text = stand_in.recv(64)
-    return int(text) if text.strip() else -signal.SIGKILL  # killed before it could say
+    return int(text) if text.strip() else -signal.SIGKILL  # killed before it could report
 
 
 def _runnable(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """As the agent would start it: Python's own trainers tell their stacks, and why they fail."""
+    """The command as the agent would start it: Python trainers report their stacks, and why they fail."""
     from slurmft.agent.workers import zygote_arguments  # more than a stand-in needs
 
     if (arguments := zygote_arguments(command)) is None:

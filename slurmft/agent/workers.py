@@ -1,4 +1,4 @@
-"""A node's workers: their pages, their processes (through the zygote), and what became of them."""
+"""A node's workers: their pages, their processes (through the zygote), and their ends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Worker:
     """Where it writes its Python stacks when it is asked for them; no file where it cannot (``ipc.stacks``)."""
 
     timings: TimingPage | None = None
-    """Where it leaves how long its work takes; None where nobody asks for it."""
+    """Where it leaves how long its work takes; None where timings are off."""
 
     pid: int = 0
     forked_at: float | None = None
@@ -74,7 +74,7 @@ class Worker:
     def trainer_pid(self) -> int:
         """The process that trains, where it is known to be another one than was forked: ``launcher: torchrun``.
 
-        What a page tells may be a number inside of a container, which means somebody else out here.
+        The id in a page may be one inside of a container, which is another process out here.
         """
         told = self.page[Slot.PID]
         is_another = told not in (0, self.pid) and was_given(told, PAGE_VARIABLE, str(self.stacks.with_suffix("")))
@@ -87,7 +87,7 @@ class Worker:
             self.timings.close()
 
     def look(self) -> Look:
-        """What the stop agreement needs to know."""
+        """The worker's state for the stop agreement."""
         return Look(
             attached=self.page[Slot.PID] != 0,
             tick=self.page[Slot.TICK],
@@ -97,7 +97,7 @@ class Worker:
 
 
 def zygote_arguments(command: Sequence[str]) -> list[str] | None:
-    """What follows the interpreter in ``command`` when a fork of ours can run it, else None.
+    """The arguments after the interpreter in ``command`` when a fork of ours can run it, else None.
 
     It can when the command is this very interpreter with a script or ``-m module`` and no option but ``-u``.
     """
@@ -288,7 +288,7 @@ class Workers:
             packet = self._socket.recv(PACKET_BYTES)
         except BlockingIOError:
             return
-        except ConnectionResetError:  # it was killed with a request unread
+        except ConnectionResetError:  # it was killed before it read a request
             packet = b""
         if not packet:
             self._zygote_is_gone()
@@ -327,7 +327,7 @@ class Workers:
 def reserve_port() -> tuple[socket.socket, int]:
     """A port for rank 0's store, held by a bound socket that does not listen.
 
-    With SO_REUSEADDR on both, the store can bind it as well while nobody else is handed it.
+    With SO_REUSEADDR on both, the store can bind it as well while no other process is assigned it.
     """
     holder = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

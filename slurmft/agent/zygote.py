@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     agent = socket.socket(fileno=int(arguments[0]))
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a module that only asks for a GPU must not begin CUDA
     for module in arguments[1:]:
-        with contextlib.suppress(ImportError):  # a worker that needs it will say so itself
+        with contextlib.suppress(ImportError):  # a worker that needs it will raise the error itself
             importlib.import_module(module)
     _send(agent, {"kind": "ready", "pid": os.getpid()})
     gc.collect()
@@ -116,8 +116,8 @@ def _reap(agent: socket.socket, children: set[int]) -> None:
         if end is None:
             continue
         if end.si_code != os.CLD_EXITED:
-            # it could not end what it had started, which would hold its memory and its GPU; before it is reaped its
-            # id is nobody else's
+            # it could not end its children, which would hold its memory and its GPU; its id is not reused before it is
+            # reaped
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
         children.discard(pid)
@@ -131,15 +131,15 @@ def _end(children: set[int]) -> None:
 
 
 def _send(agent: socket.socket, message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the agent is gone; the next read says so
+    with contextlib.suppress(OSError):  # the agent is gone; the next read shows it
         agent.send(json.dumps(message).encode())
 
 
 def why_not_to_fork(descriptors: Path = Path("/proc/self/fd")) -> str:
     """Why no child of this process could use a GPU; empty where it can.
 
-    CUDA does not survive a fork. torch says so of itself, and the driver by the device that only CUDA opens: it may
-    have been some library that was imported, or a sitecustomize of the user's.
+    CUDA does not survive a fork. torch reports its own use, and other use shows by the device that only CUDA opens:
+    that of some library that was imported, or of a sitecustomize of the user's.
     """
     cuda = sys.modules.get("torch.cuda")
     if cuda is not None and cuda.is_initialized():
@@ -153,7 +153,7 @@ def why_not_to_fork(descriptors: Path = Path("/proc/self/fd")) -> str:
 
 def _become(request: dict[str, Any], gpu_in_use: str = "") -> int:
     """Turn this child into the worker: signals, session, output, environment, then the user's program."""
-    # what the shell ignored that slurmft was started from is no matter of the worker's: SIGINT and SIGQUIT, behind &
+    # workers must not inherit signals that the starting shell ignored: SIGINT and SIGQUIT, behind &
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -205,11 +205,11 @@ def run_python(argv: Sequence[str], verdict: Path) -> int:
             _run_script(script.absolute())
     except SystemExit as stop:
         return _exit_code(stop)
-    except SlurmftError as error:  # says what, where and what to do; a traceback would bury it
+    except SlurmftError as error:  # the message is complete; a traceback would bury it
         sys.stderr.write(f"slurmft: {error}\n")
         _leave_verdict(verdict, str(error.what))
         return error.exit_code
-    except BaseException:  # noqa: BLE001 - whatever the user's program raised, as the interpreter would report it
+    except BaseException:  # noqa: BLE001 - any error of the user's program, as the interpreter would report it
         text = traceback.format_exc()
         kind, value, trace = sys.exc_info()
         if kind is not None and value is not None:
@@ -220,7 +220,7 @@ def run_python(argv: Sequence[str], verdict: Path) -> int:
 
 
 class _LogFile(io.FileIO):
-    """A log that a full disk does not turn into the end of the training: what it cannot take is dropped."""
+    """A log whose full disk does not end the training: output that cannot be written is dropped."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
@@ -247,7 +247,7 @@ def _run_script(path: Path) -> None:
 
 
 def _leave_verdict(path: Path, text: str) -> None:
-    """Say why, unless the worker has said something better of itself: that it fails now is a consequence then."""
+    """Leave a verdict, unless the worker has left a better one: the failure now is a consequence then."""
     with contextlib.suppress(OSError, ValueError):
         with contextlib.suppress(StorageError):
             earlier = read_verdict(path)

@@ -1,4 +1,4 @@
-"""A rank's failure as a few integers, and back: all ranks must learn of it, and none may wait for one that gave up."""
+"""A rank's failure as a few integers, and back: all ranks must get it, and none may wait for a rank that gave up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHARD_FILE = re.compile(r"__(\d+)_0\.(distcp|json)")
 
 
 class Guard:
-    """Runs one rank's part of a collective operation and holds its error back until every rank has been told.
+    """Runs one rank's part of a collective operation and holds its error back until every rank knows of it.
 
     Without it, a rank whose disk is full would leave, and the others would wait for it until their timeout.
     """
@@ -53,7 +53,7 @@ class Guard:
 
     @property
     def damage_row(self) -> list[int]:
-        """What a failed read found, and in which file."""
+        """The damage that a failed read found, and its file."""
         if self.error is None:
             return [Damage.NONE, 0]
         if not isinstance(self.error, Damaged):

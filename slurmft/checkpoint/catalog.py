@@ -1,4 +1,4 @@
-"""What lies in a checkpoint directory: names, markers, order. No torch, nothing is changed.
+"""The content of a checkpoint directory: names, markers, order. No torch, nothing is changed.
 
     <checkpoint_dir>/step-00000100.g7.c12/     step 100, written by generation 7, the 12th commit of this directory
         .metadata          the index of torch.distributed.checkpoint, which torch reads and slurmft never does
@@ -7,8 +7,8 @@
         manifest.json      the commit marker: names every file with its size; written last
         quarantined.json   written by a supervisor: runs die from this one (storage.checkpoint_names)
 
-The commit number grows by one with every save, whatever the step. It decides what is newest, so that a run which went
-back to an older step (and commits lower steps again) is followed, not the branch that it left.
+The commit number grows by one with every save, also when steps go back. It decides which checkpoint is newest, so that
+a run which went back to an older step (and commits lower steps again) is followed, not the branch that it left.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Entry:
     world_size: int
     files: Mapping[str, FileRecord]
     quarantine: str = ""
-    """Why no run begins with it any more; empty for a good one."""
+    """Why runs do not begin with it any more; empty for a good one."""
 
     @property
     def size_bytes(self) -> int:
@@ -79,7 +79,7 @@ class Contents:
 
     @property
     def unusable(self) -> list[tuple[Path, str]]:
-        """Whatever has a checkpoint's name and no word that can be believed."""
+        """Folders with a checkpoint's name and without a valid marker."""
         return [*self.unreadable, *self.foreign]
 
 
@@ -123,7 +123,7 @@ class Catalog:
         return self._names().believed
 
     def has_names(self) -> bool:
-        """Whether anything there has a checkpoint's name, whatever it is.
+        """Whether anything there has a checkpoint's name, of any kind.
 
         Raises:
             StorageError: the directory exists but cannot be listed.
@@ -134,7 +134,7 @@ class Catalog:
     def newest_commit(self) -> int:
         """The number of the newest commit, or of a try of one; 0 where there is none.
 
-        What does not count is logged here: once before the first save, and once for each load.
+        Ignored folders are logged here: once before the first save, and once for each load.
 
         Raises:
             StorageError: as ``identities``; or no number is left to count on with.
@@ -191,7 +191,7 @@ def _marker(path: Path) -> dict[str, Any] | None:
         return None
     except OSError as error:
         raise StorageError(f"cannot read {marker}: {error.strerror}") from error
-    if owner not in owners:  # all in it is that user's word, whatever it is a copy of
+    if owner not in owners:  # that user wrote all of its content, even if it is a copy
         raise StorageError(f"{path} belongs to user id {owner}")
     return read_json(marker, limit_bytes=MAX_MARKER_BYTES, owners=owners)
 
@@ -239,7 +239,7 @@ def _entry(path: Path, value: Mapping[str, Any]) -> Entry:
         raise ValueError("it is of an older kind (shared.pt and rank files), which this slurmft does not read")
     files = {name: FileRecord(_integer(one, "bytes"), str(one["xxh3"])) for name, one in value["files"].items()}
     if not 0 <= (world_size := _integer(value, "world_size")) <= MAX_WORLD:
-        raise ValueError(f"it tells of {world_size} ranks")
+        raise ValueError(f"it names {world_size} ranks")
     if any(Path(name).name != name or name in ("", "..") or "\0" in name for name in files):
         raise ValueError("a file name leaves the folder")
     return Entry(

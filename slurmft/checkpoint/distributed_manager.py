@@ -1,4 +1,4 @@
-"""The checkpoint manager under the names that many training scripts use already, for those who come from there."""
+"""The checkpoint manager under the names that many training scripts use already, to ease migration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EPOCH = "epoch"
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Where a script goes on."""
+    """The state at which a script goes on."""
 
     step: int = 0
     """Steps that are complete; 0 when there is no checkpoint yet."""
@@ -39,8 +39,8 @@ class TrainingState:
 class DistributedCheckpointManager:
     """``save_checkpoint``, ``load_checkpoint`` and ``cleanup_old_checkpoints`` over a ``CheckpointManager``.
 
-    Every method is called by all ranks, also where scripts are used to asking for rank 0 first. Options are those of
-    ``CheckpointManager``, which is at hand as ``manager``.
+    Every method is called by all ranks, also where scripts used to call it on rank 0 only. Options are those of
+    ``CheckpointManager``, which is available as ``manager``.
     """
 
     def __init__(self, checkpoint_dir: Path | str, **options: Any) -> None:

@@ -51,8 +51,8 @@ def export_torch(entry: Entry, out: Path, *, with_optimizer: bool) -> int:
 def export_safetensors(entry: Entry, out: Path, *, with_optimizer: bool) -> int:
     """One safetensors file: the model's tensors by their names, the optimizer's with ``optimizer.`` in front.
 
-    What is no tensor cannot be in such a file: numbers and texts are kept as JSON in its metadata under ``slurmft``,
-    the rest is left out. Returns the file's size in bytes.
+    Such a file holds tensors only: numbers and texts are kept as JSON in its metadata under ``slurmft``, the rest is
+    left out. Returns the file's size in bytes.
 
     Raises:
         UsageError: safetensors is not installed, or does not take a tensor of this state.
@@ -85,7 +85,7 @@ def _read(entry: Entry, *, with_optimizer: bool) -> dict[KeyPath, Any]:
     """Every value of the model, and of the optimizer, verified."""
     parts = (MODEL, OPTIMIZER) if with_optimizer else (MODEL,)
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # then nobody knows that it is in use: the newest two stay in any case
+        with contextlib.suppress(OSError):  # then its use cannot be shown to others: the newest two stay in any case
             stack.enter_context(reading(entry.path))
         return _values(entry, parts)
 

@@ -35,8 +35,8 @@ def remove_left_overs(directory: Path) -> None:
     """Before the first save of a manager: remove what saves that never committed have left behind.
 
     What cannot be removed is logged and stays. So does a save that may still live: one of a newer generation, or of
-    this one, and whatever a writer has claimed. Outside of a run nothing tells generations apart, and only what no
-    writer can still be at work on goes now; the rest goes after a later commit.
+    this one, and any that a writer has claimed. Outside of a run generations cannot be told apart, and only saves
+    without a possible writer are removed now; the rest goes after a later commit.
     """
     try:
         check_fence()
@@ -52,7 +52,7 @@ def remove_left_overs(directory: Path) -> None:
 
 
 def _is_untouched(folder: Path) -> bool:
-    """Whether every writer that has worked there has ended, as far as clocks can tell."""
+    """Whether every writer that has worked there has ended, as far as clocks show."""
     try:
         newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     except OSError:
@@ -61,14 +61,14 @@ def _is_untouched(folder: Path) -> bool:
 
 
 def prune(directory: Path, keep: Keep) -> None:
-    """Remove what retention no longer wants, once; who does so after every save keeps a ``Pruner``."""
+    """Remove what retention no longer keeps, once; to do so after every save, keep a ``Pruner``."""
     Pruner(directory).prune(keep)
 
 
 class Pruner:
-    """Removes what retention no longer wants; reads each marker once, so that a save costs the same after a thousand.
+    """Removes what retention no longer keeps; reads each marker once, so that a save costs the same after a thousand.
 
-    Failing to is told, and does no harm: the checkpoints that matter are not concerned.
+    A failure is reported, and does no harm: the kept checkpoints are not affected.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -116,11 +116,11 @@ class Pruner:
         return unreadable, uncommitted
 
     def _decide(self, keep: Keep, *, must_look: bool) -> Retention:
-        """As the marks of the supervisor are now, where something is to go: of the newest, and of what is to go."""
+        """Decide by the supervisor's present marks, where something may go: on the newest, and on those to go."""
         in_order = newest_first(self._known)
         retention = self._retention(in_order, keep)
         if not retention.remove and not must_look:
-            return retention  # a look at each of a thousand marks would be felt
+            return retention  # to look at each of a thousand marks would be slow
         if self._look_at_marks(in_order[: keep.keep_last_n + NEVER_REMOVED + KEPT_QUARANTINED]):
             retention = self._retention(in_order, keep)
         if self._look_at_marks(Identity(e.step, e.generation, e.commit) for e in retention.remove):
@@ -167,12 +167,12 @@ class Pruner:
 def remove_folder(folder: Path, tick: Callable[[], None] = lambda: None) -> str:
     """Remove one checkpoint; why it could not be, or nothing. One that is being read stays as it is.
 
-    The marker goes first, durably: whoever looks half way, or after a crash, sees a save that never finished instead
-    of a damaged checkpoint.
+    The marker goes first, durably: a reader in between, or after a crash, sees a save that never finished instead of a
+    damaged checkpoint.
     """
     try:
         status = folder.lstat()
-        if S_ISLNK(status.st_mode):  # what it leads to may be anything
+        if S_ISLNK(status.st_mode):  # its target may be anything
             raise UnsafeFile(errno.EINVAL, "is a symbolic link", str(folder))
         if status.st_uid not in trusted_owners(folder.parent):
             raise UnsafeFile(errno.EPERM, f"belongs to user id {status.st_uid}", str(folder))
@@ -182,10 +182,10 @@ def remove_folder(folder: Path, tick: Callable[[], None] = lambda: None) -> str:
         _remove_entry(folder / MANIFEST)  # a link to nowhere, or no file at all
         _remove_tree(folder, tick)
     except BlockingIOError:
-        log.info("%s stays for now: somebody is reading it", folder)
+        log.info("%s stays for now: another process is reading it", folder)
         return f"{folder} is being read"
     except FileNotFoundError:
-        return ""  # somebody else has removed it
+        return ""  # another process has removed it
     except OSError as error:
         log.warning("cannot remove %s: %s", folder, error)
         return f"cannot remove {folder}: {error}"

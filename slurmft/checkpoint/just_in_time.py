@@ -1,17 +1,17 @@
-"""The last complete step, kept by whoever still has it when a rank fails.
+"""The last complete step, saved by a rank that still has it when another one fails.
 
 In a replicated run every rank has all weights. When one dies, the others wait for it in a collective of the next step,
 with the weights of the last complete one. Each node's first rank that is asked, or that leaves with an error, copies
-them to its place in memory, together with what every rank of the node had for itself (``rank_records``); so the next
+them to its place in memory, together with the own state of every rank of the node (``rank_records``); so the next
 attempt goes on where this one was, bit for bit.
 
-That needs the weights to be still those of the step: an optimizer's hook tells before it changes them, and
-``weights_watch`` finds what changes them otherwise. Buffers, which a forward pass changes, are copied at every
-boundary. Where a rank dies after its last collective of a step and before the end of that step, no rank knows what it
-would have had at that end: the step is not kept, and the restart goes back to an older state.
+That needs the weights to be still those of the step: an optimizer's hook is called before it changes them, and
+``weights_watch`` finds other changes. Buffers, which a forward pass changes, are copied at every boundary. Where a rank
+dies after its last collective of a step and before the end of that step, its own state at that end is unknown: the step
+is not kept, and the restart goes back to an older state.
 
-A GPU does later what the host has asked for: ``device_steps`` knows which step's state lies there, and copies go beside
-the stream that hangs in a collective.
+A GPU runs behind its host: ``device_steps`` knows which step's state lies there, and copies go beside the stream that
+hangs in a collective.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ class JustInTime:
         self._step = self._kept = NOTHING
         self._is_whole = True
         self._distrust = ""
-        """Why it is off for good."""
+        """Why it is off permanently."""
 
         self._buffers: dict[str, torch.Tensor] = {}
         self._live: tuple[object, ...] = ()
         self._unknown: tuple[int, str] | None = None
-        """Of which model, and why its state at a boundary is not known later."""
+        """The model, and why its state at a boundary is unknown later."""
 
         self._spent_s = 0.0
         self._since: tuple[float, int] | None = None
@@ -108,8 +108,8 @@ class JustInTime:
     def arm(self, trainee: Trainee, *, reason: str = "", step: int | None = None) -> None:
         """From now on be ready to keep ``trainee``; with a ``reason`` do not, for that reason.
 
-        ``step`` steps are complete, where that is known; of the first boundary nobody else has told. What goes wrong
-        here is told, and what it is called for goes on.
+        ``step`` steps are complete, where that is known; the first boundary is not reported otherwise. Errors here are
+        logged, and the save or load goes on.
         """
         try:
             with self._lock:
@@ -161,7 +161,7 @@ class JustInTime:
         return None
 
     def _why_not_known(self, model: torch.nn.Module) -> str:
-        """What a module gives as its extra state may change in a forward pass, and is noted by no one."""
+        """A module's extra state may change in a forward pass, which is not noted anywhere."""
         if self._unknown is None or self._unknown[0] != id(model):
             known = {*_buffers(model), *(name for name, _ in model.named_parameters(remove_duplicate=False))}
             others = sorted(model.state_dict(keep_vars=True).keys() - known)
@@ -175,7 +175,7 @@ class JustInTime:
             self._disarm(reason)
 
     def loaded(self) -> None:
-        """The state is another one: steps that were known come again."""
+        """The state was replaced: step numbers may repeat."""
         with self._lock:
             self._step = self._kept = NOTHING
             if self._on_device is not None:
@@ -249,7 +249,7 @@ class JustInTime:
             return  # buffers are each rank's own, and rank 0's count: DDP sends them to all before every step
         try:
             with _alone_on_this_node(self._folder / f"{_MARK}{own_generation()}-{step}") as mark:
-                self._kept = step  # whatever comes of it: another rank may try, and not this one again
+                self._kept = step  # in any case: another rank may try, but not this one again
                 if os.pread(mark, 1, 0) == _KEPT:
                     return
                 if self._keep(step, then):
@@ -271,7 +271,7 @@ class JustInTime:
                     trainee, check = then.as_of(trainee), functools.partial(self._check_device, self._on_device, then)
                 check()
                 self._stage(step, self._state(trainee, step), check)
-        except Exception as error:  # noqa: BLE001 - this process fails anyway: of something else, which must be told
+        except Exception as error:  # noqa: BLE001 - this process fails anyway, of another error, which must be reported
             log.warning("step %d is not kept just in time: %s", step, error)
             return False
         log.info("kept step %d just in time, in %.3f s", step, time.monotonic() - began)
@@ -285,14 +285,14 @@ class JustInTime:
             raise UsageError(f"{difference} since step {self._step} was complete")
 
     def _check_device(self, device: DeviceSteps, then: DeviceStep) -> None:
-        """As ``_check``, for what lies on a device; a comparison of values would launch kernels, which may wait."""
+        """As ``_check``, for state on a device; a comparison of values would launch kernels, which may wait."""
         device.check(then)
         is_newest = self._is_whole and then.step == self._step
         if is_newest and self._watch is not None and (difference := self._watch.difference(of_values=False)):
             raise UsageError(f"{difference} since step {then.step} was complete")
 
     def _state(self, trainee: Trainee, step: int) -> FlatState:
-        """All of a replicated state as it was at the boundary, with what each rank of this node had for itself."""
+        """All of a replicated state as it was at the boundary, with the own state of each rank of this node."""
         flat = capture(trainee, None, rank=0)
         del flat.objects[rank_key(0)]  # of this moment, not of the boundary
         for rank, state in self._own_states(step).items():
@@ -308,12 +308,12 @@ class JustInTime:
         for rank in self._local:
             state = read_record(self._folder, rank, step, own_generation())
             if state is None:
-                raise UsageError(f"what rank {rank} had for itself after step {step} is not known")
+                raise UsageError(f"the own state of rank {rank} after step {step} is not known")
             states[rank] = state
         return states
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Any that shares a weight: what the trainer holds may be a wrapper, which calls others."""
+        """Any that shares a weight: the trainer's optimizer may be a wrapper, which calls others."""
         if self._trainee is None or self._watch is None or not self._watch.shares(optimizer):
             return
         if not self._is_whole and self._on_device is None:
@@ -322,7 +322,7 @@ class JustInTime:
             self._is_whole = False
             if self._on_device is not None:
                 if self._on_device.device.is_capturing():
-                    self._doubt("the optimizer's step is part of a CUDA graph, whose replays are not heard of")
+                    self._doubt("the optimizer's step is part of a CUDA graph, whose replays cannot be observed")
                     return
                 self._on_device.state_changes()
             self._tell()
@@ -376,11 +376,11 @@ class JustInTime:
         if self._trainee is not None or reason != self.reason:
             log.info("no step is kept just in time: %s", reason)
         self.reason, self._trainee = reason, None
-        self._step = NOTHING  # boundaries are not told of any more
+        self._step = NOTHING  # boundaries are not reported any more
         self._tell()
 
     def _listen(self) -> None:
-        """Wait in a thread for the agent's word: the main thread may hang in a collective."""
+        """Wait in a thread for the agent's request: the main thread may hang in a collective."""
         page = os.environ.get(PAGE_VARIABLE)
         if not page:
             return

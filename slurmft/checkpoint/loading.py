@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """What a load found. ``found`` is False, and ``step`` 0, when there is no checkpoint yet."""
+    """The result of a load. ``found`` is False, and ``step`` 0, when there is no checkpoint yet."""
 
     found: bool = False
     step: int = 0
@@ -58,7 +58,7 @@ class LoadedCheckpoint:
     """How many ranks wrote it."""
 
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What ``save(extra=...)`` was given."""
+    """The ``extra`` of the save."""
 
     skipped: tuple[tuple[Path, str], ...] = ()
     """Newer (or better) checkpoints that could not be used, and why; the same on every rank."""
@@ -75,8 +75,8 @@ class Loading:
 
     Args:
         directory: of the checkpoints.
-        trainee: what the state goes into.
-        tolerance: in what a checkpoint may differ from it.
+        trainee: the objects to load into.
+        tolerance: allowed differences of a checkpoint.
     """
 
     def __init__(self, directory: Path, trainee: Trainee, tolerance: Tolerance | None = None) -> None:
@@ -86,7 +86,7 @@ class Loading:
         self._found: set[int] = set()
         self._is_sparing = is_sharded(trainee.model)
         self.newest_commit = 0
-        """Of all that was seen; saves are counted on from it."""
+        """Of all checkpoints that were seen; saves are counted on from it."""
 
     def newest(self) -> LoadedCheckpoint:
         """The newest state that is whole somewhere.
@@ -159,7 +159,7 @@ class Loading:
         )
 
     def _exchange(self, guard: Guard, prepared: restore.Prepared | None) -> list[list[int]]:
-        """What every rank has found, as (damage, file): alike on all. Nothing is applied before this.
+        """Exchange every rank's result, as (damage, file): alike on all. Nothing is applied before this.
 
         Parts that are intact each for itself may still not be of one state: of ranks that take their samples together,
         all must have come equally far.
@@ -174,9 +174,9 @@ class Loading:
         return [row[:2] for row in rows]
 
     def _noted(self, facts: Mapping[str, Any], identity: Identity) -> Mapping[str, Any] | None:
-        """What this rank had for itself, from its own notes: those who kept the weights just in time had only theirs.
+        """This rank's own state, from its own notes: the ranks that kept the weights just in time had only theirs.
 
-        None where it is lost with its node, or the state is none that was kept just in time.
+        None where it is lost with its node, or the state was not kept just in time.
         """
         memory = memory_folder_of(self._directory)
         if memory is None or not facts.get("just_in_time"):
@@ -256,7 +256,7 @@ class Loading:
         return newest, quarantined
 
     def _note(self, path: Path | None, source: str) -> None:
-        """Leave word of what of the run's is about to be read: whoever dies of it cannot say so any more."""
+        """Note which of the run's checkpoints is about to be read: a process that it kills cannot report it."""
         folder, directory = os.environ.get(ERROR_DIR_VARIABLE), os.environ.get("SLURMFT_CHECKPOINT_DIR")
         if self._team.is_lead and folder and directory and self._directory.absolute() == Path(directory).absolute():
             note_resuming(Path(folder), path.name if path is not None else "", source=source)
@@ -301,7 +301,7 @@ class Loading:
 
 
 def _fits_nowhere(rows: Sequence[Sequence[int]]) -> bool:
-    """Whether objects cannot take a state that is intact. Of one that is not, the next candidate is asked instead."""
+    """Whether objects cannot take a state that is intact. Where it is damaged, the next candidate is tried."""
     found = {damage for damage, *_ in rows}
     return _OTHER in found or (Damage.MISFIT in found and found <= {Damage.NONE, Damage.MISFIT})
 
@@ -318,7 +318,7 @@ def _verified_entry(path: Path) -> Entry:
     if (mark := read_quarantine(path)) is not None:
         raise Damaged(Damage.GIVEN_UP if mark.from_scratch else Damage.QUARANTINED, MANIFEST, mark.reason)
     if not 1 <= entry.world_size <= MAX_WORLD:  # it has no checksum, and memory is asked for by this number
-        raise Damaged(Damage.UNREADABLE, MANIFEST, f"it tells of {entry.world_size} ranks")
+        raise Damaged(Damage.UNREADABLE, MANIFEST, f"it names {entry.world_size} ranks")
     return entry
 
 

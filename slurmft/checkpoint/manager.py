@@ -2,7 +2,7 @@
 
 A save begins with one exchange of integers between all ranks, and then each rank copies its part into shared memory;
 the training loop pays for nothing else. Each rank's writer process makes its part durable, and rank 0's commits the
-checkpoint once all parts are. Whatever happens before that leaves the older checkpoints as they were.
+checkpoint once all parts are. Any failure before that leaves the older checkpoints as they were.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CheckpointManager:
 
     Every method is a collective when torch.distributed is initialised: all ranks call it with the same arguments.
     Replicated (DDP) and sharded (FSDP2) models; each rank writes its share. The directory lies on a filesystem that
-    every rank sees. What is not given here comes from the run's section ``checkpoint``, or its default.
+    every rank sees. Other values come from the run's section ``checkpoint``, or its defaults.
 
     Args:
         keep_last_n: checkpoints of this many steps are kept (at least 1).
@@ -113,10 +113,10 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None = None,
         async_save: bool | None = None,
     ) -> Path | None:
-        """Save ``step`` and return the folder of the checkpoint; then remove what is no longer to be kept.
+        """Save ``step`` and return the folder of the checkpoint; then prune old ones.
 
-        With ``async_save`` this returns as soon as the state is copied, and ``wait`` tells when it is durable; else it
-        is on return, and every rank knows it. Random number generators are saved and not disturbed. ``extra`` (rank
+        With ``async_save`` this returns as soon as the state is copied, and ``wait`` returns when it is durable; else
+        it is on return, and every rank knows it. Random number generators are saved and not disturbed. ``extra`` (rank
         0's) takes plain values and tensors. None: it was skipped, as two earlier saves are still under way
         (``checkpoint.when_busy``).
 
@@ -136,7 +136,7 @@ class CheckpointManager:
             return None
         identity = Identity(step, own_generation(), self._turn.commit)
         folder = self.directory / identity.folder_name
-        self._arm(trainee, extra, step=step)  # first: who dies in the copy must not take the step along
+        self._arm(trainee, extra, step=step)  # first: a rank that dies in the copy must not lose the step
         self._stage(team, prepared, identity, urgent=urgent)
         SAVERS.outcome = Outcome.STAGED
         if not is_async:
@@ -147,7 +147,7 @@ class CheckpointManager:
         """Return when the newest save is durable; at once where there is none.
 
         Raises:
-            CheckpointError: it is not, for a reason that may pass (it is given up; save again) or will not.
+            CheckpointError: it failed, for a reason that may pass (it is given up; save again) or will not.
             Fenced: a newer attempt owns the run.
         """
         if (identity := self._turn.awaited) is None:
@@ -177,7 +177,7 @@ class CheckpointManager:
         raise failure(what, [row[1] for row in rows], team, guard)
 
     def close(self) -> None:
-        """Let the writer finish, and let go of the memory; not a collective, and not needed at the end of a process."""
+        """Let the writer finish, and release the memory; not a collective, and not needed at the end of a process."""
         SAVERS.leave(self)
         if self._rescue is not None:
             self._rescue.disarm("the manager is closed")
@@ -196,7 +196,7 @@ class CheckpointManager:
     ) -> LoadedCheckpoint:
         """Resume from the newest state that every rank can verify: from memory where it is whole there, else from disk.
 
-        What is skipped is logged and returned. Nothing is loaded into the objects before every rank has read and
+        Skipped checkpoints are logged and returned. Nothing is loaded into the objects before every rank has read and
         verified its part. With the same world size, training goes on bit for bit. With another one, the loader goes on
         at the position that all ranks share, and ranks that have no random state in the checkpoint keep theirs, with a
         warning. The optimizer's state keeps the types that it was saved with. Saves of this process into the directory
@@ -248,7 +248,7 @@ class CheckpointManager:
         loading = Loading(self.directory, trainee, Tolerance.of(allow_missing, allow_cast=allow_cast))
         return self._loaded(loading, loading.best(self.settings.best_metric, self.settings.best_mode))
 
-    # What the session calls (training.background.Saver)
+    # Called by the session (training.background.Saver)
 
     def at_boundary(self, step: int) -> None:
         """``step`` steps are complete."""
@@ -256,7 +256,7 @@ class CheckpointManager:
             self._rescue.at_boundary(step)
 
     def rescue(self) -> None:
-        """A rank has failed: keep the last complete step where that can be had."""
+        """A rank has failed: keep the last complete step where that is possible."""
         if self._rescue is not None:
             self._rescue.rescue()
 
@@ -312,7 +312,7 @@ class CheckpointManager:
         return flat
 
     def _begin(self, team: Team) -> None:
-        """Before the first save: whose directory it is; on rank 0, what was left in it, and the newest number.
+        """Before the first save: check the directory's owner; on rank 0, clean up, and find the newest number.
 
         Raises:
             DirectoryInUse: another manager of this process saves there.
@@ -341,7 +341,7 @@ class CheckpointManager:
         return [one for one in managers if one.directory.resolve() == self.directory.resolve()]
 
     def _stage(self, team: Team, prepared: LaidOut, identity: Identity, *, urgent: bool) -> None:
-        """Copy, and hand over to the writer. What goes wrong here, all ranks learn of at the next save or ``wait``."""
+        """Copy, and hand over to the writer. All ranks get errors of it at the next save or ``wait``."""
         self._turn.awaited = identity
         reached("announced")
         try:
@@ -376,7 +376,7 @@ class CheckpointManager:
             SAVERS.listener.on_save_failed(step, number)
 
     def _note_committed(self, step: int, seconds: float) -> None:
-        """Tell the session, once for each; 0 is no step."""
+        """Tell the session, once for each; 0 is not a step."""
         if self._turn.is_news(step) and SAVERS.listener is not None:
             SAVERS.listener.on_saved(step, seconds)
 
@@ -394,7 +394,7 @@ class CheckpointManager:
         if not self.settings.just_in_time or SAVERS.listener is None or memory is None or self._is_guest:
             return
         self._rescue = self._rescue or JustInTime(memory, weakly(self._keep))
-        reason = "save() is given extra=, whose value between two saves nobody knows" if extra else ""
+        reason = "save() is given extra=, whose value between two saves is unknown" if extra else ""
         self._rescue.arm(trainee, reason=reason, step=step)
 
     def _keep(self, step: int, flat: FlatState, check: Callable[[], None]) -> None:

@@ -44,7 +44,7 @@ _STEP = "step"
 """The one entry of an optimizer's state whose type torch chooses by how the optimizer was made."""
 
 OwnNotes = Callable[[Mapping[str, Any]], "Mapping[str, Any] | None"]
-"""What this rank has noted for itself beside a state with such facts; None where it is not known."""
+"""This rank's own notes beside a state with such facts; None where there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Prepared:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What rank 0 stored of the state as a whole."""
+        """The facts that rank 0 stored about the whole state."""
         value: Mapping[str, Any] = self.shared.get(FACTS, {})
         return value
 
@@ -75,7 +75,7 @@ class Prepared:
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """What ``save(extra=...)`` was given."""
+        """The ``extra`` of the save."""
         value: Mapping[str, Any] = original(self.shared.get("extra", {}))
         return value
 
@@ -111,12 +111,11 @@ def prepare(
 ) -> Prepared:  # fmt: skip
     """Read this rank's part of ``stored`` into new memory and verify it; the trainer's objects stay as they are.
 
-    What the rank had for itself comes with the state, or from ``notes``. A rank that did not exist when it was saved
+    The rank's own state comes with the state, or from ``notes``. A rank that did not exist when it was saved
     takes the position in the data that all ranks share.
 
     Raises:
-        Damaged: the state does not fit these objects (the keys are named), is not what was written, or a part of it
-            is lost.
+        Damaged: the state does not fit these objects (the keys are named), is damaged, or a part of it is lost.
         UsageError: the model is of a kind that cannot be loaded.
     """
     refuse_unsupported(trainee.model)
@@ -161,20 +160,20 @@ def _saved_ranks(objects: Mapping[str, Any], stored: Stored) -> int:
 def _own_part(
     objects: Mapping[str, Any], stored: Stored, *, rank: int, notes: OwnNotes
 ) -> tuple[Mapping[str, Any], bool]:
-    """What this rank takes for itself, and whether that is its own.
+    """The own state for this rank to load, and whether that was saved by itself.
 
     Raises:
-        Damaged: it had something, which is lost; or no rank's part is there whose position it could take.
+        Damaged: its state is lost; or there is no rank's part whose position it could take.
     """
     if (own := objects.get(rank_key(rank))) is not None:
         return own, True
     if rank < _saved_ranks(objects, stored):
         if (noted := notes(objects.get(FACTS, {}))) is not None:
             return noted, True
-        raise Damaged(Damage.MISSING, image_file(rank), f"what rank {rank} had for itself")
+        raise Damaged(Damage.MISSING, image_file(rank), f"own state of rank {rank}")
     others = [value for key, value in objects.items() if key.startswith(_RANK_KEYS)]
     if not others:
-        raise Damaged(Damage.MISSING, image_file(0), "what any rank had for itself")
+        raise Damaged(Damage.MISSING, image_file(0), "own state of any rank")
     return {key: value for key, value in others[0].items() if key == LOADER}, False
 
 
@@ -203,7 +202,7 @@ def _not_shared(loader: Stateful, why: str) -> Damaged:
 
 @dataclass(frozen=True, slots=True)
 class _Landing:
-    """A tensor that is being read, and what it is to become."""
+    """A tensor that is being read, and its target."""
 
     target: Target
     like: DTensor | None = None
@@ -229,7 +228,7 @@ class _Landing:
 
 
 def _landing(stored: StoredTensor, like: object) -> _Landing:
-    """Where a stored tensor is read to, in the place of ``like`` (a tensor of the trainer, or whatever)."""
+    """Where a stored tensor is read to, in the place of ``like`` (a tensor of the trainer, or any value)."""
     if isinstance(like, DTensor) and tuple(like.shape) == stored.shape:
         (chunk,) = like.__create_chunk_list__()  # type: ignore[no-untyped-call]
         return _Landing(Target(fresh(tuple(chunk.sizes), stored.dtype), tuple(chunk.offsets)), like)
@@ -243,7 +242,7 @@ def _with_types_of(stored: Any, present: Any, *, follows_weight: bool) -> None:
     """Put values of ``stored`` into ``present`` where a cast has changed their types.
 
     Args:
-        follows_weight: the weight itself was cast, and what is no whole number with it; counters never are.
+        follows_weight: the weight itself was cast, and with it all values but whole numbers; counters never are.
     """
     places = stored.items() if isinstance(stored, Mapping) else enumerate(stored)
     for key, value in places:
@@ -307,7 +306,7 @@ def _optimizer_landings(trainee: Trainee, stored: Stored, leaves: Mapping[Path, 
 
 
 def _present_state(trainee: Trainee, parameter: torch.Tensor | None, path: Path) -> object:
-    """What the optimizer has there now, or where it has nothing yet, the parameter itself."""
+    """The optimizer's present state there, or where it has none yet, the parameter itself."""
     value: Any = trainee.optimizer.state.get(parameter) if parameter is not None else None
     for step in path:
         value = value.get(step) if isinstance(value, Mapping) else None

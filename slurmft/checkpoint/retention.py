@@ -29,13 +29,13 @@ def by_merit(entries: Sequence[Entry], metric: str, mode: BestMode) -> list[Entr
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What may go now."""
+    """The checkpoints that may be removed now."""
 
     remove: list[Entry]
     """Oldest first."""
 
     oldest_kept_commit: int
-    """Whatever was committed before this one is no longer needed as evidence either."""
+    """Checkpoints committed before this one are no longer needed as evidence either."""
 
 
 def decide(
@@ -51,8 +51,8 @@ def decide(
 
     A distrusted checkpoint (a load found it damaged, or it is quarantined) does not count as one of the kept, so that
     the last good one is never removed in its favour. It stays as evidence until it is older than the newest
-    ``keep_last_n``; of the quarantined ones, whatever their age, the newest ``KEPT_QUARANTINED`` stay. The newest
-    ``NEVER_REMOVED`` good commits stay whatever is asked for.
+    ``keep_last_n``; of the quarantined ones, of any age, the newest ``KEPT_QUARANTINED`` stay. The newest
+    ``NEVER_REMOVED`` good commits always stay.
     """
     quarantined = [entry.path for entry in newest_first if entry.quarantine]
     bad = {*distrusted, *quarantined}

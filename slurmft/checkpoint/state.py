@@ -1,4 +1,4 @@
-"""What goes into a checkpoint and comes out of it: the trainer's objects on one side, plain payloads on the other."""
+"""The content of a checkpoint: the trainer's objects on one side, plain payloads on the other."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LOADER, SCHEDULER, SCALER = "loader", "scheduler", "scaler"
 
 
 class Stateful(Protocol):
-    """Schedulers, gradient scalers, loaders: whatever can say where it is and go back there.
+    """Schedulers, gradient scalers, loaders: objects whose state can be saved and restored.
 
-    A loader may also have ``shared_position(state_dict)``: what of such a state is the same on every rank, or None.
-    A run with another number of ranks goes on from that; without it, each rank's position is its own, and only the
-    same number of ranks can resume.
+    A loader may also have ``shared_position(state_dict)``: the part of such a state that is the same on every rank, or
+    None. A run with another number of ranks goes on from that; without it, each rank's position is its own, and only
+    the same number of ranks can resume.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -51,7 +51,7 @@ class Trainee:
         return {**self.shared_parts(), LOADER: self.loader}
 
     def rank_payload(self) -> dict[str, Any]:
-        """What each rank has for itself."""
+        """Each rank's own state."""
         payload: dict[str, Any] = {"rng": rng.capture()}
         if self.loader is not None:
             payload[LOADER] = as_plain(self.loader.state_dict())
@@ -62,13 +62,13 @@ class Trainee:
         rng.restore(own["rng"])
 
     def shared_parts(self) -> dict[str, Stateful | None]:
-        """What is equal on every rank beside model and optimizer, by the name that it is stored under."""
+        """Parts that are equal on every rank beside model and optimizer, by the name that they are stored under."""
         return {SCHEDULER: self.scheduler, SCALER: self.scaler}
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """In what a checkpoint may differ from the objects that it is loaded into."""
+    """Allowed differences between a checkpoint and the objects that it is loaded into."""
 
     missing: frozenset[str] = frozenset()
     """Names of ``Trainee.parts`` that may start anew where the checkpoint has no state for them."""
@@ -109,13 +109,13 @@ def position_number(loader: Stateful | None, own: Mapping[str, Any]) -> int:
 
 
 def shared_position(loader: Stateful | None, own: Mapping[str, Any]) -> Any:
-    """What of the loader's state in ``own`` is the same on every rank; None where nothing is, or there is no state."""
+    """The part of the loader's state in ``own`` that is the same on every rank; None where there is none."""
     of = getattr(loader, "shared_position", None)
     return of(original(own[LOADER])) if of is not None and LOADER in own else None
 
 
 def load_part(name: str, part: Stateful | None, payload: Mapping[str, Any]) -> None:
-    """Give ``part`` the state that was stored for it; what is on one side only is logged.
+    """Give ``part`` the state that was stored for it; a state or part without a counterpart is logged.
 
     Raises:
         CheckpointError: it cannot take that state.

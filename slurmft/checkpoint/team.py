@@ -1,7 +1,7 @@
 """How the ranks of one training run agree: rows of integers in tensor collectives, nothing else.
 
-No pickles cross the network (``all_gather_object`` and its like would run whatever a peer sends), and every rank sees
-every row, so that all ranks reach the same conclusion without a second message.
+No pickles cross the network (``all_gather_object`` and its like would run any code that a peer sends), and every rank
+sees every row, so that all ranks reach the same conclusion without a second message.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from slurmft.trainer.host_group import host_group
 class Team:
     """The ranks of the default process group, or this process alone when there is none.
 
-    Making one may be a collective, and every method is: all ranks call the same ones in the same order. What is
-    exchanged lies in main memory and travels over a group for that (``trainer.host_group``), never over NCCL. A rank
-    that is gone shows as the process group's own error or timeout.
+    Making one may be a collective, and every method is: all ranks call the same ones in the same order. Exchanged
+    tensors lie in main memory and travel over a group for that (``trainer.host_group``), never over NCCL. A rank that
+    is gone shows as the process group's own error or timeout.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Team:
         """Send one tensor to a rank and receive one from a rank, both at once; return when both have happened.
 
         One batch: on a group that does one thing after the other, ranks that send first wait for each other in a ring.
-        Not a collective. What one rank sends to another, that one receives in the same order.
+        Not a collective. A rank receives another one's tensors in the order in which they were sent.
 
         Args:
             outgoing, incoming: a tensor in main memory, and the rank that it goes to or comes from.

@@ -1,4 +1,4 @@
-"""Whose turn it is: the rows of integers in which ranks agree on a save, and what one rank remembers of them."""
+"""The rows of integers in which ranks agree on a save, and one rank's memory of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNKNOWN_ERROR = -1
 
 
 class Row(IntEnum):
-    """What each number of a rank's row means, at the beginning of a save."""
+    """The numbers of a rank's row, at the beginning of a save."""
 
     CODE = 0
     """0, or why this rank is not ready (``agreement.Guard``)."""
@@ -37,14 +37,14 @@ class Row(IntEnum):
 
 
 class Turn:
-    """What this rank knows of the saves of one manager; what all ranks have agreed on is alike on all of them."""
+    """This rank's record of the saves of one manager; agreed values are alike on all ranks."""
 
     def __init__(self) -> None:
         self.commit = 0
         """Of the newest save that was agreed on."""
 
         self.awaited: Identity | None = None
-        """The newest save, until ``wait`` has told what came of it."""
+        """The newest save, until ``wait`` has reported its result."""
 
         self.is_begun = False
         self._lock = threading.Lock()
@@ -83,7 +83,7 @@ class Turn:
             return self._failures
 
     def is_news(self, step: int) -> bool:
-        """Whether the session has not heard yet that ``step`` is durable."""
+        """Whether the session does not know yet that ``step`` is durable."""
         with self._lock:
             if step in self._told or not step:
                 return False

@@ -1,4 +1,4 @@
-"""Reading a committed checkpoint to the last byte, without torch: is everything what its marker says?"""
+"""Reading a committed checkpoint to the last byte, without torch: does everything match its marker?"""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from slurmft.system.opening import opened
 
 THREADS = 2
 SHOWN = 5
-"""Damages that are told of one image; a lost disk would make thousands."""
+"""Damages that are reported of one image; a lost disk would make thousands."""
 
 _BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One file that is not what was written."""
+    """One damaged file."""
 
     file: str
     text: str
@@ -37,10 +37,10 @@ def verify(entry: Entry, tick: Callable[[int], None] = lambda _size_bytes: None)
     """Everything that is wrong with a checkpoint; empty when all of it can be loaded. Nothing is changed.
 
     Args:
-        tick: told of the bytes that have been read since the last call; from several threads.
+        tick: called with the bytes that have been read since the last call; from several threads.
     """
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # then nobody knows that it is in use: the newest two stay in any case
+        with contextlib.suppress(OSError):  # then its use cannot be shown to others: the newest two stay in any case
             stack.enter_context(reading(entry.path))
         return _problems(entry, tick)
 
@@ -60,7 +60,7 @@ def _problems(entry: Entry, tick: Callable[[int], None]) -> list[Problem]:
 def _check_shard(entry: Entry, shard: int, tick: Callable[[int], None]) -> list[Problem]:
     image, name = image_file(shard), index_file(shard)
     if name not in entry.files or image not in entry.files:
-        return []  # told already
+        return []  # reported already
     try:
         index = verified_index(entry.path / name, entry.files[name].size_bytes, entry.files[name].xxh3)
         identity = index.identity

@@ -22,8 +22,8 @@ NAME_WIDTH = 13
 def advise(*, config: Path, overrides: tuple[str, ...], as_json: bool) -> int:
     """Recommend the signal lead and the checkpoint interval of CONFIG, from what was measured.
 
-    The run's own folder tells how long steps and saves took and how often it failed; where it has none yet, runs of
-    the same workload beside it do. Slurm is asked for its grace where there is one; nothing is changed.
+    How long steps and saves took and how often the run failed comes from its own folder, or where that has no record
+    yet, from runs of the same workload beside it. Slurm is asked for its grace where there is one; nothing is changed.
     """
     from slurmft.operations.advise import counsel
 

@@ -46,7 +46,7 @@ def _named(name: str) -> RunFolder:
         raise UsageError(error.what, hint=error.hint) from error
     except (OSError, ValueError) as error:
         where, reason = getattr(error, "filename", None) or name, getattr(error, "strerror", None) or error
-        hint = "slurmft status lists the runs; some of these folders may belong to somebody else"
+        hint = "slurmft status lists the runs; some of these folders may belong to another user"
         raise UsageError(f"cannot look for run {name[:80]!r}: {str(where)[-200:]}: {reason}", hint=hint) from error
 
 
@@ -70,12 +70,12 @@ def oldest_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def who() -> str:
-    """The person at the prompt, as user@host."""
+    """The user at the prompt, as user@host."""
     return f"{user_name()}@{os.uname().nodename}"
 
 
 def refuse_foreign(run: RunFolder) -> RunFolder:
-    """The run, when the caller may act on it: it is theirs, and no copy that names another run's jobs.
+    """The run, when the caller may act on it: the caller owns it, and it is not a copy that names another run's jobs.
 
     Raises:
         UsageError: it is another user's.

@@ -1,4 +1,4 @@
-"""``slurmft checkpoint``: what lies in a checkpoint directory, for people. Only export imports torch."""
+"""``slurmft checkpoint``: the content of a checkpoint directory, for people. Only export imports torch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Place:
         return ranked[0] if ranked and self.best_metric else None
 
     def scan(self) -> Contents:
-        """What lies there; all of it, or the one that was named."""
+        """Its content; all of it, or the one checkpoint that was named."""
         found = Catalog(self.directory).scan()
         if self.only is None:
             return found
@@ -286,8 +286,8 @@ def _chosen(where: Place, step: int | None, *, want_best: bool) -> Entry:
 def rm(*, where: Place, steps: tuple[int, ...], force: bool) -> int:
     """Remove the checkpoints of STEPs, damaged ones too.
 
-    Never the last good one: whatever good ones go, one that stays is read and verified first. The newest two good ones
-    and the best go only with --force; one that is being read stays.
+    Never the last good one: one good checkpoint that stays is read and verified before any other is removed. The newest
+    two good ones and the best go only with --force; one that is being read stays.
     """
     _refuse_unless_own(where)
     found = Catalog(where.directory).scan()
@@ -347,11 +347,11 @@ def _check_removal(where: Place, entries: Sequence[Entry], gone: Collection[Path
     for entry in good:
         if entry.path not in gone and _verified(entry, quiet=False) == []:
             return
-    raise UsageError("that would remove the last good checkpoint", hint="slurmft checkpoint verify shows who is good")
+    raise UsageError("that would remove the last good checkpoint", hint="slurmft checkpoint verify lists good ones")
 
 
 def _verified(entry: Entry, *, quiet: bool) -> list[Problem] | None:
-    """What is wrong with a checkpoint; None when it is gone meanwhile."""
+    """The problems of a checkpoint; None when it is gone meanwhile."""
     with _kept(entry) as is_there:
         if not is_there:
             return None
@@ -361,17 +361,17 @@ def _verified(entry: Entry, *, quiet: bool) -> list[Problem] | None:
 
 @contextlib.contextmanager
 def _kept(entry: Entry) -> Iterator[bool]:
-    """Nobody removes it meanwhile; False when somebody has."""
+    """Keep it from being removed meanwhile; False when it is gone already."""
     with contextlib.ExitStack() as stack:
         is_there = True
         try:
             stack.enter_context(reading(entry.path))
         except FileNotFoundError:
             is_there = False
-        except BlockingIOError:  # it is being removed, marker first; or a reader has locked it and does not let go
+        except BlockingIOError:  # it is being removed, marker first; or a reader keeps it locked
             is_there = (entry.path / MANIFEST).exists()
         except OSError:
-            pass  # what it is will be told when it is read
+            pass  # reading it will report the error
         yield is_there
 
 

@@ -42,7 +42,7 @@ Exit codes:
 def drill(
     *, config: Path, overrides: tuple[str, ...], preempt_with: str, limit: float, dry_run: bool, as_json: bool
 ) -> int:
-    """Try a preemption: a small job with your own options gets the real signal, and a table says what came of it.
+    """Try a preemption: a small job with your own options gets the real signal, and a table shows the results.
 
     At most 2 nodes with 2 ranks, for a few minutes; its jobs and its folder beside your run folder are removed. Without
     --preempt-with its steps get SIGTERM, as at the beginning of a grace. With it the other job asks for whole nodes:

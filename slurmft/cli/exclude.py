@@ -45,7 +45,7 @@ Exit codes:
   0   done; the list, or the node, may well be empty
   1   the list cannot be read or written, is damaged (the rest of it is shown), or is of a newer version
   2   bad usage: no hostlist, no time
-  75  temporary: no space, another process writes for too long, or Slurm does not say the cluster's name
+  75  temporary: no space, another process is writing for too long, or Slurm does not say the cluster's name
 """
 
 
@@ -60,8 +60,8 @@ def _list_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """--file, --config and --json, which every verb of the group takes."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format."),
-        click.option("--config", type=click.Path(path_type=Path), help="Configuration whose section exclusions holds."),
-        click.option("--file", "file", type=click.Path(path_type=Path), help="The list itself; beats --config."),
+        click.option("--config", type=click.Path(path_type=Path), help="Configuration with the section exclusions."),
+        click.option("--file", "file", type=click.Path(path_type=Path), help="The list itself; overrides --config."),
     ):
         function = option(function)
     return function
@@ -84,7 +84,7 @@ def opened_list(file: Path | None, config: Path | None) -> tuple[ExclusionList, 
 
 
 def _mode_of(path: Path, settings: ExclusionsConfig) -> int:
-    """A list keeps the mode that it has: without --config nobody knows that it is a group's."""
+    """A list keeps its mode: without --config it is not known whether it is a group's."""
     try:
         return path.stat().st_mode & 0o777
     except OSError:
@@ -93,7 +93,7 @@ def _mode_of(path: Path, settings: ExclusionsConfig) -> int:
 
 @click.group(epilog=_EXIT_CODES)
 def exclude() -> None:
-    """The nodes to keep away from: list them, say why, add, remove, forget what has faded.
+    """The exclusion list: list nodes, show why, add, remove, forget what has faded.
 
     Works without Slurm. NODES are hostlists, such as gpu-[07,12-15]. Without --file and --config it is your own list of
     this cluster.
@@ -102,10 +102,10 @@ def exclude() -> None:
 
 @exclude.command("list")
 @_list_options
-@click.option("--all", "show_all", is_flag=True, help="Nodes that are free again, too.")
+@click.option("--all", "show_all", is_flag=True, help="Include nodes that are free again.")
 @click.option("--nodes", "only_nodes", is_flag=True, help="Only the excluded nodes, as one hostlist.")
 def list_(*, file: Path | None, config: Path | None, as_json: bool, show_all: bool, only_nodes: bool) -> int:
-    """Show who is excluded or on probation, why, and until when."""
+    """Show which nodes are excluded or on probation, why, and until when."""
     opened, now = _open(file, config), time.time()
     found = opened.list.read()
     standings = standing(found.observations, found.manual, now, opened.rules)
@@ -131,14 +131,14 @@ def list_(*, file: Path | None, config: Path | None, as_json: bool, show_all: bo
 @exclude.command()
 @click.argument("nodes")
 @_list_options
-@click.option("--reason", required=True, help="Why; shown with the list.")
+@click.option("--reason", required=True, help="Why, for the next reader of the list.")
 @click.option("--for", "duration", metavar="TIME", help="For how long: 90m, 12h, 7d, 2w, or ever. Default: 30d.")
 @click.option("--until", metavar="DATE", help="Until when: 2030-01-31, or 2030-01-31T18:00, in local time.")
 def add(
     *, nodes: str, file: Path | None, config: Path | None, as_json: bool, reason: str, duration: str | None,
     until: str | None,
 ) -> int:  # fmt: skip
-    """Keep NODES out by hand, whatever their score."""
+    """Exclude NODES by hand, independent of their score."""
     names, now = _expanded(nodes), time.time()
     if duration is not None and until is not None:
         raise UsageError("--for and --until are two ways to say one thing", hint="give one of them")
@@ -156,7 +156,7 @@ def add(
 @click.argument("nodes")
 @_list_options
 def remove(*, nodes: str, file: Path | None, config: Path | None, as_json: bool) -> int:
-    """Lift whatever is held against NODES; what is seen of them from now on counts anew."""
+    """Forget all observations of NODES and exclusions by hand; later observations count anew."""
     names, opened = _expanded(nodes), _open(file, config)
     lifted = opened.list.remove(names, who())
     strangers = sorted(set(names) - set(lifted))
@@ -209,7 +209,7 @@ def why(*, node: str, file: Path | None, config: Path | None, as_json: bool) -> 
 @exclude.command("gc")
 @_list_options
 def gc_(*, file: Path | None, config: Path | None, as_json: bool) -> int:
-    """Forget what has faded or expired; no node's state changes."""
+    """Forget what has faded or expired; no node's status changes."""
     opened = _open(file, config)
     swept = opened.list.gc(time.time(), opened.rules)
     if as_json:
@@ -244,7 +244,7 @@ def _after(text: str, now: float) -> float | None:
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smhdw])", text.strip())
     seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
     if seconds <= 0 or seconds > 100 * 366 * _UNITS_S["d"]:
-        raise UsageError(f"--for {text[:80]!r} is no time", hint="such as 90m, 12h, 7d, 2w, or ever")
+        raise UsageError(f"--for {text[:80]!r} is not a time", hint="such as 90m, 12h, 7d, 2w, or ever")
     return now + seconds
 
 
@@ -252,7 +252,9 @@ def _until(text: str, now: float) -> float:
     try:
         end = datetime.fromisoformat(text.strip()).timestamp()
     except (ValueError, OverflowError, OSError) as error:
-        raise UsageError(f"--until {text[:80]!r} is no date", hint="such as 2030-01-31 or 2030-01-31T18:00") from error
+        raise UsageError(
+            f"--until {text[:80]!r} is not a date", hint="such as 2030-01-31 or 2030-01-31T18:00"
+        ) from error
     if end <= now:
         raise UsageError(f"--until {text[:80]!r} is over", hint="give a time that is still ahead")
     return end

@@ -1,4 +1,4 @@
-"""``slurmft explain``: the story of a run."""
+"""``slurmft explain``: the history of a run."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _IN_FULL: dict[str, frozenset[str]] = {
     EventName.VERDICT: frozenset({"rank", "node", "suspects", "rerun", "traceback", "evidence"}),
     EventName.LAST_LOOK: frozenset({"culprits", "victims", "ranks", "folder"}),
 }
-"""What the newest one of these events tells below the story, and not in its line."""
+"""Details of the newest of these events that are shown below the history, and not in its line."""
 
 
 @click.command()
 @run_argument
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 def explain(*, run: RunFolder, as_json: bool) -> int:
-    """Tell the run's story: each event, each decision and its reason, from the journal.
+    """Show the run's history: each event, each decision and its reason, from the journal.
 
-    Below it: what the newest look at all ranks before a kill has found (the culprit with its section and stack, its
-    victims, and where the files lie), and whom the newest verdict blames, with suspects, evidence and the end of the
-    traceback. Saves that keep failing (``checkpoint.max_failed_saves``) are named at the end.
+    Below it: the evidence from the newest look at all ranks before a kill (the culprit with its section and stack, its
+    victims, and where the files lie), and the rank that the newest verdict blames, with suspects, evidence and the end
+    of the traceback. Saves that keep failing (``checkpoint.max_failed_saves``) are named at the end.
     """
     told = story(run)
     if as_json:
@@ -71,7 +71,7 @@ def _tell_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
 def _tell_damage(run: RunFolder, unreadable: int, events: int) -> int:
     path = run.journal().path
     if not unreadable and not events:
-        raise StorageError(f"{path} is empty", hint=f"the supervisor's own words may be in {run.logs}")
+        raise StorageError(f"{path} is empty", hint=f"the supervisor's own messages may be in {run.logs}")
     if not events:
         raise StorageError(
             f"{path} is damaged: none of its {unreadable} lines can be read",

@@ -63,7 +63,7 @@ class _NagiosCommand(click.Command):
 )
 @click.option("--only", multiple=True, metavar="NAME", help="Only this probe; may be given several times.")  # fmt: skip
 def health(*, as_json: bool, context: str, level: int, config: Path | None, only: tuple[str, ...]) -> int:
-    """Look at this node: GPUs, memory, disks, filesystems, network, host, own probes."""
+    """Check this node: GPUs, memory, disks, filesystems, network, host, own probes."""
     try:
         settings = load_config(config, os.environ)
         scene = scene_here(settings, os.environ, context=context, level=level)

@@ -31,8 +31,8 @@ def show() -> int:
 @click.argument("name")
 @click.argument("job", default="")
 def run(*, name: str, job: str) -> int:
-    """Be one of the hooks (what bin/slurmft-hook runs)."""
-    # slurmctld starts its scripts with all signals blocked, and whatever we start would inherit that
+    """Run one of the hooks (called by bin/slurmft-hook)."""
+    # slurmctld starts its scripts with all signals blocked, and processes that we start would inherit that
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if name == "follow-requeue":
         say(_line(requeued.follow_quietly(job)))
@@ -45,5 +45,5 @@ def run(*, name: str, job: str) -> int:
 
 
 def _line(words: str) -> str:
-    """For the system log; whatever a probe said stays one line of ASCII."""
+    """For the system log: what a probe said, as one line of ASCII."""
     return " ".join(words.split()).encode("ascii", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""``slurmft inject``: faults on purpose, to see what follows."""
+"""``slurmft inject``: faults on purpose, to test the recovery."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Faults:
 @click.option("--after", "after_s", type=Amount(0.0, MAX_AFTER_S), default=0.0, show_default=True,
               help="Seconds until then.")  # fmt: skip
 def inject(*, run: RunFolder, fault: str, rank: int | None, node: str, after_s: float) -> int:
-    """Inject a fault into a running RUN, to see what follows. Only its owner can; the journal tells of it."""
+    """Inject a fault into a running RUN, to see what follows. Only its owner can; it is recorded in the journal."""
     order = Order(fault=Fault(fault), who=who(), rank=rank, node=node, after_s=after_s)
     _refuse(run, order)
     if order.fault is Fault.CORRUPT_CHECKPOINT:
@@ -56,7 +56,7 @@ def inject(*, run: RunFolder, fault: str, rank: int | None, node: str, after_s: 
     deadline = time.monotonic() + TAKEN_WITHIN_S
     while is_pending(run.path):
         if time.monotonic() > deadline:
-            withdraw_order(run.path)  # or it would hit whatever attempt comes next
+            withdraw_order(run.path)  # or it would hit the next attempt
             what = f"the supervisor of run {run.path.name} has not taken the order within {TAKEN_WITHIN_S:.0f} s"
             raise LaunchError(f"{what}; it is withdrawn", hint=f"slurmft status {run.path}")
         time.sleep(LOOK_S)
@@ -90,7 +90,7 @@ def _refuse(run: RunFolder, order: Order) -> None:
 
 
 def _node_of(run: RunFolder, rank: int) -> str:
-    """The host of a rank in the newest attempt that had agents, or a word in its place."""
+    """The host of a rank in the newest attempt that had agents, or a placeholder."""
     ready = [event for event in run.journal().read() if event.event == EventName.AGENTS_READY]
     hosts = ready[-1].details.get("hosts") if ready else None
     per_node = configuration_of(run).nproc_per_node

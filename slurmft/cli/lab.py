@@ -115,7 +115,7 @@ def down(folder: Path, purge: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @click.pass_obj
 def status(folder: Path, as_json: bool) -> None:
-    """What stands: nodes and their states. Exit code 0 when all is well, 1 otherwise."""
+    """Show the lab: nodes and their states. Exit code 0 when all is well, 1 otherwise."""
     found = status_of(folder)
     if as_json:
         say_json(dataclasses.asdict(found), indent=2)
@@ -133,7 +133,7 @@ def _as_text(found: LabStatus) -> str:
 
 
 @lab.command("exec", context_settings={"ignore_unknown_options": True})
-@click.option("--root", is_flag=True, help="Run as root, who is Slurm's administrator too.")
+@click.option("--root", is_flag=True, help="Run as root, which is also Slurm's administrator.")
 @click.option("--node", default=None, help="Run inside this node (n1, ctl) instead of on the login member.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_obj
@@ -146,11 +146,11 @@ def execute(folder: Path, root: bool, node: str | None, command: tuple[str, ...]
 
 
 @lab.command()
-@click.option("--root", is_flag=True, help="A shell of root, who is Slurm's administrator too.")
+@click.option("--root", is_flag=True, help="A shell of root, which is also Slurm's administrator.")
 @click.option("--node", default=None, help="A shell inside this node (n1, ctl) instead of on the login member.")
 @click.pass_obj
 def shell(folder: Path, root: bool, node: str | None) -> None:
-    """Open a shell in the lab, on the login member unless told otherwise."""
+    """Open a shell in the lab, on the login member by default."""
     _become(Lab.standing(folder), ["bash"], root=root, node=node)
 
 

@@ -18,7 +18,7 @@ from slurmft.system.foreign_text import Terminal
 from slurmft.system.opening import open_regular, read_part
 
 MAX_SHOWN_BYTES = 64 << 20
-"""Of one log, its end: more is nothing for a terminal, and a file that only says to be long takes hours to print."""
+"""Only the end of a log is shown: more is no use on a terminal, and a sparse file could take hours to print."""
 
 
 @click.command()

@@ -22,11 +22,11 @@ VERBS = {
     "advise": ("advise", "Recommend the signal lead and the checkpoint interval of CONFIG, from what was measured"),
     "checkpoint": ("checkpoint", "The checkpoints of a run: list them, verify, export, remove"),
     "doctor": ("doctor", "Say what will and will not work on this cluster, and what to do about it"),
-    "drill": ("drill", "Try a preemption: a small job with your own options gets the real signal, and a table says "
-              "what came of it"),
-    "exclude": ("exclude", "The nodes to keep away from: list them, say why, add, remove, forget what has faded"),
-    "explain": ("explain", "Tell the run's story: each event, each decision and its reason, from the journal"),
-    "health": ("health", "Look at this node: GPUs, memory, disks, filesystems, network, host, own probes"),
+    "drill": ("drill", "Try a preemption: a small job with your own options gets the real signal, and a table shows "
+              "the results"),
+    "exclude": ("exclude", "The exclusion list: list nodes, show why, add, remove, forget what has faded"),
+    "explain": ("explain", "Show the run's history: each event, each decision and its reason, from the journal"),
+    "health": ("health", "Check this node: GPUs, memory, disks, filesystems, network, host, own probes"),
     "hooks": ("hooks", "Slurm's hooks: show the lines for slurm.conf"),
     "inject": ("inject", "Inject a fault into a running RUN, to see what follows"),
     "join": ("join", "Lend nodes to a run: submit a job on whose nodes it trains too, from its next checkpoint on"),
@@ -35,24 +35,24 @@ VERBS = {
     "quickstart": ("quickstart", "Train a small GPT, with live progress: about a minute, no Slurm and no GPU needed"),
     "requeue": ("requeue", "Save and go through the queue again; start a waiting job now; rescue one that lost its "
                 "batch script"),
-    "run": ("run", "Be the supervisor of one job (what the batch script runs)"),
+    "run": ("run", "Run the supervisor of one job (called by the batch script)"),
     "save": ("stop", "Save a checkpoint now and go on training"),
     "schema": ("schema", "Print the JSON schema of a configuration, for editors"),
     "status": ("status", "Show what runs are doing: RUN, or all below SLURMFT_RUNS (default: runs)"),
     "stop": ("stop", "Save, then end the run; it is not requeued"),
     "submit": ("submit", "Submit a run, or continue one that has stopped"),
-    "sweep": ("sweep", "One look at the cluster, for cron: sick nodes are excluded and drained, healthy ones "
-              "return, lost runs go on"),
+    "sweep": ("sweep", "Sweep the cluster once, for cron: exclude and drain sick nodes, resume healthy ones, "
+              "restart lost runs"),
 }  # fmt: skip
 """Verb -> its module in slurmft.cli, which has a command of that name, and the first sentence of its help."""
 
 HIDDEN_VERBS = {"agent": "run"}
-"""The same for what only slurmft itself calls; --help does not show them."""
+"""The same for verbs that only slurmft itself calls; --help does not show them."""
 
 _EXIT_CODES = """\b
 Exit codes:
   0   done; of a job: the run is complete
-  1   it could not be done: Slurm said no, or a file is damaged, not ours, or of a newer version
+  1   it could not be done: Slurm refused, or a file is damaged, not ours, or of a newer version
   2   bad configuration or usage; nothing was started
   16  the trainer wants other hardware; requeued on other nodes than the suspects
   17  a result failed its validation; not continued
@@ -73,7 +73,7 @@ class _LazyVerbs(click.Group):
         module = VERBS[cmd_name][0] if cmd_name in VERBS else HIDDEN_VERBS.get(cmd_name)
         if module is None:
             return None
-        gc.disable()  # what is imported stays: to look for garbage meanwhile takes a tenth of the time
+        gc.disable()  # imported modules stay, and collecting garbage meanwhile takes a tenth of the time
         try:
             command: click.Command = getattr(importlib.import_module(f"slurmft.cli.{module}"), cmd_name)
         finally:
@@ -88,7 +88,7 @@ class _LazyVerbs(click.Group):
 
 @click.group(cls=_LazyVerbs, epilog=_EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(slurmft.__version__, prog_name="slurmft")
-@click.option("-v", "--verbose", is_flag=True, help="Say more on standard error.")
+@click.option("-v", "--verbose", is_flag=True, help="More messages on standard error.")
 def cli(*, verbose: bool) -> None:
     """Keep a PyTorch training run going on a Slurm cluster, and prove that nothing was lost."""
     # an unlocked terminal or a log: either way one line per message, on standard error
@@ -106,14 +106,14 @@ def _in_job() -> bool:
 
 
 def _words_for(error: OSError) -> str:
-    """What the operating system refused, where, and what to do: errors that no module has foreseen."""
+    """What the operating system refused, where, and what to do: errors that no module handles itself."""
     where = f": {str(error.filename)!r}" if error.filename is not None else ""
     return f"{error.strerror or error}{where}\n  hint: {_hint_for(error)}"
 
 
 def _hint_for(error: OSError) -> str:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "it belongs to somebody else, or is read-only; ls -ld shows whose it is"
+        return "it belongs to another user, or is read-only; ls -ld shows its owner"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "make room there, then try again"
     return "run with -v for the traceback"

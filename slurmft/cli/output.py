@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def say(text: str, *, err: bool = False, bold: bool = False) -> None:
-    """Print ``text`` as one line, whatever it holds."""
+    """Print ``text`` as one line, line breaks and control characters replaced."""
     click.secho(one_line(text), err=err, bold=bold or None)
 
 
@@ -69,7 +69,7 @@ def console() -> Console:
 
 
 def never_fail_to_encode() -> None:
-    """What the terminal's encoding does not have is shown as an escape, instead of ending the verb."""
+    """Show characters that the terminal's encoding lacks as escapes, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

@@ -18,13 +18,13 @@ from slurmft.supervisor.evidence import tail
 from slurmft.system.foreign_text import one_line
 
 FAST_S, SLURM_S = 0.3, 3.0
-"""The folder is cheap to look at; Slurm is asked rarely."""
+"""Reading the folder is cheap; Slurm is asked rarely."""
 
 PLAIN_LINE_S = 10.0
-"""Without a terminal there is no bar; one line now and then shows that something happens."""
+"""Without a terminal there is no bar; a line now and then shows progress."""
 
 GIVE_UP_S = 30.0
-"""A run that has left no decision and no job for this long has ended badly."""
+"""A run without a decision and without a job for this long counts as failed."""
 
 _TOLD = frozenset(
     {
@@ -50,7 +50,7 @@ _TOLD = frozenset(
 def watch(run: RunFolder, *, told: int, stop_on_interrupt: bool) -> int:
     """Show progress until the run has ended; returns its exit code.
 
-    ``told`` is the length of the journal before the run was submitted: what stands there is of earlier submissions.
+    ``told`` is the length of the journal before the run was submitted: events up to there are of earlier submissions.
     Ctrl-C stops the watching; where the run lives on this machine it asks the run to save and end first.
     """
     watcher = Watcher(run, told)

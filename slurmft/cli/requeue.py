@@ -23,7 +23,7 @@ from slurmft.storage.run_folder import RunFolder
 def requeue(*, run: RunFolder | None, only_rescue: bool, as_owner: bool) -> int:
     """Save and go through the queue again; start a waiting job now; rescue one that lost its batch script.
 
-    --rescue by root acts on each run with the rights of its owner, and on no run without.
+    --rescue by root acts on each run with the rights of its owner only.
     """
 
     if not only_rescue:
@@ -35,7 +35,7 @@ def requeue(*, run: RunFolder | None, only_rescue: bool, as_owner: bool) -> int:
     if as_owner:
         if os.getuid() == 0:
             raise UsageError("--as-owner is for the processes of root's rescue, which are not root's")
-        signal.alarm(OWNER_LIMIT_S)  # whatever becomes of root's process
+        signal.alarm(OWNER_LIMIT_S)  # even if root's process dies
     try:
         found = rescue.rescue_one(run, who()) if run is not None else rescue.rescue_below(runs_root(), who())
     except OSError as error:

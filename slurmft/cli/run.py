@@ -22,7 +22,7 @@ from slurmft.supervisor.guardian import guarded
     help="Act in the place of a supervisor that this signal ended.",
 )
 def run(*, config: Path, after_loss: int | None) -> int:
-    """Be the supervisor of one job (what the batch script runs)."""
+    """Run the supervisor of one job (called by the batch script)."""
     refuse_foreign_configuration(config)
     guarded([sys.executable, "-P", "-u", "-m", "slurmft", "run", str(config), "--after-loss"])
     from slurmft.supervisor.run import recover, supervise
@@ -36,7 +36,7 @@ def run(*, config: Path, after_loss: int | None) -> int:
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("attempt")
 def agent(*, config: Path, attempt: str) -> int:
-    """Be one node's agent (what the supervisor starts with srun)."""
+    """Run one node's agent (started by the supervisor with srun)."""
     from slurmft.agent.agent import serve
 
     refuse_foreign_configuration(config)

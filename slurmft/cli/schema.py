@@ -22,7 +22,7 @@ def schema() -> int:
 
 
 def configuration_schema() -> dict[str, Any]:
-    """The JSON schema of a configuration, with the texts that stand beside its keys."""
+    """The JSON schema of a configuration, with the documentation of its keys."""
     value = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
     texts: dict[tuple[str, str], str] = {}
     models = _models()

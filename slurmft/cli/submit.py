@@ -32,7 +32,7 @@ from slurmft.system.files import refuse_uncreatable, replace_atomically
 @click.argument("sbatch_options", nargs=-1, type=click.UNPROCESSED)
 @click.option("--dry-run", is_flag=True, help="Print exactly what would be submitted, and change nothing.")
 @click.option("--strict", is_flag=True, help="Refuse to submit when a stop would not have the time for its save.")
-@click.option("--wait", is_flag=True, help="Show progress until the run ends; its exit code becomes ours.")
+@click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with the run's exit code.")
 @click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default="auto", show_default=True,
               help="Where to run; auto: Slurm where its commands are, else this machine.")  # fmt: skip
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one key, such as slurm.time=30.")

@@ -34,8 +34,8 @@ Exit codes:
 
 
 @click.command(epilog=_EXIT_CODES)
-@click.option("--config", type=click.Path(path_type=Path), help="Configuration whose section exclusions holds.")
-@click.option("--file", "file", type=click.Path(path_type=Path), help="The exclusion list itself; beats --config.")
+@click.option("--config", type=click.Path(path_type=Path), help="Configuration with the section exclusions.")
+@click.option("--file", "file", type=click.Path(path_type=Path), help="The exclusion list itself; overrides --config.")
 @click.option(
     "--health",
     type=click.Path(path_type=Path),
@@ -55,7 +55,7 @@ def sweep(
     *, config: Path | None, file: Path | None, health: Path | None, drain: bool, at_most: int, partition: str,
     metrics: Path | None, heartbeat_url_file: Path | None, limit: float, dry_run: bool, as_json: bool,
 ) -> int:  # fmt: skip
-    """One look at the cluster, for cron: sick nodes are excluded and drained, healthy ones return, lost runs go on.
+    """Sweep the cluster once, for cron: exclude and drain sick nodes, resume healthy ones, restart lost runs.
 
     A node is taken out when N of its last M looks agree, no more than a few in an hour, and none for a failure that
     many share. Without --drain, or without permission, the administrator's commands are printed.
@@ -99,7 +99,7 @@ def sweep(
 
 
 def _health_file(given: Path | None) -> Path | None:
-    """What the jobs that look at nodes are told to read; None: what they find by themselves."""
+    """The configuration file that jobs that check nodes are given; None: they find it by themselves."""
     named = given or os.environ.get(CONFIG_VARIABLE)
     return Path(named).absolute() if named else None
 

@@ -1,4 +1,4 @@
-"""The section ``checkpoint`` of the configuration, and the variables by which workers learn of it."""
+"""The section ``checkpoint`` of the configuration, and the variables that pass it to workers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def _as_bytes(value: Any) -> Any:
     """Bytes behind ``500M``, ``1.5 GiB/s`` or a plain number; units are powers of 1024, as in Slurm's ``--mem``.
 
     Raises:
-        ValueError: it is no such amount.
+        ValueError: it is not such an amount.
     """
     if not isinstance(value, str):
         return value
     form = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(?:i?b)?(?:/s)?", value.strip().lower())
     if form is None:
-        raise ValueError(f"{value[:40]!r} is no number of bytes per second, such as 500M or 1.5G")
+        raise ValueError(f"{value[:40]!r} is not a number of bytes per second, such as 500M or 1.5G")
     return int(float(form[1]) * _UNITS[form[2]])
 
 
@@ -100,7 +100,7 @@ class CheckpointConfig(Section):
     @classmethod
     def _metric_is_named(cls, value: str) -> str:
         if not value.strip() or not value.isprintable():
-            raise ValueError(f"{value[:60]!r} is no name of a metric")
+            raise ValueError(f"{value[:60]!r} is not the name of a metric")
         return value
 
     @model_validator(mode="after")

@@ -2,7 +2,7 @@
 
 Every section is one model; every field has its meaning beside it. A typo costs one second on the login node, not two
 hours in the queue: unknown keys are refused with the nearest known one, and all problems are reported at once.
-Whatever a file holds, ``load`` gives settings that can be written down and read back, or a ConfigError.
+For any file ``load`` returns settings that can be written down and read back, or raises a ConfigError.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _as_argv(value: Any) -> Any:
 class _Loader(yaml.SafeLoader):
     """YAML as people mean it: 1:30:00 is a time and not 5400, ``no`` and 010 are what they look like (YAML 1.2).
 
-    A key that is given twice is refused: the first one, which somebody also meant, would be lost without a word.
+    A key that is given twice is refused: the first value would be lost without a warning.
     """
 
     def __init__(self, stream: str) -> None:
@@ -175,7 +175,7 @@ class RunConfig(_Section):
     """Workers on each node: one per GPU."""
 
     launcher: Literal["agent", "torchrun"] = "agent"
-    """Who starts the workers of a node: slurmft's agent, or torch's own elastic agent under it. Stops, checkpoints,
+    """What starts the workers of a node: slurmft's agent, or torch's own elastic agent under it. Stops, checkpoints,
     verdicts and restarts are slurmft's either way; without torchrun a restart is faster."""
 
     environment: dict[str, Text] = Field(default_factory=dict)
@@ -243,7 +243,7 @@ class RunConfig(_Section):
 
     @property
     def survives_nodes(self) -> bool:
-        """Whether the allocation outlives one of its nodes (``--no-kill``): somebody can take its place."""
+        """Whether the allocation outlives one of its nodes (``--no-kill``): the run can go on without it."""
         return self.slurm.no_kill or self.spare_nodes > 0 or self.size.is_elastic
 
     @property
@@ -262,7 +262,7 @@ class RunConfig(_Section):
         return self.checkpoint.directory or self.run_folder / "checkpoints"
 
     def placed_in(self, folder: Path) -> Self:
-        """The same run in ``folder``: what was to lie inside of the run folder lies there."""
+        """The same run in ``folder``: paths inside of the run folder move there."""
         directory = self.checkpoint.directory
         if directory is not None and directory.is_relative_to(self.run_folder):
             directory = folder / directory.relative_to(self.run_folder)
@@ -334,7 +334,7 @@ def validate(raw: Mapping[str, Any], *, source: str) -> RunConfig:
 
 def _text_of(path: Path) -> str:
     try:
-        # a pipe of the shell's, but none that somebody has put in a folder
+        # a pipe of the shell's, but no named pipe in a folder
         if str(path).startswith(("/dev/", "/proc/")) and path.is_fifo():
             return read_pipe(path, limit_bytes=MAX_FILE_BYTES, within_s=PIPE_S).decode()
         return read_bytes(path, limit_bytes=MAX_FILE_BYTES).decode()
@@ -356,7 +356,7 @@ def _yaml(text: str, *, of: str) -> Any:
         raise ConfigError(f"{of} is not YAML: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{of} is nested too deeply") from error
-    # what yaml lets through of its constructors: numbers of 5000 digits, !!int of nothing, !!bool of something else
+    # errors of yaml's constructors: numbers of 5000 digits, !!int of nothing, !!bool of something else
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{of} is not YAML: one of its values is not what its tag says ({error})") from error
 
@@ -414,5 +414,5 @@ def _absolute(config: RunConfig, *, source: str) -> RunConfig:
                 "exclusions": exclusions,
             }
         )
-    except RuntimeError as error:  # ~somebody
+    except RuntimeError as error:  # ~name of an unknown user
         raise ConfigError(f"{source}: a path begins with the home folder of a user who does not exist here") from error

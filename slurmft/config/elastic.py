@@ -23,8 +23,8 @@ class ElasticConfig(Section):
     """Most nodes, with those that ``slurmft join`` lends. As many as ``nodes`` when empty."""
 
     start_with_fewer: bool = False
-    """Let Slurm start the job as soon as ``min_nodes`` are free. A job cannot grow: what it lacks then only comes with
-    a restart, or is lent."""
+    """Let Slurm start the job as soon as ``min_nodes`` are free. A job cannot grow: missing nodes only come with a
+    restart, or are lent."""
 
     batch: Literal["keep_global_batch", "keep_micro_batch"] = "keep_global_batch"
     """keep_global_batch: the samples of one optimizer step stay the same on any number of ranks, and so should the

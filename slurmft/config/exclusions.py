@@ -19,7 +19,7 @@ _Share = Annotated[float, Field(ge=0, le=1), BeforeValidator(plain.no_bool)]
 
 
 class ExclusionsConfig(Section):
-    """Nodes to keep away from: where the list is, and when suspicion becomes exclusion."""
+    """The exclusion list: where it is, and when suspicion becomes exclusion."""
 
     path: Folder | None = None
     """The list; a folder that a group shares makes it the group's. ``{cluster}`` stands for the cluster's name. One per
@@ -52,7 +52,7 @@ class ExclusionsConfig(Section):
     @classmethod
     def _mode_is_one(cls, value: str) -> str:
         if not re.fullmatch(r"0?[67][0-7][0145]", value):
-            raise ValueError(f"{value!r} must be octal, let its owner write, and nobody outside of the group: '0660'")
+            raise ValueError(f"{value!r} must be octal, writable for the owner and not for others: '0660'")
         return value
 
     @field_validator("half_life_hours", mode="before")

@@ -1,4 +1,4 @@
-"""The section ``fault_tolerance:``: what may go wrong, how often, and for how long."""
+"""The section ``fault_tolerance:``: limits for failures, restarts, hangs and silence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slurmft.policy.verdicts.verdict import Cause, by_cause
 
 
 class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
-    """What may go wrong, how often, and for how long."""
+    """Limits for failures, restarts, hangs and silence."""
 
     num_in_job_restarts: Count = Field(default=3, ge=0)
     """Restarts within one start of the job, on the nodes that it has, before it goes back into the queue; counted anew
@@ -28,7 +28,7 @@ class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
     first one is immediate. 0 switches the delay off."""
 
     max_retry_delay_s: Seconds = Field(default=300.0, ge=0)
-    """What the delay grows to; a restart in the allocation waits no longer than 10 s."""
+    """The longest delay; a restart in the allocation waits no longer than 10 s."""
 
     retries: Annotated[dict[Cause, Annotated[Count, Field(ge=0)]], BeforeValidator(by_cause)] = Field(
         default_factory=dict
@@ -36,8 +36,8 @@ class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
     """Other numbers of restarts for single causes: ``{node lost: 5, worker error: 1}``."""
 
     max_no_progress_cycles: Count = Field(default=3, ge=1)
-    """Ends in a row without one new saved step, whatever their causes, before the run is given up with exit code 93.
-    Preemptions, requeues and stops by signal are not counted."""
+    """Attempts in a row that end, for any cause, without a newly saved step, before the run is given up with exit code
+    93. Preemptions, requeues and stops by signal are not counted."""
 
     launch_timeout_s: Seconds = Field(default=300.0, gt=0)
     """Seconds until every agent must have reported."""
@@ -46,8 +46,8 @@ class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
     """Seconds an agent keeps its workers running without hearing from the supervisor (fencing)."""
 
     agent_timeout_s: Seconds = Field(default=3.0, ge=1)
-    """Seconds without a word from a node's agent, which reports every 0.5 s, until the node counts as lost and another
-    one takes its place; four times as long where there is no other one, since a requeue costs more than patience."""
+    """Seconds without a message from a node's agent, which reports every 0.5 s, until the node counts as lost and
+    another one takes its place; four times as long where there is none, since a requeue costs more than the wait."""
 
     preload: bool = True
     """Fork workers from a process that has torch imported already. Off: every worker starts its own interpreter."""

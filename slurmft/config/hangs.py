@@ -1,4 +1,4 @@
-"""The part of the section ``fault_tolerance`` that says how long what may take before it counts as hung."""
+"""The part of the section ``fault_tolerance`` about hangs: how long sections may take before a rank counts as hung."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slurmft.policy.timing.hangs import CHECKPOINTING, EVALUATION, SETUP, STEP, 
 MAX_NAME_BYTES = 47
 MAX_NAMES = 100
 DEFAULTS: Mapping[str, float] = {SETUP: 1800.0, STEP: 3600.0, CHECKPOINTING: 3600.0, EVALUATION: 1800.0}
-"""Long enough for what healthy runs do: what nobody has configured must never be a false alarm."""
+"""Long enough for healthy runs: a limit that was not configured must never cause a false alarm."""
 
 OUT_OF_SECTION_S = 3600.0
 START_UP_S = 1800.0
@@ -32,7 +32,7 @@ def _section_name(value: Any) -> Any:
     if isinstance(value, str):
         value = value.strip()
         if not value or not value.isprintable():
-            raise ValueError(f"{value[:60]!r} is no name of a section")
+            raise ValueError(f"{value[:60]!r} is not the name of a section")
         if len(value.encode(errors="replace")) > MAX_NAME_BYTES:
             raise ValueError(f"{value[:60]!r} is longer than {MAX_NAME_BYTES} bytes")
     return value

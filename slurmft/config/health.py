@@ -26,7 +26,7 @@ class HostLimits(Section):
     """Mean number of processes that want a CPU, over five minutes and per CPU. Never more than a warning."""
 
     zombies_warning: Positive = 100
-    """Processes that have ended and that their parent has not asked about."""
+    """Zombies: processes that have ended and that their parents have not waited for."""
 
     stuck_warning: Positive = 8
     """Processes in uninterruptible sleep (state D) at this moment."""
@@ -35,7 +35,7 @@ class HostLimits(Section):
     """The same, for CRITICAL; null: never, since a busy filesystem looks like this too."""
 
     clock_offset_warning_s: Amount = 0.1
-    """Seconds that the clock is off, as chrony or the kernel tells."""
+    """Seconds that the clock is off, according to chrony or the kernel."""
 
     clock_offset_critical_s: Amount = 60.0
     """The same, for CRITICAL: munge refuses credentials at 300 s."""
@@ -50,7 +50,7 @@ class HostLimits(Section):
     """Warn after so many days without a boot; 0: never."""
 
     shared_memory_warning_mib: Amount = 256.0
-    """MiB in /dev/shm that belong to no process any more."""
+    """MiB in /dev/shm that no running process owns."""
 
 
 class MemoryLimits(Section):
@@ -200,7 +200,7 @@ class UserProbe(Section):
     """1: in every run; 2: in the long one."""
 
     remedy: Text = ""
-    """What an admin does when it fails."""
+    """The remedy for an admin when it fails."""
 
     is_hardware: bool = False
     """Its failure is the hardware's, which the drain reason says."""
@@ -243,7 +243,7 @@ class VerdictLimits(Section):
 
 
 class HookSettings(Section):
-    """What Slurm's hooks do."""
+    """Actions of Slurm's hooks."""
 
     prolog_refuses: bool = False
     """Let a CRITICAL result fail the prolog: Slurm then drains the node, and the job is requeued held. Off: it is only

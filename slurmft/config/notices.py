@@ -16,7 +16,7 @@ def _as_argv(value: Any) -> Any:
 
 
 class NoticesConfig(Section):
-    """Clouds announce that they will take a machine away: how each node listens for it."""
+    """Notices of a cloud that it will take a machine away: how each node looks for them."""
 
     enabled: Literal["auto", "off"] = "auto"
     """auto: every node asks the metadata service of the cloud that its firmware names, and none where it names none.

@@ -8,7 +8,7 @@ from slurmft.config.types import Positive, Section
 
 
 class OomConfig(Section):
-    """What follows when a worker has run out of memory, the device's or the host's."""
+    """Action after a worker has run out of memory, the device's or the host's."""
 
     action: Literal["none", "reduce_batch"] = "none"
     """reduce_batch: the next start halves the micro-batch and doubles the accumulation, with the same global batch. The

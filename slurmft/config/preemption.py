@@ -10,7 +10,7 @@ from slurmft.config.types import Count, Seconds, Section
 
 
 class PreemptionConfig(Section):
-    """What happens when Slurm asks for a stop."""
+    """Stops that Slurm asks for: signal, lead time, and how the run continues."""
 
     signal: Literal["SIGTERM", "SIGUSR1", "SIGUSR2"] = "SIGTERM"
     """Signal of ``sbatch --signal``. A preemption sends SIGTERM in any case, so SIGTERM is always obeyed too."""

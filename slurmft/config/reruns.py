@@ -11,7 +11,7 @@ from slurmft.policy import plain_values as plain
 
 
 class RerunConfig(Section):
-    """What a trainer with ``session.rerun_machine`` checks, and what follows."""
+    """Checks of a trainer with ``session.rerun_machine``, and their consequences."""
 
     mode: Literal["validate_results", "report_stats", "disabled"] = "validate_results"
     """validate_results: a step with a rejected result is run again. report_stats: every step is run twice, to see how

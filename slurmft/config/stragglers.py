@@ -10,10 +10,10 @@ from slurmft.config.types import Count, Fraction, Positive, Seconds, Section, Te
 
 
 class StragglerDetectionConfig(Section):
-    """Who is slow: each rank's own work is timed, and compared with its equals and its own past."""
+    """Which ranks are slow: each rank's own work is timed, and compared with its equals and its own past."""
 
     enabled: bool = True
-    """Time the ranks' own work and report who is slow."""
+    """Time the ranks' own work and report slow ranks."""
 
     report_time_interval: Seconds = Field(default=300.0, ge=0.5)
     """Seconds of one window; there is one report for each."""
@@ -52,10 +52,10 @@ class StragglerDetectionConfig(Section):
     """... among this many newest ones."""
 
     min_difference_s: Seconds = Field(default=0.005, ge=0)
-    """Seconds a rank must be behind in each step; less is noise, whatever the scores say."""
+    """Seconds a rank must be behind in each step; less is noise, even with a low score."""
 
     requeue_cost_s: Seconds = Field(default=300.0, ge=0)
-    """Seconds the run stands still when it moves: save, queue, start. It moves when it gains more than that."""
+    """Seconds of training that a move costs: save, queue, start. The run moves when it gains more than that."""
 
     @model_validator(mode="after")
     def _can_be_reached(self) -> Self:

@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of: its base and the types of its values."""
+"""The base of every section of the configuration, and the types of its values."""
 
 from __future__ import annotations
 

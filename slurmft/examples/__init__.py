@@ -1,1 +1,1 @@
-"""Training scripts to start from: one written for slurmft, one that has never heard of it."""
+"""Training scripts to start from: one written for slurmft, one that does not use it."""

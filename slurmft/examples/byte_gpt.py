@@ -2,8 +2,8 @@
 
     python -m slurmft.examples.byte_gpt --steps 200 --data PATH
 
-What slurmft needs of a training script is in ``train``: a session around it, a manager for the checkpoints, and
-``session.steps`` instead of ``range``.
+The parts of a training script that use slurmft are in ``train``: a session around it, a manager for the checkpoints,
+and ``session.steps`` instead of ``range``.
 
 Shapes: B samples per batch, T bytes per window, C channels, H heads.
 """

@@ -18,7 +18,7 @@ STEPS = 1_000_000
 
 
 def mark_signals(path: Path) -> None:
-    """Leave ``path`` behind when SIGTERM comes; whoever listened before is told as well."""
+    """Leave ``path`` behind when SIGTERM comes; the earlier handler is called as well."""
     before = signal.getsignal(signal.SIGTERM)
 
     def on_term(number: int, frame: types.FrameType | None) -> None:
@@ -30,7 +30,7 @@ def mark_signals(path: Path) -> None:
 
 
 def main() -> None:
-    """Train until somebody stops it."""
+    """Train until stopped."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--marks", type=Path, required=True)
     parser.add_argument("--step-s", type=float, default=0.1)

@@ -1,4 +1,4 @@
-"""Probes of a node: what they find, where it is kept, and what Slurm's hooks do with it.
+"""Probes of a node: their results, where these are kept, and what Slurm's hooks do with them.
 
 No torch in this process, and no Slurm command in Prolog, Epilog or HealthCheckProgram.
 """

@@ -1,4 +1,4 @@
-"""Looking at this node with all probes, and keeping what was found."""
+"""Runs all probes of this node, and keeps the results."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def node_name(environment: Mapping[str, str]) -> str:
 
 
 def look(scene: Scene, *, only: Collection[str] = ()) -> Checkup:
-    """Run the probes and return what they found, worst first. For programs with a single thread.
+    """Run the probes and return their results, worst first. For programs with a single thread.
 
     Raises:
         UsageError: ``only`` names a probe that does not exist.
@@ -94,7 +94,7 @@ def look(scene: Scene, *, only: Collection[str] = ()) -> Checkup:
 
 
 def results_of(probe: Probe, answer: Answer) -> list[ProbeResult]:
-    """What a probe found; UNKNOWN where it crashed, was too late, or answered something else."""
+    """The results of a probe; UNKNOWN where it crashed, was too late, or returned something else."""
     if not answer.error:
         try:
             return [replace(kept.result_of(value), took_s=answer.took_s) for value in answer.value]
@@ -114,8 +114,8 @@ def _plain(probe: Probe, scene: Scene) -> list[dict[str, Any]]:
 def keep(checkup: Checkup, config: HealthConfig, *, share: bool = True) -> tuple[Checkup, list[str]]:
     """Write the evidence on the node, and the look itself to the shared folder where there is one.
 
-    Neither can hang us or end us: what went wrong comes back in words. The look that comes back names the file that
-    holds its evidence.
+    Neither can hang us or end us: errors are returned in words. The returned look names the file that holds its
+    evidence.
     """
     folder = evidence_folder(config)
     path = folder / f"{checkup.node}.evidence.json"
@@ -174,17 +174,17 @@ class HealthChecker:
     def check_health(self, timeout_s: float | None = None) -> dict[str, Any]:
         """``{"healthy": bool, "status": "OK", "checks": [...], "timestamp": ...}``.
 
-        status is the gravest of all checks: CRITICAL, WARNING, UNKNOWN or OK. healthy says that at least one probe
+        status is the gravest of all checks: CRITICAL, WARNING, UNKNOWN or OK. healthy means that at least one probe
         could look, and that no check is CRITICAL. Where no probe could, status is UNKNOWN and healthy is False: the
         node is neither healthy nor sick, and only CRITICAL is a reason to take it out. Each check has name, status,
-        detail, value, unit, evidence, remedy. Never raises because of what the node is like: when the probes cannot run
-        at all, the only check is UNKNOWN and says why.
+        detail, value, unit, evidence, remedy. Never raises because of the node's state: when the probes cannot run at
+        all, the only check is UNKNOWN, with the reason.
 
         Args:
             timeout_s: seconds to wait for the probes; by their level when it is not given.
 
         Raises:
-            UsageError: ``timeout_s`` is no positive number of seconds, or more than a day.
+            UsageError: ``timeout_s`` is not a positive number of seconds, or more than a day.
         """
         limit_s = timeout_s if timeout_s is not None else CHECK_S[self._level > 1]
         if not isinstance(limit_s, int | float) or isinstance(limit_s, bool) or not 0 < limit_s <= MAX_CHECK_S:

@@ -1,4 +1,4 @@
-"""The epilog's work: end the processes that a job has left on its node, and remove its shared memory. Nobody else's.
+"""The epilog's work: end the processes that a job has left on its node, and remove its shared memory. Of no other job.
 
 A process is ended when its cgroup, or else the environment that it began with, names this very job, its user is the
 job's, it began before the epilog did, and none of its ancestors is the step daemon of another job. Shared memory is
@@ -29,7 +29,7 @@ MAX_DEPTH = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cleaned:
-    """What was left over, and is gone."""
+    """Left-overs that were removed."""
 
     processes: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Cleaned:
 def clean(
     scene: Scene, job: str, uid: int, *, limit_s: float = 8.0, clock: Callable[[], float] = time.monotonic
 ) -> Cleaned:
-    """Clean up after an ended job; whatever cannot be proven to be its own stays."""
+    """Clean up after an ended job; anything that cannot be proven to be its own stays."""
     if not job.isdecimal() or uid <= 0:
         return Cleaned(skipped=f"job {job[:20]!r} of user {uid} is none that is cleaned up after")
     deadline, born_before = clock() + limit_s, _ticks_now(scene)
@@ -112,7 +112,7 @@ def _wait_until_gone(scene: Scene, left: list[Process], until: float, clock: Cal
 
 
 def _remove(path: Path, uid: int) -> bool:
-    """A link is never followed, and what belongs to somebody else stays."""
+    """A link is never followed, and files of other users stay."""
     with contextlib.suppress(OSError):
         if path.lstat().st_uid != uid:
             return False

@@ -1,6 +1,6 @@
-"""What Slurm's hooks do on a node, and the lines of slurm.conf that call them.
+"""The work of Slurm's hooks on a node, and the lines of slurm.conf that call them.
 
-Slurm drains a node whose prolog or epilog fails, so the scripts in ``bin/`` end with 0 whatever becomes of us; the one
+Slurm drains a node whose prolog or epilog fails, so the scripts in ``bin/`` end with 0 on any error of ours; the one
 exit code that they pass on is REFUSED, of a prolog that is allowed to refuse.
 """
 
@@ -24,7 +24,7 @@ SCRIPTS = ("slurmft-healthcheck", "slurmft-prolog", "slurmft-epilog", "slurmft-e
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a hook has done."""
+    """The result of a hook."""
 
     words: str
     exit_code: int = 0

@@ -1,8 +1,8 @@
-"""What ended jobs leave on a node: whose it is, and how that is proven.
+"""Left-overs of ended jobs on a node: their owner, and how that is proven.
 
 Nothing is proven by a name alone. A process is a job's when its cgroup, or the environment that it began with, says so
 and its user is the job's. Shared memory is left over when its owner has no process here any more, or, of slurmft's own
-folders, when nobody holds the lock that their agent holds as long as it lives.
+folders, when no process holds the lock that their agent keeps as long as it lives.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from slurmft.health.node_view import Scene, text_of
 from slurmft.system.private_folder import MAX_DEPTH, is_left_over
 
 SETTLED_S = 60.0
-"""What is younger may be about to be used."""
+"""Younger objects may be about to be used."""
 
 OURS = re.compile(r"slurmft-(?:memory-)?(\d+)-")
 LIBRARIES = re.compile(
     r"(?:torch_\d+_|sem\.mp-|psm_[0-9a-f]{8}$|nccl-[A-Za-z0-9]{6}$|sem\.loky-|psm[23]_shm\.|ucx_shm_|cuda\.shm\.|"
     r"__KMP_REGISTERED_LIB_|vader_segment\.|osc_rdma\.)"
 )
-"""What torch, multiprocessing, NCCL, UCX and MPI leave in /dev/shm when they are killed. Anything else may be data that
-a user keeps there on purpose."""
+"""Names that torch, multiprocessing, NCCL, UCX and MPI leave in /dev/shm when they are killed. Anything else may be
+data that a user keeps there on purpose."""
 
 MAX_COUNTED = 10_000
 """Files of one folder whose sizes are added up."""
@@ -46,7 +46,7 @@ class Process:
     """Ticks since boot."""
 
     job: str
-    """The job's number; empty where neither cgroup nor environment tell."""
+    """The job's number; empty where neither cgroup nor environment show it."""
 
     name: str
 
@@ -92,7 +92,7 @@ def processes(scene: Scene) -> Iterator[Process]:
 
 
 def _job(folder: Path) -> str:
-    """The cgroup is Slurm's own word and comes first; an environment can be handed on."""
+    """The cgroup is set by Slurm and comes first; an environment can be inherited."""
     if match := _CGROUP_JOB.search(text_of(folder / "cgroup")):
         return match[1]
     match = re.search(r"(?:^|\0)SLURM_JOB_ID=(\d+)\0", text_of(folder / "environ") + "\0")
@@ -100,7 +100,7 @@ def _job(folder: Path) -> str:
 
 
 def orphaned_memory(scene: Scene, *, uid: int | None = None) -> list[tuple[Path, int]]:
-    """Objects in /dev/shm that nobody uses any more, of this user or of all, each with its bytes."""
+    """Objects in /dev/shm that no process uses any more, of this user or of all, each with its bytes."""
     found, candidates = [], _known_names(scene.path("dev/shm"))
     alive = _users_with_processes(scene) if candidates else frozenset()
     for path in candidates:

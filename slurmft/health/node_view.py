@@ -1,4 +1,4 @@
-"""Where probes look and by which settings: roots that tests can move, and bounded reading of what may be anything."""
+"""Where probes look and by which settings: roots that tests can move, and bounded reading of any file."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PATIENCE: Mapping[str, float] = {"healthcheck": 10.0, "cron": 5.0}
 
 
 LONGEST_S: Mapping[str, float] = {"prolog": 5.0, "epilog": 5.0, "healthcheck": 40.0}
-"""Context -> seconds that no probe may exceed: bin/slurmft-prolog has 10 s in all, bin/slurmft-healthcheck 50 s. What
-is cut short is unknown; without this, one slow probe would take all the others' results with it."""
+"""Context -> seconds that no probe may exceed: bin/slurmft-prolog has 10 s in all, bin/slurmft-healthcheck 50 s. A
+probe that is cut short is UNKNOWN; without this, one slow probe would lose the results of all others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class Scene:
         return PATIENCE.get(self.context, 1.0)
 
     def stretched(self, limit_s: float) -> float:
-        """A limit as it is here: with patience, and inside of what the hook around us has."""
+        """A limit in this context: with patience, and within the hook's own limit."""
         return min(limit_s * self.patience, LONGEST_S.get(self.context, math.inf))
 
     def path(self, name: str) -> Path:
@@ -53,7 +53,7 @@ class Scene:
         return self.root / name
 
     def text(self, name: str) -> str:
-        """What stands in this file below the root; empty where it is missing or may not be read."""
+        """The text of this file below the root; empty where it is missing or may not be read."""
         return text_of(self.root / name)
 
     def integer(self, name: str) -> int | None:
@@ -82,7 +82,7 @@ class Mount:
 
 
 def text_of(path: Path) -> str:
-    """A file's text, at most a MiB of it, whatever its bytes; empty where it cannot be read."""
+    """A file's text, at most a MiB of it, with any content; empty where it cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError):
@@ -99,7 +99,7 @@ def text_of(path: Path) -> str:
 
 
 def mounts(scene: Scene) -> Iterator[Mount]:
-    """What is mounted, as this process sees it (proc(5), mountinfo); lines of another shape are skipped."""
+    """All mounts, as this process sees them (proc(5), mountinfo); lines of another shape are skipped."""
     for line in scene.text("proc/self/mountinfo").splitlines():
         before, dash, after = line.partition(" - ")
         left, right = before.split(" "), after.split(" ")
@@ -111,5 +111,5 @@ def mounts(scene: Scene) -> Iterator[Mount]:
 
 
 def _unescaped(text: str) -> str:
-    """Blanks and backslashes in paths stand there in octal."""
+    """Blanks and backslashes in paths are escaped in octal there."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

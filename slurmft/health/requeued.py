@@ -1,5 +1,5 @@
 """After a requeue Slurm makes a job wait for ``cred_expire`` + 1 s, 121 by default. On the controller, as SlurmUser,
-that wait can be cut short for everybody's jobs: what ``bin/slurmft-epilog-slurmctld`` does.
+that wait can be cut short for the jobs of all users, as ``bin/slurmft-epilog-slurmctld`` does.
 
 The job is COMPLETING as long as EpilogSlurmctld runs, so the follower is a process that outlives it.
 """
@@ -18,7 +18,7 @@ from slurmft.scheduler.parsing.parsing import JobRecord
 from slurmft.scheduler.queueing import SOONEST_S, begin_in
 
 SLURMS_WAIT_S = 130.0
-"""A begin time that is further away is somebody's wish."""
+"""A begin time that is further away was requested."""
 
 FOLLOW_S = 180.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0
@@ -69,7 +69,7 @@ def waits_for_slurm(record: JobRecord, now: float) -> bool:
 
 
 def follow_quietly(job: str) -> str:
-    """``follow``, with what became of it in words."""
+    """``follow``, with its result in words."""
     try:
         return f"job {job} may begin now" if follow(job) else f"job {job} is left alone"
     except SlurmError as error:

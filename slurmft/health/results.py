@@ -1,10 +1,10 @@
 """Results of the probes on a shared folder: one file for each node, which only that node's probes write.
 
     <folder>/<node>.json   {"format": 1, "node": ..., "checkups": [newest last, at most KEEP]}
-    a checkup              {"node", "at", "context", "level", "ok": [names], "results": [whatever is not OK]}
+    a checkup              {"node", "at", "context", "level", "ok": [names], "results": [those that are not OK]}
 
 Written atomically; of two writers at once on one node (a prolog beside the HealthCheckProgram) one may lose its look,
-never the file. A reader leaves out what it cannot believe and says so.
+never the file. A reader leaves out invalid looks and reports them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _NODE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
-    """What lies in a results folder."""
+    """The content of a results folder."""
 
     checkups: Mapping[str, list[Checkup]]
     """Node -> its looks, oldest first."""
 
     problems: tuple[str, ...] = ()
-    """What could not be read, one line each."""
+    """Files that could not be read, one line each."""
 
 
 def write_result(folder: Path, node: str, result: Checkup) -> Path:
@@ -46,7 +46,7 @@ def write_result(folder: Path, node: str, result: Checkup) -> Path:
 
     Raises:
         StorageUnavailable: there is no room, or the folder cannot be written.
-        StorageError: this is no node's name.
+        StorageError: this is not the name of a node.
     """
     path = _path(folder, node)
     try:
@@ -55,7 +55,7 @@ def write_result(folder: Path, node: str, result: Checkup) -> Path:
     except OSError as error:
         raise StorageUnavailable(f"cannot keep results in {folder}: {error.strerror or error}") from error
     except StorageError:
-        before = []  # damaged or newer: this look is worth more than what nobody can read
+        before = []  # damaged or newer: this look is worth more than an unreadable file
     kept = sorted([*before, result], key=lambda each: each.at)[-KEEP:]
     try:
         write_json(path, {"node": node, "checkups": [_brief(each) for each in kept]}, mode=0o644, durable=False)
@@ -84,7 +84,7 @@ def read_results(folder: Path) -> Results:
     for name in names:
         node = name.removesuffix(".json")
         if name.startswith("."):
-            continue  # somebody's temporary file
+            continue  # a writer's temporary file
         try:
             path = _path(folder, node)
             if (owner := path.lstat().st_uid) not in trusted:
@@ -103,7 +103,7 @@ def checkup_json(checkup: Checkup) -> dict[str, Any]:
 
 
 def _brief(checkup: Checkup) -> dict[str, Any]:
-    """For the shared folder: of what is OK only the name, since a sweep reads the files of ten thousand nodes."""
+    """For the shared folder: only the names of OK results, since a sweep reads the files of ten thousand nodes."""
     value = checkup_json(checkup)
     value["ok"] = [result.name for result in checkup.results if result.status is Status.OK]
     value["results"] = [each for each in value["results"] if each["status"] != Status.OK.name]
@@ -119,20 +119,20 @@ def checkup_of(value: Any) -> Checkup:
     """A look from plain values.
 
     Raises:
-        ValueError: says what is wrong with it.
+        ValueError: it is invalid; says why.
     """
     if not isinstance(value, dict):
-        raise ValueError("a look is no object")
+        raise ValueError("a look is not an object")
     node, at, results = value.get("node"), value.get("at"), value.get("results")
     if not isinstance(node, str) or not _NODE.fullmatch(node):
         raise ValueError(f"{str(node)[:40]!r} is not the name of a node")
     if not is_number(at):
-        raise ValueError(f"at={str(at)[:40]} is no time")
+        raise ValueError(f"at={str(at)[:40]} is not a time")
     if not isinstance(results, list) or len(results) > MAX_RESULTS:
-        raise ValueError("its results are no list, or too many")
+        raise ValueError("its results are not a list, or too many")
     level, context, fine = value.get("level", 1), value.get("context", ""), value.get("ok", [])
     if not isinstance(fine, list) or len(fine) > MAX_RESULTS or not all(isinstance(name, str) for name in fine):
-        raise ValueError("what is OK is no list of names, or too long")
+        raise ValueError("the OK results are not a list of names, or too many")
     return Checkup(node=node, at=float(at), results=(*map(result_of, results), *map(_fine, fine)),
                    context=str(context)[:40], level=level if type(level) is int else 1)  # fmt: skip
 
@@ -146,10 +146,10 @@ def result_of(value: Any) -> ProbeResult:
     """One probe's result from plain values.
 
     Raises:
-        ValueError: says what is wrong with it.
+        ValueError: it is invalid; says why.
     """
     if not isinstance(value, dict):
-        raise ValueError("a result is no object")
+        raise ValueError("a result is not an object")
     name, status, problem = value.get("name"), value.get("status"), value.get("problem", Problem.NODE.value)
     if not isinstance(name, str) or not name.strip():
         raise ValueError("a result has no name")

@@ -1,1 +1,1 @@
-"""What processes of one run say to each other: pages in shared memory, and the control channel."""
+"""Communication between processes of one run: pages in shared memory, and the control channel."""

@@ -1,9 +1,9 @@
 """The control channel: JSON lines over TCP, each one authenticated with the job's secret.
 
-On connect the server sends a nonce and learns nothing about the client before the client's first message proves that it
-knows the secret; the key of a connection is derived from the secret and both sides' nonces, and each line is bound to
-its direction and its place in the sequence. So a stranger who connects, replays or injects lines changes nothing, and
-what it sends closes its own connection only. Lines are authentic, not confidential: no secret travels in them.
+On connect the server sends a nonce, and the client's first message must prove that it knows the secret; the key of a
+connection is derived from the secret and both sides' nonces, and each line is bound to its direction and its place in
+the sequence. So a stranger that connects, replays or injects lines changes nothing, and only closes its own connection.
+Lines are authentic, not confidential: no secret travels in them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 MAX_LINE_BYTES = 256 * 1024
 UNANSWERED = 0
-"""The id of a message that nobody answers."""
+"""The id of a message without a reply."""
 
 HANDSHAKE_TIMEOUT_S = 10.0
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
@@ -75,7 +75,7 @@ class Channel:
         return message
 
     async def drain(self) -> None:
-        """Wait until what was sent has left this process; errors of a dead peer are its reader's business."""
+        """Wait until what was sent has left this process; errors of a dead peer are left to its reader."""
         try:
             await self._writer.drain()
         except OSError:
@@ -111,7 +111,7 @@ async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sec
 
 
 def keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Let the kernel find out that the peer's node is gone, in about 20 s, however seldom anything is said."""
+    """Let the kernel detect that the peer's node is gone, in about 20 s, also on an idle connection."""
     connection: socket.socket = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE.items():
@@ -123,8 +123,8 @@ async def connect(host: str, port: int, secret: bytes) -> Channel:
     """The client's side. The server stays silent until the first message proves us; send it at once.
 
     Raises:
-        OSError: nobody listens there, or not in time.
-        BadMessage: whoever listens there is not a server of this protocol.
+        OSError: no server listens there, or not in time.
+        BadMessage: the peer is not a server of this protocol.
     """
     async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
         reader, writer = await asyncio.open_connection(host, port, limit=MAX_LINE_BYTES)

@@ -1,7 +1,7 @@
-"""Reads what torch's flight recorder has dumped, without trusting it.
+"""Reads the dumps of torch's flight recorder, without trusting them.
 
 A dump is a pickle of plain containers, which torch writes itself (``torch::jit::Pickler``), and it lies in a shared
-place. Unpickling would run whatever stands in it, so the few opcodes that build plain containers are carried out here,
+place. Unpickling could run any code in it, so the few opcodes that build plain containers are carried out here,
 and every other one is damage. Formats 2.1 (torch 2.4) to 2.10 (torch 2.13) have the same keys, as far as they are read.
 """
 
@@ -27,7 +27,7 @@ MAX_OPCODES = 5_000_000
 MAX_GROUPS, MAX_SPANS, MAX_MEMBERS = 16, 64, 1 << 18
 MAX_TEXT = 120
 MAX_AGE_S = 120.0
-"""Dumps that are older tell of an earlier hang."""
+"""Older dumps are of an earlier hang."""
 
 _LOOK_EVERY = 4096
 """Opcodes between two looks at the clock."""
@@ -40,7 +40,7 @@ _TORCH = re.compile(r"/(torch|slurmft)/|^<|\.(cpp|h|hpp|cc)$")
 
 
 class BadDump(ValueError):
-    """It is no dump, a damaged one, or took too long to read."""
+    """Not a dump, a damaged one, or one that took too long to read."""
 
 
 def read_dump(path: Path, within_s: float = 10.0) -> list[Progress]:
@@ -58,7 +58,7 @@ def read_new(paths: Mapping[int, Path], seen: dict[int, tuple[int, int]], within
 
     Args:
         paths: a dump of each rank; most have none.
-        seen: what has been read; kept by the caller, and changed here.
+        seen: the dumps that have been read; kept by the caller, and changed here.
     """
     deadline, found = time.monotonic() + within_s, {}
     for rank, path in paths.items():
@@ -76,7 +76,7 @@ def read_new(paths: Mapping[int, Path], seen: dict[int, tuple[int, int]], within
 
 
 def progress_of(dump: object) -> list[Progress]:
-    """As ``read_dump``, of what the file holds; whatever does not fit is left out.
+    """As ``read_dump``, of the file's content; values that do not fit are left out.
 
     Raises:
         BadDump: it has no recorder's keys.
@@ -103,7 +103,7 @@ def progress_of(dump: object) -> list[Progress]:
 
 
 class _Group:
-    """The collectives of one group, and not what its ranks have sent each other."""
+    """The collectives of one group, without point-to-point transfers."""
 
     def __init__(self) -> None:
         self.id, self.entered, self.done = "", 0, 0
@@ -124,7 +124,7 @@ class _Group:
             self._open.setdefault(number, entry)
 
     def complete(self, status: object) -> None:
-        """Take in what torch's watchdog knows of the group, whose numbers count sends too where there are any."""
+        """Take in the watchdog's progress of the group, whose numbers count sends too where there are any."""
         if (
             isinstance(status, Mapping)
             and not self._sends
@@ -192,7 +192,7 @@ def _text(value: object) -> str:
     return one_line(value[:MAX_TEXT])[:MAX_TEXT] if isinstance(value, str) else ""
 
 
-# What travels from an agent to the supervisor
+# Messages from an agent to the supervisor
 
 
 def as_json(progress: Progress) -> dict[str, Any]:
@@ -332,7 +332,7 @@ def _mapped(value: object) -> dict[Any, Any]:
 
 
 def _key(value: object) -> str | int:
-    """Tuples within tuples would be hashed all the way down."""
+    """Nested tuples would be hashed recursively."""
     if not isinstance(value, str | int):
         raise BadDump("it is damaged")
     return value

@@ -1,4 +1,4 @@
-"""The shapes of what agents say. A supervisor that stumbled over another one would take the whole job with it."""
+"""The shapes of agents' messages. A supervisor that crashed over a malformed one would end the whole job."""
 
 from __future__ import annotations
 
@@ -143,10 +143,10 @@ def _is_progress(value: Any) -> bool:
 
 
 def _require(message: Any, fields: Mapping[str, Check], what: str) -> None:
-    """Every field is there and has its shape; keys that nobody knows are tolerated, if they are plain or end in _s.
+    """Every field is there and has its shape; unknown keys are tolerated, if they are plain or end in _s.
 
     Raises:
-        BadMessage: names the first one that has not.
+        BadMessage: names the first field that is missing or malformed.
     """
     if not isinstance(message, dict):
         raise BadMessage(f"{what} is not an object")
@@ -166,19 +166,19 @@ def _require_list(message: Message, name: str, fields: Mapping[str, Check], what
 
 
 def check_hello(message: Message) -> None:
-    """What an agent says first.
+    """Check an agent's first message.
 
     Raises:
-        BadMessage: it does not have the shape that it should.
+        BadMessage: it is malformed.
     """
     _require(message, _LENT if "lender" in message else _HELLO, "a hello")
 
 
 def check_report(message: Message) -> None:
-    """What an agent reports by itself.
+    """Check an agent's report.
 
     Raises:
-        BadMessage: it does not have the shape that it should.
+        BadMessage: it is malformed.
     """
     if "generation" in message:
         _require(message, {"generation": _SLOT}, "a report")
@@ -199,14 +199,14 @@ def check_report(message: Message) -> None:
         case "notice":
             _require(message, _NOTICE, "a notice")
         case "hello" | "connected" | "disconnected" as kind:
-            raise BadMessage(f"{kind!r} is no report")
+            raise BadMessage(f"{kind!r} is not a report")
 
 
 def check_reply(kind: str, message: Message) -> None:
-    """What an agent answers to a call of this kind.
+    """Check an agent's reply to a call of this kind.
 
     Raises:
-        BadMessage: it does not have the shape that it should.
+        BadMessage: it is malformed.
     """
     if kind == "port":
         _require(message, {"port": _integer(1, 65535)}, "the reply to 'port'")

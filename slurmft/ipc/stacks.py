@@ -1,7 +1,7 @@
-"""Python stacks of a worker, written by itself when it is asked to, whatever it is doing: no lock of Python is needed.
+"""Python stacks of a worker, written by itself on request, at any point of its code: no lock of Python is needed.
 
 The worker opens a file in its node's private memory and has the interpreter's C handler write all threads into it when
-STACKS_SIGNAL comes, and when it crashes. Nothing is written before; a network filesystem that hangs cannot hold it up.
+STACKS_SIGNAL comes, and when it crashes. Nothing is written before; a network filesystem that hangs cannot delay it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _OUTERMOST = (" in _run_module_as_main", "  ...", "...")
 
 
 def arm(path: Path) -> None:
-    """From now on this process tells its stacks in ``path``, also at a segmentation fault, bus error or abort.
+    """From now on this process writes its stacks to ``path``, also at a segmentation fault, bus error or abort.
 
-    A trainer that calls ``faulthandler`` itself gets what it asks for: only a registration of the same signal would
+    A trainer may use ``faulthandler`` itself: only a registration of the same signal would
     replace this one. Where the file cannot be made there are no stacks.
     """
     with contextlib.suppress(OSError, RuntimeError, ValueError):
@@ -57,7 +57,7 @@ class Frame:
 
 
 def is_complete(dump: str) -> bool:
-    """Whether a dump has come to its end, as far as its last line tells."""
+    """Whether a dump is complete, as far as its last line shows."""
     return dump.endswith("\n") and dump[:-1].rpartition("\n")[2].endswith(_OUTERMOST)
 
 
@@ -96,7 +96,7 @@ def innermost(frames: Sequence[Frame]) -> list[str]:
 
 
 def read(path: Path, since: int = 0) -> bytes:
-    """What has been written behind byte ``since``; nothing when there is no such file."""
+    """The bytes written behind byte ``since``; empty when there is no such file."""
     try:
         return read_part(path, since, MAX_FILE_BYTES)
     except OSError:

@@ -1,4 +1,4 @@
-"""Who runs commands in the lab, and with which environment.
+"""The accounts that run commands in the lab, and their environment.
 
 The caller's environment is not passed on: like a login, it starts clean, so that no secret of root's shell ends up in
 a job (sbatch exports the submitter's environment) and no root-only folder is searched.
@@ -21,7 +21,7 @@ from slurmft.lab.slurm_conf import LOGIN, LabPaths
 USER = "slurmft-lab"
 SECOND_USER = "slurmft-lab-2"
 KEPT = ("LANG", "LC_ALL", "LC_CTYPE", "TERM", "TZ", "COLUMNS", "LINES", "NO_COLOR", "CI")
-"""What is taken over from the caller's environment: how to talk to the terminal, nothing else."""
+"""Variables taken over from the caller's environment: those of the terminal only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def ensure_account(home: Path, name: str = USER) -> Account:
     """A user of the lab, created when missing and shared by all labs; its home exists afterwards and belongs to it.
 
     Raises:
-        LabError: the user cannot be created, or somebody gave that name to root.
+        LabError: the user cannot be created, or that name belongs to root.
     """
     try:
         entry = pwd.getpwnam(name)

@@ -23,7 +23,7 @@ def create_database(paths: LabPaths) -> None:
     make_folder(paths.database)
     shutil.chown(paths.database, DATABASE_ACCOUNT, DATABASE_ACCOUNT)
     argv = [
-        # its temporary tables are called by numbers that two labs share; both would meet in /tmp
+        # its temporary tables have numbered names, which would clash between two labs in /tmp
         "env",
         f"TMPDIR={paths.database}",
         "mariadb-install-db",

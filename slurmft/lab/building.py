@@ -61,7 +61,7 @@ def down(folder: Path) -> None:
     """End the lab in this folder; no error when there is none. Its home and logs stay readable."""
     refuse_inside(folder)
     if not folder.exists():
-        kill_processes(folder)  # somebody deleted the folder below a standing lab
+        kill_processes(folder)  # the folder was deleted while the lab was up
         return
     with exclusive(folder):
         remove_processes(folder)
@@ -93,7 +93,7 @@ def is_healthy(built: Built) -> bool:
 
 
 def refuse_inside(folder: Path) -> None:
-    """Refuse commands that would pull away the ground they stand on.
+    """Refuse commands that would end the lab that they run in.
 
     Raises:
         LabError: this process runs inside the lab.
@@ -154,7 +154,7 @@ def _build(settings: LabSettings, exposed: Sequence[Mount], needed: Sequence[Pat
 
 
 def _proof(needed: Sequence[Path]) -> Sequence[Path]:
-    """What must be readable for the exposure to have worked: the paths themselves and one file of ours."""
+    """Paths that must be readable for the exposure to have worked: the given ones and one file of ours."""
     return (*needed, Path(slurmft.__file__))
 
 

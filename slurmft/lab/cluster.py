@@ -43,7 +43,7 @@ class Lab:
         """The lab that stands in ``folder``.
 
         Raises:
-            LabError: none stands there.
+            LabError: there is none.
         """
         return cls(faults.standing(folder or default_folder()))
 
@@ -107,7 +107,7 @@ class Lab:
         return run_command(self._built, self._built.login, account, argv, cwd=home, env={"HOME": home}, **options)
 
     def run_as_admin(self, argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        """The same as root, who is Slurm's administrator too."""
+        """The same as root, which is also Slurm's administrator."""
         return run_command(self._built, self._built.login, None, argv, **options)
 
     def run_on(self, node: str, argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -143,7 +143,7 @@ class Lab:
         faults.start_node(self.folder, name)
 
     def partition(self, name: str) -> None:
-        """Cut a node off the network; what runs on it goes on."""
+        """Cut a node off the network; its processes go on."""
         faults.partition(self.folder, name)
 
     def heal(self, name: str) -> None:

@@ -18,7 +18,7 @@ from slurmft.lab.slurm_conf import LabPaths
 
 
 def daemon_environment(paths: LabPaths) -> dict[str, str]:
-    """What every daemon gets; nothing of the caller's."""
+    """The environment of every daemon; nothing of the caller's."""
     return {
         **CLEAN_ENVIRONMENT,
         "SLURM_CONF": str(paths.slurm_conf),
@@ -95,7 +95,7 @@ def processes_named(folder: Path, member: str, program: str) -> list[int]:
 
 
 def programs(folder: Path) -> set[tuple[str, str]]:
-    """Every (member, program) that runs in the lab, whoever started it."""
+    """Every (member, program) that runs in the lab, started in any way."""
     return {(member, _name_of(pid)) for pid, member in lab_processes(folder).items()}
 
 

@@ -1,4 +1,4 @@
-"""Which mounts let an ordinary user reach paths that lie in somebody's private folders.
+"""The mounts that let an ordinary user reach paths in private folders of other users.
 
 An interpreter below /root or a checkout in a 0700 folder cannot be used by the lab's user. Nothing on the host is
 changed for it: inside the lab's mount namespaces the private folder is covered by an empty one, and only what is
@@ -44,7 +44,7 @@ def needed_paths() -> tuple[Path, ...]:
 def paths_to_expose(
     paths: Iterable[Path], *, writable: Collection[Path] = (), covered: Collection[Path] = (PRIVATE_MEMORY,)
 ) -> tuple[Mount, ...]:
-    """The mounts after which every user can read ``paths``; none when everybody already can.
+    """The mounts after which every user can read ``paths``; none when all users already can.
 
     Guarantees: nothing else of a covered folder stays visible; binds are read-only except for ``writable``; symbolic
     links on the way work. Does not help against unreadable files *inside* a given path: a bind keeps their modes.

@@ -20,7 +20,7 @@ def standing(folder: Path) -> Built:
     """The lab in this folder.
 
     Raises:
-        LabError: none stands there.
+        LabError: there is none.
     """
     require_root()
     built = load(folder)
@@ -30,13 +30,13 @@ def standing(folder: Path) -> Built:
 
 
 def kill_node(folder: Path, name: str) -> None:
-    """End a node as a power cut does: at once, without a last word on the network."""
+    """End a node as a power cut does: at once, without closing its connections."""
     refuse_inside(folder)
     with exclusive(folder):
         built = standing(folder)
         node = built.node(name)
         if node.is_alive(folder):
-            # first the cable: a dying process would still close its connections politely
+            # first the cable: a dying process would still close its connections
             set_link(built.controller, name, "down")
         kill_processes(folder, member=name)
 
@@ -101,7 +101,7 @@ def stop_controller(folder: Path) -> None:
 
 
 def crash_controller(folder: Path) -> None:
-    """Kill slurmctld; what it had not saved yet (up to some seconds) is forgotten."""
+    """Kill slurmctld; state that it had not saved yet (up to some seconds) is lost."""
     with exclusive(folder):
         standing(folder)
         daemons.end_program(folder, CONTROLLER, "slurmctld", signal.SIGKILL)

@@ -63,7 +63,7 @@ def apply_mounts(mounts: list[dict[str, Any]]) -> None:
 def prepare(plan: dict[str, Any]) -> int:
     """Make mounts and host name; return this process's id as the host sees it."""
     os.umask(0o022)
-    # The old /proc still shows the host's process ids; after the next mounts nobody in here can know them.
+    # The old /proc still shows the host's process ids; after the next mounts they cannot be found in here.
     pid_on_host = int(os.readlink("/proc/self"))  # noqa: PTH115
     apply_mounts(plan["mounts"])
     if plan["new_proc"]:
@@ -89,7 +89,7 @@ def main() -> None:
     plan = json.load(sys.stdin)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     pid_on_host = prepare(plan)
-    # Nobody listens any more when `lab up` was killed: the broken pipe then ends this process too.
+    # There is no reader any more when `lab up` was killed: the broken pipe then ends this process too.
     os.write(plan["report_to"], f"{pid_on_host}\n".encode())
     os.close(plan["report_to"])
     collect_orphans()

@@ -1,7 +1,7 @@
 """The members of the lab: sets of namespaces, each kept alive by its holder, joined by one bridge.
 
-Only argv, mounts and wiring; what runs inside is ``daemons.py``. ``ip netns`` is not used on purpose: its ``exec``
-remounts /sys, which makes slurmd 22.05 refuse to start, and its names and mounts would outlive a crash.
+Only argv, mounts and wiring; the programs inside are in ``daemons.py``. ``ip netns`` is not used on purpose: its
+``exec`` remounts /sys, which makes slurmd 22.05 refuse to start, and its names and mounts would outlive a crash.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Member:
 
 
 def enter_argv(member: Member) -> list[str]:
-    """The words that run what follows them inside a member, as root."""
+    """The arguments that run the command after them inside a member, as root."""
     inside = ["nsenter", f"--target={member.pid}", "--net", "--mount", "--uts", "--ipc"]
     # The login member has no PID namespace: without a fork in between, signals and exit codes pass untouched.
     return [*inside, "--"] if member.name == LOGIN else [*inside, "--pid", "--"]
 
 
 def unshare_argv(name: str, controller: Member | None) -> list[str]:
-    """The words that run what follows them in fresh namespaces for the member ``name``."""
+    """The arguments that run the command after them in fresh namespaces for the member ``name``."""
     fresh = ["unshare", "--mount", "--uts", "--ipc", "--propagation=private"]
     if name == LOGIN:
         if controller is None:
@@ -84,7 +84,7 @@ class Starting:
             "report_to": write,
         }
         interpreter = [str(Path(sys.executable).resolve()), "-I", "-S", str(Path(holder.__file__).resolve())]
-        # setsid --fork: the holder becomes nobody's child, so no caller has to wait for it.
+        # setsid --fork: the holder is not a child of the caller, which therefore need not wait for it.
         argv = ["setsid", "--fork", *unshare_argv(name, controller), *interpreter, name]
         try:
             self._answer = os.fdopen(read)

@@ -119,7 +119,7 @@ def run(
 
 
 def make_folder(path: Path, mode: int = 0o755) -> None:
-    """A folder with exactly this mode, whatever the caller's umask; one that exists gets the mode too."""
+    """A folder with exactly this mode, independent of the caller's umask; one that exists gets the mode too."""
     path.mkdir(exist_ok=True)
     path.chmod(mode)
 

@@ -1,4 +1,4 @@
-"""What a lab cluster should look like: one frozen value, refused at once when it makes no sense."""
+"""The settings of a lab cluster: one frozen value, refused at once when it makes no sense."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A node that has become slow: a limit on the CPU time of everything that runs on it, now and later.
 
-A cgroup of the cpu controller (version 1 or 2) holds the node's processes; what they start is born into it. A process
+A cgroup of the cpu controller (version 1 or 2) holds the node's processes; their children start in it. A process
 of its own lifts the limit when the time is up, so that no test that dies leaves a slow node behind.
 
 Run as ``python -m slurmft.lab.slowness GROUP SECONDS``: lift the limit of GROUP after so many seconds.
@@ -31,7 +31,7 @@ def limit(folder: Path, member: str, *, cpus: float, for_s: float) -> None:
         LabError: the kernel does not let us.
     """
     if not 0.01 <= cpus <= 1024 or not 0 < for_s <= 3600:
-        raise LabError(f"{cpus:g} CPUs for {for_s:g} s is no limit", hint="0.01 to 1024 CPUs for up to 3600 s")
+        raise LabError(f"{cpus:g} CPUs for {for_s:g} s is not a valid limit", hint="0.01 to 1024 CPUs for up to 3600 s")
     group = _group(folder, member)
     try:
         group.mkdir(exist_ok=True)
@@ -110,13 +110,13 @@ def _move(folder: Path, member: str, group: Path) -> list[int]:
 
 
 def _lift_later(group: Path, after_s: float) -> None:
-    """Return at once; a process of its own lifts the limit, or ends when somebody else has."""
+    """Return at once; a process of its own lifts the limit, or ends when the limit is gone already."""
     if os.fork():
         return
     os.setsid()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
-        os.dup2(nowhere, descriptor)  # whoever reads our output must not wait for us
+        os.dup2(nowhere, descriptor)  # readers of our output must not wait for us
     deadline = time.monotonic() + after_s
     while group.is_dir() and time.monotonic() < deadline:
         time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))

@@ -92,12 +92,12 @@ class LabPaths:
 
     @property
     def mark(self) -> Path:
-        """Mount point of the mark that tells the lab's processes from all others."""
+        """Mount point of the mark that identifies the lab's processes."""
         return self.folder / "mark"
 
     @property
     def state_file(self) -> Path:
-        """What was built: settings and holders."""
+        """The built lab: settings and holders."""
         return self.folder / "lab.json"
 
     @property

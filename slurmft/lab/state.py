@@ -1,4 +1,4 @@
-"""What was built: the lab's state file, and the lock that lets one command at a time change a lab."""
+"""The lab's state file, and the lock that lets one command at a time change a lab."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def save(built: Built) -> None:
 
 
 def load(folder: Path) -> Built | None:
-    """What the state file says was built, or None when there is none or it cannot be believed."""
+    """The lab in the state file, or None when there is none or it cannot be believed."""
     try:
         plain = read_json(LabPaths(folder).state_file)
         if plain is None:
@@ -100,7 +100,7 @@ def load(folder: Path) -> Built | None:
 
 @contextlib.contextmanager
 def exclusive(folder: Path, *, within_s: float = 120) -> Iterator[None]:
-    """Be the only command that changes this lab; the lock vanishes with its process, however that ends.
+    """Be the only command that changes this lab; the lock vanishes with its process, in any case.
 
     Raises:
         LabError: another command still holds it after ``within_s`` seconds, or the folder holds something else.
@@ -109,8 +109,8 @@ def exclusive(folder: Path, *, within_s: float = 120) -> Iterator[None]:
     require_root()
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     if not LabPaths(folder).lock.exists() and any(folder.iterdir()):
-        # parts of it are about to be deleted; `--folder /home` must not cost anybody a home
-        raise LabError(f"{folder} is no lab's folder and not empty", hint="choose a new folder, or an empty one")
+        # parts of it are about to be deleted; `--folder /home` must not delete a home
+        raise LabError(f"{folder} is not a lab's folder, and not empty", hint="choose a new folder, or an empty one")
     make_folder(folder)
     deadline = time.monotonic() + within_s
     with LabPaths(folder).lock.open("a") as lock:

@@ -1,4 +1,4 @@
-"""What stands right now, as one value."""
+"""The present state of a lab, as one value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slurmft.lab.state import load
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """One node: Slurm's word for its state (``unknown`` when it is silent), led by ``dead`` or ``cut off`` if it is."""
+    """One node: Slurm's name for its state (``unknown`` without an answer), after ``dead`` or ``cut off`` if it is."""
 
     name: str
     address: str
@@ -24,7 +24,7 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class LabStatus:
-    """A lab folder's answer to "what stands here?"."""
+    """The state of the lab in a folder."""
 
     folder: str
     standing: bool

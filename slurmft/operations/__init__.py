@@ -1,1 +1,1 @@
-"""What people and cron do from outside of a job: status, rescue, sweep, doctor, drill."""
+"""Operations from outside of a job, by hand or from cron: status, rescue, sweep, doctor, drill."""

@@ -1,4 +1,4 @@
-"""What is known of a workload, from its run folder or those beside it, and what to set in the light of it."""
+"""Measurements of a workload, from its run folder or those beside it, and the settings that follow from them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Counsel:
         return [*words, *((finding.severity.value, finding.text) for finding in self.findings)]
 
     def as_json(self) -> dict[str, Any]:
-        """For scripts; the format only grows. What is not known is null."""
+        """For scripts; the format only grows. Unknown values are null."""
         advice, measured = self.advice, self.advice.measured
         section = self.config.checkpoint
         return {

@@ -14,7 +14,7 @@ from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor.owner import local_owner_lives
 
 NEWEST = 20
-"""As many of a run's jobs are asked about; those before them have ended long ago."""
+"""The newest jobs of a run that Slurm is asked about; earlier ones have ended long ago."""
 
 
 def records_of(run: RunFolder) -> dict[OwnJob, JobRecord]:
@@ -41,7 +41,7 @@ def is_unseen(run: RunFolder, records: Mapping[OwnJob, JobRecord]) -> bool:
 
 
 def is_alive(run: RunFolder) -> bool:
-    """Whether the run has a job with nodes, a process on this machine, or a supervisor that Slurm does not tell of.
+    """Whether the run has a job with nodes, a process on this machine, or a live supervisor that Slurm does not list.
 
     Raises:
         SlurmUnavailable: Slurm did not answer.
@@ -74,7 +74,7 @@ def stop(run: RunFolder, who: str) -> str:
         return f"run {run.path.name} will save and end, if it runs: {error.what}"
     run.take_request("KILL")
     ids = [job.job_id for job in waiting]
-    if run.done() is None:  # also where nothing waits: what has lost its job is not to be rescued any more
+    if run.done() is None:  # also where nothing waits: a run that has lost its job must not be rescued any more
         journal.append(EventName.CANCELLED, jobs=ids, reason=f"cancelled by {who}")
     return f"cancelled the waiting job {', '.join(ids)}" if waiting else f"run {run.path.name} is not running"
 

@@ -1,4 +1,4 @@
-"""``slurmft doctor``: gathers what the site says and what a try shows; ``policy.site.doctor`` judges it."""
+"""``slurmft doctor``: collects the site's settings and tries the filesystem; ``policy.site.doctor`` judges them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def diagnose(config: RunConfig | None, environment: Mapping[str, str], *, here: 
         try:
             found += _of_slurm(config, environment, offsets)
         except SlurmError as error:
-            found.append(_missing(f"Slurm did not answer: {error.what}", "try again; scontrol ping says who is up"))
+            found.append(_missing(f"Slurm did not answer: {error.what}", "try again, or see scontrol ping"))
             code = EXIT_SILENT
     found += policy.judge_clocks(offsets)
     return Diagnosis(findings=tuple(found), exit_code=code or policy.exit_code(found))
@@ -111,13 +111,13 @@ def _permissions(conf: Mapping[str, str]) -> AdminFacts:
     try:
         level = slurm.admin_level(user)
     except SlurmError as error:
-        return AdminFacts(may_drain=None, why=f"the accounting did not tell: {error.what}")
+        return AdminFacts(may_drain=None, why=f"the accounting did not answer: {error.what}")
     why = f"admin level {level} in the accounting" if level else f"the accounting does not know the user {user}"
     return AdminFacts(may_drain=level in ("Administrator", "Operator"), why=why)
 
 
 def as_lines(findings: Sequence[Finding]) -> list[str]:
-    """For people: what needs something done comes last, where a terminal shows it."""
+    """For people: findings that need action come last, where a terminal shows them."""
     order = list(Level)
     lines = []
     for each in sorted(findings, key=lambda finding: order.index(finding.level)):

@@ -1,4 +1,4 @@
-"""A preemption fire drill: a small job with the user's own options, the real signal, and what came of it."""
+"""A preemption fire drill: a small job with the user's own options, the real signal, and the results."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def prepared(user: RunConfig, environment: Mapping[str, str], *, preempt_with: s
 
 
 def carry_out(drill: Drill, tell: Callable[[str], None]) -> list[Row]:
-    """Do it, and clean up whatever happens; ``tell`` is told what is being waited for.
+    """Run the drill, and clean up in any case; ``tell`` gets a line about each wait.
 
     Raises:
-        LaunchError: it did not come as far as training in time.
+        LaunchError: it did not start to train in time.
         SlurmError: Slurm refused, or did not answer.
         StorageError: there is no place for its folder.
     """
@@ -156,7 +156,7 @@ def _facts(drill: Drill, run: RunFolder, events: Sequence[Event], how: str) -> D
     agreed = found[EventName.STOP_AGREED].details.get("step") if EventName.STOP_AGREED in found else None
     resumed = firsts[1].details.get("resumed_from") if len(firsts) > 1 else None
     same_job = len(started) > 1 and started[0].attempt.split(".")[0] == started[1].attempt.split(".")[0]
-    # who resumes from the step that was agreed on has saved it, even if nobody was left to say so
+    # a run that resumes from the agreed step has saved it, even if no process was left to report that
     unsaid = resumed if resumed is not None and resumed == agreed else None
     refused = [found[name].details.get("reason", "") for name in _REFUSALS if name in found]
     need = grace.need_of(drill.user)
@@ -178,7 +178,7 @@ def _facts(drill: Drill, run: RunFolder, events: Sequence[Event], how: str) -> D
 
 
 def _with_site(facts: DrillFacts, run: RunFolder) -> DrillFacts:
-    """``facts`` with what the partition of the drill's job promises, where Slurm tells."""
+    """``facts`` with the preemption settings of the drill's partition, where Slurm reports them."""
     with contextlib.suppress(SlurmError):
         jobs = run.own_jobs()
         job = own_jobs.find_one(jobs[0]) or own_jobs.find_one(jobs[-1])
@@ -197,7 +197,7 @@ def _with_site(facts: DrillFacts, run: RunFolder) -> DrillFacts:
 
 
 def _clean_up(run: RunFolder, folder: Path, tell: Callable[[str], None]) -> None:
-    """End its jobs, and remove its folder once nobody writes there any more."""
+    """End its jobs, and remove its folder once no process writes there any more."""
     try:
         jobs = run.own_jobs()
         if run.exists():

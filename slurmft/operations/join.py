@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 
 
 def lend(run: RunFolder, environment: Mapping[str, str]) -> int:
-    """Keep agents for the run on this job's nodes; returns when the run is finished, or has not wanted them for long.
+    """Keep agents for the run on this job's nodes; returns when the run is finished, or has not used them for long.
 
     Raises:
-        UsageError: this is no job, or not the run's user.
+        UsageError: this is not a job, or not the run's user.
         SlurmUnavailable: there is no srun.
     """
     job = current_job(environment)
@@ -44,7 +44,7 @@ def lend(run: RunFolder, environment: Mapping[str, str]) -> int:
             time.sleep(LOOK_S)
             continue
         code = _serve(config, crew, job, environment)
-        if code == EXIT_TEMPORARY:  # the agents were told that this job ends, and have given their nodes back
+        if code == EXIT_TEMPORARY:  # the agents were notified that this job ends, and have given their nodes back
             return 0
         wanted_s = time.monotonic()
         time.sleep(LOOK_S)

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 def release(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str:
     """Let a job that Slurm holds after a failed launch begin elsewhere; says what was done.
 
-    What is known of the nodes that refused it goes on the exclusion list. Call for a job of ``is_held_by_launch``.
+    The nodes that refused it are recorded on the exclusion list. Call for a job of ``is_held_by_launch``.
 
     Raises:
         LaunchError: it was released often enough.
@@ -44,7 +44,7 @@ def release(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str:
         where = f" (now by {', '.join(f'{each.node}: {each.reason}' for each in refusals)})" if refusals else ""
         raise LaunchError(
             f"job {job} of run {run.path.name} was refused by nodes {times + 1} times in a row{where}",
-            hint=f"mend what fails there (a Prolog?), then scontrol release {job}",
+            hint=f"fix what fails there (a Prolog?), then scontrol release {job}",
         )
     journal.append(EventName.RELEASED, job=job.job_id, reason=record.reason, nodes=names, times=times + 1, who=who)
     if (config := _configuration(run)) is not None:
@@ -79,7 +79,7 @@ def _refusals(record: JobRecord, history: Sequence[Event]) -> list[Refusal]:
     try:
         return [each for each in nodes.refusals(at[-1]) if (each.node, each.at) not in told] if at else []
     except SlurmError as error:
-        log.warning("Slurm does not tell which node has refused job %s: %s", record.job_id, error.what)
+        log.warning("Slurm does not report which node refused job %s: %s", record.job_id, error.what)
         return []
 
 

@@ -1,7 +1,7 @@
 """Root's rescue of other users' runs: for each owner a process with that owner's rights and nothing of root's.
 
-Whatever lies in a run folder may have been forged by the folder's owner, so root reads none of it: it lists names and
-whose they are, and the owner's process does the rest. What that process says is the owner's word: bounded, and shown.
+All files in a run folder may have been forged by the folder's owner, so root reads none of them: it lists names and
+owners, and the owner's process does the rest. The output of that process is the owner's text: it is bounded, and shown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import IO
 from slurmft.storage.ownership import user_name
 
 AT_ONCE = 8
-"""Owners' processes at one time; one that does not end keeps no other from its turn."""
+"""Owners' processes at one time; one that hangs does not block the others."""
 
 OWNER_LIMIT_S = 100
 """A rescue waits up to 60 s for a requeued job, and as long for sbatch."""
@@ -37,14 +37,14 @@ ROTATION_S = 300
 log = logging.getLogger(__name__)
 
 _KEPT = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "SLURM_CONF", "SLURM_CLUSTERS")
-"""What an owner's process gets of root's environment; sbatch would pass all of it on to the job."""
+"""Variables of root's environment that an owner's process gets; sbatch would pass all of it on to the job."""
 
 _NO_LOGIN = frozenset({"nologin", "false", "sync", "shutdown", "halt"})
 
 
 @dataclass(kw_only=True, slots=True)
 class Rescued:
-    """What a rescue came to."""
+    """The results of a rescue."""
 
     done: list[str] = field(default_factory=list)
     """In words."""
@@ -60,8 +60,8 @@ def rescue_on_behalf(owners: Mapping[int, Sequence[str]], root: Path, *, limit_s
                      ) -> Rescued:  # fmt: skip
     """Have the runs below ``root`` rescued by their ``owners`` (user id to names), or the run ``only`` by its owner.
 
-    Each owner's process ends after OWNER_LIMIT_S, and no new one begins after ``limit_s`` seconds; who was not reached
-    is named, and another owner is first the next time. Call as root.
+    Each owner's process ends after OWNER_LIMIT_S, and no new one begins after ``limit_s`` seconds; owners that were not
+    reached are named, and another owner is first the next time. Call as root.
     """
     deadline, found = time.monotonic() + limit_s, Rescued()
     accounts = {owner: account for owner in sorted(owners) if (account := _account(owner)) is not None}
@@ -87,7 +87,7 @@ def left_alone(names: Mapping[int, Sequence[str]], why: str) -> str:
 
 
 def _account(owner: int) -> pwd.struct_passwd | None:
-    """The account to act as; None for root, and for those that people do not log in to: what would they train?"""
+    """The account to act as; None for root, and for accounts without a login shell."""
     try:
         account = pwd.getpwuid(owner)
     except KeyError:
@@ -128,7 +128,7 @@ def _environment(account: pwd.struct_passwd, root: Path) -> dict[str, str]:
 
 
 def _until_ended(process: subprocess.Popen[bytes], streams: Sequence[IO[bytes]]) -> tuple[bytes, bytes, int | None]:
-    """What it said, within limits, and its exit code; it is killed when it exceeds one of them (None)."""
+    """Its output, within limits, and its exit code; it is killed when it exceeds one of them (None)."""
     deadline, said = time.monotonic() + OWNER_LIMIT_S, [bytearray() for _ in streams]
     with selectors.DefaultSelector() as waiting:
         for number, stream in enumerate(streams):
@@ -137,7 +137,7 @@ def _until_ended(process: subprocess.Popen[bytes], streams: Sequence[IO[bytes]])
         while waiting.get_map() and (left_s := deadline - time.monotonic()) > 0:
             ready = waiting.select(min(DRAIN_S, left_s))
             if not ready and process.poll() is not None:
-                break  # what it left behind holds its pipes
+                break  # a process that it left behind holds its pipes
             for key, _ in ready:
                 if not (part := os.read(key.fd, OUTPUT_LIMIT_BYTES)):
                     waiting.unregister(key.fileobj)

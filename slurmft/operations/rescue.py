@@ -1,4 +1,4 @@
-"""Bringing back a run whose supervisor cannot: what people and cron do from outside its jobs."""
+"""Bringing back a run that has lost its supervisor, by hand or from cron, from outside its jobs."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from slurmft.supervisor.recovery.place_elsewhere import Placement
 
 BEGIN_PATIENCE_S = 60.0
 LIMIT_S = 600.0
-"""How long root's rescue begins with further owners."""
+"""How long root's rescue goes on to start with further owners."""
 
 
 log = logging.getLogger(__name__)
 
 SETTLED_S = 30.0
-"""For so long a job that Slurm does not know counts as one that Slurm does not know yet."""
+"""How long a job that Slurm does not know counts as not listed yet."""
 
 MAX_RESCUES = 3
-"""Times a run that leaves no verdict is submitted again without any progress in between."""
+"""How often a run without a verdict is submitted again without progress in between."""
 
 
 def rescue_below(root: Path, who: str, *, limit_s: float = LIMIT_S) -> Rescued:
@@ -84,9 +84,9 @@ def rescue_one(run: RunFolder, who: str) -> Rescued:
 def rescue(runs: Sequence[RunFolder], who: str) -> list[str]:
     """Bring back those that have lost their supervisor; returns what was done, in words. Asks Slurm once.
 
-    Either a job runs without its batch script, or a run's job is gone although nobody decided that the run ends. What
-    one run's rescue meets is logged, and does not keep the others from theirs. Only a run that is the caller's, and in
-    whose place no other user can put something, is looked at; jobs of other users count as unknown to Slurm.
+    Either a job runs without its batch script, or a run's job is gone although no verdict ended the run. An error of
+    one run's rescue is logged, and does not stop the others. Only a run that is the caller's, and in whose place no
+    other user can put something, is looked at; jobs of other users count as unknown to Slurm.
 
     Raises:
         SlurmUnavailable: Slurm did not answer; nothing was changed.
@@ -113,7 +113,7 @@ def rescue(runs: Sequence[RunFolder], who: str) -> list[str]:
 
 
 def _refuse_unsafe(run: RunFolder) -> None:
-    """Return when what the run folder holds may be executed and followed without a person who looks at it.
+    """Return when the run folder's content may be executed and followed unattended.
 
     Raises:
         StorageError: it may not.
@@ -165,7 +165,7 @@ def _requeue_orphan(run: RunFolder, job: OwnJob, record: JobRecord, who: str) ->
     journal = run.journal()
     claim = run.ending(Attempt(job=job.job_id, restart=restart))
     if not claim.take(who) and not _take_broken(run, claim, who):
-        return f"somebody else is already rescuing job {job}"
+        return f"another process is already rescuing job {job}"
     journal.append(EventName.RESCUING, job=job.job_id, lost_batch_host=record.batch_host, nodes=record.nodes, who=who)
     try:
         # Slurm may have started it once more, and that start was lost before it took the run over
@@ -184,7 +184,7 @@ def _submit_again(run: RunFolder, records: Mapping[OwnJob, JobRecord], jobs: Seq
     if owner is None or not is_unfinished(events, owner.job) or run.see_request("KILL") is not None:
         return None
     mine = next((job for job in reversed(jobs) if job.job_id == owner.job), OwnJob(owner.job))
-    # a later one was to go on with the run, and has never begun: what became of it tells what is wanted
+    # a later job was to continue the run, and has never begun: how it ended decides
     later = jobs[jobs.index(mine) + 1 :] if mine in jobs else []
     newest = later[-1] if later else mine
     if newest in records and records[newest].state == "CANCELLED":  # noted: Slurm forgets it in minutes
@@ -206,9 +206,7 @@ def _submit_again(run: RunFolder, records: Mapping[OwnJob, JobRecord], jobs: Seq
     if not claim.take(who, instead_of=SUPERVISOR if is_known else "") and not _take_broken(run, claim, who):
         return None
     journal = run.journal()
-    journal.append(
-        EventName.RESCUING, job=owner.job, reason="its job is gone and nobody decided that the run ends", who=who
-    )
+    journal.append(EventName.RESCUING, job=owner.job, reason="its job is gone and no verdict ended the run", who=who)
     partition = records[mine].partition if is_known else ""
     try:
         placement = placement_of(run, partition=partition, job=None, history=events)
@@ -228,7 +226,7 @@ def _is_recent(run: RunFolder, owner: Owner) -> bool:
 
 
 def _take_broken(run: RunFolder, claim: EndingClaim, who: str) -> bool:
-    """Take a claim that was settled, and whose promise was not kept: no job of the run is left, and that for long."""
+    """Take over a claim that was settled but not acted on: the run has had no job for long."""
     if claim.outcome() is None:
         return False
     age_s = signs_of_life.seconds_since(run, claim.path)
@@ -266,10 +264,10 @@ def _as_submitted(events: Sequence[Event]) -> dict[str, str]:
 
 
 def is_unfinished(events: Sequence[Event], job: str) -> bool:
-    """Whether the newest attempt, of ``job``, ended without anybody's decision, or was to continue and did not.
+    """Whether the newest attempt, of ``job``, ended without a decision, or was to continue and did not.
 
-    By the order of the lines: the clocks of hosts differ. A person who submits the run again revokes what was decided
-    before; what another attempt decides says nothing about this one.
+    By the order of the lines: the clocks of hosts differ. A user who submits the run again revokes earlier decisions;
+    decisions of another attempt do not matter for this one.
     """
     started = [index for index, event in enumerate(events) if event.event == EventName.ATTEMPT_STARTED]
     if not started or not events[started[-1]].attempt.startswith(f"{job}."):

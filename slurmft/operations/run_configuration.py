@@ -1,7 +1,7 @@
 """The configuration of a run folder, wherever the folder lay when it was written.
 
 A folder that was moved or copied still names its old place. Verbs work on the folder that they were given, so paths
-that lay inside of it are taken to lie in it now; what lies outside may be another run's, and is not changed.
+that lay inside of it are taken to lie in it now; files outside may be another run's, and are not changed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def configuration_of(run: RunFolder) -> RunConfig:
 
 
 def original_of(run: RunFolder) -> Path | None:
-    """The other run folder that this one is a copy of, by its records or its configuration; None when it is no copy.
+    """The other run folder that this one is a copy of, by its records or its configuration; None when it is not a copy.
 
-    A folder that was moved is no copy: nothing lies any more where it names its place.
+    A folder that was moved is not a copy: nothing lies any more where it names its place.
 
     Raises:
         StorageError: its records cannot be read.
@@ -66,7 +66,7 @@ def refuse_shared(run: RunFolder, directory: Path) -> None:
             return
     except ConfigError:
         pass  # where the original keeps its checkpoints is not known: perhaps there
-    copied = "cannot be told from a copy of its original" if original is None else f"is a copy of {original}"
+    copied = "cannot be distinguished from a copy of its original" if original is None else f"is a copy of {original}"
     raise UsageError(
         f"{run.path} {copied}, and {directory}, which both name, is not changed for the copy",
         hint=f"name {original or 'the original'}, or {directory} itself; or set checkpoint.directory of the copy",
@@ -122,7 +122,7 @@ def refuse_moved(run: RunFolder) -> None:
 def refuse_foreign_configuration(path: Path) -> None:
     """Return when ``path`` may be executed: a run folder's own configuration only as the caller's.
 
-    Any other file is the word of the person who named it; this one is named by batch scripts that slurmft wrote, and
+    Any other file was chosen by the user who named it; this one is named by batch scripts that slurmft wrote, and
     may have been replaced since.
 
     Raises:
@@ -133,7 +133,7 @@ def refuse_foreign_configuration(path: Path) -> None:
     try:
         owner = path.stat().st_uid
     except OSError:
-        return  # loading it says what is wrong
+        return  # loading it reports the error
     if owner not in (0, os.getuid()):
         raise UsageError(f"{path} belongs to user id {owner}, not to you, and names the commands that would be run",
                          hint="copy it, or slurmft submit it as a run of your own")  # fmt: skip

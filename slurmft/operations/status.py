@@ -1,4 +1,4 @@
-"""What a run is doing, from its folder and from Slurm: the values behind ``slurmft status`` and ``slurmft explain``.
+"""The state of a run, from its folder and from Slurm: the values behind ``slurmft status`` and ``slurmft explain``.
 
 Files that are damaged, of a newer version or not ours to read make their own run ``damaged``, and hide no other one.
 """
@@ -26,7 +26,7 @@ from slurmft.system.files import MOVE_AWAY
 from slurmft.system.opening import UnsafeFile, check_regular
 
 NEWEST = 5
-"""As many of a run's jobs are asked about."""
+"""The newest jobs of a run that Slurm is asked about."""
 
 TRIES = 3
 """Looks at a run whose jobs change while Slurm is asked."""
@@ -72,11 +72,11 @@ class Story:
 
     events: list[Event]
     unreadable: int
-    """Lines that are no events: torn by a writer that died, or damaged."""
+    """Lines that are not events: torn by a writer that died, or damaged."""
 
 
 def story(run: RunFolder) -> Story:
-    """Everything the journal tells.
+    """All events of the journal.
 
     Raises:
         StorageError: there is no journal, it cannot be read, or a newer slurmft wrote it.
@@ -93,9 +93,9 @@ def story(run: RunFolder) -> Story:
 
 
 def account_of(events: Sequence[Event]) -> list[tuple[str, str]]:
-    """What the newest verdict knows beyond its reason, as names and texts: culprit, suspects, evidence, traceback.
+    """Details of the newest verdict beside its reason, as names and texts: culprit, suspects, evidence, traceback.
 
-    Empty when it blames nobody. The journal may be damaged or of a newer slurmft: what does not fit is left out.
+    Empty when no rank is blamed. The journal may be damaged or of a newer slurmft: what does not fit is left out.
     """
     newest = next((event for event in reversed(events) if event.event == EventName.VERDICT), None)
     if newest is None:
@@ -127,7 +127,7 @@ def _permission_hint(run: RunFolder) -> str:
     try:
         return f"it belongs to {run.path.owner()}"
     except (OSError, KeyError):
-        return "it may belong to somebody else"
+        return "it may belong to another user"
 
 
 def overview(run: RunFolder, records: Mapping[OwnJob, JobRecord] | None) -> Overview:
@@ -178,7 +178,7 @@ def _refuse_odd(path: Path) -> None:
 
 
 def overviews(runs: Sequence[RunFolder]) -> list[Overview]:
-    """All of them with one question to Slurm; a single one that was cancelled also says by whom."""
+    """All of them with one question to Slurm; for a single one that was cancelled also with the user who did it."""
     found = _looked_at(runs, TRIES)
     if len(runs) == 1 and found[0].state == "stopped" and (who := who_cancelled(runs[0])):
         found = [replace(found[0], detail=f"{found[0].detail} by {who}")]
@@ -209,7 +209,7 @@ def _own_jobs(run: RunFolder) -> list[OwnJob]:
     try:
         return [] if run.done() else run.own_jobs(newest=NEWEST)
     except (StorageError, OSError):
-        return []  # _overview_or_damage says what is wrong
+        return []  # _overview_or_damage reports the error
 
 
 def _overview_or_damage(run: RunFolder, records: Mapping[OwnJob, JobRecord] | None) -> Overview:
@@ -268,7 +268,7 @@ def _ended(run: RunFolder) -> tuple[str, str]:
 
 
 def who_cancelled(run: RunFolder) -> str:
-    """Who has cancelled the run's newest job, as far as the accounting tells: a user's name, or empty. One command."""
+    """The user who cancelled the run's newest job, from the accounting; empty where it is not known. One command."""
     jobs = run.own_jobs(newest=1)
     verdicts = [event for event in run.journal().read() if event.event == EventName.VERDICT]
     if not jobs or not verdicts or verdicts[-1].details.get("cause") != Cause.CANCELLED:

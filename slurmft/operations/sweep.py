@@ -1,6 +1,6 @@
-"""One sweep: look at Slurm, at the nodes' results and at the exclusion list; then do what follows, and say so.
+"""One sweep: look at Slurm, at the nodes' results and at the exclusion list; then act on it, and report.
 
-Slurm is asked first. Where it does not answer nothing is changed: its silence is no node's fault.
+Slurm is asked first. Where it does not answer nothing is changed, as no node is at fault then.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXIT_SILENT = SlurmUnavailable.exit_code
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepOrder:
-    """What a sweep works with, and what it may do."""
+    """The inputs of a sweep, and its permissions."""
 
     exclusions: ExclusionList
     rules: Rules
@@ -38,31 +38,31 @@ class SweepOrder:
     """Folder of the nodes' results; None: there are none, and only runs and the list are looked after."""
 
     health_file: Path | None = None
-    """Configuration of the jobs that look at nodes; None: what they find by themselves."""
+    """Configuration of the jobs that check nodes; None: they find it by themselves."""
 
     health: HealthRules = field(default_factory=HealthRules)
     runs: Path | None = None
-    """Where runs lie that may need a rescue; None: nowhere."""
+    """Folder of the runs that may need a rescue; None: no runs."""
 
     who: str
     may_drain: bool = False
-    """Drain and resume, and not only say how."""
+    """Drain and resume nodes; else only print the commands."""
 
     dry_run: bool = False
     """Change nothing."""
 
     visits: Visits = field(default_factory=Visits)
     partition: str = ""
-    """Where the short jobs go that look at idle nodes; the default one when empty."""
+    """Partition of the short jobs that check idle nodes; the default one when empty."""
 
     test_minutes: int = 10
     limit_s: float = 300.0
-    """After so long the whole sweep is ended from outside; a lock older than that is a dead one's."""
+    """After so long the whole sweep is ended from outside; a lock older than that is a dead sweep's."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SweepReport:
-    """What was seen and done."""
+    """The findings and actions of a sweep."""
 
     plan: SweepPlan | None = None
     """None where Slurm did not answer, or the exclusion list cannot be read."""
@@ -75,7 +75,7 @@ class SweepReport:
     """Commands that only an administrator may run, or that ``--drain`` was not given for."""
 
     problems: list[str] = field(default_factory=list)
-    """What could not be looked at or done."""
+    """Looks and actions that failed."""
 
     drained: int = 0
     resumed: int = 0
@@ -88,13 +88,13 @@ class SweepReport:
     """Questions asked of Slurm about the whole cluster."""
 
     silent: str = ""
-    """Slurm's way of not answering; nothing is changed from there on."""
+    """Why Slurm did not answer; nothing is changed from then on."""
 
     took_s: float = 0.0
 
     @property
     def saw_cluster(self) -> bool:
-        """Whether Slurm has told about its nodes, and went on answering."""
+        """Whether Slurm has reported its nodes, and went on answering."""
         return self.plan is not None and not self.silent
 
     @property
@@ -107,7 +107,7 @@ class SweepReport:
 
 
 def sweep(order: SweepOrder) -> SweepReport:
-    """Do one; what single actions meet is in the report.
+    """Run one sweep; errors of single actions are in the report.
 
     Raises:
         StorageUnavailable: another sweep is at work.
@@ -139,7 +139,7 @@ def _look_and_act(order: SweepOrder, report: SweepReport) -> None:
         except StorageError as error:  # of the exclusion list; lost runs need none
             report.problems.append(f"no node is judged: {error.what}")
         _rescue(order, report)
-    except SlurmError as error:  # a refusal of these questions tells as little as silence
+    except SlurmError as error:  # a refusal of these questions says as little as no answer
         report.silent = error.what
         report.problems.append(f"Slurm did not answer, so nothing more is changed: {error.what}")
 
@@ -233,7 +233,7 @@ def _test(order: SweepOrder, plan: SweepPlan, report: SweepReport) -> None:
             raise
         except SlurmError as error:
             report.problems.append(f"no job to look at {node}: {error.what}")
-            return  # what refuses one refuses all
+            return  # an error of one is an error of all
         report.tested += 1
         report.done.append(f"{node} is looked at by job {job}")
 

@@ -1,4 +1,4 @@
-"""A sweep for machines: a file for the textfile collector, and the sign of life of a dead-man switch."""
+"""A sweep's results for monitoring: a file for the textfile collector, and a heartbeat for a dead-man switch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def metrics_text(report: SweepReport) -> str:
-    """The report in the text format of Prometheus, without timestamps. What was not seen is not there."""
+    """The report in the text format of Prometheus, without timestamps. Unknown values are left out."""
     return "".join(
         f"# HELP {name} {about}\n# TYPE {name} gauge\n"
         + "".join(f"{name}{labels} {value:g}\n" for labels, value in values)
@@ -58,7 +58,7 @@ def _metrics(report: SweepReport) -> Iterator[tuple[str, str, list[tuple[str, fl
 
 
 def write_metrics(path: Path, report: SweepReport) -> None:
-    """Replace the file, readable by everybody: the collector is another user.
+    """Replace the file, readable by all: the collector is another user.
 
     Raises:
         OSError: the old one is untouched.

@@ -1,4 +1,4 @@
-"""Finishing, from outside, what somebody began and did not live to finish: a requeue and where it goes."""
+"""Finishes, from outside, a requeue whose process died halfway: the job's excluded nodes and its begin time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TRANSACTION = frozenset({EventName.REQUEUEING, EventName.REQUEUED, EventName.PL
 
 
 def placement_of(run: RunFolder, *, partition: str, job: OwnJob | None, history: Sequence[Event]) -> Placement | None:
-    """Where the run's next placement must not be; None where there is nothing to say."""
+    """Nodes that the run's next placement must avoid; None where there are none."""
     try:
         config = configuration_of(run)
-    except ConfigError:  # it was readable when the run was submitted; what it excludes is in the script
+    except ConfigError:  # it was readable when the run was submitted; its excluded nodes are in the script
         return None
     suspects = sorted(duty_of(history).undecided)
     return next_placement(config, partition=partition, job=job, history=history, suspects=suspects)
@@ -31,7 +31,7 @@ def placement_of(run: RunFolder, *, partition: str, job: OwnJob | None, history:
 def complete(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str | None:
     """Finish the requeue of a waiting job whose supervisor ended in the middle of it; says what was done.
 
-    A job that waits has no process left, so nobody else is in the middle of it. May be done twice.
+    A job that waits has no process left, so no supervisor can be doing the same. May be done twice.
 
     Raises:
         SlurmError: Slurm refused or did not answer.
@@ -43,7 +43,7 @@ def complete(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str | 
         excluded = began.details.get("excluded")
         avoid = None if excluded is None else expand(str(excluded))
         done = queueing.place(job, queueing.SOONEST_S, avoid=avoid)
-        if is_held_by_requeue(record.reason):  # by ``requeue_ended``; what a person holds stays held
+        if is_held_by_requeue(record.reason):  # by ``requeue_ended``; a job that a user holds stays held
             own_jobs.release(job)
         run.journal().append(EventName.REQUEUED, job=record.job_id, who=who, **done.in_words())
         return f"finished the requeue of job {record.job_id}" + (f", which keeps off {excluded}" if excluded else "")

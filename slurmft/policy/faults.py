@@ -1,4 +1,4 @@
-"""The faults that can be injected on purpose, who carries each of them out, and which rank is hit."""
+"""The faults that can be injected on purpose, where each of them is carried out, and which rank is hit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOT_YET = "has not been forked yet"
 
 
 class Fault(StrEnum):
-    """What goes wrong; the words of ``slurmft inject``."""
+    """The kind of fault, as named by ``slurmft inject``."""
 
     KILL = "kill"
     """SIGKILL from outside, as from an operator or the kernel."""
@@ -35,8 +35,8 @@ class Fault(StrEnum):
     """It raises torch's out-of-memory error of a GPU at the next step boundary."""
 
     HOST_OOM = "host-oom"
-    """It raises MemoryError there. The kernel's own kill cannot be had: its words stand in a log that only root writes;
-    ``kill`` looks the same to the worker."""
+    """It raises MemoryError there. The kernel's own kill cannot be injected: its message is in a log that only root
+    writes; ``kill`` looks the same to the worker."""
 
     NAN = "nan"
     """The first module of the next forward pass computes NaN, once; so the loss is NaN."""
@@ -77,7 +77,7 @@ SIMULATED: Mapping[str, Fault] = {"rank_killed": Fault.KILL, "rank_hung": Fault.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """A fault that somebody asks for."""
+    """A request for a fault."""
 
     fault: Fault
     who: str
@@ -104,18 +104,18 @@ def order_of(value: Any) -> Order:
     """An order from plain values.
 
     Raises:
-        ValueError: says what is wrong with it.
+        ValueError: it is invalid; says why.
     """
     if not isinstance(value, Mapping):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     fault, rank, node = value.get("fault"), value.get("rank"), value.get("node", "")
     after_s, who = value.get("after_s", 0.0), value.get("who", "")
     if fault not in tuple(Fault) or fault not in (*BY_SIGNAL, *IN_SESSION):
-        raise ValueError(f"{str(fault)[:40]!r} is no fault of a rank")
+        raise ValueError(f"{str(fault)[:40]!r} is not a fault of a rank")
     if rank is not None and (type(rank) is not int or not 0 <= rank < 2**31):
         raise ValueError(f"rank {str(rank)[:40]!r} is none")
     if not isinstance(node, str) or len(node) > 255 or not isinstance(who, str):
-        raise ValueError("its node or its author is no text")
+        raise ValueError("its node or its author is not a text")
     if type(after_s) not in (int, float) or not math.isfinite(after_s) or not 0 <= after_s <= MAX_AFTER_S:
         raise ValueError(f"after_s={str(after_s)[:40]} is not between 0 and {MAX_AFTER_S:.0f} seconds")
     return Order(fault=Fault(fault), who=who[:200], rank=rank, node=node, after_s=float(after_s))

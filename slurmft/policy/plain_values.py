@@ -1,4 +1,4 @@
-"""What a setting may be, whatever its key: values that can be written down, given to a process, and counted."""
+"""Limits for the values of all settings: values that can be written down, given to a process, and counted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 MAX_VALUES, MAX_DEPTH = 10_000, 20
-"""A file can be short and mean billions of values, by aliases of aliases."""
+"""A short file can expand to billions of values, by aliases of aliases."""
 
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 """Control characters, line separators, and what turns the direction of text."""
@@ -48,7 +48,7 @@ def at_most(limit: float) -> Callable[[Any], Any]:
 
 
 def shown(key: Any) -> str:
-    """A key as one short line, whatever it is."""
+    """A key as one short printable line."""
     text = str(key) if isinstance(key, (str, bool, float)) or key is None else repr(key)[:80]
     return (text if text.isprintable() else repr(text))[:80]
 
@@ -60,7 +60,7 @@ def did_you_mean(key: str, known: Sequence[str]) -> str:
 
 
 def as_text(problems: Sequence[str]) -> str:
-    """The problems, one in a line, as many as somebody will read."""
+    """The problems, one per line, up to a readable number."""
     lines = [f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"]
     lines += [f"  {problem[:MAX_PROBLEM_LENGTH]}" for problem in problems[:MAX_PROBLEMS]]
     if len(problems) > MAX_PROBLEMS:
@@ -69,7 +69,7 @@ def as_text(problems: Sequence[str]) -> str:
 
 
 def unusable(raw: Mapping[str, Any]) -> Iterator[str]:
-    """What no setting can be: no text, nothing to write down, no end.
+    """Values that no setting can have: not text, not storable, or endless.
 
     Raises:
         ValueError: there are too many values to look at.
@@ -85,22 +85,22 @@ def unusable(raw: Mapping[str, Any]) -> Iterator[str]:
             waiting += ((where, each, depth + 1) for each in value)
         elif isinstance(value, str):
             if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
-                yield f"{where or 'a key'}: {value[:40]!r} holds a character that is no text"
+                yield f"{where or 'a key'}: {value[:40]!r} holds a character that is not text"
             elif CONTROL.search(value) and not _FREE_TEXT & set(where.split(".")):
                 yield f"{where or 'a key'}: {value[:40]!r} holds a line break or control character"
         elif not isinstance(value, (bool, int, float, type(None))) and not hasattr(value, "__fspath__"):
-            yield f"{where or 'a key'}: a {type(value).__name__} is no setting; put it in quotes"
+            yield f"{where or 'a key'}: a {type(value).__name__} is not a setting; put it in quotes"
 
 
 def usable_path(value: Any) -> Any:
-    """``value``, unless it is a text that no file can have for its path.
+    """``value``, unless it cannot be the path of a file.
 
     Raises:
         ValueError: says why.
     """
     text = str(value)
     if not text.strip():
-        raise ValueError("the path is empty")  # a path of nothing would be the current folder
+        raise ValueError("the path is empty")  # an empty path would be the current folder
     if CONTROL.search(text):
         raise ValueError(f"{text[:80]!r} holds a line break or control character")
     if len(os_bytes := text.encode("utf-8", "surrogateescape")) > MAX_PATH_BYTES:
@@ -111,17 +111,17 @@ def usable_path(value: Any) -> Any:
 
 
 def usable_run_folder(value: Any) -> Any:
-    """``value``, unless it is a path that no run can have.
+    """``value``, unless it cannot be the path of a run folder.
 
     Raises:
         ValueError: says why.
     """
     text = str(value)
     if not text.strip().strip("/"):
-        raise ValueError(_NAME_A_FOLDER)  # a path of nothing would be the current folder
+        raise ValueError(_NAME_A_FOLDER)  # an empty path would be the current folder
     usable_path(value)
     if text.rstrip("/").rpartition("/")[2] == "..":
-        raise ValueError(f"{text!r} ends in .., which is no name for a run; {_NAME_A_FOLDER}")
+        raise ValueError(f"{text!r} ends in .., which cannot be the name of a run; {_NAME_A_FOLDER}")
     if pattern := re.search(r"%[jtAa]", text):
         raise ValueError(f"{text!r} holds {pattern.group()}, which stands for a job's number")
     return value

@@ -1,4 +1,4 @@
-"""Connections that have not proved who they are: how many may wait, and which one goes when there are too many."""
+"""Connections that have not authenticated yet: how many may wait, and which one is closed when there are too many."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ NOT_ANSWERING = (
     "Network is unreachable",
     "Connection reset by peer",
 )
-"""Messages of a client that reached no controller, or not in time, or was told to try again later: nothing is known,
-trying again is safe."""
+"""Messages of a client that reached no controller, or not in time, or were asked to try later: nothing is known, trying
+again is safe."""
 
 _CHANGING_ANSWERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_", "SBATCH_", "SLURM_CLUSTERS")
 """Beginnings of variables that filter or redirect what Slurm's commands answer, also about a job that is named."""

@@ -1,4 +1,4 @@
-"""What the environment says about the job around us, and what must not leak from it into another job."""
+"""The job around us as the environment describes it, and the variables that must not leak into another job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SlurmJob:
     node_count: int
     partition: str
     identity: JobIdentity = NOTHING_KNOWN
-    """What the environment says of who the job is."""
+    """The job's identity as far as the environment shows it."""
 
 
 def current_job(environment: Mapping[str, str]) -> SlurmJob | None:
@@ -53,6 +53,6 @@ def current_job(environment: Mapping[str, str]) -> SlurmJob | None:
 def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment for a job that is submitted from inside a job: without what describes the parent.
 
-    Slurm exports all of it otherwise, and the child believes in its parent's restart count and node list.
+    Slurm exports all of it otherwise, and the child would take over its parent's restart count and node list.
     """
     return {name: value for name, value in environment.items() if name in _KEPT or not name.startswith(_LEAKING)}

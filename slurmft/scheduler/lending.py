@@ -23,7 +23,7 @@ _NOT_TAKEN = frozenset({"requeue", "no_kill", "srun_args", "job_name", "output",
 def lending_command(
     config: RunConfig, run: RunFolder, *, nodes: int, options: Mapping[str, Any], avoid: frozenset[str]
 ) -> list[str]:
-    """The sbatch that submits it: the run's own options, then the ones given, which beat them."""
+    """The sbatch that submits it: the run's own options, then the ones given, which override them."""
     section = config.slurm.model_dump(exclude_none=True, exclude=set(_NOT_TAKEN))
     chosen: dict[str, Any] = {key.replace("_", "-"): value for key, value in section.items()}
     chosen |= {

@@ -92,12 +92,12 @@ def resume(seen: NodeFact) -> str:
 
 
 def drain_command(node: str, reason: str) -> str:
-    """What an administrator types to drain it."""
+    """The administrator's command that drains it."""
     return shlex.join(["scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={reason}"])
 
 
 def resume_command(node: str) -> str:
-    """What an administrator types to resume it."""
+    """The administrator's command that resumes it."""
     return shlex.join(["scontrol", "update", f"NodeName={node}", "State=RESUME"])
 
 
@@ -125,7 +125,7 @@ def parse_under_test(text: str) -> frozenset[str]:
 
 
 def probe_argv(node: str, probe: Sequence[str], partition: str, minutes: int) -> list[str]:
-    """What submits a short look at one node: alone on it, never twice, out of the way of everybody else."""
+    """The command that submits a short look at one node: alone on it, never twice, at the lowest priority."""
     options = [f"--nodelist={node}", "--nodes=1", "--exclusive", f"--time={minutes}", f"--job-name={PROBE_NAME}",
                "--no-requeue", "--nice=10000", "--output=/dev/null", f"--deadline=now+{2 * minutes + 10}minutes",
                f"--wrap={shlex.join(probe)}"]  # fmt: skip

@@ -116,7 +116,7 @@ def expand(text: str) -> list[str]:
     """The nodes of a hostlist such as ``gpu[01-03,7],login``, each once, in order; zero padding kept.
 
     Raises:
-        ValueError: it is no hostlist, or has more nodes than any cluster.
+        ValueError: it is not a hostlist, or has more nodes than any cluster.
     """
     for ranges in re.findall(r"\[([^\[\]]*)\]", text):
         if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", ranges, re.ASCII):

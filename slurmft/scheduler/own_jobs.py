@@ -1,7 +1,7 @@
-"""A run's jobs as Slurm has them now: what has the id of one, and is another job, is none of them.
+"""A run's jobs as Slurm has them now; another job that has got the id of one is recognized.
 
-Job ids are used again. So nothing that Slurm says of an id is believed, and nothing is done to it, before it was
-compared with what the run knows of its job. One that is not the run's counts as gone.
+Job ids are reused. So the answer to an id is compared with what the run recorded of its job before it is believed or
+acted on. A job that is not the run's counts as gone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ UNKNOWN_ID = "Invalid job id specified"
 
 
 class ForeignJob(SlurmError):
-    """What has the id is not the run's job: that one is gone."""
+    """The job with this id is not the run's; the run's job is gone."""
 
 
 def find(jobs: Sequence[OwnJob], *, patience_s: float = 5.0) -> dict[OwnJob, JobRecord]:
@@ -186,7 +186,7 @@ def restarts(job: OwnJob) -> int:
 
 
 def why_ending(text: str, restart: int) -> JobEnding:
-    """``parse_ending``, which has to know the grace when a person may have cancelled a job that is being preempted."""
+    """``parse_ending``, which has to know the grace when a user may have cancelled a job that is being preempted."""
     found = parse_ending(text, restart)
     if found is not JobEnding.PREEMPTED:
         return found
@@ -213,13 +213,13 @@ def named_nodes(job: OwnJob) -> NamedNodes:
     """Nodes that the job will not be placed on, and those that it asks for.
 
     Raises:
-        SlurmError: Slurm refused, did not answer, or told something that cannot be read.
+        SlurmError: Slurm refused, did not answer, or its answer cannot be parsed.
     """
     return parse_named(show(job, patience_s=5.0))
 
 
 def cancelled_by(job: OwnJob) -> int | None:
-    """User id of whoever cancelled the job, from the accounting; None where that does not tell or does not exist."""
+    """Id of the user who cancelled the job, from the accounting; None where it is not recorded there."""
     argv = ["sacct", "-X", "-D", "-P", "-n", "-o", "UID,Submit,State,WorkDir,JobName", "-j", job.job_id]
     try:
         text = command.run(argv, timeout_s=5.0, cluster=cluster_to_ask(job))

@@ -1,4 +1,4 @@
-"""Putting a job back into the queue: when it begins, and where not."""
+"""Requeueing a job: its begin time, and its excluded nodes."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from slurmft.scheduler.slurm import PATIENCE_S
 
 SOONEST_S = 2
 """Begin time of a job that is started anew from outside. slurmd refuses one that starts within a second of its last
-end ("Job credential revoked"), and the job fails for good: that is what Slurm's own 121 s are there to prevent."""
+end ("Job credential revoked"), and the job fails for good: Slurm's own 121 s are there to prevent that."""
 
 REQUEUE_PAUSE_S = 0.5
 SILENT_S = 8.0
 COMPLETION_RETRY_S = 62
-"""A controller that was away has not heard that the steps have ended: slurmd tells it again after 60 s. Until then the
-job is COMPLETING, and a begin time before that would fall back to Slurm's 121 s."""
+"""A controller that was away has not heard that the steps have ended: slurmd reports it again after 60 s. Until then
+the job is COMPLETING, and a begin time before that would fall back to Slurm's 121 s."""
 
 SLOWNESS = 10
-"""How many times as long as Slurm took for the requeue itself a job has at least until it begins: what is slow to
-answer is slow to end a job, too, and a begin time that passes before that falls back to Slurm's 121 s."""
+"""A job's begin time is at least so many times the duration of the requeue call itself: a slow controller is slow to
+end a job, too, and a begin time that passes before that falls back to Slurm's 121 s."""
 
 AHEAD_EVERY_S = 0.5
 """A process that ends in order is gone before the first time."""
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class JobCancelled(SlurmError):
-    """Somebody has cancelled the job."""
+    """The job was cancelled."""
 
 
 class RequeueDisabled(SlurmError):
@@ -50,7 +50,7 @@ class RequeueDisabled(SlurmError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requeued:
-    """What became of a requeue's wishes. The job is in the queue in any case."""
+    """Which options of a requeue were applied. The job is in the queue in any case."""
 
     on_time: bool
     """The begin time could be set; if not, the job waits Slurm's own 121 s."""
@@ -62,10 +62,10 @@ class Requeued:
     """Seconds, from the moment at which it was set."""
 
     refusal: str = ""
-    """Slurm's words where something could not be set."""
+    """Slurm's message where an option could not be set."""
 
     def in_words(self) -> dict[str, Any]:
-        """What the journal says of it."""
+        """The details for the journal."""
         facts: dict[str, Any] = {"delay_s": self.delay_s if self.on_time else "Slurm's own, about 121"}
         if not self.avoiding:
             facts["excluded_refused"] = self.refusal
@@ -78,7 +78,7 @@ def requeue(
 ) -> Requeued:  # fmt: skip
     """Put a job back into the queue, to begin ``delay_s`` seconds from now instead of Slurm's 121, elsewhere if asked.
 
-    Where Slurm is slow it begins later: ``SLOWNESS``.
+    Where Slurm is slow it begins later (``SLOWNESS``).
 
     The begin time must lie in the future when the job's last process and epilog are gone; else Slurm adds its own
     wait (``slurmctld/job_mgr.c``, batch_requeue_fini). Called from inside the job, the requeue ends the caller: call it
@@ -90,7 +90,7 @@ def requeue(
         nodes: size, or range of sizes, that the job gets back after it was shrunk.
 
     Raises:
-        JobCancelled: somebody has cancelled the job; a requeue would bring it back to life.
+        JobCancelled: the job was cancelled; a requeue would bring it back to life.
         ForeignJob: another job has its number now.
         RequeueDisabled: requeueing is off for this job and could not be switched on.
         SlurmUnavailable: Slurm did not answer for ``patience_s`` seconds.
@@ -115,7 +115,7 @@ def place(
     job: OwnJob, delay_s: int, *, avoid: Collection[str] | None, nodes: int | str | None = None,
     patience_s: float = PATIENCE_S,
 ) -> Requeued:  # fmt: skip
-    """Say when, and on which nodes not, a pending or completing job begins; all in one update, or what Slurm takes.
+    """Set the begin time and excluded nodes of a pending or completing job; in one update, or what Slurm accepts.
 
     One unknown name among ``avoid`` makes Slurm refuse all of them: then the job keeps those it had, and the begin time
     is set by itself.
@@ -140,7 +140,7 @@ def place(
 def keep_ahead(job: OwnJob, placed: Requeued) -> None:
     """Keep the begin time in the future for as long as this process lives: it is set anew every half second.
 
-    What is written between the requeue and the end of the process may take longer than the delay, on a disk that is
+    Writes between the requeue and the end of the process may take longer than the delay, on a disk that is
     slow; the job is COMPLETING until then. A second is added, as the process may end just before the next time.
     """
     if not placed.on_time:
@@ -220,7 +220,7 @@ def _requeue_only(job: OwnJob, restart: int, patience_s: float) -> None:
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            # asked anew before every try: a person may have lost patience with a Slurm that did not answer
+            # checked before every try: the user may have cancelled the job while Slurm did not answer
             found = _ending_now(job, restart)
             if found is JobEnding.CANCELLED:
                 raise JobCancelled(f"job {job} was cancelled")
@@ -245,7 +245,7 @@ def _ending_now(job: OwnJob, restart: int) -> JobEnding:
         text = command.run(argv, cluster=cluster_to_ask(job))
     except SlurmUnavailable:
         raise
-    except SlurmError:  # what there is to say of this job, the requeue will be told
+    except SlurmError:  # the requeue will meet the same error
         return JobEnding.NOT_ENDING
     refuse_another(job, text)
     return why_ending(text, restart)

@@ -1,4 +1,4 @@
-"""Disturbing a job of one's own on purpose: the signal of a preemption, or a preemption."""
+"""Disturbing an own job on purpose: the signal of a preemption, or a preemption."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slurmft.scheduler.own_jobs import cluster_to_ask, show
 
 
 def signal_argv(job_id: str) -> list[str]:
-    """What sends SIGTERM to the processes of the job's steps."""
+    """The command that sends SIGTERM to the processes of the job's steps."""
     return ["scancel", "--signal=TERM", job_id]
 
 
@@ -25,7 +25,7 @@ def signal_job(job: OwnJob) -> None:
 
 
 def preempt_argv(nodes: str, partition: str) -> list[str]:
-    """What submits a job of one second that wants just these nodes (a hostlist), whole."""
+    """The command that submits a job of one second for just these nodes (a hostlist), exclusively."""
     return ["sbatch", "--parsable", f"--partition={partition}", f"--nodelist={nodes}", "--exclusive", "--time=1",
             "--job-name=slurmft-drill-preemptor", "--output=/dev/null", "--no-requeue", "--wrap=sleep 1"]  # fmt: skip
 

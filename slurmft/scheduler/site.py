@@ -1,4 +1,4 @@
-"""What a site promises its jobs, read from what ``scontrol`` printed: partitions, preemption, Slurm's clock. Pure."""
+"""A site's settings, parsed from the output of ``scontrol``: partitions, preemption, Slurm's clock. Pure."""
 
 from __future__ import annotations
 

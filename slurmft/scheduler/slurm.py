@@ -38,8 +38,8 @@ _CONFIGURATIONS = [Path(path) for path in ("/etc/slurm/slurm.conf", "/etc/slurm-
 def available() -> bool:
     """Whether this machine belongs to a cluster: it has Slurm's client commands and a configuration for them.
 
-    Packages alone, such as a test lab installs, are no cluster. A controller that is down is: whoever waits for it does
-    not want to train on the login node instead.
+    Packages alone, such as a test lab installs, are not a cluster. One whose controller is down is: a user who waits
+    for it does not want to train on the login node instead.
     """
     if shutil.which("sbatch") is None or shutil.which("scontrol") is None:
         return False
@@ -52,8 +52,8 @@ def available() -> bool:
 
 
 def configured_cluster(environment: Mapping[str, str]) -> str:
-    """The cluster's name in the configuration file of this machine, without asking anybody; empty where it is not
-    said there: the file may include others, or be served over the network."""
+    """The cluster's name in the configuration file of this machine, without a question to Slurm; empty where it is not
+    set there: the file may include others, or be served over the network."""
     named = environment.get("SLURM_CONF")
     for path in [Path(named)] if named else _CONFIGURATIONS:
         try:
@@ -68,14 +68,14 @@ def configured_cluster(environment: Mapping[str, str]) -> str:
 def jobs(job_ids: Sequence[str], *, patience_s: float = 5.0, cluster: str = "") -> dict[str, JobRecord]:
     """What squeue knows of these ids; one that it has forgotten is absent, which does not mean that it finished.
 
-    Whose jobs they are is not looked at: ``own_jobs`` asks for those of a run.
+    Their owners are not checked: ``own_jobs`` asks for those of a run.
 
     Raises:
         SlurmUnavailable: Slurm did not answer; nothing is known.
     """
     if not job_ids:
         return {}
-    if len(job_ids) > JOBS_AT_ONCE:  # one argument of a command has an end
+    if len(job_ids) > JOBS_AT_ONCE:  # the length of one argument is limited
         return {**jobs(job_ids[:JOBS_AT_ONCE], patience_s=patience_s, cluster=cluster),
                 **jobs(job_ids[JOBS_AT_ONCE:], patience_s=patience_s, cluster=cluster)}  # fmt: skip
     # -a: also those in partitions that are hidden from their own users
@@ -83,14 +83,14 @@ def jobs(job_ids: Sequence[str], *, patience_s: float = 5.0, cluster: str = "") 
     try:
         text = command.run_patiently(argv, patience_s=patience_s, cluster=cluster)
     except SlurmError as error:
-        if "Invalid job id specified" in error.what:  # all of them are forgotten; ": x" would be one that is no id
+        if "Invalid job id specified" in error.what:  # all of them are forgotten; ": x" would be one that is not an id
             return {}
         raise
     return {record.job_id: record for record in parse_jobs(text)}
 
 
 def job(job_id: str, *, patience_s: float = 5.0) -> JobRecord | None:
-    """What has this id, or None when squeue has forgotten it; for a job that was submitted just now.
+    """The job with this id, or None when squeue has forgotten it; for a job that was submitted just now.
 
     Raises:
         SlurmUnavailable: Slurm did not answer; nothing is known.
@@ -99,7 +99,7 @@ def job(job_id: str, *, patience_s: float = 5.0) -> JobRecord | None:
 
 
 def terms(*, timeout_s: float = 3.0) -> Terms:
-    """Slurm's clock, by which a job's times are told, to the second; and its KillWait.
+    """Slurm's clock, to the second, which a job's times refer to; and its KillWait.
 
     Raises:
         SlurmError: Slurm did not answer, or did not say what time it is.
@@ -108,7 +108,7 @@ def terms(*, timeout_s: float = 3.0) -> Terms:
     answer = site(timeout_s=timeout_s)
     if answer.clock is None:
         raise SlurmError("scontrol show config does not say what time it is")
-    # the time was cut to whole seconds, and was told between the two readings
+    # the time was cut to whole seconds, and was taken between the two readings
     clock = SlurmClock(answer.clock + 0.5, (before_s + time.monotonic()) / 2)
     return Terms(clock, KILL_WAIT_S if answer.kill_wait_s is None else answer.kill_wait_s)
 

@@ -1,7 +1,7 @@
 """Building and submitting jobs with submitit: the only home of submitit.
 
 submitit writes the script, calls sbatch (or starts its local controller) and keeps the files. Its own signal handling
-must not own the protocol: its handler saves and requeues inside the handler, and the requeue's own TERM enters it
+must not control the stop: its handler saves and requeues inside the handler, and the requeue's own TERM enters it
 again. So the script runs the supervisor itself, with ``exec``: Slurm's batch step is the supervisor.
 """
 
@@ -129,7 +129,7 @@ def submit_to_slurm(config: RunConfig, run: RunFolder, options: Mapping[str, Any
     """Submit the run; returns the job id and leaves the script at ``run.script`` for successors.
 
     Raises:
-        SlurmError: sbatch refused, with its own words; nothing is left of the attempt.
+        SlurmError: sbatch refused, with its own message; nothing is left of the attempt.
         SlurmUnavailable: Slurm did not answer.
     """
     executor = _slurm_executor(config, run, options, avoid)
@@ -155,7 +155,7 @@ def wished_cluster(options: Mapping[str, Any], environment: Mapping[str, str]) -
     """The cluster that the user names for the job; empty for the one around us.
 
     Raises:
-        UsageError: several are named: whatever is asked of Slurm later must be asked of one.
+        UsageError: several are named: later commands must go to a single cluster.
     """
     named = options.get("clusters") or environment.get("SBATCH_CLUSTERS") or environment.get("SLURM_CLUSTERS") or ""
     if "," in str(named) or str(named).lower() == "all":
@@ -166,14 +166,14 @@ def wished_cluster(options: Mapping[str, Any], environment: Mapping[str, str]) -
 
 
 def look_at_submitted(job_id: str, cluster: str) -> JobIdentity:
-    """What tells the job that was just submitted from others that have its number later.
+    """What distinguishes the job that was just submitted from later ones with its number.
 
-    Warns when Slurm took the job and says at once that it cannot start.
+    Warns when Slurm accepted the job and reports at once that it cannot start.
     """
     job = OwnJob(job_id, JobIdentity(user=os.getuid(), cluster=cluster or own_jobs.local_cluster()))
     try:
         record = own_jobs.find_one(job, patience_s=0.0)
-    except SlurmError:  # one quick look; ``slurmft status`` says the same later, and the job itself tells who it is
+    except SlurmError:  # one quick look; ``slurmft status`` says the same later, and the job records its own identity
         return job.known
     if record is None:
         return job.known
@@ -237,7 +237,7 @@ def _sbatch_parameters(
     if config.survives_nodes:
         parameters["no-kill"] = True
     if config.nodes_range:
-        parameters["nodes"] = config.nodes_range  # beats the executor's
+        parameters["nodes"] = config.nodes_range  # overrides the executor's
     parameters |= options
     for name, value in parameters.items():
         _refuse_control_characters(name, str(value))
@@ -303,7 +303,7 @@ def _without(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _output_to(path: Path) -> Iterator[None]:
-    """Children started inside hold on to ``path``, not to our terminal or to a pipe that somebody reads us through."""
+    """Children started inside hold on to ``path``, not to our terminal or to a pipe that our output is read from."""
     saved = [os.dup(descriptor) for descriptor in range(3)]
     nothing = os.open(os.devnull, os.O_RDONLY)
     try:

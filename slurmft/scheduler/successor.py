@@ -45,7 +45,7 @@ def submit_successor(
     worse than none: each further try looks for the job of an earlier one first; the first as well when ``tried``.
 
     Args:
-        known: jobs of the run that are no successor of this one.
+        known: jobs of the run that are not successors of this one.
 
     Raises:
         SlurmError: Slurm refused, or did not answer for ``patience_s`` seconds.
@@ -57,7 +57,7 @@ def submit_successor(
                 return found
             tried = True
             argv = successor_command(script, after=after, options=options)
-            if _is_gone(after):  # what has its number now may go on for weeks
+            if _is_gone(after):  # another job that has its number now may run for weeks
                 argv = [word for word in argv if not word.startswith("--dependency=")]
             return _sbatch(argv, environment, Path.cwd())
         except SlurmUnavailable:
@@ -121,7 +121,7 @@ def _earlier_try(script: Path, known: Sequence[OwnJob]) -> str | None:
 
 
 def _is_of(record: JobRecord, job: OwnJob) -> bool:
-    # a job that was never seen is told by its script alone
+    # a job that was never seen is recognized by its script alone
     seen = bool(job.known.submitted) and not set(job.known.submitted) & set(record.identity.submitted)
     return record.job_id == job.job_id and is_same_job(job.known, record.identity) is not False and not seen
 

@@ -1,4 +1,4 @@
-"""What a worker leaves in its attempt's folder for the supervisor, beside logs and errors. Facts, never commands."""
+"""Facts that a worker leaves in its attempt's folder for the supervisor, beside logs and errors. Never commands."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ RESUMING_FILE = "resuming.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedBatches:
-    """The micro-batches that a trainer asked for, and in how many pieces it was told to compute them."""
+    """The micro-batches that a trainer asked for, and the number of pieces in which it had to compute them."""
 
     asked: tuple[int, ...]
     divisor: int
 
 
 def note_batches(folder: Path, asked: Collection[int], divisor: int) -> None:
-    """Leave it; a folder that cannot take it is not worth an attempt."""
+    """Leave it; a folder that cannot take it does not end the attempt."""
     with contextlib.suppress(OSError):
         write_json(folder / BATCH_FILE, {"asked": sorted(asked), "divisor": divisor}, durable=False)
 
 
 def noted_batches(folder: Path) -> AskedBatches | None:
-    """What was left; None where nothing was that can be believed."""
+    """The facts that were left; None where there are none that can be believed."""
     with contextlib.suppress(StorageError):
         value = read_json(folder / BATCH_FILE) or {}
         asked, divisor = value.get("asked"), value.get("divisor")
@@ -54,7 +54,7 @@ def noted_resuming(folder: Path) -> str | None:
 
 
 def noted_source(folder: Path) -> str:
-    """Where the attempt's state was read from, in words; empty where nothing was, or nobody has said."""
+    """Where the attempt's state was read from, in words; empty where nothing was read, or that is unknown."""
     with contextlib.suppress(StorageError):
         source = (read_json(folder / RESUMING_FILE) or {}).get("source")
         if isinstance(source, str):

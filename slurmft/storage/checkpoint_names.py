@@ -35,7 +35,7 @@ _NAME = re.compile(r"step-(\d{8,15})\.g(\d{1,15})\.c(\d{1,15})", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a checkpoint's folder name says; three integers, so that ranks can exchange it as a tensor."""
+    """The content of a checkpoint's folder name; three integers, so that ranks can exchange it as a tensor."""
 
     step: int
     generation: int
@@ -70,7 +70,7 @@ def _place(one: Identity) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quarantine:
-    """Why no run begins with a checkpoint any more."""
+    """Why runs do not begin with a checkpoint any more."""
 
     reason: str
     from_scratch: bool = False
@@ -89,7 +89,7 @@ def write_quarantine(checkpoint: Path, quarantine: Quarantine) -> None:
 
 
 def read_quarantine(checkpoint: Path) -> Quarantine | None:
-    """The mark; None where there is none. One that cannot be read counts: whoever wrote it knew why."""
+    """The mark; None where there is none. An unreadable one counts as a mark."""
     try:
         value = read_json(checkpoint / QUARANTINE)
     except StorageError as error:
@@ -105,7 +105,7 @@ class Names:
 
     believed: list[Identity]
     damaged: list[tuple[Identity, str]]
-    """Those that cannot be a save's, whatever is in them, with the reason."""
+    """Those that cannot be a save's, independent of their content, with the reason."""
     foreign: list[tuple[Identity, str]]
     """Those of users who are not trusted there, with the reason."""
 
@@ -126,7 +126,7 @@ def names_in(directory: Path) -> Names:
     for identity, child in sorted(named, key=lambda one: _place(one[0]), reverse=True):
         try:
             found = {child.stat(follow_symlinks=False).st_uid}
-            if found <= owners:  # what another user's link leads to is not even looked at
+            if found <= owners:  # the target of another user's link is not even looked at
                 status = child.stat()
                 if not stat.S_ISDIR(status.st_mode):
                     continue

@@ -1,4 +1,4 @@
-"""Who acts on the end of an attempt: supervisor, its guardian and cron may all try (design, ordering rule 2)."""
+"""The claim to act on the end of an attempt: supervisor, guardian and cron may all try (design, ordering rule 2)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from slurmft.system import processes
 from slurmft.system.files import read_json
 
 SUPERVISOR = "supervisor on "
-"""Begins the name of an actor who lives in the job itself, and so ends with it."""
+"""Prefix of the name of an actor inside the job, which ends with the job."""
 
 CLAIM_LEASE_S = 180.0
-"""A claim without an outcome that is older belongs to somebody who died on another host."""
+"""An older claim without an outcome belongs to a process that died on another host."""
 
 
 class EndingClaim:
@@ -30,11 +30,11 @@ class EndingClaim:
         self.path, self._lock = path, lock
 
     def take(self, actor: str, *, instead_of: str = "") -> bool:
-        """Whether the caller is the one who acts.
+        """Whether the caller has the right to act.
 
         Args:
-            instead_of: beginning of the name of an actor who is known to be gone; a claim of that one's that has no
-                outcome counts for nothing.
+            instead_of: beginning of the name of an actor that is known to be gone; its claim without an outcome is
+                void.
 
         Raises:
             StorageError: the run folder cannot be read or written.
@@ -50,7 +50,7 @@ class EndingClaim:
             return True
 
     def outcome(self) -> str | None:
-        """What came of it; None while nobody has settled it.
+        """The outcome; None while it is not settled.
 
         Raises:
             StorageError: the run folder cannot be read.
@@ -58,7 +58,7 @@ class EndingClaim:
         return (read_json(self.path) or {}).get("outcome")
 
     def settle(self, outcome: str) -> None:
-        """It has been acted on; nobody will again.
+        """Mark it as acted on, for good.
 
         Raises:
             StorageError: the run folder cannot be read or written.
@@ -66,7 +66,7 @@ class EndingClaim:
         write_state(self.path, {**(read_json(self.path) or {}), "outcome": outcome})
 
     def give_back(self) -> None:
-        """Acting failed, or what was settled did not happen; somebody else may try."""
+        """Acting failed, or the settled action did not happen; another process may try."""
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
 

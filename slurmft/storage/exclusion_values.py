@@ -1,6 +1,6 @@
-"""What may stand in an exclusion list: values of the right kind, in bounds, of something that can be a node.
+"""Valid content of an exclusion list: values of the right kind, in bounds, with possible names of nodes.
 
-A list is shared, and whoever can write it can write anything into it with a right checksum.
+A list is shared, and any user who can write it can write anything into it with a valid checksum.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slurmft.policy.nodes.suspicion import MAX_WEIGHT, ManualEntry, Observation
 
 MAX_TEXT = 1000
 MAX_TIME_S = 1e12
-"""Unix time beyond which no clock is: the year 33,658."""
+"""Unix time beyond any clock: the year 33,658."""
 
 _KINDS: dict[str, Kind] = {kind.value: kind for kind in Kind}
 _COLUMN_TYPES = tuple(
@@ -30,10 +30,10 @@ def rows(values: Any) -> list[Observation]:
     """Rows as values; columns are looked at as a whole, since there may be very many.
 
     Raises:
-        ValueError: one of them is no observation.
+        ValueError: one of them is not an observation.
     """
     if type(values) is not list:
-        raise ValueError("the observations are no list")
+        raise ValueError("the observations are not a list")
     if not values:
         return []
     try:
@@ -47,13 +47,13 @@ def rows(values: Any) -> list[Observation]:
     except TypeError:
         sound = False
     if not sound:
-        raise ValueError("a row is no observation")
+        raise ValueError("a row is not an observation")
     kinds = (_KINDS.get(kind, kind) for kind in columns[0])  # those of a newer slurmft are kept as they are
     return list(map(Observation._make, zip(kinds, *columns[1:], strict=True)))
 
 
 def sound_rows(values: Any) -> list[Observation]:
-    """Those of the rows that are observations."""
+    """The rows that are valid observations."""
     found = []
     for value in values if type(values) is list else []:
         try:
@@ -69,7 +69,7 @@ def is_node(name: str) -> bool:
 
 
 def entries(values: Any) -> tuple[list[ManualEntry], bool]:
-    """The exclusions by hand as they are stored, and whether all of them are some."""
+    """The exclusions by hand as they are stored, and whether all of them are valid."""
     found = []
     for value in values if type(values) is list else []:
         with contextlib.suppress(KeyError, TypeError, StorageError):
@@ -82,10 +82,10 @@ def checked(observation: Observation, now: float) -> Observation:
     """As it is stored: finite, not from the future, no longer than it may be.
 
     Raises:
-        StorageError: its weight or time is no number, or it has no id.
+        StorageError: its weight or time is not a number, or it has no id.
     """
     if not _is_time(observation.at) or not -float("inf") < observation.weight < float("inf"):
-        raise StorageError(f"an observation of {observation.node[:80]!r} has a weight or time that is no number")
+        raise StorageError(f"an observation of {observation.node[:80]!r} has a weight or time that is not a number")
     if not observation.node or not observation.id:
         raise StorageError("an observation names no node, or has no id")
     weight = max(-MAX_WEIGHT, min(MAX_WEIGHT, float(observation.weight)))
@@ -103,9 +103,9 @@ def checked_entry(entry: ManualEntry) -> ManualEntry:
     if type(entry.node) is not str or not is_node(entry.node):
         raise StorageError("an exclusion by hand names no node")
     if not _is_time(entry.at) or not (entry.until is None or _is_time(entry.until)):
-        raise StorageError(f"the exclusion of {entry.node[:80]!r} has a time that is no number")
+        raise StorageError(f"the exclusion of {entry.node[:80]!r} has a time that is not a number")
     if type(entry.reason) is not str or type(entry.who) is not str:
-        raise StorageError(f"the exclusion of {entry.node[:80]!r} has a reason or author that is no text")
+        raise StorageError(f"the exclusion of {entry.node[:80]!r} has a reason or author that is not a text")
     return replace(entry, reason=entry.reason[:MAX_TEXT])
 
 

@@ -1,8 +1,8 @@
 """The exclusion list of a cluster and user, or group: one versioned file that any number of processes add to.
 
-Whoever adds observations waits for nobody: they go into a small file of their own in the folder ``<list>.new``, and are
-part of the list from then on. Who finds many of those there, or has another change to make, merges them into the list
-under a lock. Readers take both, the small files first: what has left them meanwhile is in the list already.
+Adding observations waits for no lock: they go into a small file of their own in the folder ``<list>.new``, and are part
+of the list from then on. A process that finds many of those there, or makes another change, merges them into the list
+under a lock. Readers take both, the small files first: observations merged meanwhile are in the list already.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from slurmft.system.opening import LOG_LIMIT_BYTES, UnsafeFile, read_bytes, trus
 
 LOCK_TIMEOUT_S = 20.0
 MERGE_FROM = 16
-"""Small files from which on whoever adds one tries to merge them."""
+"""Number of small files from which on each writer of one tries to merge them."""
 
 TIDY_FROM = 5000
 """Observations from which on ``tidy`` looks for those that have faded."""
 
 LEFT_OVER_S = 86_400.0
-"""Age from which on ``gc`` removes what a writer that was killed has left, and small files that cannot be read."""
+"""Age from which on ``gc`` removes files of killed writers, and small files that cannot be read."""
 
 MAX_REVISION = 10**15
 
 log = logging.getLogger(__name__)
-_HINT = "move it away and run again; what it excluded will then be used again"
+_HINT = "move it away and run again; nodes that it excluded will then be used again"
 
 
 _Change = Callable[[list[Observation], list[ManualEntry]], None]
-"""Changes what a list holds, in place."""
+"""Changes the content of a list, in place."""
 
 
 class Exclusions:
-    """What a list held when it was read. Observations are taken apart when they are asked for.
+    """The content of a list when it was read. Observations are parsed on demand.
 
-    What is damaged is left out, and ``damage`` says so: a list that cannot be believed is worth no run.
+    Damaged parts are left out and named by ``damage``: a damaged list must not stop a run.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class Exclusions:
 
     @property
     def damage(self) -> str:
-        """What is wrong with the list, where, and what becomes of it, as one sentence; empty where nothing is."""
+        """The damage of the list, where, and its consequence, as one sentence; empty where there is none."""
         _ = self.observations
         return self._damage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Swept:
-    """What ``gc`` removed, and what is left."""
+    """Counts of what ``gc`` removed and kept."""
 
     observations: int
     manual: int
@@ -94,9 +94,9 @@ class Swept:
 class ExclusionList:
     """One shared list. Creating the object changes nothing on disk.
 
-    Guarantees: what ``observe``, ``exclude`` and ``remove`` have returned from is on disk and stays in the list,
-    however many do it at once and whoever is killed meanwhile; readers see each change whole. A list that is not there
-    is empty.
+    Guarantees: when ``observe``, ``exclude`` and ``remove`` return, their change is on disk and stays in the list, with
+    any number of concurrent writers, of which some may be killed; readers see each change whole. A missing list is
+    empty.
     """
 
     def __init__(
@@ -114,22 +114,22 @@ class ExclusionList:
 
         Raises:
             NewerFormat: a newer slurmft wrote it.
-            StorageError: it cannot be read, or is no file.
+            StorageError: it cannot be read, or is not a file.
         """
         found = [observation for _, observations in self._read_new() for observation in observations]
         return self._read_list(found)
 
     def observe(self, observations: Iterable[Observation]) -> None:
-        """Add observations; those with an id that is there already change nothing. Waits for nobody.
+        """Add observations; those with an id that is there already change nothing. Does not wait for a lock.
 
         Raises:
             StorageUnavailable: no space, read-only, and the like.
-            StorageError: it cannot be written, or a weight or time is no number.
+            StorageError: it cannot be written, or a weight or time is not a number.
         """
         now = self._clock()
         added = [values.checked(each, now) for each in observations if each.id not in self._handed_in]
         for stranger in {each.node for each in added if not values.is_node(each.node)}:
-            log.warning("%s cannot be the name of a node; what was seen of it is not kept", ascii(stranger[:80]))
+            log.warning("%s cannot be the name of a node; observations of it are not kept", ascii(stranger[:80]))
         added = [each for each in added if values.is_node(each.node)]
         if not added:
             return
@@ -157,7 +157,7 @@ class ExclusionList:
         self._change(change)
 
     def remove(self, nodes: str | Sequence[str], who: str) -> list[str]:
-        """Lift whatever is held against these nodes until now; returns those of them that anything was known of.
+        """Clear all earlier observations of these nodes; returns those of them that had any.
 
         Raises:
             StorageError: as ``exclude``.
@@ -185,7 +185,7 @@ class ExclusionList:
         return sorted(lifted)
 
     def gc(self, now: float, rules: Rules) -> Swept:
-        """Forget what has faded or expired; no node's standing changes.
+        """Remove faded and expired entries; no node's standing changes.
 
         Raises:
             StorageError: as ``exclude``.
@@ -210,7 +210,7 @@ class ExclusionList:
         )
 
     def tidy(self, found: Exclusions, now: float, rules: Rules) -> None:
-        """``gc`` when it has become long, and nobody else writes. For those who pass by: never waits, never raises."""
+        """``gc`` when it has become long, and no other process writes. Never waits, never raises."""
         if len(found.observations) < TIDY_FROM:
             return
 
@@ -266,11 +266,11 @@ class ExclusionList:
             raise StorageError(f"cannot read {self.path}: it {error.strerror}", hint=_HINT) from error
         except OSError as error:
             raise translated(f"cannot read {self.path}", error) from error
-        # two lines of head, then a line for each observation: what is not needed is not taken apart, nor copied
+        # two lines of head, then a line for each observation: lines are parsed and copied only on demand
         match = re.match(rb'\{"format": (\d{1,9}), "crc": (\d{1,10}),\n', content)
         if match is None or int(match[1]) > FORMAT:
             self._refuse_newer(content, int(match[1]) if match is not None else None)
-            return Exclusions(found, damage=self._damage("it is no exclusion list, or torn"))
+            return Exclusions(found, damage=self._damage("it is not an exclusion list, or torn"))
         if zlib.crc32(memoryview(content)[match.end() :]) != int(match[2]):
             return Exclusions(found, damage=self._damage("its checksum is wrong"))
         try:
@@ -279,13 +279,13 @@ class ExclusionList:
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             return Exclusions(found, damage=self._damage("it has no head"))
         manual, whole = values.entries(entries)
-        damage = "" if whole else self._damage("an exclusion by hand is none")
+        damage = "" if whole else self._damage("an exclusion by hand is invalid")
         if type(revision) is not int or not 0 <= revision < MAX_REVISION:
-            revision, damage = 0, self._damage("its revision is no number")
+            revision, damage = 0, self._damage("its revision is not a number")
         return Exclusions(found, manual, revision, stored=lambda: self._stored(content), damage=damage)
 
     def _stored(self, content: bytes) -> tuple[list[Observation], str]:
-        """The observations in the list, and what is wrong with it."""
+        """The observations in the list, and its damage."""
         try:
             rows = json.loads(content)["observations"]
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
@@ -293,13 +293,13 @@ class ExclusionList:
         try:
             return values.rows(rows), ""
         except ValueError:
-            return values.sound_rows(rows), self._damage("a row is no observation")
+            return values.sound_rows(rows), self._damage("a row is not an observation")
 
     def _damage(self, why: str) -> str:
         return f"{self.path} is damaged: {why}; what cannot be believed is ignored, and set aside at the next change"
 
     def _set_aside(self, damage: str) -> None:
-        """Keep what is about to be replaced."""
+        """Keep a copy of the file that is about to be replaced."""
         aside = self.path.with_name(f"{self.path.name}.damaged-{time.time_ns()}")
         with writing(aside):
             try:
@@ -323,7 +323,7 @@ class ExclusionList:
             self._merge(lock, change)
 
     def _merge_if_nobody_does(self, change: _Change = lambda *_: None) -> None:
-        """What has to be on disk is there already: a list that cannot be written is somebody else's problem."""
+        """The observations are on disk already: a list that cannot be written does not matter here."""
         lock = self._lock()
         try:
             if not lock.try_acquire():
@@ -345,7 +345,7 @@ class ExclusionList:
         rest = f'"revision": {found.revision + 1}, "manual": {entries}, "observations": [\n{_rows(observations)}\n]}}\n'
         text = f'{{"format": {FORMAT}, "crc": {zlib.crc32(rest.encode())},\n{rest}'
         if not lock.is_ours():
-            raise StorageUnavailable(f"{lock.path} was taken from us: this process stood still for too long")
+            raise StorageUnavailable(f"{lock.path} was taken from us: this process was stopped for too long")
         if found.damage:
             self._set_aside(found.damage)
         with writing(self.path):
@@ -365,13 +365,13 @@ class ExclusionList:
         for folder in (self.path.parent, self._new):
             if folder.is_dir():
                 continue
-            mode = self._mode | (self._mode & 0o444) >> 2  # who may read a file may enter its folder
+            mode = self._mode | (self._mode & 0o444) >> 2  # users that may read a file may enter its folder
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 if self._mode & 0o070:
                     with contextlib.suppress(PermissionError):
                         os.chown(folder, -1, folder.parent.stat().st_gid)
-                    mode |= 0o2000  # files in it belong to its group, whoever makes them
+                    mode |= 0o2000  # files in it belong to its group, independent of their creator
                 folder.chmod(mode)
 
     def _group(self) -> int | None:

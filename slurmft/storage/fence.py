@@ -1,7 +1,7 @@
 """Fencing: an attempt that is no longer the newest one of its run must not change the run's state.
 
 ``owner.json`` in the run folder holds a generation that grows by one with every attempt. A worker knows its own from
-its environment; a node that was cut off and comes back finds a newer one and is refused (design, ordering rule 9).
+its environment; a node that was cut off and reconnects finds a newer one and is refused (design, ordering rule 9).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_fence(environment: Mapping[str, str] | None = None) -> None:
         return
     mine = int(environment.get(GENERATION_VARIABLE, "0"))
     if type(newest := owner.get("generation", 0)) is not int:
-        raise StorageError(f"{Path(run_folder) / OWNER_FILE} is damaged: its generation is no number")
+        raise StorageError(f"{Path(run_folder) / OWNER_FILE} is damaged: its generation is not a number")
     if newest > mine:
         raise Fenced(
             f"generation {mine} of {run_folder} was replaced by generation {newest} (job {owner.get('job', '?')})",

@@ -1,4 +1,4 @@
-"""The jobs of a run: their ids, and what tells each of them from another job that has its id later."""
+"""The jobs of a run: their ids, and their identities, as ids are reused for other jobs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class JobsFile:
         return self._read()[0]
 
     def own_jobs(self, newest: int | None, told_elsewhere: Callable[[], Mapping[str, JobIdentity]]) -> list[OwnJob]:
-        """Those of Slurm, oldest first; ``told_elsewhere`` is asked where the file does not say who they are.
+        """Those of Slurm, oldest first; ``told_elsewhere`` is called where the file has no identities.
 
         Raises:
             StorageError: the file cannot be read or believed.
@@ -49,9 +49,9 @@ class JobsFile:
         return [OwnJob(job, replace(known.get(job) or told.get(job) or NOTHING_KNOWN, user=user)) for job in chosen]
 
     def add(self, job: str, seen: JobIdentity | None) -> None:
-        """Remember a job, and what it was seen as. Idempotent.
+        """Remember a job, and its identity. Idempotent.
 
-        An id that has come again means the newer job: it becomes the newest one.
+        A reused id means the newer job: it becomes the newest one.
 
         Raises:
             StorageError: the file cannot be read, believed or written.
@@ -72,7 +72,7 @@ class JobsFile:
         jobs = value.get("jobs", [])
         if not isinstance(jobs, list) or not all(isinstance(job, str) for job in jobs):
             raise StorageError(f"{self.path} does not hold a list of jobs", hint="move it away and run again")
-        for job in jobs:  # one that is no id makes squeue forget all others in the same question
+        for job in jobs:  # one that is not an id makes squeue forget all others in the same question
             is_id = (match := _JOB_ID.fullmatch(job)) is not None and 0 < int(match[1]) <= _MAX_ID
             if not is_id and not job.startswith(LOCAL_PREFIX):
                 raise StorageError(f"{self.path} names a job {job[:40]!r}", hint="move it away and run again")

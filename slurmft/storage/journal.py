@@ -19,7 +19,7 @@ MAX_LINES = 500_000
 """Lines that a journal may have: an event every five seconds for a month. More would take too long to read."""
 
 MAX_LINE_BYTES = 4 << 20
-"""Of one event; a traceback is cut long before that. What is longer is damage."""
+"""Of one event; a traceback is cut long before that. Longer lines are damage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,13 +27,13 @@ class Event:
     """One line of the journal."""
 
     at: datetime
-    """When, in UTC, by the writer's clock."""
+    """Time in UTC, by the writer's clock."""
 
     event: str
-    """What, in a few words; the key of ``slurmft explain``."""
+    """The event in a few words; the key of ``slurmft explain``."""
 
     attempt: str
-    """``job.restart.cycle`` of the writer, or empty for a command of a person."""
+    """``job.restart.cycle`` of the writer, or empty for a user's command."""
 
     details: dict[str, Any]
 
@@ -60,8 +60,8 @@ class Journal:
 
         Raises:
             OSError: the filesystem refused; nothing was written, or a part that readers skip.
-            ValueError: a detail has the name of something that every line has.
-            TypeError: a detail is nothing that JSON can hold.
+            ValueError: a detail has the name of a field that every line has.
+            TypeError: a detail cannot be stored as JSON.
         """
         record = self.compose(event, details)
         self.write(self.line_of(record))
@@ -71,7 +71,7 @@ class Journal:
         """The event as of now, not yet written.
 
         Raises:
-            ValueError: a detail has the name of something that every line has.
+            ValueError: a detail has the name of a field that every line has.
         """
         if reserved := {"format", "at", "attempt"} & details.keys():
             raise ValueError(f"a journal line's details cannot be called {', '.join(sorted(reserved))}")
@@ -82,7 +82,7 @@ class Journal:
         """The event as it is written.
 
         Raises:
-            TypeError: a detail is nothing that JSON can hold.
+            TypeError: a detail cannot be stored as JSON.
         """
         return json.dumps(
             {
@@ -115,7 +115,7 @@ class Journal:
             return []
 
     def read_all(self) -> tuple[list[Event], int]:
-        """Every readable event, oldest first, and how many lines are none.
+        """Every readable event, oldest first, and how many lines are not events.
 
         Raises:
             FileNotFoundError: there is no journal yet.

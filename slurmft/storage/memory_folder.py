@@ -1,7 +1,7 @@
 """Names in the memory folder that an agent keeps for its node's snapshots: agent, keeper, writers and ranks share them.
 
 <agent's private folder in shared memory>/memory/     SLURMFT_MEMORY_DIR; outlives the workers, goes with the agent
-    copies.key      with which nodes prove to each other that what they send is the run's
+    copies.key      with which nodes prove to each other that their copies are the run's
     generation      of the newest attempt that this agent has started workers of
     peers/          copies of other nodes' shards
 """
@@ -34,7 +34,7 @@ def is_the_runs(directory: Path, environment: Mapping[str, str] = os.environ) ->
 def memory_folder_of(directory: Path) -> Path | None:
     """Where snapshots of checkpoints in ``directory`` outlive their worker; None where they do not.
 
-    Snapshots are told apart by step, generation and commit: those of two directories must not lie in one folder.
+    Snapshots are identified by step, generation and commit: those of two directories must not lie in one folder.
     """
     return own_memory_folder() if is_the_runs(directory) else None
 
@@ -46,7 +46,7 @@ def ranks_of_this_node() -> range:
 
 
 def copies_key(secret: bytes) -> bytes:
-    """The key for copies, from the secret of the control channel: whoever learns the one does not know the other."""
+    """The key for copies, from the secret of the control channel: neither can be computed from the copies' key."""
     return hmac.new(secret, b"slurmft copies", hashlib.sha256).hexdigest().encode()
 
 
@@ -65,7 +65,7 @@ def announcement(attempt_folder: Path, place: int) -> Path:
 
 
 def read_generation(memory: Path) -> int:
-    """Of the newest attempt that began on this node; 0 where nobody has said."""
+    """Of the newest attempt that began on this node; 0 where that is unknown."""
     try:
         return max(0, int(read_bytes(memory / GENERATION_FILE, limit_bytes=4096)))
     except (OSError, ValueError):

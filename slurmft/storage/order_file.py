@@ -1,4 +1,4 @@
-"""The file by which a person asks a run for a fault: believed only when the run's own user has written it."""
+"""The file by which a user asks a run for a fault: believed only when the run's own user has written it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slurmft.system.opening import open_regular
 
 ORDER_FILE = "INJECT"
 MAX_AGE_S = 300.0
-"""An order that waited for longer was meant for an attempt that is gone; clocks of machines may differ by less."""
+"""An older order was meant for an attempt that is gone; clocks of machines may differ by less."""
 
 MAX_BYTES = 4096
 
@@ -46,7 +46,7 @@ def take_order(run: Path) -> dict[str, Any] | None:
     """The order that waits, removing it; None when there is none.
 
     Raises:
-        StorageError: what lies there is no order of this user; it is removed all the same.
+        StorageError: the file is not an order of this user; it is removed all the same.
     """
     path = run / ORDER_FILE
     try:
@@ -74,5 +74,5 @@ def _parsed(text: bytes, path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise StorageError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict) or type(value.get("format")) is not int or value["format"] > FORMAT:
-        raise StorageError(f"{path} is no order that this slurmft understands")
+        raise StorageError(f"{path} is not an order that this slurmft understands")
     return value

@@ -1,6 +1,6 @@
-"""Whose a run folder is: what must hold before anything in it is executed, submitted, followed or changed.
+"""The owner of a run folder: conditions before anything in it is executed, submitted, followed or changed.
 
-A run folder is trusted because of who owns it, so each check asks the filesystem and never a file's content. Readers
+A run folder is trusted because of its owner, so each check asks the filesystem and never a file's content. Readers
 need none of this; every verb that acts does.
 """
 
@@ -24,7 +24,7 @@ MAX_LINKS = 40
 def owners_below(root: Path) -> dict[int, list[str]]:
     """The names of the folders in ``root`` by the user id of their owner; nothing inside of them is looked at.
 
-    A symbolic link counts as what it points to only when the caller or root made it, else as its maker's.
+    A symbolic link counts as its target only when the caller or root made it, else as its maker's.
 
     Raises:
         OSError: ``root`` cannot be listed.
@@ -87,7 +87,7 @@ def refuse_foreign(folder: Path, *, folders: Sequence[Path], files: Sequence[Pat
 def refuse_replaceable(folder: Path, *, parts: Sequence[Path]) -> None:
     """Return when no user but the caller and root could put another folder, or other ``parts``, in their place.
 
-    For what acts unattended. A user who may write to a folder can rename what lies in it, so each folder on the way
+    For unattended actions. A user who may write to a folder can rename its content, so each folder on the way
     counts, links followed. An ordinary user trusts the owners and groups of the folders above; root trusts root alone.
 
     Raises:
@@ -106,7 +106,7 @@ def refuse_replaceable(folder: Path, *, parts: Sequence[Path]) -> None:
     if _others_may_write(status):
         raise StorageError(f"other users may write to the run folder {folder}", hint=f"chmod go-w {folder}")
     if not status.st_mode & (stat.S_IXGRP | stat.S_IXOTH):
-        return  # whatever the modes inside, no other user gets that far
+        return  # no other user gets that far, with any modes inside
     for path in parts:
         if any(_others_may_write(found) for found in _statuses(path) if not stat.S_ISLNK(found.st_mode)):
             raise StorageError(f"other users may write to {path}", hint=f"chmod go-w {path}")

@@ -1,7 +1,7 @@
-"""Work on a run folder that may stall, fill up or turn read-only: whoever trains must not wait for it.
+"""Work on a run folder that may stall, fill up or turn read-only: the training must not wait for it.
 
 A write to a network filesystem that has lost its server blocks in the kernel, beyond the reach of any time-out. So one
-daemon thread does the waiting, in order; its callers wait as long as they choose to, and then go on without.
+daemon thread does the waiting, in order; its callers wait up to a limit of their own, and then go on without it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PASSING = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENFILE,
      errno.EMFILE, errno.ENOMEM, errno.EAGAIN, errno.EBUSY, errno.EREMOTEIO, errno.ENOTCONN}
 )  # fmt: skip
-"""Errors that somebody may mend while a run waits: space is freed, a server comes back."""
+"""Errors that may pass while a run waits: space is freed, a server comes back."""
 
 PAUSE_S = 1.0
 
@@ -41,13 +41,15 @@ def translated(what: str, error: OSError) -> StorageError:
     """``error`` as slurmft's own: one that may pass by itself, or one that will not."""
     reason = error.strerror or str(error)
     if error.errno in PASSING:
-        return StorageUnavailable(f"{what}: {reason}", hint="free space or mend the filesystem; what is there is safe")
+        return StorageUnavailable(
+            f"{what}: {reason}", hint="free space or repair the filesystem; existing files are safe"
+        )
     return StorageError(f"{what}: {reason}")
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around whatever writes ``path``: the operating system's refusal becomes slurmft's own error.
+    """Around a write of ``path``: the operating system's refusal becomes slurmft's own error.
 
     Raises:
         StorageUnavailable: no space, read-only, and the like.
@@ -70,7 +72,7 @@ def write_state(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def patiently(work: Callable[[], Result], *, patience_s: float, pause_s: float = PAUSE_S) -> Result:
-    """What ``work`` returns, trying again for ``patience_s`` seconds while the filesystem is unavailable.
+    """Return the result of ``work``, trying again for ``patience_s`` seconds while the filesystem is unavailable.
 
     Raises:
         StorageUnavailable: it was in all that time.
@@ -93,7 +95,7 @@ Task = tuple[Future[Any], Callable[[], Any]]
 
 
 class FolderThread:
-    """Does a run folder's work in order, in a daemon thread: one that is stuck keeps no process from ending.
+    """Does a run folder's work in order, in a daemon thread: a stuck one does not keep the process from ending.
 
     The thread ends with this object, after the work that waits for it.
     """
@@ -110,7 +112,7 @@ class FolderThread:
         return future
 
     def call(self, work: Callable[[], Result], *, timeout_s: float) -> Result:
-        """What ``work`` returns.
+        """Return the result of ``work``.
 
         Raises:
             StorageUnavailable: it did not return in time; it may still happen later.
@@ -130,9 +132,9 @@ def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the result
+            except BaseException as error:  # noqa: BLE001 - it is raised where the result is awaited
                 future.set_exception(error)
-        del task, future, work  # what was done must not keep its FolderThread alive, and so this thread
+        del task, future, work  # finished work must not keep its FolderThread alive, and so this thread
 
 
 class PatientJournal(Journal):
@@ -161,7 +163,7 @@ class PatientJournal(Journal):
         return self._thread.submit(self._write_pending)
 
     def flush(self, timeout_s: float) -> bool:
-        """Whether everything is on disk; waits up to ``timeout_s`` seconds for an answer, and no longer for a no."""
+        """Whether everything is on disk; waits up to ``timeout_s`` seconds for an answer."""
         try:
             self.retry().result(timeout_s)
         except TimeoutError:

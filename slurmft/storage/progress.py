@@ -13,7 +13,7 @@ from slurmft.storage.run_folder import RunFolder
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """The supervisor's progress report; None where it says nothing that can be believed."""
+    """The supervisor's progress report; None for values that cannot be believed."""
 
     at: float | None = None
     step: int | None = None
@@ -26,7 +26,7 @@ class Progress:
     failed_saves: int | None = None
     save_problem: str | None = None
     problem: str = ""
-    """What is wrong with the report. It is news, no state: a run is none the worse for it."""
+    """The damage of the report, which does not harm the run: the report is not part of its state."""
 
     @property
     def saved_step(self) -> int | None:

@@ -61,12 +61,12 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Owner:
-    """Who trains this run, or did last."""
+    """The process that trains this run, or did last."""
 
     job: str
     restart: int
     generation: int
-    """Grows by one with every attempt; what fences stale ones."""
+    """Grows by one with every attempt; fences stale ones."""
 
     cluster: str
     """``slurm`` or ``local``."""
@@ -78,13 +78,13 @@ class Owner:
     """The supervisor's process id on that host."""
 
     birth: str
-    """What tells that process from a later one with the same id (``system.processes``)."""
+    """Distinguishes that process from a later one with the same id (``system.processes``)."""
 
     folder: str
     """Where the run folder lay, and ..."""
 
     inode: int
-    """... which folder it was, so that a copy of it is known as one."""
+    """... the identity of the folder, so that a copy of it is recognized."""
 
     cycle: int = 0
     """In-job restarts so far."""
@@ -107,7 +107,7 @@ class RunFolder:
         self._jobs = JobsFile(path)
 
     def create(self, *, only_look: bool = False) -> None:
-        """Make the folder and its parts, private to the user; ``only_look``: say what is against it, and make nothing.
+        """Make the folder and its parts, private to the user; ``only_look``: raise the same errors, and make nothing.
 
         Raises:
             StorageError: it cannot be created, is another user's (``refuse_foreign``), or is a copy.
@@ -155,7 +155,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the run: one process at a time may change who owns it and what follows an attempt.
+        """Hold the run: one process at a time may change its owner and the action after an attempt.
 
         Raises:
             RunBusy: another process holds it for longer than LOCK_TIMEOUT_S.
@@ -198,7 +198,7 @@ class RunFolder:
             raise StorageError(f"{self._owner} {reason}", hint="move it away and run again") from error
 
     def refuse_foreign(self) -> None:
-        """Return when the folder, and what slurmft executes or believes of it, is the caller's.
+        """Return when the folder, and the files that slurmft executes or believes, are the caller's.
 
         Raises:
             StorageError: it is not, or everyone may write to it.
@@ -209,7 +209,7 @@ class RunFolder:
             raise translated(f"cannot look at {error.filename or self.path}", error) from error
 
     def refuse_replaceable(self) -> None:
-        """Return when no other user can put something in the place of the folder, or of what is executed of it.
+        """Return when no other user can replace the folder, or the files that are executed from it.
 
         Raises:
             StorageError: one can.
@@ -242,7 +242,7 @@ class RunFolder:
     def copied_from(self) -> str | None:
         """The run folder that this one is a copy of, when its owner's record came along with the copy.
 
-        A folder that was moved or restored to its old place is no copy: it is that run.
+        A folder that was moved or restored to its old place is not a copy: it is that run.
         """
         owner = self.owner()
         if owner is None or not owner.inode or owner.folder == str(self.path):
@@ -256,11 +256,11 @@ class RunFolder:
         write_state(self._owner, asdict(owner))
 
     def done(self) -> Mapping[str, Any] | None:
-        """What the finished run left, or None while it is not finished."""
+        """The record of the finished run, or None while it is not finished."""
         return read_json(self._done)
 
     def mark_done(self, **facts: Any) -> None:
-        """The run is complete; whatever Slurm starts from now on ends at once."""
+        """Mark the run as complete; any later start by Slurm ends at once."""
         write_state(self._done, facts)
 
     def progress(self) -> Mapping[str, Any] | None:
@@ -268,7 +268,7 @@ class RunFolder:
         return read_json(self._progress)
 
     def write_progress(self, **facts: Any) -> None:
-        """Replace the progress report, which is news and no state: it need not survive a power cut.
+        """Replace the progress report, which is not part of the run's state: it need not survive a power cut.
 
         Raises:
             OSError: the run folder cannot be written.
@@ -284,7 +284,7 @@ class RunFolder:
         return self._jobs.ids()
 
     def own_jobs(self, newest: int | None = None) -> list[OwnJob]:
-        """Those of Slurm, or the newest of them, with what tells them from other jobs that have their ids later.
+        """Those of Slurm, or the newest of them, with their identities, as ids are reused for other jobs.
 
         Raises:
             StorageError: a file cannot be read or believed.
@@ -292,7 +292,7 @@ class RunFolder:
         return self._jobs.own_jobs(newest, self._jobs_in_journal)
 
     def _jobs_in_journal(self) -> dict[str, JobIdentity]:
-        """What the folder of an earlier version knows of its jobs."""
+        """The jobs in the folder of an earlier version."""
         found: dict[str, JobIdentity] = {}
         for event in self.journal().read():
             job = (
@@ -305,7 +305,7 @@ class RunFolder:
         return found
 
     def add_job(self, job: str, seen: JobIdentity | None = None) -> None:
-        """Remember a job of this run, and what it was seen as. Idempotent. Call with the lock held.
+        """Remember a job of this run, and its identity. Idempotent. Call with the lock held.
 
         Raises:
             StorageError: the file cannot be read, believed or written.
@@ -343,7 +343,7 @@ class RunFolder:
                 raise translated(f"cannot write {path}", error) from error
 
     def see_request(self, kind: str) -> str | None:
-        """Who asks for ``kind``; None when nobody does. A bare ``touch`` counts; what is no file asks for nothing.
+        """The user who asks for ``kind``; None without a request. A bare ``touch`` counts; only files do.
 
         Raises:
             OSError: the folder cannot be looked at.
@@ -353,12 +353,12 @@ class RunFolder:
         except FileNotFoundError:
             return None
         except UnsafeFile as error:
-            log.debug("%s is no request: it %s", self.path / kind, error.strerror)
+            log.debug("%s is not a request: it %s", self.path / kind, error.strerror)
             return None
-        return who or "somebody who touched the file"
+        return who or "a user who touched the file"
 
     def take_request(self, kind: str) -> str | None:
-        """Who asked for ``kind``, removing the request; None when nobody did."""
+        """The user who asked for ``kind``, removing the request; None without one."""
         if (who := self.see_request(kind)) is not None:
             (self.path / kind).unlink(missing_ok=True)
         return who
@@ -379,7 +379,7 @@ def find_run(name: str, root: Path) -> RunFolder:
 
 
 def may_exist(path: Path) -> bool:
-    """Whether there is something at ``path``; a place that cannot be looked at may hold it."""
+    """Whether ``path`` exists, or may exist where it cannot be looked at."""
     try:
         return path.exists()
     except OSError:
@@ -398,7 +398,7 @@ def list_runs(root: Path) -> list[RunFolder]:
 
 
 def _lies_there(path: Path) -> bool:
-    """Whether anything does: a run whose files are no files is a damaged run."""
+    """Whether anything exists there: a run whose files are not regular files is damaged."""
     try:
         path.lstat()
     except ValueError:  # no path at all

@@ -1,7 +1,7 @@
 """Whether the supervisor of an attempt still writes, by the file server's clock alone.
 
-Slurm's word that a job is gone may be wrong: filtered, of another cluster, of a controller that has lost its state. A
-supervisor that lives touches a file of its attempt every second, and that needs no Slurm.
+Slurm's answer that a job is gone may be wrong: filtered, of another cluster, of a controller that has lost its state. A
+live supervisor touches a file of its attempt every second, which needs no Slurm.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME = "alive"
 
 
 def touch(run: RunFolder, attempt: Attempt) -> None:
-    """Say that the attempt's supervisor lives.
+    """Note that the attempt's supervisor lives.
 
     Raises:
         OSError: the run folder cannot be written.

@@ -1,9 +1,9 @@
 """A lock that is a file: for filesystems that have no flock, or have one that other hosts do not see.
 
-Creating a file exclusively is atomic on every shared filesystem, NFS included. What such a lock lacks is an end when
-its holder dies, so the holder writes into it who it is: on its own host a dead holder is known at once, on another one
-by the age of the lock, which nobody holds for longer than moments. A file that names no holder is removed as soon as it
-cannot be one that is still being written. What is no file, or a stranger's, is an error at once: waiting does not help.
+Creating a file exclusively is atomic on every shared filesystem, NFS included. Such a lock does not end when its holder
+dies, so the holder writes its identity into it: on its own host a dead holder is detected at once, on another one by
+the age of the lock, which is only held for moments. A file that names no holder is removed once it can no longer be one
+that is still being written. Anything but a file of a trusted user is an error at once: waiting does not help.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ GARBAGE_S = 2.0
 PAUSE_S = 0.02
 MAX_BYTES = 4096
 
-_HINT = "look whose it is (ls -ld), and remove it"
+_HINT = "check its owner (ls -ld), and remove it"
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL)
-"""What filesystems without hard links answer."""
+"""Error numbers of filesystems without hard links."""
 
 
 class SoftLock:
@@ -49,7 +49,7 @@ class SoftLock:
         self._stale_s = stale_s
         self._token = ""
         self._garbage: tuple[tuple[int, ...], float] = (), 0.0
-        """What the file was that names no holder, and since when it has lain there unchanged, by our own clock."""
+        """The identity of a file that names no holder, and since when it is unchanged, by our own clock."""
 
     @contextlib.contextmanager
     def hold(self, timeout_s: float) -> Iterator[None]:
@@ -73,7 +73,7 @@ class SoftLock:
             self.release()
 
     def try_acquire(self) -> bool:
-        """Take it if nobody has it, or a dead process; never waits.
+        """Take it if it is free, or its holder is dead; never waits.
 
         Raises:
             StorageError: its folder cannot be written, or no lock of ours lies there.
@@ -83,26 +83,26 @@ class SoftLock:
                 return True
             return self._remove_if_stale() and self._create()
         except UnsafeFile as error:
-            raise StorageError(f"{error.filename} is no lock of slurmft: it {error.strerror}", hint=_HINT) from error
+            raise StorageError(f"{error.filename} is not a lock of slurmft: it {error.strerror}", hint=_HINT) from error
         except OSError as error:
             raise translated(f"cannot lock {self.path}", error) from error
 
     def is_ours(self) -> bool:
-        """Whether it is still the one that we took: somebody may have taken us for dead."""
+        """Whether it is still the one that we took: another process may have taken us for dead."""
         try:
             return bool(self._token) and self._read().get("token") == self._token
         except OSError:
             return False
 
     def release(self) -> None:
-        """Give it back, unless it is another's by now. One that cannot be removed is stale soon."""
+        """Give it back, unless it is another's by now. A lock that cannot be removed is stale soon."""
         if self.is_ours():
             with contextlib.suppress(OSError):
                 self.path.unlink(missing_ok=True)
         self._token = ""
 
     def _create(self) -> bool:
-        """The file has its content from its first moment: an empty one, of a process killed then, would be nobody's."""
+        """The file has its content from its first moment: an empty one, of a killed process, would have no holder."""
         token = secrets.token_hex(8)
         pid = os.getpid()
         content = {"format": FORMAT, "host": self._host, "namespace": _pid_namespace(), "pid": pid,
@@ -123,7 +123,7 @@ class SoftLock:
         try:
             os.fchmod(descriptor, self._mode)
             os.write(descriptor, content)
-        except OSError:  # a full disk: an empty lock would keep everybody out until it is old
+        except OSError:  # a full disk: an empty lock would block all others until it is old
             path.unlink(missing_ok=True)
             raise
         finally:
@@ -145,10 +145,10 @@ class SoftLock:
         return True
 
     def _read(self) -> dict[str, Any]:
-        """What the lock says of its holder; nothing where it names none, or is gone.
+        """The holder that the lock names; empty where it names none, or is gone.
 
         Raises:
-            UnsafeFile: it is no file, or not one of those who may use the list.
+            UnsafeFile: it is not a regular file, or not of a trusted user.
             OSError: it cannot be read.
         """
         try:
@@ -162,7 +162,7 @@ class SoftLock:
         return value if isinstance(value, dict) and isinstance(value.get("token"), str) else {}
 
     def _owners(self) -> set[int] | None:
-        """Whose lock is believed; None where a group shares it."""
+        """The users whose locks are believed; None where a group shares it."""
         return None if self._mode & 0o070 else trusted_owners(self.path.parent)
 
     def _words(self) -> str:
@@ -173,14 +173,14 @@ class SoftLock:
         return "it cannot be read"
 
     def _is_dead(self, holder: dict[str, Any]) -> bool:
-        """Whether nobody can hold what lies there."""
+        """Whether the lock cannot have a live holder."""
         pid, birth = holder.get("pid"), holder.get("birth")
         if not holder:
             return self._is_garbage()
         here = holder.get("host") == self._host and holder.get("namespace") == _pid_namespace() != ""
         if here and type(pid) is int and isinstance(birth, str) and birth:
             return not lives(pid, birth)
-        # no clock is ahead by so much: what is dated later was not written by a holder
+        # no clock is ahead by so much: a later date was not written by a holder
         return abs(self._age_s(self.path)) > self._stale_s
 
     def _is_garbage(self) -> bool:
@@ -205,7 +205,7 @@ class SoftLock:
         breaker = self.path.with_name(f".{self.path.name}.breaking")
         try:
             os.close(os.open(breaker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._mode))
-        except FileExistsError:  # somebody else removes it; if that one was killed, too, somebody later will
+        except FileExistsError:  # another process removes it; if that one was killed, too, a later one will
             with contextlib.suppress(FileNotFoundError):
                 check_regular(breaker, breaker.lstat())
                 if abs(self._age_s(breaker)) > self._stale_s:
@@ -214,7 +214,7 @@ class SoftLock:
         try:
             replaced = not holder and self._identity() != self._garbage[0]
             if replaced or self._read().get("token") != holder.get("token"):
-                return False  # it was removed meanwhile, and this is a living one's
+                return False  # it was removed meanwhile, and this one has a live holder
             self.path.unlink(missing_ok=True)
             return True
         finally:
@@ -234,7 +234,7 @@ class SoftLock:
 
 
 def _pid_namespace() -> str:
-    """What tells the process ids of a container from those of its host, which may have the same name."""
+    """Distinguishes the process ids of a container from those of its host, which may have the same name."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:

@@ -1,7 +1,7 @@
-"""What a worker leaves behind about itself and about hardware: its verdict when it ends, evidence at any time.
+"""A worker's reports about itself and about hardware: its verdict when it ends, evidence at any time.
 
-Both are files in the run's ``verdicts`` folder, one of each per rank and attempt, so that nobody needs a lock. They
-beat exit codes, which do not survive srun and torchrun.
+Both are files in the run's ``verdicts`` folder, one of each per rank and attempt, so that no lock is needed. They
+override exit codes, which do not survive srun and torchrun.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EVIDENCE_VARIABLE = "SLURMFT_EVIDENCE_FILE"
 """Where a worker adds evidence, one JSON object on each line; it is read while the run goes on, too."""
 
 ERROR_DIR_VARIABLE = "SLURMFT_ERROR_DIR"
-"""Folder in which a trainer that cannot be changed may leave ``<anything>.rank_<N>`` to say why rank N failed."""
+"""Folder in which a trainer that cannot be changed may leave ``<anything>.rank_<N>`` to explain why rank N failed."""
 
 MAX_TEXT = 8000
 MAX_VERDICT_BYTES = 1 << 20
@@ -32,7 +32,7 @@ MAX_VERDICT_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerVerdict:
-    """What a worker says ended it."""
+    """A worker's report of why it ended."""
 
     cause: str
     """One of ``policy.verdicts.verdict.Cause``; anything else counts as unknown."""
@@ -94,7 +94,7 @@ def add_evidence(path: Path, evidence: Evidence) -> None:
 
 
 def read_evidence(path: Path) -> list[Evidence | None]:
-    """The evidence in ``path``, in order; None for a line that is damaged or of a kind that nobody knows.
+    """The evidence in ``path``, in order; None for a line that is damaged or of an unknown kind.
 
     Raises:
         OSError: there is such a file, and it cannot be read.
@@ -107,7 +107,7 @@ def read_evidence(path: Path) -> list[Evidence | None]:
 
 
 def parse_evidence(line: str) -> Evidence | None:
-    """The evidence in one line; None when it is damaged, or of a kind that nobody knows."""
+    """The evidence in one line; None when it is damaged, or of an unknown kind."""
     try:
         value = json.loads(line)
         step, at = value.get("step"), float(value["at"])

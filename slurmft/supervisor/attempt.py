@@ -49,7 +49,7 @@ START_S = 40.0
 
 LOOKS_PER_TIMEOUT = 12
 BROKEN_S = 1.0
-"""How long a connection that an agent's side has closed may take to come back: it tries again every 0.2 s."""
+"""How long an agent that has closed its connection may take to reconnect: it tries again every 0.2 s."""
 
 ENDED_BY_TERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
@@ -126,7 +126,7 @@ class AttemptRunner:
         for watch in (*own, self._accuser.watch, self._resizing.watch):
             self._background.start(watch())
         for link in self._pool.links.values():
-            if link.channel is None:  # it hung up while nobody was looking
+            if link.channel is None:  # the agent disconnected meanwhile
                 self._background.start(self._on_disconnect(link))
         await self._wait_for_agents()
         if self._over.is_set():
@@ -154,7 +154,7 @@ class AttemptRunner:
                         hint=f"see srun.err in {self._crew.folder.path}",
                     )
                 await asyncio.wait(waits, timeout=LAUNCH_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-                # srun waits for all others, and they for this one
+                # srun waits for all others, which wait for this one
                 if (end := await self._crew.folder.ended_agent()) is not None:
                     self._agent_ended_early(*end)
         finally:
@@ -164,7 +164,7 @@ class AttemptRunner:
     def _agent_ended_early(self, node: str, how: str) -> None:
         if self._over.is_set() or self._pool.complete.is_set() or self.stops.planned is not None:
             return
-        if how == "Terminated":  # an agent that is still starting obeys a TERM like any process; that is no failure
+        if how == "Terminated":  # TERM ends an agent that is still starting; that is not a failure
             self.stops.on_signal("SIGTERM", f"the agent on {node}, which was still starting")
         else:
             raise LaunchError(f"the agent on {node} ended before it had reported: {how}")
@@ -209,7 +209,7 @@ class AttemptRunner:
         self._injections.simulate()
 
     def _escape(self, hosts: list[str], gpus: frozenset[str]) -> None:
-        """Nodes without as many other GPUs, as far as they can prove it, are as good as suspects themselves."""
+        """Nodes that cannot prove to have as many other GPUs are treated as suspects, too."""
         self._journal.append(EventName.EXCLUSION_ESCAPED, nodes=hosts, gpus=sorted(gpus))
         self._escaped = without_other_gpus(hosts, gpus)
         self._over.set()
@@ -269,7 +269,7 @@ class AttemptRunner:
             await self._kill_workers("a rank has failed; the others cannot go on without it")
 
     async def _on_connect(self, link: AgentLink) -> None:
-        """One that had been lost may still run what it was told before; one that takes part again kills that itself."""
+        """A lost agent may still run workers of its last order; one that takes part again kills those itself."""
         if link not in self._pool.members:
             with contextlib.suppress(AgentLost):
                 await link.call("kill")
@@ -302,7 +302,7 @@ class AttemptRunner:
         if is_member:
             self.lost.append(link.host)
             self._over.set()  # first: another node may be silent too, and would be waited for
-            await kill_workers(self._pool, self._journal, reason)  # victims, all of them: they have nothing to tell
+            await kill_workers(self._pool, self._journal, reason)  # all of them victims, whose errors say nothing
         elif not self.stops.began:
             self._lost_early.append(link.host)
 
@@ -322,7 +322,7 @@ class AttemptRunner:
             self._journal.append(EventName.AGENTS_GONE, exit_codes=codes)
             if not self._seen.any_started and self._slurm.outside is None:
                 if set(codes) & set(ENDED_BY_TERM):
-                    # agents that were still starting obey a TERM like any process; it was not their failure
+                    # agents that were still starting are ended by a TERM like any process; it was not their failure
                     self.stops.on_signal("SIGTERM", "agents that were still starting")
                     return
                 last_words = self._crew.folder.last_words()
@@ -330,7 +330,7 @@ class AttemptRunner:
             self._over.set()
 
     async def _watch_agents(self) -> None:
-        """Agents stop their workers when they hear nothing for the lease; so ping them, and expect the same of them."""
+        """Agents stop their workers when they hear nothing for the lease; so ping them, and expect their reports."""
         section, agents = self._config.fault_tolerance, len(self._pool.links)
         timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
         pause_s, ping_s = timeout_s / LOOKS_PER_TIMEOUT, ping_interval_s(agents, lease_s=section.supervisor_lease_s)
@@ -339,7 +339,7 @@ class AttemptRunner:
             if asleep_s := await overslept_s(pause_s):
                 self._journal.append(EventName.WAS_SUSPENDED, seconds=round(asleep_s, 1))
                 for link in self._pool.links.values():
-                    link.last_heard += asleep_s  # nobody can be heard by somebody who is stopped himself
+                    link.last_heard += asleep_s  # while the supervisor was stopped it could not receive reports
             now_s = time.monotonic()
             if now_s - pinged_s > ping_s:
                 pinged_s = now_s
@@ -359,7 +359,7 @@ class AttemptRunner:
                 self.stops.on_request(kind, who)
 
     async def _last_look(self, overdue: Mapping[int, str] | None = None) -> Blame:
-        """Look at all ranks once, as soon as one has failed: the others soon fail of it, and tell nothing any more."""
+        """Look at all ranks once, as soon as one has failed: the others soon fail of it, and leave no evidence then."""
         if self._look is None:
             self._look = asyncio.ensure_future(
                 take_evidence(

@@ -1,4 +1,4 @@
-"""What the supervisor and its run folder have to tell each other while an attempt runs. Nobody waits for the folder."""
+"""The supervisor's reads and writes in the run folder while an attempt runs, none of which blocks the supervisor."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ class AttemptFolder:
         return None
 
     async def requests(self, *, ready: bool) -> dict[str, str]:
-        """New requests and who made them: KILL, REQUEUE, and SAVE when the workers are ``ready`` for one."""
-        if self._is_superseded:  # what is asked for is the new owner's business
+        """New requests and their authors: KILL, REQUEUE, and SAVE when the workers are ``ready`` for one."""
+        if self._is_superseded:  # requests are for the new owner to handle
             return {}
-        with contextlib.suppress(OSError, StorageError):  # a filesystem that hiccups; the next look finds the file
+        with contextlib.suppress(OSError, StorageError):  # a transient filesystem error; the next look finds the file
             found = await self._do(lambda: self._look(ready=ready))
             self._kill_seen = self._kill_seen or "KILL" in found
             return found
         return {}
 
     async def tell_progress(self, seen: Observations, slow: SlowNodes, hangs: Hangs) -> None:
-        """Write progress, and what the journal could not take before, when it is time to."""
+        """Write progress, and events that the journal could not take before, when they are due."""
         if time.monotonic() - self._told_at < PROGRESS_S:
             return
         self._told_at = time.monotonic()
@@ -98,7 +98,7 @@ class AttemptFolder:
         self._thread.submit(work)
 
     def remove_secret(self) -> None:
-        """Nobody is to be let in any more."""
+        """Remove the secret, so that no further agent can connect."""
 
         def work() -> None:
             with contextlib.suppress(OSError):

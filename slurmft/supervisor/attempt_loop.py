@@ -30,7 +30,7 @@ class Attempts:
 
     @property
     def secret(self) -> bytes | None:
-        """The control channel's, where agents are there already."""
+        """The control channel's secret, where agents exist already."""
         return None if self._crew is None else self._crew.secret
 
     def run(self, start: Start) -> int | None:
@@ -58,7 +58,7 @@ class Attempts:
         return self._crew is not None and self._crew.roster.can_go_on()
 
     def dismiss(self) -> None:
-        """End the agents: what follows happens without them. The next attempt, if there is one, starts new ones."""
+        """End the agents. The next attempt, if there is one, starts new ones."""
         if self._crew is not None:
             crew, self._crew = self._crew, None
             self._runner.run(crew.dismiss(node_lost=self._lost))

@@ -13,11 +13,11 @@ from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
 
 CHANGES = frozenset({EventName.BATCH_REDUCED, EventName.CHECKPOINT_QUARANTINED})
-"""After these the run is another one, and its count begins anew; how many there may be has limits of its own."""
+"""Changes of the run after which its count begins anew; they have limits of their own."""
 
 
 def budget_of(history: Sequence[Event], verdict: Verdict, config: RunConfig, attempt: str = "") -> Budget:
-    """What the run had spent before ``verdict`` of ``attempt``; ``history`` is the journal without that attempt."""
+    """The budget spent before ``verdict`` of ``attempt``; ``history`` is the journal without that attempt."""
     section = config.fault_tolerance
     return budget_for(
         verdict,
@@ -31,7 +31,7 @@ def budget_of(history: Sequence[Event], verdict: Verdict, config: RunConfig, att
 
 
 def past_ends(history: Sequence[Event]) -> list[PastEnd]:
-    """Each end that the journal tells of, oldest first; what is damaged in it counts as no progress."""
+    """Each end in the journal, oldest first; damaged entries count as no progress."""
     ends = []
     for event in history:
         facts = event.details
@@ -49,7 +49,7 @@ def past_ends(history: Sequence[Event]) -> list[PastEnd]:
 
 
 def _job_start(attempt: str) -> str:
-    """What all attempts of one start of a job have in common."""
+    """The part of an attempt's name that all attempts of one start of a job share."""
     return attempt.rpartition(".")[0]
 
 
@@ -59,6 +59,6 @@ def _first_step(facts: Mapping[str, object]) -> int | None:
 
 
 def progressed(facts: Mapping[str, object]) -> bool:
-    """Whether the end that these details of an event ``verdict`` tell of came after a new saved step."""
+    """Whether the end that these details of an event ``verdict`` describe came after a new saved step."""
     first, saved = facts.get("first_step", 0), facts.get("saved_step")
     return has_progressed(first, saved) if type(first) is int and type(saved) is int else False

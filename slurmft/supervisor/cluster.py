@@ -1,4 +1,4 @@
-"""Where a supervisor runs: in a Slurm job, or on this machine alone. Everything above this seam is the same."""
+"""Where a supervisor runs: in a Slurm job, or on this machine alone. The code above is the same for both."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ GPUS_OF_A_TASK = frozenset({
 """With the last two, srun also refuses the ``--ntasks-per-node`` of the agents."""
 
 TRES_OF_A_TASK = frozenset({"SLURM_TRES_PER_TASK", "SLURM_TRES_BIND"})
-"""These may also tell of processors."""
+"""These may also list processors."""
 
 
 class Cluster(Protocol):
-    """What a supervisor needs from the place it runs in."""
+    """A supervisor's interface to the place it runs in."""
 
     attempt: Attempt
     nodes: tuple[str, ...]
@@ -92,13 +92,13 @@ class Cluster(Protocol):
         """The clock of those times, and how long a job has that is being ended; blocking."""
 
     def why_ending(self) -> tuple[Cause, str] | None:
-        """Why the job is being ended from outside; None when it is not, or nobody can tell; blocking."""
+        """Why the job is being ended from outside; None when it is not, or that is unknown; blocking."""
 
     def is_newest_start(self) -> bool | None:
-        """Whether this is the newest start of the job; None when it cannot be told; blocking."""
+        """Whether this is the newest start of the job; None when it is unknown; blocking."""
 
     def node_states(self) -> Mapping[str, str]:
-        """Slurm's states of the allocation's nodes, as far as it tells them; blocking."""
+        """Slurm's states of the allocation's nodes, as far as it reports them; blocking."""
 
 
 def agent_argv(config: RunConfig, attempt: Attempt) -> list[str]:
@@ -115,7 +115,7 @@ class SlurmCluster:
     def __init__(self, job: SlurmJob) -> None:
         self.job = job
         self.own = OwnJob(job.job_id, job.identity)
-        """The same, with what is known of it."""
+        """The same job, with its recorded identity."""
 
         self.nodes: tuple[str, ...] = ()
         self.lost: set[str] = set()
@@ -128,7 +128,7 @@ class SlurmCluster:
         """The allocation's nodes, in its order, without those that are lost.
 
         Raises:
-            ValueError: what Slurm calls its node list is none.
+            ValueError: Slurm's node list cannot be parsed.
         """
         return [node for node in nodes.expand(self.job.nodes) if node not in self.lost]
 
@@ -214,11 +214,11 @@ class SlurmCluster:
             return {}
 
     def identify(self) -> None:
-        """Learn what tells this job from others that have its number before or after it; blocking."""
+        """Read what distinguishes this job from earlier and later ones with its number; blocking."""
         try:
             text = own_jobs.show(OwnJob(self.job.job_id, self.job.identity))
         except SlurmError as error:
-            log.warning("only its environment tells who job %s is: %s", self.job.job_id, error.what)
+            log.warning("job %s is known from its environment only: %s", self.job.job_id, error.what)
             return
         seen = own_jobs.identity_of(text, self.job.identity.cluster)
         self.own = OwnJob(self.job.job_id, merged(self.job.identity, seen))
@@ -246,7 +246,7 @@ def _for_srun(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def srun_argv(config: RunConfig, environment: Mapping[str, str], count: int) -> list[str]:
-    """The srun that starts the agents: one task on each of ``count`` nodes, and no task's end is another one's."""
+    """The srun that starts the agents: one task on each of ``count`` nodes; no task's end ends the others."""
     nodes = str(count)
     argv = ["srun", "--overlap", "--kill-on-bad-exit=0", "--export=ALL", "--mpi=none", "--input=none"]
     argv += ["--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1"]
@@ -259,7 +259,7 @@ def srun_argv(config: RunConfig, environment: Mapping[str, str], count: int) -> 
 
 
 def agents_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of an agents' srun: without what says how many GPUs a task gets, and which.
+    """The environment of an agents' srun: without the variables that assign GPUs to a task.
 
     srun takes these variables of the job for options of its own. An agent is one task for all ranks of its node, and
     would see the GPUs of one rank.
@@ -312,15 +312,15 @@ class LocalCluster:
             )
 
     def give_back(self, host: str) -> str:
-        """There is nobody to give it to."""
+        """Nothing to do: there is no allocation."""
         return f"{host} is this machine"
 
     def times(self) -> JobTimes:
-        """A machine of one's own has no limits."""
+        """Unknown: a single machine has no limits."""
         return JobTimes(start=None, end=None, limit_s=None)
 
     def terms(self) -> Terms:
-        """This machine's clock; nobody kills."""
+        """This machine's clock; no kill follows a signal."""
         return Terms(SlurmClock(time.time(), time.monotonic()))
 
     def node_states(self) -> Mapping[str, str]:
@@ -328,11 +328,11 @@ class LocalCluster:
         return {}
 
     def is_newest_start(self) -> bool | None:
-        """Nobody keeps a list of a machine's starts."""
+        """Unknown: no scheduler counts the starts."""
         return None
 
     def why_ending(self) -> tuple[Cause, str] | None:
-        """Nobody ends a process from outside but by a signal, and that asks for a stop."""
+        """Always None: a local process is ended from outside by signals only, which ask for a stop."""
         return None
 
     def start_anew(self, argv: Sequence[str]) -> None:

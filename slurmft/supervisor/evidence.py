@@ -1,7 +1,7 @@
-"""What workers, agents and srun have left of an attempt in its run folder, as values for the judge.
+"""The files of workers, agents and srun about an attempt in its run folder, as values for the judge.
 
-Anything may lie there: files of trainers, of other programs, damaged, huge, or no files at all. Nothing of it may end
-or hold up the supervisor, so whatever cannot be read or believed is told as a problem and left out.
+Anything may lie there: files of trainers, of other programs, damaged, huge, or no files at all. None of it may end or
+delay the supervisor, so files that cannot be read or believed are reported as problems and left out.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from slurmft.system.opening import read_part
 
 TAIL_BYTES = 64 * 1024
 MAX_LOGS = 32
-"""Logs that are looked at for last words; the first ranks to fail come first."""
+"""Logs whose last lines are read; the first ranks to fail come first."""
 
 READ_S, HURRIED_READ_S = 20.0, 3.0
-"""How long reading may take in all: with 10,000 ranks on a slow filesystem what is read by then has to do. The second
-is for ends that have a deadline: the requeue must still come before Slurm's kill."""
+"""How long reading may take in all: with 10,000 ranks on a slow filesystem the files read by then must suffice. The
+second is for ends that have a deadline: the requeue must still come before Slurm's kill."""
 
 MAX_PROBLEMS = 5
 
@@ -65,9 +65,9 @@ class _Reading:
 def testimony_of(
     start: Start, ends: Sequence[WorkerEnd], places: Mapping[int, str], *, within_s: float = READ_S
 ) -> Testimony:
-    """All that was left of the attempt; waits ``within_s`` for the run folder, and goes on without it after that.
+    """All evidence of the attempt; waits ``within_s`` for the run folder, and goes on without it after that.
 
-    ``places`` are the nodes of ranks, also of those whose end nobody has seen.
+    ``places`` are the nodes of ranks, also of ranks whose end was not seen.
     """
     try:
         work = lambda: collect(start.run, start.cluster.attempt, ends, places, within_s=within_s)  # noqa: E731
@@ -202,7 +202,7 @@ def _error_files(folder: Path, nodes: Mapping[int, str], reading: _Reading) -> I
             reading.problems.append("not all files of SLURMFT_ERROR_DIR were read: it took too long")
             return
         if (text := tail(folder / name)) is None:
-            reading.problems.append(f"{name[:100]!r} is no file that can be read")
+            reading.problems.append(f"{name[:100]!r} is not a readable file")
         elif text.strip():
             rank = int(match[1])
             yield report_of_text(_words(text), source=f"error file {name[:100]}", rank=rank, node=nodes.get(rank, ""))
@@ -238,7 +238,7 @@ def _names(folder: Path, prefix: str, suffix: str) -> list[str]:
 
 
 def _bytes(path: Path, start: int, limit: int) -> bytes | None:
-    """Up to ``limit`` bytes from ``start`` (from the end when negative); None for what is no regular file."""
+    """Up to ``limit`` bytes from ``start`` (from the end when negative); None for anything but a regular file."""
     try:
         return read_part(path, start, limit)
     except OSError:

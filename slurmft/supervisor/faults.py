@@ -1,4 +1,4 @@
-"""The supervisor's part of injected faults: takes orders, chooses whom to hit, journals it, and tells the agents."""
+"""The supervisor's part of injected faults: takes orders, chooses the rank to hit, journals it, informs the agents."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Injections:
 
     def __init__(self, config: RunConfig, start: Start, pool: AgentPool, background: Background) -> None:
         self._config, self._start, self._pool, self._background = config, start, pool, background
-        self._chance = random.Random()  # noqa: S311 - which rank is hit is no secret
+        self._chance = random.Random()  # noqa: S311 - which rank is hit is not a secret
 
     async def look(self) -> None:
         """Take the order that waits, if there is one. Call it regularly."""

@@ -1,4 +1,4 @@
-"""The grace budget of a submission: what earlier runs needed, what Slurm leaves, and what is to be said about it."""
+"""The grace budget of a submission: what earlier runs needed, what Slurm leaves, and the warnings that follow."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def workload_of(config: RunConfig) -> str:
 def check(
     config: RunConfig, options: Mapping[str, Any], environment: Mapping[str, str], need: GraceNeed | None = None
 ) -> list[Finding]:
-    """What there is to say about the grace budget of this submission; ``options`` are sbatch's from behind ``--``.
+    """The findings about the grace budget of this submission; ``options`` are sbatch's from behind ``--``.
 
     Slurm is asked twice, once each, and what it does not say is unknown. ``need``: as of ``need_of``, if known.
     """
@@ -42,7 +42,7 @@ def check(
 
 
 def refuse_warnings(findings: Sequence[Finding]) -> None:
-    """What ``--strict`` adds.
+    """The check of ``--strict``.
 
     Raises:
         UsageError: there are warnings.
@@ -50,17 +50,17 @@ def refuse_warnings(findings: Sequence[Finding]) -> None:
     if count := sum(finding.severity is Severity.WARNING for finding in findings):
         raise UsageError(
             f"--strict: the grace budget has {count} problem{'s' if count > 1 else ''}, named above",
-            hint="mend them, or submit without --strict",
+            hint="fix them, or submit without --strict",
         )
 
 
 def need_of(config: RunConfig) -> GraceNeed:
-    """What a stop takes, from earlier runs of the same workload."""
+    """The needs of a stop, from earlier runs of the same workload."""
     return need_from(config, timings.earlier(config.run_folder, workload_of(config)))
 
 
 def need_from(config: RunConfig, measured: Sequence[timings.Timings]) -> GraceNeed:
-    """What a stop takes, from what earlier attempts measured, oldest first."""
+    """The needs of a stop, from measurements of earlier attempts, oldest first."""
     save_s = timings.p99_save_s(measured)
     cut_off_s = max((one.unfinished_save_s or 0.0 for one in measured), default=0.0)
     return GraceNeed(
@@ -82,7 +82,7 @@ def _interval_of(config: RunConfig) -> dict[str, Any]:
 
 def _offers(config: RunConfig, options: Mapping[str, Any], environment: Mapping[str, str]) -> list[GraceOffer]:
     site, partitions = _ask(elsewhere="clusters" in {*options, *(config.slurm.model_extra or {})})
-    # as for sbatch: its command line beats its variables, and these beat the script
+    # as for sbatch: its command line overrides its variables, and these override the script
     wanted = options.get("partition") or environment.get("SBATCH_PARTITION") or config.slurm.partition
     limit = options.get("time") or environment.get("SBATCH_TIMELIMIT") or config.slurm.time
     names = str(wanted).split(",") if wanted else [partition.name for partition in partitions if partition.is_default]
@@ -117,10 +117,10 @@ def _default_s(partition: Partition | None) -> float | None:
 
 def _ask(*, elsewhere: bool) -> tuple[Site, list[Partition]]:
     nothing = Site(preempt_type="", kill_wait_s=None, clock=None)
-    if elsewhere:  # scontrol tells about this cluster, and the job goes to another one
+    if elsewhere:  # scontrol reports this cluster, and the job goes to another one
         return nothing, []
     try:
-        with ThreadPoolExecutor(1) as pool:  # both at once: somebody waits for this at a prompt
+        with ThreadPoolExecutor(1) as pool:  # both at once: a user waits for this at a prompt
             partitions = pool.submit(slurm.partitions)
             return slurm.site(), partitions.result()
     except SlurmError as error:

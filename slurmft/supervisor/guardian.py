@@ -2,7 +2,7 @@
 
 Slurm ends a job when its batch step's process ends, and requeues nothing by itself then. The guardian is that process.
 It does nothing but wait: when a signal has ended the supervisor (an out-of-memory kill, ``kill -9``, a crash of the
-interpreter) it ends what the supervisor has left behind and becomes a new supervisor that decides what follows.
+interpreter) it ends the supervisor's left-over processes and becomes a new supervisor that decides what follows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What Slurm tells the supervisor about its own job: whether and why it ends it, and how long is left."""
+"""Slurm's state of the supervisor's own job: whether and why Slurm ends it, and how long is left."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LOOK_AGAIN_S = 1.0
 
 
 class SlurmsWord:
-    """Asked in threads, so that a silent Slurm holds nothing up; what it has said once is remembered."""
+    """Asks Slurm in threads, so that one that does not answer blocks nothing; answers are remembered."""
 
     def __init__(self, cluster: Cluster, journal: Journal) -> None:
         self._cluster, self._journal = cluster, journal
         self.terms = Terms(SlurmClock(time.time(), time.monotonic()))
         self.outside: tuple[Cause, str] | None = None
-        """Why Slurm ends the job; None while it does not, or does not tell."""
+        """Why Slurm ends the job; None while it does not, or that is unknown."""
 
         self.kill_at_s = math.inf
         """Monotonic time by which the workers must be gone, once Slurm ends the job."""
@@ -51,6 +51,6 @@ class SlurmsWord:
         return self.outside is not None
 
     async def look_again(self) -> None:
-        """Ask once more: Slurm signals a job a moment before it says that it ends it."""
+        """Ask once more: Slurm signals a job a moment before its state shows the end."""
         await asyncio.sleep(LOOK_AGAIN_S)
         await self.is_ending()

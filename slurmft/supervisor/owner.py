@@ -13,7 +13,7 @@ from slurmft.storage.run_folder import Owner, RunFolder
 from slurmft.system import processes
 
 BEATS_S = 10.0
-"""How long one who is about to take a run over watches for a sign of life of its owner, where Slurm does not tell."""
+"""How long a process that takes a run over watches for a sign of its owner's life, where Slurm does not answer."""
 
 LOOK_S = 0.5
 

@@ -38,7 +38,7 @@ from slurmft.system.logs import BackgroundLog
 from slurmft.system.opening import read_bytes
 
 STORAGE_PATIENCE_S = 120.0
-"""How long a start waits, with its nodes, for a run folder that is full, read-only or silent."""
+"""How long a start waits, with its nodes, for a run folder that is full, read-only or does not answer."""
 
 STORAGE_DELAY_S = 300
 """Begin time of the job that tries again after that."""
@@ -83,11 +83,11 @@ def supervise(config: RunConfig, environment: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """What a process that wants to own the run brings with it."""
+    """The state of a process that wants to own the run."""
 
     environment: Mapping[str, str]
     secret: bytes | None
-    """That of agents which are there already."""
+    """The secret of agents that exist already."""
 
     held: int | None
     """The generation as which this process has owned the run before; None before its first attempt."""
@@ -99,7 +99,7 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     thread = FolderThread()
     owner = thread.call(run.owner, timeout_s=STORAGE_PATIENCE_S)
     if owner is None or owner.pid not in lost_pids(environment) or owner.host != os.uname().nodename:
-        return supervise(config, environment)  # it had not taken the run over yet; if somebody else has, this tells
+        return supervise(config, environment)  # it had not taken the run over yet; if another process has, this raises
     cluster.attempt = Attempt(job=owner.job, restart=owner.restart, cycle=owner.cycle)
     if isinstance(cluster, SlurmCluster):
         cluster.identify()
@@ -142,7 +142,7 @@ def _verdict_in_its_place(run: RunFolder, attempt: Attempt, name: str, host: str
     }  # fmt: skip
     if (who := run.see_request("KILL")) is not None:
         return Verdict(cause=Cause.STOPPED_BY_USER, reason=f"stopped by {who}; {name} ended the supervisor", **facts)
-    # what its workers had to say is still true: without it, a rerun would go on where it was
+    # the evidence of its workers still counts: without it, a rerun would go on where it was
     seen = Circumstances(
         heard=collect(run, attempt, ()), reached=(facts["first_step"], facts["last_step"]), saved=mine.saved_step
     )
@@ -163,7 +163,7 @@ def _begin(config: RunConfig, cluster: Cluster, run: RunFolder, thread: FolderTh
     cluster.attempt = next_cycle(cluster.attempt, history)
     journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
     if (done := run.done()) is not None:
-        # at once: this process ends before a patient journal comes to it
+        # at once: this process ends before the journal's thread gets to it
         run.journal(cluster.attempt).append(EventName.ALREADY_FINISHED, step=done.get("step"))
         log.info("run %s is finished (%s); nothing to do", config.name, done.get("reason"))
         return None
@@ -183,7 +183,7 @@ def _begin(config: RunConfig, cluster: Cluster, run: RunFolder, thread: FolderTh
 
 
 def _try_again_later(config: RunConfig, cluster: Cluster, run: RunFolder, error: StorageUnavailable) -> int:
-    """Give the nodes back and come again: idle nodes cost more than a wait in the queue."""
+    """Give the nodes back and requeue: idle nodes cost more than a wait in the queue."""
     log.error("%s", error)
     if isinstance(cluster, SlurmCluster) and config.preemption.continue_by in ("auto", "requeue"):
         before, who = _look(run)
@@ -199,7 +199,7 @@ def _try_again_later(config: RunConfig, cluster: Cluster, run: RunFolder, error:
 
 
 def _look(run: RunFolder) -> tuple[Owner | None, str | None]:
-    """The run's owner, and who wants it stopped, as far as a run folder tells that may not answer."""
+    """The run's owner, and the user who asked for a stop; unknown where the run folder does not answer."""
     try:  # in a thread of its own: the other one may be stuck
         return FolderThread().call(lambda: (run.owner(), run.see_request("KILL")), timeout_s=LOOK_S)
     except (StorageError, OSError):
@@ -216,7 +216,7 @@ def _refuse_too_few_nodes(config: RunConfig, environment: Mapping[str, str]) -> 
 
 
 def _take_over(run: RunFolder, cluster: Cluster, claim: _Claim) -> tuple[int, str]:
-    """Become the run's owner; returns the generation, and what somebody has decided of this start in its absence.
+    """Become the run's owner; returns the generation, and a decision that another process has made about this start.
 
     Raises:
         RunBusy: another start trains the run.
@@ -251,7 +251,7 @@ def _take_over_from(before: Owner | None, run: RunFolder, cluster: Cluster) -> t
             )
         )
         run.add_job(cluster.attempt.job, cluster.own.known if isinstance(cluster, SlurmCluster) else None)
-        # this start lives: whoever has settled its end took it for gone, or meant an earlier job with its number
+        # this start lives: a process that settled its end took it for gone, or meant an earlier job with its number
         ending = run.ending(cluster.attempt)
         if overruled := ending.outcome() or "":
             ending.give_back()
@@ -299,7 +299,7 @@ def _superseded(run: RunFolder, owner: Owner) -> Fenced:
     return Fenced(
         f"this start of the job is not the newest one any more: run {run.path.name} belongs to job {owner.job}, "
         f"restart {owner.restart}, on {owner.host}",
-        hint="nothing is to be done: what Slurm has started since goes on with the run",
+        hint="nothing to do: a start that Slurm has made since continues the run",
     )
 
 

@@ -1,4 +1,4 @@
-"""Signals to the supervisor itself: heard while it listens, kept while it does not, and never its end.
+"""Signals to the supervisor itself: handled while it listens, kept pending otherwise; none ends the process.
 
 A blocked mask alone would not do: any thread that was started while the mask was open takes the signal, and its default
 action ends the whole process.
@@ -15,7 +15,7 @@ from types import FrameType
 
 HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PASSED_ON = frozenset({*HEARD, signal.SIGQUIT})
-"""What a guardian hands on to its child."""
+"""The signals that a guardian forwards to its child."""
 
 _kept: list[int] = []
 _listeners: list[Callable[[int], None]] = []
@@ -27,7 +27,7 @@ def block_signals() -> None:
 
 
 def keep_signals() -> None:
-    """From now on a signal waits for ``hearing``, whichever thread it meets; after ``block_signals``, in one thread."""
+    """From now on a signal in any thread waits for ``hearing``; call after ``block_signals``, with one thread."""
     for number in HEARD:
         signal.signal(number, _note)
     atexit.register(_ignore_signals)  # an interpreter on its way out has default actions again
@@ -35,7 +35,7 @@ def keep_signals() -> None:
 
 
 def any_kept() -> bool:
-    """Whether a signal waits to be heard."""
+    """Whether a signal is pending."""
     return bool(_kept)
 
 

@@ -13,7 +13,7 @@ from slurmft.supervisor.cluster import Cluster
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """What the supervisor of an attempt works with."""
+    """The inputs of an attempt's supervisor."""
 
     cluster: Cluster
     run: RunFolder

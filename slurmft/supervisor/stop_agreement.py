@@ -45,7 +45,7 @@ async def agree(pool: AgentPool, action: StopAction) -> Plan:
             return plan
         looks = _looks(await pool.call_all("propose", tick=plan.tick, action=int(action)))
         while inside_an_evaluation(plan.tick) and _undecided(looks, plan.tick):
-            # a rank may leave its evaluation without ever coming to this tick: nobody acts before all are there
+            # a rank may leave its evaluation without ever coming to this tick: no rank acts before all are there
             await asyncio.sleep(HOLD_POLL_S)
             looks = _looks(await pool.call_all("look"))
         if not passed(looks, plan.tick):
@@ -61,7 +61,7 @@ def _undecided(looks: Sequence[Look], tick: int) -> bool:
 
 
 def describe(plan: Plan) -> dict[str, Any]:
-    """A plan in the journal's words."""
+    """A plan as the journal records it."""
     if isinstance(plan, StopAt):
         return {"plan": "save at step", "step": step_of(plan.tick)}
     return {"plan": {NothingToSave: "nothing to save", Finishing: "the workers are finishing"}.get(

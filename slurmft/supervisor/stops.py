@@ -1,4 +1,4 @@
-"""Stops of an attempt: who asks for one, how long it may take, and the save at an agreed step before it."""
+"""Stops of an attempt: requests for one, its deadline, and the save at an agreed step before it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Stops:
     """Carries out at most one stop, and any number of saves on demand.
 
     Args:
-        over: set when the attempt has ended; a stop sets it where nothing is left to wait for.
+        over: set when the attempt has ended; a stop sets it where there is nothing to wait for.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Stops:
         self.planned: Cause | None = None
         self.reason = ""
         self.ends_at_s: float | None = None
-        """Monotonic time at which Slurm will have ended the job, where a stop has told it."""
+        """Monotonic time at which Slurm will have ended the job, as far as a stop has shown it."""
 
         slurm.on_ending = self._hurry
 
     async def cause_is_known(self) -> None:
         """Return when a stop that is under way has found out its cause, or takes too long to."""
-        if self.planned is not None:  # a slow Slurm must not cost us the cause
+        if self.planned is not None:  # a slow answer of Slurm must not lose the cause
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._told.wait(), CAUSE_PATIENCE_S)
 
@@ -73,7 +73,7 @@ class Stops:
             self.background.start(self._judge_own_signal(name))
 
     async def _judge_own_signal(self, name: str) -> None:
-        """Slurm signals the batch step only when it ends the job; a person may at any time."""
+        """Slurm signals the batch step only when it ends the job; a user may at any time."""
         if self._cluster.name == "local" and name == "SIGINT" and self.planned is None:
             self.stop_for(Cause.STOPPED_BY_USER, "stopped with Ctrl-C")
         elif not await self._slurm.is_ending():
@@ -85,12 +85,12 @@ class Stops:
         if self.planned is None:
             self.planned = Cause.SIGNALLED  # remembered at once; the second one of a row must find it
             self.background.start(self._stop_for_signal(name, where, time.monotonic()))
-        elif self.planned is Cause.RESIZED:  # the save is under way; what changes is what follows
+        elif self.planned is Cause.RESIZED:  # the save is under way; only the later action changes
             self.planned, self.reason = Cause.SIGNALLED, f"{name} at {where}"
 
     def on_request(self, kind: str, who: str) -> None:
-        """Somebody asks for KILL, REQUEUE or SAVE."""
-        if kind == "KILL" and self.planned is not None:  # a stop is under way; what changes is what follows
+        """Handle a request for KILL, REQUEUE or SAVE."""
+        if kind == "KILL" and self.planned is not None:  # a stop is under way; only the later action changes
             self.planned, self.reason = Cause.STOPPED_BY_USER, f"stopped by {who}"
             self._journal.append(EventName.WILL_NOT_CONTINUE, reason=self.reason)
         elif kind == "REQUEUE" and self.planned is Cause.RESIZED:
@@ -110,7 +110,9 @@ class Stops:
         if self.planned is None:
             self.stop_for(cause, reason, within_s=stop_s)
             return
-        if self.planned is Cause.RESIZED and cause is not Cause.RESIZED:  # the save is under way; what follows changes
+        if (
+            self.planned is Cause.RESIZED and cause is not Cause.RESIZED
+        ):  # the save is under way; only the later action changes
             self.planned, self.reason = cause, reason
         self._end_by(time.monotonic() + stop_s)
 
@@ -176,7 +178,7 @@ class Stops:
             await take_evidence(self._pool, self._journal, self._folder, ends=list(self._seen.ends.values()))
             await kill_workers(self._pool, self._journal, "the time of the stop is up")
             await asyncio.sleep(PEER_GRACE_S)
-            self._over.set()  # a node that is cut off cannot tell that its workers are gone
+            self._over.set()  # a node that is cut off cannot report that its workers are gone
 
     async def _agreed_stop(self) -> None:
         if not self.began or (not self._seen.any_started and not await self._workers_run()):
@@ -194,7 +196,7 @@ class Stops:
                 reason = "no rank has begun a step, so there is nothing to save"
                 await kill_workers(self._pool, self._journal, reason)
             elif isinstance(plan, ByThemselves) and not told:
-                # none of them uses a session, or none of them yet: the signal is all they understand
+                # no worker uses a session (yet): the signal is all that they can handle
                 await self._pool.tell_all("signal")
             if not told:
                 await self._told.wait()
@@ -214,7 +216,7 @@ class Stops:
             try:
                 plan = await agree(self._pool, StopAction.SAVE)
                 self._journal.append(EventName.SAVE_REQUESTED, who=who, **describe(plan))
-                tick = getattr(plan, "tick", None)  # there is none where nobody uses a session: nothing is saved
+                tick = getattr(plan, "tick", None)  # there is none where no worker uses a session: nothing is saved
                 while tick is not None and not self._over.is_set():
                     if self._seen.all_answered(tick):
                         break

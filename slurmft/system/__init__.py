@@ -1,1 +1,1 @@
-"""Files, processes and authentication on one machine: what every other package may use."""
+"""Files, processes and authentication on one machine, for all other packages."""

@@ -24,7 +24,7 @@ def new_nonce() -> bytes:
 
 
 def derived_key(key: bytes, purpose: str, *context: bytes) -> bytes:
-    """A key for one purpose in one context, such as a connection's nonces; says nothing of ``key`` or any other.
+    """A key for one purpose in one context, such as a connection's nonces; it reveals neither ``key`` nor others.
 
     The lengths of all parts go into it, so that no two contexts look alike.
     """
@@ -38,7 +38,7 @@ class PieceTags:
     """The tags of one stream of known length, piece by piece.
 
     Each tag covers the piece's place in the stream, its length and whether it is the last one. So pieces that were
-    changed, repeated, left out, swapped, cut or taken from another stream are told apart from the right ones.
+    changed, repeated, left out, swapped, cut or taken from another stream are detected.
 
     Args:
         key: of this stream alone.

@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class Background:
-    """Keeps tasks alive until they are done, and tells ``on_error`` of one that failed."""
+    """Keeps tasks alive until they are done, and calls ``on_error`` for one that failed."""
 
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
         self._on_error = on_error
@@ -24,7 +24,7 @@ class Background:
         task.add_done_callback(self._done)
 
     async def cancel_all(self) -> None:
-        """End whatever still runs; returns when it has ended."""
+        """End all running tasks; returns when they have ended."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

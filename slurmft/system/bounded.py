@@ -1,4 +1,4 @@
-"""Work in a child process that may take so long and no longer, whatever it hangs in; one of a kind at a time."""
+"""Work in a child process with a time limit, wherever it hangs; one of a kind at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bounded(work: Callable[[], int], *, limit_s: float, name: str, environment: 
     """The exit code of ``work``, which runs in a child.
 
     A child in uninterruptible sleep cannot be killed: it is left behind, and holds the lock until the kernel lets it
-    go, so that a filesystem that hangs costs one process, and not one for each time cron comes by.
+    go, so that a filesystem that hangs costs one process, and not one for each run of cron.
 
     Raises:
         StorageUnavailable: another one is at work, or it took longer than ``limit_s`` seconds.
@@ -73,9 +73,9 @@ def _ended(pid: int) -> int | None:
 def _lock(name: str, environment: Mapping[str, str]) -> list[int]:
     """Locks of this machine and user, in memory where that is offered: they must not hang with what they guard.
 
-    What is locked is a folder of ours with a random name. No other user can take such a name before us, and what others
-    have put beside it is neither opened nor waited for. Two that begin at once may both make one, so that all are
-    locked.
+    The lock is on a folder of ours with a random name. No other user can take such a name before us, and other users'
+    files beside it are neither opened nor waited for. Two processes that begin at once may both make one, so that all
+    are locked.
 
     Raises:
         StorageUnavailable: another process holds one of them, or none can be made.

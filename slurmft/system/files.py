@@ -22,7 +22,7 @@ FORMAT = 1
 """Version written into every JSON file; a reader refuses anything newer and tolerates unknown keys."""
 
 MOVE_AWAY = "move it away and run again"
-"""What to do about a file that is damaged, or none."""
+"""The remedy for a damaged file."""
 
 
 def refuse_uncreatable(folder: Path) -> None:
@@ -43,7 +43,7 @@ def refuse_uncreatable(folder: Path) -> None:
     code = 0
     if not stat.S_ISDIR(status.st_mode):
         code = errno.EEXIST if nearest == folder else errno.ENOTDIR
-    elif nearest.parts[:2] in (("/", "proc"), ("/", "sys")):  # the kernel's own, whatever their modes say
+    elif nearest.parts[:2] in (("/", "proc"), ("/", "sys")):  # the kernel's own, independent of their modes
         code = errno.ENOENT if nearest.parts[1] == "proc" else errno.EPERM
     elif os.statvfs(nearest).f_flag & os.ST_RDONLY:
         code = errno.EROFS
@@ -114,8 +114,8 @@ def read_json(
         owners: user ids that may own the file; None accepts every owner.
 
     Raises:
-        StorageError: there is something else than a file of at most ``limit_bytes`` with a JSON object, or it belongs
-            to a user that is not in ``owners``.
+        StorageError: it is not a file of at most ``limit_bytes`` with a JSON object, or it belongs to a user that is
+            not in ``owners``.
         NewerFormat: a newer slurmft wrote it.
     """
     try:

@@ -1,6 +1,7 @@
-"""Text of others as it may be shown: it cannot move a cursor, colour a terminal, end a line or run from right to left.
+"""Foreign text made safe to show: it cannot move a cursor, colour a terminal, end a line or run from right to
+left.
 
-What an exception says, the name of a file or a node, a reason that somebody typed: all of it may hold escape sequences.
+An exception's message, the name of a file or a node, a reason that a user typed: all of them may hold escape sequences.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _UNFINISHED = re.compile(r"(\x1b(\[[0-9;:]{0,32})?|\r)\Z")
 RESET = "\x1b[0m"
 
 _SHOWN = frozenset((0, 1, 2, 3, 4, 9, 22, 23, 24, 29, *range(31, 37), 39, *range(91, 97)))
-"""Colours and styles in which text can be read whatever the terminal's own colours are. Not: concealed and blinking
-text, black, grey and white, and backgrounds, any of which can make text look like what is behind it."""
+"""Colours and styles in which text is readable with any colours of the terminal. Not: concealed and blinking
+text, black, grey and white, and backgrounds, any of which can hide text in its background."""
 
 _EXTENDED = {5: 2, 2: 4}
 """How many more numbers belong to a colour of 256, and to one of all: ``38;5;N`` and ``38;2;R;G;B``."""
@@ -33,7 +34,7 @@ def is_safe(character: str) -> bool:
 
 
 def one_line(text: str, limit: int | None = None) -> str:
-    """``text`` in one line: what is not safe is shown as an escape, such as ``\\x1b``; at most ``limit`` characters."""
+    """``text`` in one line: unsafe characters are shown as escapes, such as ``\\x1b``; at most ``limit`` characters."""
     return _cut(_escaped(text, frozenset()), limit)
 
 
@@ -55,10 +56,10 @@ def _cut(text: str, limit: int | None) -> str:
 
 
 class Terminal:
-    """A worker's own output for a terminal, piece by piece: nothing that a terminal obeys stays but plain colours.
+    """A worker's own output for a terminal, piece by piece: of all control sequences only plain colours stay.
 
-    Those that could hide text are left out, so that a line which a pipe shows is seen on a terminal as well. What a
-    carriage return would overwrite is shown in a line of its own.
+    Those that could hide text are left out, so that a line which a pipe shows is seen on a terminal as well. Text that
+    a carriage return would overwrite is shown in a line of its own.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Each look at the node in a process of its own: one that crashes, hangs or is stuck in the kernel harms no other.
 
-A child that is stuck in uninterruptible sleep cannot be killed, so nobody ever waits for one: it is given its signal,
-left behind, and ends by itself when the kernel lets go of it. Children hold none of our streams open meanwhile.
+A child that is stuck in uninterruptible sleep cannot be killed, so it is not waited for: it gets its signal, is left
+behind, and ends by itself when its system call returns. Children hold none of our streams open meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EXIT_NOW = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Errand:
-    """Something to find out, and how long that may take."""
+    """A function to run, and how long it may take."""
 
     name: str
     limit_s: float
@@ -33,7 +33,7 @@ class Errand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What came of it."""
+    """The result of an errand."""
 
     name: str
     value: Any = None
@@ -86,13 +86,13 @@ def _start(errand: Errand) -> _Child:
     reader, writer = os.pipe2(os.O_CLOEXEC)
     began = time.monotonic()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads; in here nobody starts any
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads; none is started in here
         pid = os.fork()
     if pid == 0:
         _be_child(errand, writer)
     os.close(writer)
     with contextlib.suppress(OSError):
-        os.setpgid(pid, pid)  # both do it: whoever comes first
+        os.setpgid(pid, pid)  # both do it: the first one counts
     return _Child(errand=errand, pid=pid, pipe=reader, began=began)
 
 
@@ -104,7 +104,7 @@ def _be_child(errand: Errand, writer: int) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        # whoever waits for the end of our output must not wait for a child that was left behind
+        # a reader of our output must not wait for a child that was left behind
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nowhere, stream)
@@ -150,7 +150,7 @@ def _let_go(child: _Child, running: dict[int, _Child], selector: selectors.BaseS
     os.close(child.pipe)
     del running[child.pipe]
     with contextlib.suppress(OSError):
-        os.killpg(child.pid, signal.SIGKILL)  # also what it has started
+        os.killpg(child.pid, signal.SIGKILL)  # and its child processes
     deadline = time.monotonic() + 0.05
     with contextlib.suppress(OSError):
         while os.waitpid(child.pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Log messages through a thread: the log may lie on the very filesystem that stalls, and nobody may wait for it."""
+"""Log messages through a thread: the log may lie on the very filesystem that stalls, and must block no caller."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class BackgroundLog:
     """Takes the root logger's handlers over until the process ends."""
 
     def __init__(self) -> None:
-        logging.raiseExceptions = False  # a log that cannot be written has no place to say so
+        logging.raiseExceptions = False  # an error of the log cannot be logged
         root = logging.getLogger()
         messages: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
         self._listener: QueueListener | None = QueueListener(messages, *root.handlers)
@@ -24,7 +24,7 @@ class BackgroundLog:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Write what waits, but do not wait for a log that takes nothing. Nothing is logged afterwards."""
+        """Write waiting records, but do not wait for a log that hangs. Nothing is logged afterwards."""
         listener, self._listener = self._listener, None
         if listener is not None:
             stopping = threading.Thread(target=listener.stop, daemon=True)

@@ -25,7 +25,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class UnsafeFile(OSError):
-    """What lies at a path is not a file that may be read or written there.
+    """The file at a path must not be read or written there.
 
     It is an ``OSError`` (``EINVAL``, ``EFBIG`` or ``EPERM``), so that readers which already treat an unreadable file as
     damaged treat this one alike.
@@ -38,16 +38,16 @@ def open_regular(
 ) -> int:  # fmt: skip
     """A descriptor of the regular file at ``path``. Never waits for a writer and never touches a device.
 
-    The file is first opened as a name only (``O_PATH``), looked at, and then opened through that descriptor: what was
-    checked is what is opened, whatever is renamed meanwhile. With ``O_CREAT`` a missing file is created, never through
-    a symbolic link.
+    The file is first opened as a name only (``O_PATH``), looked at, and then opened through that descriptor: the file
+    that was checked is opened, even if names change meanwhile. With ``O_CREAT`` a missing file is created, never
+    through a symbolic link.
 
     Args:
         follow: follow a symbolic link in the last part of the path.
         owners: user ids that may own the file; None accepts every owner.
 
     Raises:
-        UnsafeFile: it is no regular file, or belongs to a user that is not in ``owners``.
+        UnsafeFile: it is not a regular file, or belongs to a user that is not in ``owners``.
         OSError: it cannot be opened.
     """
     flags |= os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
@@ -134,12 +134,12 @@ def read_bytes(
     """The whole content of the regular file at ``path``.
 
     Raises:
-        UnsafeFile: it is no regular file, is longer than ``limit_bytes``, or belongs to a user not in ``owners``.
+        UnsafeFile: it is not a regular file, is longer than ``limit_bytes``, or belongs to a user not in ``owners``.
         OSError: it cannot be read.
     """
     descriptor = open_regular(path, follow=follow, owners=owners)
     try:
-        # what says that it is too long is not read for it; files of /proc say nothing
+        # a file whose size is too large is not read; files of /proc have no size
         parts, room = [], 0 if os.fstat(descriptor).st_size > limit_bytes else limit_bytes + 1
         while room > 0 and (part := os.read(descriptor, min(room, _CHUNK_BYTES))):
             parts.append(part)
@@ -158,7 +158,7 @@ def read_lines(path: str | Path, *, limit_bytes: int, line_limit_bytes: int) -> 
     that never comes, costs no more than the reading.
 
     Raises:
-        UnsafeFile: it is no regular file, or is longer than ``limit_bytes``.
+        UnsafeFile: it is not a regular file, or is longer than ``limit_bytes``.
         OSError: it cannot be read.
     """
     descriptor = open_regular(path)
@@ -192,7 +192,7 @@ def read_text(
 
 
 def read_pipe(path: str | Path, *, limit_bytes: int, within_s: float) -> bytes:
-    """What comes out of a pipe until its end, such as ``/dev/stdin``.
+    """The content of a pipe until its end, such as ``/dev/stdin``.
 
     Raises:
         UnsafeFile: more than ``limit_bytes`` came.
@@ -217,7 +217,7 @@ def read_part(path: str | Path, start: int, limit_bytes: int) -> bytes:
     """Up to ``limit_bytes`` from byte ``start`` of the regular file at ``path``, from its end where that is negative.
 
     Raises:
-        UnsafeFile: it is no regular file.
+        UnsafeFile: it is not a regular file.
         OSError: it cannot be read.
     """
     descriptor = open_regular(path)
@@ -259,7 +259,7 @@ def appending(path: str | Path) -> Iterator[int]:
 
 
 def append_line(path: str | Path, line: str) -> None:
-    """Add a line durably, by one write; what a writer that died has left of its own is closed off first.
+    """Add a line durably, by one write; a torn line of a dead writer is closed off first.
 
     Raises:
         UnsafeFile: something else than a regular file lies there.

@@ -56,7 +56,7 @@ def shared_memory() -> Path:
 
 
 def prefix(kind: str = "slurmft") -> str:
-    """What the names of this user's private folders begin with."""
+    """The prefix of the names of this user's private folders."""
     return f"{kind}-{os.geteuid()}-"
 
 
@@ -83,7 +83,7 @@ def make_private_folder() -> PrivateFolder:
 def remove_left_overs(root: Path) -> None:
     """Remove this user's private folders whose processes have ended.
 
-    A lock tells the living from the dead across namespaces of process ids; a process id would not.
+    A lock shows whether its holder lives across namespaces of process ids; a process id would not.
     """
     for path in own_folders(root, prefix()):
         with contextlib.suppress(OSError):
@@ -110,7 +110,7 @@ def open_folder(path: Path, *, owner: int) -> Iterator[int]:
 
     Raises:
         UnsafeFile: it is another user's, or writable by others.
-        OSError: it is no folder, or cannot be opened.
+        OSError: it is not a folder, or cannot be opened.
     """
     descriptor = os.open(path, _IS_FOLDER)
     try:

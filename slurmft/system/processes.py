@@ -1,4 +1,4 @@
-"""Processes of this machine, as /proc tells of them."""
+"""Processes of this machine, as /proc shows them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Process:
     host: str
     pid: int
     birth: str
-    """What tells it from a later one with the same id (``birth_of``)."""
+    """Distinguishes it from a later one with the same id (``birth_of``)."""
 
 
 def me() -> Process:
@@ -38,7 +38,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def birth_of(pid: int) -> str:
-    """What tells a process from a later one with the same id: the machine's boot, and its start in ticks since then.
+    """Distinguishes a process from a later one with the same id: the machine's boot, and its start in ticks since then.
 
     Empty when there is no such process. A start in Unix seconds would move with every correction of the clock.
     """
@@ -75,7 +75,7 @@ def is_stopped(pid: int) -> bool:
 def user_name(user_id: int | None = None) -> str:
     """Login name of the user, by default this process's; the number where the system has no name for it.
 
-    Never from LOGNAME or USER, which say who logged in and not whose process this is.
+    Never from LOGNAME or USER, which name the user who logged in and not the process's user.
     """
     user_id = os.getuid() if user_id is None else user_id
     try:

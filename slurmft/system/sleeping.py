@@ -1,4 +1,4 @@
-"""Sleeping, and knowing when it was no sleep of one's own."""
+"""Sleeping, and detecting a suspension meanwhile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 async def overslept_s(pause_s: float) -> float:
     """Sleep for ``pause_s``; returns by how many seconds it was too long, 0 where that is not worth mentioning.
 
-    A suspended process wakes up where it was, and must not take the silence meanwhile for somebody else's.
+    A suspended process wakes up where it was, and must not blame another process for the silence meanwhile.
     """
     before = time.monotonic()
     await asyncio.sleep(pause_s)

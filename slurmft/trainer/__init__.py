@@ -1,1 +1,1 @@
-"""What a session and the checkpoint managers share in the trainer's process: devices, generators, a group, savers."""
+"""Shared by a session and the checkpoint managers in the trainer's process: devices, generators, a group, savers."""

@@ -1,9 +1,9 @@
 """The process group for data in main memory: the default one where it takes such data, else a gloo group beside it.
 
-NCCL moves memory of a GPU only, runs one operation after the other on each communicator, and waits for whatever the
-device still computes. What ranks agree on, and what they send each other from memory to memory, has no business there.
-Every rank makes the group at the same place: right after the default group (``worker.groups``), or at the first
-collective of this package in a script that has made its own.
+NCCL moves memory of a GPU only, runs one operation after the other on each communicator, and waits for all pending work
+of the device. Agreements of ranks, and transfers from memory to memory, must not go over it. Every rank makes the group
+at the same place: right after the default group (``worker.groups``), or at the first collective of this package in a
+script that has made its own.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def capture() -> RandomState:
 
 
 def restore(state: Mapping[str, Any]) -> None:
-    """Put every generator back to what ``capture`` saw; what comes next is drawn identically.
+    """Put every generator back to the state of ``capture``; later draws are identical.
 
     A generator that does not exist here (no numpy, no GPU) is named in a warning and left out. Unknown keys are
     ignored.

@@ -1,7 +1,7 @@
-"""Where a session and the checkpoint managers of the same process meet; neither needs the other.
+"""The connection of a session and the checkpoint managers of the same process; neither needs the other.
 
-The session knows when a step is complete, when the run must stop, and when a rank has failed. A manager knows what to
-save, and when a save that goes on in the background has become durable.
+The session knows when a step is complete, when the run must stop, and when a rank has failed. A manager knows the state
+to save, and when a save in the background has become durable.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, Protocol
 
 
 class Outcome(Enum):
-    """What became of the newest call of a manager's ``save``."""
+    """The outcome of the newest call of a manager's ``save``."""
 
     DONE = "done"
-    """Durable, or nobody has told: a save of the trainer's own is done when it returns."""
+    """Durable, or not reported: a save of the trainer's own is done when it returns."""
 
     STAGED = "staged"
-    """Copied; it becomes durable in the background, and the listener is told."""
+    """Copied; it becomes durable in the background, and the listener is called then."""
 
     SKIPPED = "skipped"
     """Not saved: two earlier ones are still under way."""
@@ -55,7 +55,7 @@ class Listener(Protocol):
         """The state after ``step`` steps is whole in memory, and in no checkpoint; a negative one: there is none."""
 
     def on_rescuing(self, *, is_over: bool = False) -> None:
-        """It is being kept now, or that is over, whatever came of it."""
+        """It is being kept now, or that is over, with any result."""
 
     def on_rescued(self, step: int) -> None:
         """The state after ``step`` steps was kept just in time."""
@@ -72,24 +72,24 @@ class Savers:
         """A stop waits for the next save: it is not skipped, and goes before all others."""
 
         self.is_armed = False
-        """Some saver wants to hear of every step."""
+        """Some saver needs a call at every step."""
 
     @property
     def savers(self) -> list[Saver]:
-        """Those that are in use, in the order in which they came."""
+        """Those in use, in the order in which they joined."""
         return [saver for one in self._savers if (saver := one()) is not None]
 
     def join(self, saver: Saver) -> None:
-        """Be told of what the session knows, for as long as ``saver`` is in use."""
+        """Pass the session's events to ``saver``, for as long as it is in use."""
         self._savers = [one for one in self._savers if one() is not None]
         self._savers.append(weakref.ref(saver))
 
     def leave(self, saver: Saver) -> None:
-        """Be told no more."""
+        """Pass no further events."""
         self._savers = [one for one in self._savers if one() not in (None, saver)]
 
     def forget(self) -> None:
-        """Tell no saver any more: what the device computes from now on cannot be trusted."""
+        """Pass no further events to any saver: later results of the device cannot be trusted."""
         self._savers = []
 
     def save_begins(self, *, urgent: bool) -> None:

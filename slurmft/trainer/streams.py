@@ -1,8 +1,8 @@
-"""The one place where this package speaks to a GPU's streams and events.
+"""The one module of this package that uses a GPU's streams and events.
 
-A device computes later than the host has asked it to, each of its streams at its own pace. Whoever reads what it has
-computed waits for an event that was recorded behind it, on the stream that has written it, and waits for nothing else:
-in a run that fails another stream may wait for ever, in a collective that a dead rank never joins.
+A device computes later than the host has asked it to, each of its streams at its own pace. A reader of its results
+waits for an event that was recorded behind them, on the stream that has written them, and for nothing else: in a run
+that fails another stream may wait for ever, in a collective that a dead rank never joins.
 
 A test puts a device of its own in the place of ``device_of`` (``tests/unit/support/late_device.py``).
 """
@@ -27,17 +27,17 @@ class Event(Protocol):
     """A mark in a stream."""
 
     def record(self) -> None:
-        """Put it behind what the current stream of this thread has been given so far."""
+        """Put it behind the work that was queued on this thread's current stream so far."""
 
     def query(self) -> bool:
-        """Whether the device has come by; never waits."""
+        """Whether the device has reached it; never waits."""
 
 
 class Device(Protocol):
     """One GPU. Streams and the device itself are a thread's own choice: a new thread has neither."""
 
     def use(self) -> None:
-        """Make it this thread's device: a new thread's is GPU 0, whichever the others use."""
+        """Make it this thread's device: a new thread's is GPU 0, independent of other threads."""
 
     def event(self, *, timed: bool = False) -> Any:
         """A new event; one that is ``timed`` has ``elapsed_time``, in milliseconds."""
@@ -58,7 +58,7 @@ class Device(Protocol):
         """Pin memory so that the device copies into it by itself; why not, where it cannot."""
 
     def unregister(self, address: int) -> None:
-        """Let go of memory that was registered."""
+        """Unregister memory."""
 
 
 class CudaEvent:
@@ -175,7 +175,7 @@ def copy_from_device(
 
 
 def wait_for(event: Event, within_s: float | None = None) -> None:
-    """Return when the device has come by ``event``; by looking, so that a device that hangs is given up.
+    """Return when the device has reached ``event``; polls, so that a device that hangs is given up.
 
     Raises:
         TimeoutError: it has not within ``within_s`` seconds.

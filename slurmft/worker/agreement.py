@@ -18,7 +18,7 @@ COLLECTIVE_EVERY_STEPS = 8
 
 
 class Agreement(Protocol):
-    """Tells a worker at each tick what all ranks do at it."""
+    """The action of all ranks at each tick."""
 
     def at(self, tick: int) -> StopAction:
         """What to do at this tick; the same on all ranks."""
@@ -28,7 +28,7 @@ class Agreement(Protocol):
 
 
 class AgreementByAgent:
-    """Through the heartbeat page: no collective, no system call while nobody asks."""
+    """Through the heartbeat page: no collective, no system call while no stop is requested."""
 
     def __init__(self, page: Page) -> None:
         self._page = page
@@ -74,4 +74,4 @@ class AgreementByCollective:
         return StopAction.SAVE_AND_STOP if int(seen.item()) else StopAction.NONE
 
     def answered(self, tick: int) -> None:
-        """Nobody to tell."""
+        """Nothing to do: there is no agent."""

@@ -18,9 +18,9 @@ BASE_WORLD_VARIABLE = "SLURMFT_BASE_WORLD_SIZE"
 
 
 class Batches:
-    """Cuts what the trainer asks for into as many pieces as the supervisor says, and says what was asked for.
+    """Cuts the trainer's batch into as many pieces as the supervisor says, and reports the trainer's numbers.
 
-    The supervisor cannot know a trainer's batch; what it finds in the attempt's folder tells it how far it may go.
+    The supervisor cannot know a trainer's batch; the file in the attempt's folder shows it how far it may go.
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:

@@ -1,4 +1,4 @@
-"""Faults that a worker's session carries out on itself, because somebody has asked for them (``slurmft inject``).
+"""Faults that a worker's session carries out on itself, on request (``slurmft inject``).
 
 A step costs one comparison of an integer in the heartbeat page; everything else happens only when there is a fault.
 """
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class InjectedFault(RuntimeError):
-    """Raised on purpose, because somebody has asked for it."""
+    """Raised on purpose, on request."""
 
 
 class InjectedFaults:
@@ -78,7 +78,7 @@ class InjectedFaults:
 
 
 def hang_until_killed() -> None:
-    """What a deadlock looks like from outside: asleep, alive, and deaf to all but SIGKILL."""
+    """Like a deadlock from outside: asleep, alive, and ended by SIGKILL only."""
     while True:
         time.sleep(60.0)
 

@@ -58,7 +58,7 @@ class ProcessGroups:
         if "RANK" in environment and "WORLD_SIZE" in environment and not dist.is_initialized():
             name = ("nccl" if use_gpu else "gloo") if wanted == "auto" else wanted
             dist.init_process_group(name, timeout=init, device_id=device if use_gpu else None)
-            host_group(init)  # here, where all ranks come by in the same order
+            host_group(init)  # here, where all ranks pass in the same order
             groups.check(init)
         return groups
 
@@ -89,7 +89,7 @@ class ProcessGroups:
         return found
 
     def check(self, timeout: timedelta) -> None:
-        """Read every group's timeout back, and say which has another one: a hang of it would end at another time."""
+        """Read every group's timeout back, and name those that differ: a hang of them would end at another time."""
         known = {name: seconds for name, seconds in self.timeouts().items() if not math.isnan(seconds)}
         wrong = {name: seconds for name, seconds in known.items() if seconds != timeout.total_seconds()}
         if wrong:
@@ -102,8 +102,8 @@ class ProcessGroups:
     def close(self, *, orderly: bool) -> None:
         """Leave the groups. After a failure a destroy may wait for the dead: NCCL's communicators are aborted instead.
 
-        Whoever calls this has kept what is to be kept: an abort lets the device go on behind a collective that has
-        failed, with what was never reduced.
+        Save all state before this call: an abort lets the device go on behind a collective that has failed, with values
+        that were never reduced.
         """
         if not dist.is_initialized():
             return
@@ -122,7 +122,7 @@ def abort_device_groups(within_s: float = ABORT_S) -> bool:
     """End what NCCL's kernels wait for, so that this process and its memory on the device can go; whether it worked.
 
     In a thread, as an abort may itself hang. All groups at once: one that is aborted alone may wait for another one.
-    From here on nothing that the device computes is to be kept.
+    From here on nothing that the device computes may be saved.
     """
     groups = [one for one in distributed_c10d._world.pg_map if not takes_host_data(one)]
     if not groups:

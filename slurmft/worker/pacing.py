@@ -1,7 +1,7 @@
 """When this run saves periodically: by steps, by seconds or by itself, before the same step on every rank.
 
-By steps it is arithmetic. Otherwise rank 0's word goes round a few times in an interval, as two integers in a broadcast
-(``schedule``); the steps between cost one comparison.
+By steps it is arithmetic. Otherwise rank 0 announces the step a few times in an interval, as two integers in a
+broadcast (``schedule``); the steps between cost one comparison.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Tell = Callable[[Sequence[int]], Sequence[int]]
 
 
 class SavePace:
-    """Says before which steps to save. Every rank calls the same methods in the same order, with the same steps.
+    """Decides before which steps to save. Every rank calls the same methods in the same order, with the same steps.
 
     Args:
-        tell: brings rank 0's integers to all ranks; used only where the interval is no number of steps.
+        tell: broadcasts rank 0's integers to all ranks; used only where the interval is not a number of steps.
         is_writing: whether a checkpoint is being written beside the training, as far as this rank knows.
-        on_cost: on rank 0, is told the seconds that each save has cost the training.
+        on_cost: on rank 0, called with the seconds that each save has cost the training.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SavePace:
         return self._told.is_due(step)
 
     def done(self, step: int, *, began_ns: int, worked: bool) -> None:
-        """Take in how a save before ``step`` went, whoever asked for it. All ranks know alike whether it ``worked``.
+        """Take in the result of any save before ``step``. All ranks know alike whether it ``worked``.
 
         ``began_ns`` is of the monotonic clock; the save has stopped the training from then until now.
         """

@@ -1,4 +1,4 @@
-"""What slurmft logs in a worker: marked as its own, with the rank, whoever formats it.
+"""slurmft's log lines in a worker: marked as its own, with the rank, under any formatter.
 
 The end of a rank's log is read for symptoms of what ended it, and what slurmft says of a trouble that it has dealt with
 sounds like the trouble itself (``policy.verdicts.symptoms``). So the mark is in the message, not in a format that the

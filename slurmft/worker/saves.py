@@ -1,4 +1,4 @@
-"""How a session saves: by the trainer's own function, told to the agent, tried again where waiting may help."""
+"""How a session saves: by the trainer's own function, reported to the agent, retried where waiting may help."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Saves:
-    """The saves of one session. All ranks call each method alike, and learn alike how it went."""
+    """The saves of one session. All ranks call each method alike, and get the same result."""
 
     def __init__(self, page: Page, sections: SectionStack, *, is_lead: bool) -> None:
         self._page, self._sections, self._is_lead = page, sections, is_lead
@@ -34,7 +34,7 @@ class Saves:
         """The trainer's own."""
 
         self.pace: SavePace | None = None
-        """When to save periodically; is told of every save."""
+        """When to save periodically; is notified of every save."""
 
     @property
     def is_writing(self) -> bool:
@@ -46,7 +46,7 @@ class Saves:
         """Whether all ranks have saved; a periodic save may become durable later, any other one is when this returns.
 
         Raises:
-            CheckpointError: it failed for a reason that no waiting mends.
+            CheckpointError: it failed for a reason that does not pass with time.
         """
         if self.function is None:
             raise RuntimeError("session.evaluating() needs session.steps() around it: only that knows how to save")
@@ -97,7 +97,7 @@ class Saves:
         return True
 
     def at_end(self, until: int, at_tick: Callable[[int], None]) -> None:
-        """Nothing is left to do but this save, so it is tried for as long as the job lives, with a stop at any time."""
+        """The save after the last step: it is retried for as long as the job lives, with a stop at any time."""
         for tries in itertools.count(1):
             if self.now(until):
                 return
@@ -110,7 +110,7 @@ class Saves:
         return worked
 
     def _failed(self, step: int, error: CheckpointError) -> None:
-        """Note it; raises ``error`` where no waiting mends its reason."""
+        """Note it; raises ``error`` where its reason does not pass with time."""
         if error.errno not in PASSING:
             raise error
         self._listener.on_save_failed(step, error.errno)
@@ -119,7 +119,7 @@ class Saves:
 
 
 class PageListener:
-    """Tells the agent of saves, by way of the page. Each of its fields is one store, so any thread may."""
+    """Reports saves to the agent, through the page. Each of its fields is one store, so any thread may."""
 
     def __init__(self, page: Page) -> None:
         self._page = page
@@ -127,7 +127,7 @@ class PageListener:
     def on_saved(self, step: int, seconds: float, *, for_all: bool = True) -> None:
         """The newest checkpoint on disk is that of ``step``, ``seconds`` after it was asked for.
 
-        A manager's is one of all ranks; of a trainer's own nobody knows whether the others have theirs.
+        A manager's checkpoint is one of all ranks; with a trainer's own it is unknown whether the others have theirs.
         """
         page = self._page
         page[Slot.SAVED_AT_NS] = time.monotonic_ns()
@@ -143,7 +143,7 @@ class PageListener:
         self._page[Slot.SAVE_FAILURES] += 1
 
     def on_cost(self, seconds: float) -> None:
-        """So long the newest save that is over has kept this rank from training."""
+        """How long the newest finished save has kept this rank from training."""
         self._page[Slot.SAVE_COST_NS] = int(seconds * 1e9)
 
     def on_rescuable(self, step: int) -> None:

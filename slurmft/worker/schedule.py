@@ -1,9 +1,9 @@
 """When to save periodically, and when to try again after a save that failed. Pure: no clock, no collective.
 
 Ranks must save before the same step, and their clocks differ. So with an interval in seconds rank 0 alone watches the
-time, and tells the others in steps: at a *look*, which all ranks know the step of, it says before which step the next
-save is due, or when to look again. An interval has a dozen looks, however long it is; where steps become F times slower
-all at once, a save comes late by an eighth of its interval times F at most.
+time, and announces steps: at a *look*, whose step all ranks know, it says before which step the next save is due, or
+when to look again. An interval has a dozen looks, however long it is; where steps become F times slower all at once, a
+save comes late by an eighth of its interval times F at most.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SaveSchedule:
 
 
 class ToldSchedule:
-    """What every rank holds of a schedule in seconds: what rank 0 said last. Equal on all ranks at every step."""
+    """Every rank's copy of a schedule in seconds: what rank 0 announced last. Equal on all ranks at every step."""
 
     def __init__(self, start: int) -> None:
         self._start = start
@@ -62,7 +62,7 @@ class ToldSchedule:
         self._due_at: int | None = None
 
     def is_look(self, step: int) -> bool:
-        """Whether rank 0 tells all ranks more before ``step`` begins (``SaveTimer.row``, then ``take``)."""
+        """Whether rank 0 updates all ranks before ``step`` begins (``SaveTimer.row``, then ``take``)."""
         return self._look_at is not None and step >= self._look_at
 
     def take(self, step: int, row: Sequence[int]) -> None:
@@ -76,7 +76,7 @@ class ToldSchedule:
         return self._due_at is not None and step >= self._due_at and step > self._start
 
     def done(self, step: int) -> None:
-        """A save was tried at ``step``, whatever asked for it: what comes next is told before the step after it."""
+        """A save was tried at ``step``, periodic or not: the next one is announced before the step after it."""
         self._due_at, self._look_at = None, step + 1
 
 
@@ -97,7 +97,7 @@ class EverySeconds:
         self._interval_s = interval_s
 
     def seconds(self, *, step_s: float) -> float:
-        """What was configured."""
+        """The configured interval."""
         return self._interval_s
 
     def cost(self, seconds: float) -> None:
@@ -128,7 +128,7 @@ class Automatic:
 class SaveTimer:
     """Rank 0's part: how long steps take, what saves cost, and how many steps remain until the next one.
 
-    Times are nanoseconds of one monotonic clock, read before each step; ``now_ns`` never goes back. ``on_cost`` is told
+    Times are nanoseconds of one monotonic clock, read before each step; ``now_ns`` never goes back. ``on_cost`` gets
     the seconds that each save has cost the training, once they are known.
     """
 
@@ -146,7 +146,7 @@ class SaveTimer:
         """The stall of the newest save, until all of its cost is known."""
 
         self._excess_ns = 0
-        """What the steps beside its write took more, or less by chance, than quiet ones."""
+        """Additional time of the steps beside its write, which may be negative by chance."""
 
     def step_done(self, now_ns: int, *, is_writing: bool) -> None:
         """A step ended at ``now_ns``; a checkpoint was or was not being written beside it."""
@@ -176,14 +176,14 @@ class SaveTimer:
         self._from_ns = now_ns - interval_ns + self._pause_ns
 
     def row(self, now_ns: int) -> tuple[int, int]:
-        """What to tell all ranks before the step that begins now: see ``ToldSchedule.take``."""
+        """The row for all ranks before the step that begins now: see ``ToldSchedule.take``."""
         interval_ns = self._interval_ns()
         left_ns = self._from_ns + interval_ns - now_ns
         if left_ns <= 0:
             return 1, NO_STEP  # before this very step
         step_ns = max(1, self._step_ns())
         steps = math.ceil(left_ns / step_ns)
-        believed = 2 * self._steps_seen  # what so few steps took says nothing about many more
+        believed = 2 * self._steps_seen  # so few steps do not predict many more
         if left_ns * NEAR <= interval_ns and steps <= believed:
             return 1 + steps, NO_STEP
         return NO_STEP, max(1, min(steps // 2, interval_ns // LOOKS // step_ns, believed))
@@ -199,7 +199,7 @@ class SaveTimer:
         return max(1, round(self._spacing.seconds(step_s=self._step_ns() / 1e9) * 1e9))
 
     def _step_ns(self) -> int:
-        """The mean of the newest steps, or the middle of the newest three where that is more: slower ones tell at once.
+        """The mean of the newest steps, or the middle of the newest three if that is more: slower ones count at once.
 
         Too long a time does no harm: the next look comes sooner.
         """

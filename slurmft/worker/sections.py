@@ -1,4 +1,4 @@
-"""Sections of the trainer's own: what a rank is doing, told where the node's agent sees it at any time."""
+"""Sections of the trainer's own: what a rank is doing, noted where the node's agent sees it at any time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Sections:
         self._sections.start(name)
 
     def end_section(self, name: str) -> None:
-        """Close the innermost open section of that name; one that is not open is told about, once."""
+        """Close the innermost open section of that name; a warning is logged, once, where none is open."""
         self._sections.end(name)
 
     def end_all_sections(self) -> None:
@@ -32,5 +32,5 @@ class Sections:
         self._sections.end_all()
 
     def heartbeat(self) -> None:
-        """Say that this rank lives, where there are no sections: ``fault_tolerance.rank_heartbeat_timeout``."""
+        """Report that this rank lives, where there are no sections: ``fault_tolerance.rank_heartbeat_timeout``."""
         self._sections.beat()

@@ -1,4 +1,4 @@
-"""The session: what a trainer's own script needs to survive. A few lines of it are enough:
+"""The session: a trainer's connection to slurmft. A few lines of it are enough:
 
     with start_session(seed=1) as session:
         loaded = checkpoints.load_latest(model, optimizer)
@@ -130,12 +130,12 @@ class Session(Sections):
         """The numbers of the steps to do: ``start`` up to ``until - 1``.
 
         ``save(step)`` is called on every rank, with the number of steps that are complete: as often as
-        ``checkpoint.interval`` says, when somebody asks for it, before a stop, and at the end. A stop raises
+        ``checkpoint.interval`` says, on request, before a stop, and at the end. A stop raises
         PlannedStop here, after the save, on all ranks at the same step.
 
         Raises:
             PlannedStop: the run was asked to stop, and its state is saved.
-            ValueError: ``start`` or ``until`` is no whole number of steps, or more than 10^15 - 1.
+            ValueError: ``start`` or ``until`` is not a whole number of steps, or more than 10^15 - 1.
         """
         start, until = _steps("start", start), _steps("until", until)
         self._start, page = start, self._page
@@ -159,7 +159,7 @@ class Session(Sections):
                 self._faults.strike(step)
             try:
                 yield step
-            except GeneratorExit:  # the loop was left early: what follows is no step
+            except GeneratorExit:  # the loop was left early: later code belongs to no step
                 self._sections.phase(Phase.NONE)
                 raise
             self.stragglers.end_step()
@@ -202,7 +202,7 @@ class Session(Sections):
             self._note_span()
             self._at_tick(end_of_evaluation(step, number), None, before)
         finally:
-            # an iterator that somebody keeps may end much later, when neither page nor generators are its own
+            # an iterator that the trainer keeps may end much later, when neither page nor generators are its own
             is_current = (self._step, self._evaluations) == (step, number + 1)
             if is_current and self._page[Slot.STATE] == State.EVALUATING:
                 self._page[Slot.TICK] = END if state == State.FINISHED else end_of_evaluation(step, number)
@@ -237,7 +237,7 @@ class Session(Sections):
         (``oom.action: reduce_batch``). Without this call, the supervisor does not know that there is one to reduce.
 
         Raises:
-            UsageError: ``samples`` is no positive number.
+            UsageError: ``samples`` is not a positive number.
         """
         return self._batches.micro_batch(samples)
 
@@ -246,7 +246,7 @@ class Session(Sections):
         return self._batches.accumulation(steps)
 
     def split_batch(self, global_batch: int, max_micro_batch: int) -> BatchSplit:
-        """How ``global_batch`` is spread over the ranks that there are now, whatever their number: elastic runs.
+        """How ``global_batch`` is spread over the present ranks, for elastic runs.
 
         With ``elastic.batch: keep_micro_batch`` it is what the configured number of ranks would have, and grows and
         shrinks with the ranks.
@@ -272,7 +272,7 @@ class Session(Sections):
         return self._reruns
 
     def new_group(self, ranks: list[int] | None = None, **options: Any) -> Any:
-        """``torch.distributed.new_group`` with the configured timeout, which torch does not hand down by itself."""
+        """``torch.distributed.new_group`` with the configured timeout, which torch does not pass on by itself."""
         return self._groups.new_group(ranks, **options)
 
     def __enter__(self) -> Self:
@@ -290,7 +290,7 @@ class Session(Sections):
         self._groups.close(orderly=kind is None or isinstance(error, PlannedStop | RerunElsewhere | ValidationFailed))
 
     def _note_own_work(self) -> None:
-        """From here on this rank waits for the others: where all of them stand still, it is not the one to blame."""
+        """From here on this rank waits for the others: when all ranks hang, it is not the culprit."""
         self._page[Slot.OWN_WORK_DONE] = self._step + 1
 
     def _step_is_done(self, step: int, start: int) -> None:
@@ -338,7 +338,7 @@ class Session(Sections):
         raise RerunElsewhere(step) if departure.exit_code == EXIT_RERUN_ELSEWHERE else ValidationFailed(step)
 
     def _note_span(self) -> None:
-        """Note how long no stop was possible: one that is asked for in the meantime waits for it, and then saves."""
+        """Note how long no stop was possible: a stop requested meanwhile waits so long, and then saves."""
         if not self._safe_at_ns:
             return
         span_ns = time.monotonic_ns() - self._safe_at_ns

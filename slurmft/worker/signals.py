@@ -1,10 +1,10 @@
-"""SIGTERM in a worker: remember it, call whoever else wants it, and keep strangers' from the processes it starts.
+"""SIGTERM in a worker: remember it, call the user's handler, and shield its child processes from outside senders.
 
 Some sites signal every process of a step (proctrack/linuxproc, proctrack/pgid). A data-loader worker that dies of it
-takes its trainer along before the trainer can save. So whatever the worker starts with ``multiprocessing``, by fork,
-spawn or forkserver, heeds a TERM from its parent or from itself, and from nobody else, from its first instruction on.
+takes its trainer along before the trainer can save. So each process that the worker starts with ``multiprocessing``, by
+fork, spawn or forkserver, obeys a TERM from its parent or from itself only, from its first instruction on.
 
-Programs started with ``subprocess`` get TERM as Slurm sends it: an ignored or blocked signal would be theirs for good,
+Programs started with ``subprocess`` get TERM as Slurm sends it: an ignored or blocked signal would stay so for good,
 and ``Popen.terminate()`` would do nothing. For the same reason a process that is shielded passes the blocked signal on
 to programs that it starts itself: it ends them with ``kill()``.
 """
@@ -27,7 +27,7 @@ from typing import Any
 
 _TERM = frozenset({signal.SIGTERM})
 _RT_TGSIGQUEUEINFO = {"x86_64": 297, "aarch64": 240, "ppc64le": 322}
-"""The number of the system call: the only one that can say who sent a signal first, and only to its own caller."""
+"""The number of the only system call that can return a signal's first sender, and only to its own caller."""
 
 _KINDS = (
     multiprocessing.context.ForkProcess,
@@ -49,7 +49,7 @@ class StopSignal:
 
     @classmethod
     def install(cls) -> StopSignal:
-        """Install it once per process; main thread only, elsewhere it stays deaf (the agent hears the signal)."""
+        """Install it once per process; main thread only; elsewhere it does nothing (the agent gets the signal)."""
         if cls._installed is None or cls._installed._owner != os.getpid():
             _forget_the_parents()
             stop = cls._installed = cls()
@@ -81,7 +81,7 @@ class StopSignal:
                 self._calling = False
 
     def _step_aside(self) -> bool:
-        """Leave the signal to whom it would belong without us; False when somebody else has taken it already."""
+        """Restore the handler that was there before us; False when another one has replaced ours already."""
         if signal.getsignal(signal.SIGTERM) != self._note:
             return False
         signal.signal(signal.SIGTERM, self._chained if self._chained is not None else signal.SIG_DFL)
@@ -108,10 +108,10 @@ def ignore_strangers_term(_worker_id: int = 0) -> None:
 
 
 def _heed_only(*senders: int) -> None:
-    """Block SIGTERM; a thread takes it, looks who sent it, and raises it where it counts.
+    """Block SIGTERM; a thread takes it, checks the sender, and raises it where it counts.
 
     torch installs a C handler of its own in data-loader workers, after this, so only a blocked signal is safe from it.
-    Once the parent is gone, everybody counts.
+    Once the parent is gone, every sender counts.
     """
     if _Watch.process == os.getpid():
         return
@@ -141,7 +141,7 @@ def _watch(counting: frozenset[int], parent: int) -> None:
 
 
 def _deliver(came: signal.struct_siginfo) -> None:
-    """Let this thread have the signal as it came: torch's handler, too, looks who sent it."""
+    """Deliver the signal to this thread as it came: torch's handler checks the sender, too."""
     raw = struct.pack("=6i104x", came.si_signo, came.si_errno, came.si_code, 0, came.si_pid, came.si_uid)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERM)
     call = _RT_TGSIGQUEUEINFO.get(os.uname().machine)
@@ -171,7 +171,7 @@ def _start_shielded(start: Callable[[BaseProcess], Any], process: Any) -> Any:
 
 
 class _Shield:
-    """Part of a process object on its way to a new interpreter; what it becomes there is a call."""
+    """Part of a process object on its way to a new interpreter, where unpickling it makes a call."""
 
     def __init__(self, parent: int) -> None:
         self._parent = parent

@@ -171,7 +171,7 @@ def test_a_folder_with_other_things_in_it_is_never_touched(tmp_path_factory, fol
     folder.mkdir()
     (folder / "precious").touch()
     for attempt in (lambda: Lab.up(LabSettings(folder=folder, nodes=1)), lambda: building.purge(folder)):
-        with pytest.raises(LabError, match="is no lab's folder"):
+        with pytest.raises(LabError, match="is not a lab's folder"):
             attempt()
     assert [path.name for path in folder.iterdir()] == ["precious"]
     (folder / "precious").unlink()

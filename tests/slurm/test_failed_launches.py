@@ -47,7 +47,7 @@ def test_a_prolog_that_fails_on_one_node(lab: Lab, new_run: NewRun, failing_prol
     lab.run(["scontrol", "hold", kept])
 
     assert "slurmft requeue --rescue releases it" in run.slurmft("status", str(run.path), "--json")
-    assert "until somebody releases it" in " ".join(run.slurmft("doctor", str(run.config), check=False).split())
+    assert "until it is released by hand" in " ".join(run.slurmft("doctor", str(run.config), check=False).split())
     said = run.slurmft("requeue", "--rescue", str(run.path))
     assert f"job {job} was held by Slurm (launch failed requeued held); it is released, now without n1" in said
     assert "nothing had to be rescued" in run.slurmft("requeue", "--rescue", str(waiting.path))

@@ -1,1 +1,1 @@
-"""What lies where in a checkpoint, and how it is read and checked."""
+"""The layout of a checkpoint, and how it is read and checked."""

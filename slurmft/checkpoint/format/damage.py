@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint. No torch."""
+"""The kinds of damage to a checkpoint. No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Damage(IntEnum):
-    """What is wrong with a file; an integer, so that ranks can tell each other."""
+    """The damage to a file; an integer, so that ranks can exchange it."""
 
     NONE = 0
     MISSING = 1
@@ -23,7 +23,7 @@ class Damage(IntEnum):
 
     @property
     def text(self) -> str:
-        """Reads on after the file's name."""
+        """A text that continues the file's name."""
         return _DAMAGE_TEXT[self]
 
 

@@ -25,7 +25,7 @@ Part = tuple[int, Item]
 
 
 def metadata_bytes(indexes: Sequence[ShardIndex]) -> bytes:
-    """What belongs into ``.metadata`` beside the images of these shards, which are all of one checkpoint."""
+    """The content of ``.metadata`` beside the images of these shards, which are all of one checkpoint."""
     stored: dict[str, list[Part]] = {}
     for index in indexes:
         for item in index.items:
@@ -93,7 +93,7 @@ def _tuple(values: Iterable[bytes]) -> bytes:
 
 
 class _Pickle:
-    """Pieces of a pickle of protocol 2. What comes up often is written once, in front, and then named by a number."""
+    """Pieces of a pickle of protocol 2. Frequent values are written once, in front, and then named by a number."""
 
     def __init__(self) -> None:
         self._front: list[bytes] = []

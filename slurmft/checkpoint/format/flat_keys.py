@@ -20,7 +20,7 @@ def flatten(path: Path, value: Any, is_tensor: Callable[[Any], bool]) -> Iterato
     """Each leaf below ``value`` with its path.
 
     Dicts are entered, and lists that hold a tensor or a dict somewhere; everything else is a leaf. Beyond torch's own
-    rule, a dict that is empty, or has a key that is no string, is a leaf: it comes back as it was.
+    rule, a dict that is empty, or has a key that is not a string, is a leaf: it comes back as it was.
     """
     if is_tensor(value):  # first: there are thousands, and the training loop waits
         yield path, value
@@ -45,7 +45,7 @@ class _Node(dict[str | int, Any]):
 
 
 def unflatten(leaves: Mapping[Path, Any]) -> dict[str, Any]:
-    """The reverse of ``flatten``, whatever the order of the leaves.
+    """The reverse of ``flatten``, for leaves in any order.
 
     Raises:
         ValueError: two paths contradict each other, or a list has gaps.

@@ -1,4 +1,4 @@
-"""The trainer's objects as a flat mapping of keys to tensors and objects: what is stored of them, and what is loaded.
+"""The trainer's objects as a flat mapping of keys to tensors and objects, as they are stored and loaded.
 
 The keys are those of torch.distributed.checkpoint for ``{"model": get_model_state_dict(...), "optimizer":
 get_optimizer_state_dict(...)}``, so that it reads what is stored here. Unlike torch's own functions, these change
@@ -23,31 +23,31 @@ from slurmft.trainer.streams import settle
 
 MODEL, OPTIMIZER, STATE, GROUPS, PARAMS = "model", "optimizer", "state", "param_groups", "params"
 FACTS = "slurmft.facts"
-"""The key of what a marker also tells: metrics, and how many ranks have a state of their own in it."""
+"""The key of facts that a marker also holds: metrics, and how many ranks have a state of their own in it."""
 
 BUFFERS_OF = "buffers_of"
-"""Among the facts of a state that was kept just in time: whose buffers it has."""
+"""Among the facts of a state that was kept just in time: the rank of its buffers."""
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-"""What torch.compile and activation checkpointing of an inner module put into the names below it."""
+"""Parts that torch.compile and activation checkpointing of an inner module put into the names below it."""
 
 _DENSE_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 def rank_key(rank: int) -> str:
-    """The key of what one rank has for itself: random number generators, loader."""
+    """The key of one rank's own state: random number generators, loader."""
     return f"slurmft.rank.{rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class FlatState:
-    """What one rank has to store. Tensors are the trainer's own: nothing is copied yet."""
+    """One rank's part of a save. Tensors are the trainer's own: nothing is copied yet."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """The same keys in the same order on every rank; a DTensor stands for its part on this rank."""
 
     objects: dict[str, Any] = field(default_factory=dict)
-    """What this rank stores: rank 0 what is equal everywhere, and each what is its own."""
+    """The keys that this rank stores: rank 0 those that are equal everywhere, and each rank its own."""
 
     paths: dict[str, Path] = field(default_factory=dict)
     """Each key in its pieces."""
@@ -131,7 +131,7 @@ def model_leaves(model: torch.nn.Module) -> Iterator[tuple[Path, Any]]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers of inner modules put into it."""
+    """A parameter's name without the parts that wrappers of inner modules put into it."""
     return ".".join(piece for piece in name.split(".") if piece not in _WRAPPERS)
 
 

@@ -28,7 +28,7 @@ ALIGNMENT = 64
 """Of items and of each tensor's values: as torch.save has it, and enough for every dtype."""
 
 SPARE_OBJECT_BYTES = 256 << 10
-"""What ``capacity_bytes`` leaves for objects to grow from save to save."""
+"""Room that ``capacity_bytes`` leaves for objects to grow from save to save."""
 
 Memory = memoryview | bytearray | mmap.mmap
 """Writable, byte by byte."""
@@ -44,7 +44,7 @@ class NoRoom(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Archive:
-    """What torch.save writes around a tensor's values."""
+    """The bytes that torch.save writes around a tensor's values."""
 
     head: bytes
     tail: bytes
@@ -130,7 +130,7 @@ class Layout:
         return self.tensor_bytes + sum(_aligned(len(each.data)) for each in packed)
 
     def capacity_bytes(self, packed: Sequence[Packed]) -> int:
-        """What a slot should have: objects may grow."""
+        """The size of a slot: objects may grow."""
         objects_bytes = self.size_bytes(packed) - self.tensor_bytes
         return self.tensor_bytes + objects_bytes + objects_bytes // 4 + SPARE_OBJECT_BYTES
 
@@ -210,7 +210,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dtype_named(name: str) -> torch.dtype | None:
-    """``torch.float32`` for ``float32``; None for what this torch does not know."""
+    """``torch.float32`` for ``float32``; None for a type that this torch does not know."""
     dtype = getattr(torch, name, None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
@@ -264,7 +264,7 @@ def _chunk(key: str, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def _row(key: str, tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a layout depends on; compared at every save, and of the same repr on every rank."""
+    """The inputs of a layout; compared at every save, and of the same repr on every rank."""
     if isinstance(tensor, DTensor):
         return key, tensor.dtype, tensor.shape, tensor.placements, tensor.device_mesh.shape
     return key, tensor.dtype, tensor.shape
@@ -299,7 +299,7 @@ class _Recorder:
         return count
 
     def flush(self) -> None:
-        """Nothing lies anywhere else."""
+        """Nothing is buffered."""
 
 
 _archives: dict[tuple[torch.dtype, tuple[int, ...]], _Archive] = {}
@@ -347,13 +347,13 @@ def spread(sizes_bytes: Sequence[int], holders: int) -> list[int]:
     Balanced: no holder gets more than the mean of all plus the largest single value. Values of equal size go round.
 
     Raises:
-        ValueError: there is nobody to hold them, or a size is negative.
+        ValueError: there are no holders, or a size is negative.
     """
     if holders < 1 or any(size < 0 for size in sizes_bytes):
         raise ValueError(f"{len(sizes_bytes)} values cannot be spread over {holders} holders")
     chosen = [0] * len(sizes_bytes)
     loads = [(0, 0, holder) for holder in range(holders)]  # bytes, values, holder: empty values are spread too
-    # The largest first: what is small evens out at the end.
+    # The largest first: small values even out at the end.
     for place in sorted(range(len(sizes_bytes)), key=lambda place: (-sizes_bytes[place], place)):
         load, count, holder = loads[0]
         heapq.heapreplace(loads, (load + sizes_bytes[place], count + 1, holder))

@@ -57,10 +57,10 @@ class ImageFile:
 
         Args:
             targets: where parts of its values go: the first byte, counted from ``item.data_offset``, and the memory; in
-                order, without overlaps. What has no target is read as well, and forgotten.
+                order, without overlaps. Bytes without a target are read as well, and dropped.
 
         Raises:
-            Damaged: its bytes are not those that were written. The targets hold whatever was read.
+            Damaged: its bytes are not those that were written. The targets may hold wrong values.
         """
         if not item.digest:
             raise Damaged(Damage.UNREADABLE, self.path.name, f"{item.key} has no digest yet")

@@ -1,6 +1,6 @@
 """Bytes from memory to a file that appears whole and durable: past the page cache where that is possible. No torch.
 
-Direct writes cost half the time of buffered ones and hardly any processor, and leave the page cache to whoever trains.
+Direct writes cost half the time of buffered ones and hardly any processor, and leave the page cache to the training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slurmft.checkpoint.format.shard_index import ShardIndex
 PIECE_BYTES = 16 << 20
 _BUFFERED_BYTES = 4 << 20
 _BEHIND_BYTES = 32 << 20
-"""How much a buffered write may be ahead of the disk: the fsync at the end must not be one long silence."""
+"""How much a buffered write may be ahead of the disk: the fsync at the end must not stall for long."""
 
 _HASH_BYTES = 64 << 20
 _BLOCK_BYTES = 4096
@@ -60,7 +60,7 @@ class Mappings:
         memory = self._kept.pop((status.st_dev, status.st_ino), None)
         if memory is None or len(memory) < size_bytes:
             memory = mmap.mmap(descriptor, status.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
-        self._kept[status.st_dev, status.st_ino] = memory  # which keeps the file, and so its number is not given anew
+        self._kept[status.st_dev, status.st_ino] = memory  # keeps the file, and so its inode number
         for old in [*self._kept][: len(self._kept) - _KEPT]:
             del self._kept[old]
         with memoryview(memory) as whole, whole[:size_bytes] as view:

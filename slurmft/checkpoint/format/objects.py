@@ -1,4 +1,4 @@
-"""Values that are no tensors, as the bytes of torch.save: small, and checked to load without running code."""
+"""Values that are not tensors, as the bytes of torch.save: small, and checked to load without running code."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Packed:
 
 
 class ObjectPacker:
-    """Packs the same keys again and again; what has not changed since the last time costs a comparison."""
+    """Packs the same keys again and again; unchanged values cost a comparison."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[Any, bytes]] = {}
 
     def pack(self, objects: Mapping[str, Any]) -> list[Packed]:
-        """Each object's bytes, in order; what happens to the objects later changes nothing.
+        """Each object's bytes, in order; later changes of the objects do not matter.
 
         Raises:
-            CheckpointError: one of them would be refused at load; better told now than at the resume that needs it.
+            CheckpointError: one of them would be refused at load, which is reported now rather than at the resume.
         """
         packed, fresh = [], {}
         for key, value in objects.items():
@@ -45,7 +45,7 @@ class ObjectPacker:
             else:
                 data = to_bytes(key, value)
                 if _is_plain(value) and not _has_tensor(value):
-                    fresh[key] = copy.deepcopy(value), data  # what grows in place must not be compared with itself
+                    fresh[key] = copy.deepcopy(value), data  # a copy: the value may grow in place
                 packed.append(Packed(key, data))
                 continue
             packed.append(Packed(key, known[1]))
@@ -70,7 +70,7 @@ def to_bytes(key: str, value: Any) -> bytes:
             from_bytes(stream.getvalue())
             return stream.getvalue()
         reason, cause = f"it holds {', '.join(unsafe)}", None
-    except Exception as error:  # noqa: BLE001 - whatever the object's own code raises
+    except Exception as error:  # noqa: BLE001 - any error of the object's own code
         reason, cause = f"{type(error).__name__}: {str(error)[:300]}", error
     raise CheckpointError(
         f"{key} cannot be part of a checkpoint, torch.load(weights_only=True) would refuse it: {reason}",

@@ -1,8 +1,8 @@
 """Values of everyday types that ``torch.load(weights_only=True)`` refuses, as values that it takes, and back.
 
-What loaders and data sets say of themselves holds numpy's numbers and arrays, sets, deques, ranges and paths. Each is
-kept as a dict with a tag; tensors and plain values stay what they are. A type that is not known here stays, too: the
-save then says that a load would refuse it, unless ``torch.serialization.add_safe_globals`` allows it.
+States of loaders and data sets hold numpy's numbers and arrays, sets, deques, ranges and paths. Each is kept as a dict
+with a tag; tensors and plain values stay what they are. A type that is not known here stays, too: the save then says
+that a load would refuse it, unless ``torch.serialization.add_safe_globals`` allows it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def as_json(value: Any) -> Any:
 
 
 def original(value: Any) -> Any:
-    """What ``as_plain`` or ``as_json`` was given; values without tags are returned as they are.
+    """The argument of ``as_plain`` or ``as_json``; values without tags are returned as they are.
 
     Raises:
         CheckpointError: a tag is of a newer slurmft, or what it holds is damaged.
@@ -158,7 +158,7 @@ def _tagged(value: Mapping[str, Any]) -> Any:
 def _from_tensor(value: Mapping[str, Any]) -> torch.Tensor:
     dtype = getattr(torch, value["dtype"])
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{value['dtype']} is no dtype")
+        raise TypeError(f"{value['dtype']} is not a dtype")
     raw = bytearray.fromhex(value["hex"])
     if not raw:
         return torch.empty(value["shape"], dtype=dtype)

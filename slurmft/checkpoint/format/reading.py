@@ -69,7 +69,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What is known of a tensor before it is read."""
+    """The facts about a tensor before it is read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ class StoredTensor:
 
 
 class Stored:
-    """One complete state, its shards wherever they are. Nothing is read before it is asked for.
+    """One complete state, from shards in any place. Nothing is read in advance.
 
     Raises:
         Damaged: a shard is missing, belongs to another checkpoint, or the shards do not fit together.
@@ -103,7 +103,7 @@ class Stored:
         self.tensors: dict[str, StoredTensor] = {}
         """Every stored tensor by its key."""
         self.objects: list[str] = []
-        """The keys of what is no tensor."""
+        """The keys of objects that are not tensors."""
         for key, pieces in self._pieces.items():
             if pieces[0].item.kind == "tensor":
                 self.tensors[key] = _checked(key, pieces)
@@ -137,7 +137,7 @@ class Stored:
         """Fill each target from the pieces that cover it, and verify every piece that is touched, whole.
 
         Raises:
-            Damaged: a piece is not what was written. The targets hold whatever was read by then.
+            Damaged: a piece is not what was written. The targets are partly filled then.
         """
         jobs = []
         for key, target in targets.items():
@@ -211,7 +211,7 @@ def _placed(piece: _Piece, target: Target, part: Box) -> tuple[list[tuple[int, m
 
 
 def _checked(key: str, pieces: Sequence[_Piece]) -> StoredTensor:
-    """What the pieces say of the whole. Indexes have a checksum: this finds the errors of a writer, not of a disk."""
+    """Check that the pieces fit the whole. Indexes have a checksum: this finds errors of a writer, not of a disk."""
     first = pieces[0].item
     dtype = dtype_named(first.dtype)
     name = index_file(pieces[0].source.index.shard)
@@ -240,7 +240,7 @@ def fresh(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     tensor = torch.empty(sizes, dtype=dtype)
     begin = -(-tensor.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     length = (tensor.data_ptr() + tensor.nbytes - begin) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    if length > 0:  # advice only: what the system answers does not matter
+    if length > 0:  # advice only: its result does not matter
         _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_HUGEPAGE)
     return tensor
 
@@ -290,5 +290,5 @@ def _is_run(part: Sequence[int], whole: Sequence[int]) -> bool:
     place = len(whole)
     while place and part[place - 1] == whole[place - 1]:
         place -= 1
-    # The innermost dimension that is cut may have any size; whatever is outside of it must be a single row.
+    # The innermost dimension that is cut may have any size; all outer ones must be a single row.
     return all(size == 1 for size in part[: max(place - 1, 0)])

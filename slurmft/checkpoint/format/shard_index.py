@@ -1,4 +1,4 @@
-"""What lies where in one shard of a checkpoint. No torch: the writer process and a login node read it too.
+"""The layout of one shard of a checkpoint. No torch: the writer process and a login node read it too.
 
 A shard is one file image: the same bytes in shared memory, with a peer, and on disk as ``__<shard>_0.distcp``, which
 torch.distributed.checkpoint reads. Its items follow each other without a gap, so their digests cover every byte.
@@ -71,7 +71,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardIndex:
-    """One shard of one checkpoint. Which rank holds it says nothing: (identity, shard) is its address."""
+    """One shard of one checkpoint. Its address is (identity, shard), independent of the rank that holds it."""
 
     identity: Identity
     shard: int
@@ -120,7 +120,7 @@ def read_index(path: Path) -> ShardIndex | None:
 
     Raises:
         NewerFormat: a newer slurmft wrote it.
-        StorageError: it cannot be read, or is no index.
+        StorageError: it cannot be read, or is not an index.
     """
     value = read_json(path, limit_bytes=MAX_INDEX_BYTES)
     if value is None:

@@ -2,7 +2,7 @@
 
 Run as ``python -m slurmft.checkpoint.replicas.keeper MEMORY_FOLDER FD``: FD is a socket that listens already. It reads
 the key from ``copies.key`` and the run's generation from ``generation`` in the folder, takes copies into ``peers/``,
-and ends with its parent. No torch, nothing unpickled; whoever lacks the key is not listened to.
+and ends with its parent. No torch, nothing unpickled; peers without the key are refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from slurmft.system.opening import write_bytes
 from slurmft.system.processes import die_with_parent
 
 MAX_CONNECTIONS = 64
-"""Copies under way; those who want to send more are told to come again."""
+"""Copies under way; further senders are asked to come again."""
 
 MAX_STRANGERS, STRANGERS_PER_ADDRESS = 128, 32
 """Connections that have not proved that they belong to the run: when there are more, the oldest is closed."""
@@ -44,10 +44,10 @@ HANDSHAKE_S = 5.0
 """How long a connection may take to prove that it belongs to the run."""
 
 COPY_S = 600.0
-"""The longest that one copy may take; a sender that says nothing is given up much earlier."""
+"""The longest that one copy may take; a silent sender is given up much earlier."""
 
 TOLD_REFUSALS = 10
-"""Strangers that the log tells of; the others are counted, and every thousandth is told."""
+"""Strangers that the log names; the others are counted, and every thousandth is logged."""
 
 _BUSY_S = 5.0
 _PAUSE_S = 0.1
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 
 class Refused(Exception):
-    """This copy is not taken; the sender is told why."""
+    """This copy is refused; the sender gets the reason."""
 
 
 class Keeper:
@@ -93,7 +93,7 @@ class Keeper:
             self._admit(connection, str(address[0]))
 
     def _admit(self, connection: socket.socket, sender: str) -> None:
-        with self._counting:  # until they are closed: none of them proves itself meanwhile
+        with self._counting:  # until they are closed: none of them authenticates meanwhile
             for one in self._strangers.admit(connection, sender):
                 with contextlib.suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)  # its thread notices, and closes it
@@ -212,7 +212,7 @@ class Keeper:
             if one.index.shard != index.shard:
                 continue
             if one.index.identity == index.identity:
-                raise Refused("kept")  # by an earlier try of which the sender has not heard the end
+                raise Refused("kept")  # by an earlier try whose answer the sender did not get
             mine, theirs = one.index.identity, index.identity
             if (mine.generation, mine.commit) > (theirs.generation, theirs.commit):
                 raise Refused(f"a newer one is here: {mine.folder_name}")

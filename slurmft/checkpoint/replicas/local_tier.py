@@ -1,9 +1,9 @@
-"""Copies of a node's own shards on its local disk: what a restart finds when the same node comes back. No torch.
+"""Copies of a node's own shards on its local disk, for a restart on the same node. No torch.
 
     <local_directory>/slurmft-<user id>/<lineage>/shard-<shard>.<a|b>.image and .json     the newest two
 
 A lineage is one checkpoint directory's history, by a number that is drawn once and lies in it: a run that was begun
-anew under an old name does not meet what the old one left on some node. Nothing here is durable, or has to be.
+anew under an old name does not find copies of the old one on some node. Nothing here is durable, or has to be.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _own_folder(local_directory: Path) -> Path:
 
 
 def lineage_of(checkpoint_dir: Path) -> str:
-    """The number of this directory's history; drawn by whoever asks first, of all ranks that may ask at once.
+    """The number of this directory's history; drawn by the first rank that asks, of all that may ask at once.
 
     Raises:
         OSError, StorageError: it can be neither read nor written.

@@ -1,4 +1,4 @@
-"""What the nodes of a restart hold in memory: offered, decided on by all ranks alike, brought where it is needed."""
+"""Snapshots in the memory of a restart's nodes: offered, decided on by all ranks alike, sent where they are needed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def same_state(directory: Path, old: str, new: str) -> None:
-    """A state that lay in memory only is saved again, under another name: the tries are those of the state."""
+    """A state that lay in memory only is saved again, under another name: its tries are kept."""
     memory, staging = own_memory_folder(), directory / STAGING
     if memory is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         inherit_tries(memory, old, new)
@@ -76,7 +76,7 @@ class MemorySources:
         """Why nothing was read from memory where something newer lay there; empty where nothing did."""
 
     def decide(self) -> Decision | None:
-        """What to read, at least in part from memory; None where everything comes from disk."""
+        """The snapshot to read, at least in part from memory; None where everything comes from disk."""
         decision = choose(
             self._offers, self._committed, generation=self._generation, quarantined=self._quarantined | {*self._refused}
         )

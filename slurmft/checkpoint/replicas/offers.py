@@ -1,4 +1,4 @@
-"""What a node holds of the run's snapshots, as rows of integers that ranks exchange. No torch.
+"""A node's shards of the run's snapshots, as rows of integers that ranks exchange. No torch.
 
     $SLURMFT_MEMORY_DIR/                the agent's, in shared memory
         shard-<rank>.<a|b>.image/.json  what this node's ranks staged: image and index (checkpoint.format.shard_index)
@@ -6,8 +6,8 @@
         tries.json                      how often a run began with a snapshot of the memory
 
 A folder on the node's local disk looks like ``peers``, and the staging folder beside the checkpoints like the agent's,
-with the shards of all nodes. An index whose image is missing or too short, a file that
-is no index, a link, and whatever else lies there are passed over.
+with the shards of all nodes. An index whose image is missing or too short, a file that is not an index, a link, and any
+other file there are skipped.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def scan(
     """Every shard that this node holds, newest first; one that lies there twice is listed once, memory before disk.
 
     A writer may still be at work on the digests of what its rank has staged: this waits for them, for ``patience_s``
-    seconds at most, where nothing newer is complete, and only while there is such a writer. What has none then is
-    listed all the same.
+    seconds at most, where nothing newer is complete, and only while there is such a writer. Shards without digests are
+    listed all the same then.
     """
     deadline = time.monotonic() + patience_s
     while True:
@@ -111,7 +111,7 @@ def _age(name: Name) -> tuple[int, int, int]:
 def _may_be_hashed(one: Holding) -> bool:
     """Whether its rank's writer lives, as far as one can see: it holds what it works on, and may come to this next.
 
-    One that has been replaced, or was never told, holds nothing.
+    A writer that has been replaced, or never got the request, holds nothing.
     """
     shard = one.image.name.split(".")[0]
     try:
@@ -124,7 +124,7 @@ def _may_be_hashed(one: Holding) -> bool:
 def to_row(holdings: Iterable[Holding], tries: Callable[[Name], int] = lambda _name: 0) -> list[int]:
     """ROW_LENGTH integers: the newest MAX_SNAPSHOTS snapshots, each with its first MAX_SHARDS shards.
 
-    A snapshot whose digests are only partly there is told without the shards that lack them.
+    A snapshot whose digests are incomplete is offered without the shards that lack them.
     """
     by_name: defaultdict[Name, list[Holding]] = defaultdict(list)
     for one in holdings:
@@ -161,7 +161,7 @@ def tries_of(memory: Path | None) -> Callable[[Name], int]:
 def note_try(memory: Path, name: Name, *, generation: int) -> None:
     """Remember that a run begins with this snapshot, which is on no disk; call before anything is loaded.
 
-    However often an attempt of this ``generation`` says so, it counts once.
+    Each ``generation`` counts once.
     """
     counted, key = _read_tries(memory), Identity(*name).folder_name
     _note_tries(memory, counted, key, [*counted.get(key, []), generation])
@@ -233,16 +233,16 @@ def _look(memory: Path | None, local_disk: Path | None, staging: Staging | None)
 
 
 def _staged(staging: Staging) -> list[Holding]:
-    """What lies in the staging folder, this node's own first; of large worlds nothing else, as a row is short."""
+    """The shards in the staging folder, this node's own first; of large worlds nothing else, as a row is short."""
     found = holdings_in(staging.folder, Tier.STAGING)
     own = [one for one in found if _rank_of(one.index_path) in staging.ranks]
     return own + [one for one in found if one not in own and one.index.shards <= MAX_SHARDS]
 
 
 def forget_staged(folder: Path, ranks: Callable[[int], bool]) -> None:
-    """Remove what such ranks have staged beside the checkpoints, and the folder where nothing is left in it.
+    """Remove snapshots that such ranks have staged beside the checkpoints, and the folder when it is empty.
 
-    What a writer still reads stays.
+    Snapshots that a writer still reads stay.
     """
     for path in folder.glob("shard-*"):
         if ranks(_rank_of(path)) and not is_held(path):

@@ -25,7 +25,7 @@ PEER_COPIES_VARIABLE = "SLURMFT_CHECKPOINT_PEER_COPIES"
 COPY_LIMIT_S = 300.0
 CONNECT_S = 5.0
 TRIES = 5
-"""Connections that a keeper may close before it has said anything: strangers may have pushed us out."""
+"""Connections that a keeper may close before it answers: strangers may have taken our place."""
 
 _RETRY_S = 0.2
 
@@ -43,7 +43,7 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
-    """What became of one copy."""
+    """The result of one copy."""
 
     peer: Peer
     problem: str
@@ -72,12 +72,12 @@ def send_copy(
     index_path: Path, image_path: Path, peers: Sequence[Peer], key_file: Path, *,
     limit_s: float = COPY_LIMIT_S, bytes_per_s: float | None = None, stop: threading.Event | None = None,
 ) -> list[Sent]:  # fmt: skip
-    """Send a staged shard, hashed already, to each peer in turn; says for each what became of it, and never raises.
+    """Send a staged shard, hashed already, to each peer in turn; returns each result, and never raises.
 
     Args:
         limit_s: for each peer; one that cannot be reached, does not answer or is too slow costs no more.
         bytes_per_s: no faster than this, so that training keeps the network; None for no limit.
-        stop: give up as soon as it is set. So this does where the image is written over by a newer one.
+        stop: give up as soon as it is set; also done where the image is written over by a newer one.
     """
     stop = stop or threading.Event()
     results: list[Sent] = []
@@ -110,7 +110,7 @@ class _Pace:
         return self.started_s + self.limit_s
 
     def wait(self, seconds: float) -> None:
-        """Raises TimeoutError where that would be too late, and Superseded when nobody wants it any more."""
+        """Raises TimeoutError where that would be too late, and Superseded when it is not needed any more."""
         if self.stop.wait(max(0.0, min(seconds, self.deadline - time.monotonic()))):
             raise Superseded("given up")
         if time.monotonic() >= self.deadline:
@@ -167,10 +167,10 @@ def _send_image(wire: Wire, image: int, index: ShardIndex, index_path: Path, pac
         pace.before(sent, since_s)
         room = wire.room(min(PIECE_BYTES, index.size_bytes - sent))
         count = os.preadv(image, [room], sent)
-        if not _is_still(index_path, present):  # what was read may be of the next snapshot
+        if not _is_still(index_path, present):  # the bytes read may be of the next snapshot
             raise Superseded("a newer snapshot is being staged")
         if count < len(room):
-            raise BadCopy("the image is shorter than its index tells")
+            raise BadCopy("the image is shorter than its index says")
         wire.send_piece(count)
         sent += count
 

@@ -50,7 +50,7 @@ class Verifier:
             self._item = next(self._items, None)
             self._hash, self._done = xxhash.xxh3_128(), 0
         if len(chunk):
-            raise Mismatch("there are more bytes than the index tells of")
+            raise Mismatch("there are more bytes than the index lists")
 
     def finish(self) -> None:
         """Return when nothing is missing.
@@ -128,7 +128,7 @@ class Incoming:
         if durable:
             os.fsync(self._file)
         if not os.path.samestat(os.fstat(self._file), image_of(self._path).stat()):
-            raise FileNotFoundError(f"{image_of(self._path)} was replaced by somebody else")
+            raise FileNotFoundError(f"{image_of(self._path)} was replaced by another process")
         write_index(self._path, self._index, durable=durable)
         self._finished = True
         return Holding(index=self._index, image=image_of(self._path), index_path=self._path, tier=Tier.PEER)
@@ -154,14 +154,14 @@ def place_for(folder: Path, index: ShardIndex) -> Path:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what somebody who died has left half written; call while nobody writes here."""
+    """Remove incomplete files of dead processes; call while no process writes here."""
     for path in (*folder.glob("shard-*.image"), *folder.glob(".*")):
         if path.name.startswith(".") or not path.with_suffix(".json").exists():
             path.unlink(missing_ok=True)
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove what no restart can need any more: images older than the two newest snapshots in ``folder``.
+    """Remove images that no restart can need any more: older than the two newest snapshots in ``folder``.
 
     They belong to shards that the run has no more, since it goes on with fewer ranks.
     """

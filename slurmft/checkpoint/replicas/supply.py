@@ -1,11 +1,11 @@
 """Shards of a restart that lie in another node's memory travel to where they are needed, from memory to memory.
 
-Bytes in tensors of bounded size from one rank to another, one rank for each node; no pickles. What arrives lies in the
-node's memory like a peer's copy, in a folder of its own, verified by the digests of its index.
+Bytes in tensors of bounded size from one rank to another, one rank for each node; no pickles. Received shards lie in
+the node's memory like a peer's copy, in a folder of its own, verified by the digests of its index.
 
 The process group authenticates nothing. So each piece carries a tag (``system.authentication``) under a key that is
-derived from the run's key for copies, fresh nonces of both ranks, and what is sent to whom; a piece without the right
-one is neither parsed nor kept, and the shard counts as not supplied.
+derived from the run's key for copies, fresh nonces of both ranks, and the transfer's ranks and content; a piece without
+the right one is neither parsed nor kept, and the shard counts as not supplied.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class NotSupplied:
     """A shard that did not arrive whole; the same on all ranks."""
 
     rank: int
-    """Who should have supplied it."""
+    """The rank that should have supplied it."""
 
     shard: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Node:
-    """What a rank sends from and receives into."""
+    """A rank's memory for sending and receiving."""
 
     name: Name | None
     mine: Mapping[int, Holding]
@@ -108,18 +108,18 @@ def supply(
         What could not be supplied, at most one for each receiving node; decide anew without it (``supply.without``).
 
     Raises:
-        CheckpointError: the ranks lost each other's thread.
+        CheckpointError: the ranks are out of step with each other.
     """
     nonce = [secrets.randbits(_WORD_BITS) for _ in range(_NONCE_WORDS)]
     rows = team.exchange([*nonce, node_lead, *_bits(wanted, len(decision.suppliers))])
-    rows[team.rank][:_NONCE_WORDS] = nonce  # never what another one says that ours is
+    rows[team.rank][:_NONCE_WORDS] = nonce  # never a value for ours that another rank sends
     wishes = [row[_NONCE_WORDS:] for row in rows]
     transfers = plan(decision, offers, [(row[0], _shards(row[1:])) for row in wishes])
     failed: list[Transfer] = []
     nonces = [struct.pack("!2q", *row[:_NONCE_WORDS]) for row in rows]
     node = _Node(name=decision.name, mine=mine, memory=memory, key=_key(memory) if transfers else None, nonces=nonces)
     if memory is not None and any(transfer.target == team.rank for transfer in transfers):
-        with contextlib.suppress(OSError):  # where there is no room for it, each shard says so, and no rank waits
+        with contextlib.suppress(OSError):  # where there is no room for it, each shard fails, and no rank waits
             (memory / FETCHED).mkdir(mode=0o700, exist_ok=True)
     for out, into in rounds_of(team.rank, team.world_size, transfers):
         failed += _exchange_round(team, out, into, node)
@@ -141,7 +141,7 @@ def remove_fetched(memory: Path | None) -> None:
 
 
 def _exchange_round(team: Team, out: Sequence[Transfer], into: Sequence[Transfer], node: _Node) -> list[Transfer]:
-    """Send and receive piece by piece, both at once; returns what did not arrive."""
+    """Send and receive piece by piece, both at once; returns the shards that did not arrive."""
     failed: list[Transfer] = []
     sender, receiver = _outgoing(out, node), _incoming(into, node, failed)
     piece, room = next(sender, None), next(receiver, None)
@@ -191,7 +191,7 @@ def _outgoing(transfers: Sequence[Transfer], node: _Node) -> Iterator[torch.Tens
 
 
 def _items(index: ShardIndex, transfer: Transfer) -> list[Item]:
-    """What of a shard travels; both sides come to the same."""
+    """The items of a shard that are sent; both sides compute the same."""
     return [one for one in index.items if transfer.is_whole or one.kind == "object" or one.sizes == one.shape]
 
 
@@ -221,7 +221,7 @@ def _read(image: int, places: list[tuple[int, int]], view: memoryview) -> None:
 def _incoming(
     transfers: Sequence[Transfer], node: _Node, failed: list[Transfer]
 ) -> Generator[torch.Tensor, None, None]:
-    """Room for each piece in turn; what lies in it is taken when the next one is asked for."""
+    """Room for each piece in turn; a received piece is taken when the next one is requested."""
     for transfer in transfers:
         tags, header = node.tags(transfer), _room(_HEADER.size)
         yield header
@@ -240,7 +240,7 @@ def _incoming(
             yield piece
             data, tag = _parted(piece)
             is_authentic = is_authentic and tags.pieces.is_next(data, tag)
-            if is_authentic:  # what is not is only let pass, so that the sender is not left waiting
+            if is_authentic:  # other pieces are received and dropped, so that the sender is not left waiting
                 blob += data
         arrival = _Arrival(transfer, bytes(blob) if is_authentic else None, size_bytes, node)
         for start in range(0, size_bytes, CHUNK_BYTES):
@@ -253,7 +253,7 @@ def _incoming(
 
 
 class _Arrival:
-    """One shard that comes in. An error is kept until all of it has gone by, so that the sender is not left waiting."""
+    """One shard that comes in. An error is kept until all of it is received, so that the sender does not wait."""
 
     def __init__(self, transfer: Transfer, blob: bytes | None, size_bytes: int, node: _Node) -> None:
         self._transfer = transfer
@@ -276,7 +276,7 @@ class _Arrival:
             self._give_up(error)
 
     def take(self, piece: memoryview, *, is_authentic: bool) -> None:
-        """The next bytes; nothing that comes is taken any more after some that are not authentic."""
+        """Take the next bytes; once some are not authentic, all later ones are dropped."""
         if self._incoming is not None:
             try:
                 if not is_authentic:

@@ -9,8 +9,8 @@
 Each line and the index carry a HMAC under a key that is derived from the run's key and both nonces, bound to the
 direction and the place in the sequence. The image's key is derived from that one and the index, which names run
 generation, step, shard and length; its tags are those of ``system.authentication``. So only holders of the run's key
-are listened to, nothing can be recorded and played again, and a piece is looked at before it is used. Nothing that is
-sent is ever run: lines and indexes are JSON, the image is bytes. All of it is authentic, not confidential.
+are accepted, recorded messages cannot be replayed, and a piece is checked before it is used. Nothing that is sent is
+ever run: lines and indexes are JSON, the image is bytes. All of it is authentic, not confidential.
 
 Version 1 sent the image without tags. There is no negotiation: the version is part of the key, and a side of another
 version is a stranger.
@@ -35,13 +35,13 @@ PIECE_BYTES = CHUNK_BYTES
 """Of an image between two tags; part of the protocol."""
 
 SILENCE_S = 20.0
-"""How long either side may say nothing before the other one gives it up."""
+"""How long either side may be silent before the other one gives it up."""
 
 _LENGTH = struct.Struct("!I")
 
 
 class BadCopy(Exception):
-    """The other side is a stranger, speaks another version, or sends what it must not; the connection is closed."""
+    """The other side is a stranger, has another version, or violates the protocol; the connection is closed."""
 
 
 class Wire:

@@ -53,7 +53,7 @@ class Place:
         self._is_wanted = False
         self._pinned: Pinned | None = None
         self.layout: object = None
-        """Whose fixed bytes the image has already; the user's of ``begin`` to set."""
+        """The layout whose fixed bytes the image has already; set by the caller of ``begin``."""
 
         self.holds: Identity | None = None
         with contextlib.suppress(StorageError):
@@ -61,7 +61,7 @@ class Place:
             self.holds = found.identity if found is not None else None
 
     def begin(self, size_bytes: int) -> mmap.mmap:
-        """Make room for an image; whatever is here is gone as of now, also for other processes.
+        """Make room for an image; the old one here is gone from now on, also for other processes.
 
         Raises:
             OSError: there is not so much memory.
@@ -96,7 +96,7 @@ class Place:
             self._pinned = Pinned(device, self.address, len(self.memory), budget, self._may_warm)
 
     def unmap(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         if self._pinned is not None:
             self._pinned.release()
             self._pinned = None
@@ -109,7 +109,7 @@ class Place:
 
     def _warm(self, size_bytes: int) -> None:
         """Piece by piece, as a system that has to find the memory first may take a second for each gigabyte of it."""
-        with contextlib.suppress(OSError):  # who needs the place meets it again, and tells
+        with contextlib.suppress(OSError):  # the next user of the place gets the same error, and reports it
             os.setpriority(os.PRIO_PROCESS, 0, NICE)  # on Linux it is this thread's alone
             descriptor = _open_image(self.image)
             try:
@@ -132,7 +132,7 @@ class Place:
             yield start
 
     def complete(self, index: ShardIndex) -> None:
-        """The image is whole: say what it is."""
+        """The image is whole: write its index."""
         write_index(self.index, index, durable=False)
         self.holds = index.identity
 
@@ -169,11 +169,11 @@ class Arena:
         self.places = [Place(self.folder, f"shard-{rank}.{name}", self._may_warm) for name in PLACES]
 
     def free(self, busy: Iterable[Identity]) -> Place | None:
-        """The place whose snapshot is the older one; None where both are ``busy``: somebody still reads them.
+        """The place whose snapshot is the older one; None where both are ``busy``: still being read.
 
-        One that is still being made room in comes last: to wait for it would take longer than the copy.
+        A place that is still being warmed comes last: to wait for it would take longer than the copy.
 
-        So does, maybe, the writer of a worker that has died, which its successor knows nothing of but by its lock.
+        The reader may also be the writer of a dead worker, which its successor can only see by its lock.
         """
         taken = set(busy)
         free = [place for place in self.places if place.holds not in taken and not is_held(place.image)]
@@ -206,7 +206,7 @@ class Arena:
             place.pin(device, self._budget)
 
     def close(self) -> None:
-        """Let go of the memory; a folder of our own goes with it."""
+        """Release the memory, and remove a folder of our own."""
         for place in self.places:
             place.unmap()
         if self._private is not None:
@@ -231,7 +231,7 @@ class Spill:
         return Arena(rank, self.folder)
 
     def forget(self, rank: int, world_size: int) -> None:
-        """Remove what this rank has staged there; rank 0, also what those have that the run has no more."""
+        """Remove this rank's snapshots there; on rank 0, also those of ranks that the run no longer has."""
         if self._may_hold and self.folder.is_dir():
             forget_staged(self.folder, lambda one: one == rank or (rank == 0 and one >= world_size))
         self._may_hold = False

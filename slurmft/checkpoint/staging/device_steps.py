@@ -1,10 +1,10 @@
-"""Which step's state lies on a GPU now, whatever the host has asked it for since.
+"""Which step's state lies on a GPU now, independent of the work that the host has queued since.
 
 The host runs ahead: when it is at the end of step 9, the device may hang in a collective of step 8, with the weights of
 step 7. So events are recorded at the end of each step, and around each update of the weights. The state of a step is
-trusted where its end has come by on the device and nothing of the next one that changes it has: before a copy, and
-again after it. What the host alone knows (the schedule, an optimizer's counters in main memory) is noted at the end of
-each step.
+trusted where the device has passed its end and not yet begun to change it for the next one: before a copy, and again
+after it. State of the host alone (the schedule, an optimizer's counters in main memory) is noted at the end of each
+step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DeviceStep:
 
     step: int
     events: Sequence[Event]
-    """Come by when its state is whole: updates of the weights, then the end of the step."""
+    """Events that are done when its state is whole: updates of the weights, then the end of the step."""
 
     groups: list[dict[str, Any]]
     scheduler: dict[str, Any] | None
@@ -51,7 +51,7 @@ class DeviceStep:
         return any(event.query() for event in (*self.events, *self.left))
 
     def as_of(self, trainee: Trainee) -> Trainee:
-        """``trainee`` with what the host knew at the end of this step; tensors on the device are its own."""
+        """``trainee`` with the host's state at the end of this step; tensors on the device are its own."""
         scheduler = trainee.scheduler
         if scheduler is not None and self.scheduler is not None:
             scheduler = _Noted(self.scheduler)
@@ -60,7 +60,7 @@ class DeviceStep:
 
 
 class DeviceSteps:
-    """The newest steps, as the host has asked for them. One thread tells, another one may ask."""
+    """The newest steps that the host has queued. One thread records them, another one may read."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -90,7 +90,7 @@ class DeviceSteps:
         self._updates.append(self._recorded())
 
     def forget(self) -> None:
-        """The state is another one."""
+        """The state was replaced."""
         self._steps.clear()
         self._updates = []
 
@@ -121,7 +121,7 @@ class DeviceSteps:
 
 
 def _now(value: Any) -> Any:
-    """A value that stays what it is now; what lies on the device is looked at when it is needed."""
+    """A value as it is now; tensors on the device are read when they are needed."""
     return value.clone() if isinstance(value, torch.Tensor) and not is_on_device(value) else value
 
 

@@ -1,11 +1,11 @@
-"""Who uses a file at the moment: the image that a writer reads, the checkpoint that somebody loads. No torch.
+"""Which files are in use at the moment: the image that a writer reads, the checkpoint that is being loaded. No torch.
 
-Built on flock, whose lock ends with its holder, however that dies. Holders share; whoever wants to change or remove the
-file asks for it alone. Between processes of one node this always holds. Between nodes it holds where the filesystem
+Built on flock, whose lock ends with its holder, however that dies. Holders share; to change or remove the file a
+process must lock it alone. Between processes of one node this always holds. Between nodes it holds where the filesystem
 carries flock to its server: NFS from version 4 or Linux 2.6.12 on, Lustre mounted with ``flock``, GPFS, BeeGFS and
 CephFS with locks switched on; not with NFS ``local_lock=flock`` or ``nolock``, nor Lustre ``localflock``. Where there
-are no locks at all, nobody counts as a holder: the newest two good checkpoints are never removed all the same, so that
-a reader of the newest is safe until two more have been committed.
+are no locks at all, no process counts as a holder: the newest two good checkpoints are never removed all the same, so
+that a reader of the newest is safe until two more have been committed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def holding(path: Path) -> Iterator[int]:
     """A descriptor to read ``path`` with; while it is open, others see that the file is in use.
 
     Raises:
-        BlockingIOError: somebody has it alone, to change or remove it.
+        BlockingIOError: another process has it alone, to change or remove it.
         FileNotFoundError: it is gone, or was replaced meanwhile.
         OSError: it cannot be opened.
     """
@@ -41,10 +41,10 @@ def holding(path: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[int]:
-    """A descriptor of ``path`` that nobody else holds; new holders are refused until the end.
+    """A descriptor of ``path`` that no other process holds; new holders are refused until the end.
 
     Raises:
-        BlockingIOError: somebody holds it.
+        BlockingIOError: another process holds it.
         FileNotFoundError: it is gone, or was replaced meanwhile.
         OSError: it cannot be opened.
     """
@@ -59,7 +59,7 @@ def alone(path: Path) -> Iterator[int]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody holds ``path`` now; False where it is gone, or cannot be locked."""
+    """Whether any process holds ``path`` now; False where it is gone, or cannot be locked."""
     try:
         with alone(path):
             return False
@@ -97,7 +97,7 @@ class Claim:
 
 
 def is_claimed(folder: Path) -> bool:
-    """Whether somebody has claimed ``folder`` who still lives."""
+    """Whether a live process has claimed ``folder``."""
     return any(is_held(path) for path in folder.glob(f"{_CLAIM}*"))
 
 
@@ -138,7 +138,7 @@ def _lock(descriptor: int, kind: int) -> None:
 
 
 def _patiently(lock: Callable[[], None]) -> None:
-    """``is_held`` has a file alone for a moment, and so does whoever removes it."""
+    """``is_held`` has a file alone for a moment, and so does a process that removes it."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -150,7 +150,7 @@ def _patiently(lock: Callable[[], None]) -> None:
 
 
 def _check_in_place(path: Path, descriptor: int) -> None:
-    """What was locked may have been unlinked between open and lock; then the lock protects nothing."""
+    """The locked file may have been unlinked between open and lock; then the lock protects nothing."""
     there, here = os.stat(path), os.fstat(descriptor)  # noqa: PTH116 - a pair of equals
     if (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SPARE_FRACTION = 0.05
-"""Of the node's memory, which is left alone: what training allocates later must not meet the OOM killer."""
+"""Share of the node's memory that is left alone: later allocations of the training must not meet the OOM killer."""
 
 _UNLIMITED = 1 << 60
 """cgroup v1 shows a limit that is none as a number next to 2**63."""
@@ -31,7 +31,7 @@ def fits(bytes_needed: int, folder: Path, *, root: Path = Path("/")) -> str:
 
 
 def _rooms(folder: Path, root: Path) -> Iterator[tuple[str, int, int]]:
-    """What limits the memory that can be used: what it is, bytes that are free, bytes in all."""
+    """The limits of usable memory: name, bytes that are free, bytes in all."""
     try:
         status = os.statvfs(folder)
         yield str(folder), status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize

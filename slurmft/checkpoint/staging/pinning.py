@@ -2,7 +2,7 @@
 
 A copy from a GPU into other memory goes through a buffer of the driver's, at a fraction of the speed, and holds its
 thread. Pinned pages can be neither moved nor reclaimed, so there is a budget for them, and where the limit of locked
-memory or the driver forbids them, copies stay what they are without.
+memory or the driver forbids them, copies go through the driver's buffer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Budget:
-    """What one rank may pin, in all its places."""
+    """The bytes that one rank may pin, in all its places."""
 
     def __init__(self, limit_bytes: int, reason: str) -> None:
         self._left_bytes, self._reason = limit_bytes, reason
@@ -55,7 +55,7 @@ class Budget:
             return ""
 
     def give_back(self, size_bytes: int) -> None:
-        """What is pinned no more."""
+        """Return the budget of unpinned bytes."""
         with self._lock:
             self._left_bytes += size_bytes
 

@@ -1,8 +1,8 @@
-"""What one rank has for itself at the newest step boundaries, in shared memory, so that it outlives the rank.
+"""One rank's own state at the newest step boundaries, in shared memory, so that it outlives the rank.
 
-When a rank dies, healthy replicas still have the weights, and nobody has the dead rank's random numbers and its place
-in the data. Both are noted here after each step, and never before its end: what a rank draws at the end of a step,
-perhaps in rare steps only, nobody can know who has not done it.
+When a rank dies, healthy replicas still have the weights, but not the dead rank's random numbers and its place in the
+data. Both are noted here after each step, and never before its end: random numbers that a rank draws at the end of a
+step, perhaps in rare steps only, cannot be predicted.
 
     <memory folder>/rank-<rank>.record     six in turns: number, step, format, generation, length, JSON, number again
 """
@@ -76,7 +76,7 @@ class RankRecord:
 
 
 def read_record(folder: Path, rank: int, step: int, generation: int) -> dict[str, Any] | None:
-    """What ``rank`` had for itself after ``step`` steps of that attempt, as a checkpoint holds it; None if unknown."""
+    """The own state of ``rank`` after ``step`` steps of that attempt, as a checkpoint holds it; None if unknown."""
     try:
         memory = read_bytes(record_file(folder, rank))
     except OSError:
@@ -122,7 +122,7 @@ def _decoded(text: bytes) -> dict[str, Any] | None:
 
 
 class _RandomText:
-    """This process's generators in JSON; a generator that was not used since the last time costs a comparison."""
+    """This process's generators in JSON; an unused generator costs a comparison."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[Any, str]] = {}

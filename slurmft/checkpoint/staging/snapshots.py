@@ -1,7 +1,7 @@
 """One rank's snapshots on their way from the trainer's tensors to the disk.
 
-Copying into shared memory is all that the training loop waits for. What becomes of a copy, the writer process reports,
-and a thread of this process takes it in.
+The training loop only waits for the copy into shared memory. The writer process reports the progress of each copy, and
+a thread of this process takes it in.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LaidOut:
 
 
 class Snapshots:
-    """The places, the writer, and what became of each snapshot. Public methods but ``on_report`` for one thread.
+    """The places, the writer, and the state of each snapshot. Public methods but ``on_report`` for one thread.
 
     Args:
         memory: the folder for copies, which outlives this process; None for one that goes with it.
@@ -125,7 +125,7 @@ class Snapshots:
         return LaidOut(flat=flat, layout=self._layout, packed=packed, place=place)
 
     def take_place(self, rank: int, world_size: int) -> None:
-        """Which rank this is, of how many: its places in memory are named by it."""
+        """Set the rank and world size, which name its places in memory."""
         if self._arena is not None and self._rank != rank:
             raise UsageError(f"this checkpoint manager was rank {self._rank}'s, and now rank {rank} uses it")
         self._rank, self._world_size = rank, world_size
@@ -136,7 +136,7 @@ class Snapshots:
         return LaidOut(flat=prepared.flat, layout=prepared.layout, packed=prepared.packed, place=place)
 
     def make_room(self) -> None:
-        """Give up what waits behind another one; a stop has something newer."""
+        """Give up a snapshot that waits behind another one; a stop has something newer."""
         for identity in self._unfinished()[1:]:
             self._writer_process().abandon(identity)
 
@@ -186,7 +186,7 @@ class Snapshots:
             raise OSError(errno.ENOMEM, problem)
 
     def _place_soon(self) -> Place:
-        """A place, in the end that of a save which has not begun to be written: what is to be kept is no older.
+        """A place, at last that of a save which has not begun to be written: the state to keep is at least as new.
 
         Raises:
             OSError: there is none.
@@ -203,7 +203,7 @@ class Snapshots:
         return place
 
     def _beside_what_is_kept(self, place: Place | None, identity: Identity) -> Place:
-        """A rescue may have come between: what it has kept of this step is not written over.
+        """A rescue may have come between: its copy of this step is not written over.
 
         Raises:
             OSError: there is no other place.
@@ -247,7 +247,7 @@ class Snapshots:
         )  # fmt: skip
 
     def failed_here(self, identity: Identity, error: Exception) -> None:
-        """This rank could not copy its part; all others will wait for it, unless they are told."""
+        """This rank could not copy its part; all others would wait for it without this note."""
         number = (isinstance(error, OSError) and error.errno) or 0
         with self._lock:
             self._known[identity] = Standing(
@@ -270,7 +270,7 @@ class Snapshots:
         self.leave_spill()
 
     def leave_spill(self) -> None:
-        """Something is durable that is newer than what earlier attempts have staged beside the checkpoints."""
+        """A checkpoint is durable that is newer than snapshots which earlier attempts staged beside the checkpoints."""
         if not self._is_spilling:
             self._spill.forget(self._rank, self._world_size)
 
@@ -279,12 +279,12 @@ class Snapshots:
         return self._arena is not None and self._arena.folder == self._spill.folder
 
     def hurry(self) -> None:
-        """Somebody waits."""
+        """A caller waits: lift the cap of bandwidth."""
         if self._writer is not None:
             self._writer.hurry()
 
     def raise_failure(self, identity: Identity) -> None:
-        """Raise what kept this rank from writing a snapshot; return where it was another rank.
+        """Raise this rank's error in writing a snapshot; return where another rank failed.
 
         Raises:
             OSError, Fenced, CheckpointError: as it was reported.
@@ -299,7 +299,7 @@ class Snapshots:
         raise CheckpointError(known.problem)
 
     def sleep(self, identity: Identity, seconds: float) -> None:
-        """Return when there is something new to know of a snapshot, or after so many seconds."""
+        """Return when there is a new report on a snapshot, or after so many seconds."""
         if self._writer is not None and identity in self._writer.unfinished():
             self._writer.wait(identity, seconds)
         else:
@@ -336,7 +336,7 @@ class Snapshots:
             writer.wait(left[-1], LOOK_S)
 
     def on_report(self, report: Report) -> None:
-        """Take in what the writer says."""
+        """Take in a report of the writer."""
         with self._lock:
             standing = self._known.get(report.identity)
             if standing is None:

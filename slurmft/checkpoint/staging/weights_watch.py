@@ -1,8 +1,8 @@
 """Whether the state is still that of the last boundary: weights, schedule and scale, without a copy of them.
 
 Just in time, the weights of a step are kept after the next step has begun. That is right only while nothing has changed
-them. Steps of optimizers are heard of before they change anything; what else may change weights (a wrapper's own
-update, an average that is swapped in for an evaluation, a graph that is replayed) is found by comparing.
+them. Steps of optimizers call a hook before they change anything; other changes of weights (a wrapper's own update, an
+average that is swapped in for an evaluation, a graph that is replayed) are found by comparison.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class WeightsWatch:
         self._schedule: list[Any] = []
 
     def shares(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a step of ``optimizer`` changes weights that are watched, whatever it is wrapped in."""
+        """Whether a step of ``optimizer`` changes weights that are watched, also where it is wrapped."""
         return any(id(one) in self._ids for group in optimizer.param_groups for one in group["params"])
 
     def note(self) -> None:
-        """This is what they are at a boundary. Nothing waits for a GPU."""
+        """Note them at a boundary. Does not wait for a GPU."""
         self._versions = [one._version for one in self._weights]
         if (addresses := [one.data_ptr() for one in self._sampled]) != self._addresses:
             self._addresses = addresses
@@ -60,7 +60,7 @@ class WeightsWatch:
         return self._versions != [one._version for one in self._weights]
 
     def difference(self, *, of_values: bool = True) -> str:
-        """What has changed since ``note``; empty where nothing has. Without ``of_values`` no kernel is launched."""
+        """The first change since ``note``; empty where there is none. Without ``of_values`` no kernel is launched."""
         if self.weights_were_written() or self._addresses != [one.data_ptr() for one in self._sampled]:
             return "the weights were changed"
         if of_values and not all(map(torch.equal, self._samples, self._views)):
@@ -71,7 +71,7 @@ class WeightsWatch:
 
 
 def can_be_heard(optimizer: Any) -> bool:
-    """Whether the step of this optimizer, or of one that it wraps, tells its hooks before it changes anything."""
+    """Whether the step of this optimizer, or of one that it wraps, calls its hooks before it changes anything."""
     return any(getattr(getattr(type(one), "step", None), "hooked", False) for one in _with_inner(optimizer, _MAX_DEPTH))
 
 
@@ -93,7 +93,7 @@ def _first_values(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _schedule(trainee: Trainee) -> list[Any]:
-    """What a scheduler or scaler changes; some trainers call theirs at the beginning of a step."""
+    """The values that a scheduler or scaler changes; some trainers call theirs at the beginning of a step."""
     values: list[Any] = []
     for group in trainee.optimizer.param_groups:
         values += [mark for name, value in group.items() if name != "params" for mark in _marks(value, _MAX_DEPTH)]

@@ -1,4 +1,4 @@
-"""A save that a rank will not finish: it says so in the folder, so that nobody waits for it or writes more of it."""
+"""A save that a rank will not finish: it leaves a note in the folder, so that other ranks do not wait or write on."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def is_note(name: str) -> bool:
 
 
 def give_up(folder: Path, shard: int, reason: str) -> None:
-    """Free what the shard takes in the folder of a save that is not committed, and say so there; rank 0 frees it all.
+    """Free a shard's space in the folder of an uncommitted save, and leave a note there; rank 0 frees all of it.
 
-    Never raises: what stays is removed with the folder, after a later commit. Nothing is touched that may be committed:
-    a shard whose receipt is there, and whatever a newer attempt has taken over.
+    Never raises: remaining files are removed with the folder, after a later commit. Nothing is touched that may be
+    committed: a shard whose receipt is there, and saves that a newer attempt has taken over.
     """
     try:
         check_fence()
@@ -67,7 +67,7 @@ def reason_of(folder: Path, note: str) -> str:
 
 
 def remove_temporary(folder: Path, names: list[str]) -> None:
-    """Remove what writers that were killed have left in a folder whose files are all in place."""
+    """Remove temporary files of killed writers from a folder whose files are all in place."""
     for name in names:
         if is_temporary(name):
             with contextlib.suppress(OSError):

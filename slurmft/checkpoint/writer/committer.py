@@ -51,7 +51,7 @@ class _Pending:
     records: dict[str, FileRecord] = field(default_factory=dict)
     indexes: dict[int, ShardIndex] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
-    """What else lies in the folder."""
+    """Other files in the folder."""
 
     tries: int = 0
     told: set[int] = field(default_factory=set)
@@ -59,7 +59,7 @@ class _Pending:
 
 
 class CommitLane:
-    """Commits what it is given as soon as every rank has written; the listening thread never waits for it."""
+    """Commits saves as soon as every rank has written; the listening thread never waits for it."""
 
     def __init__(self, page: ProgressPage) -> None:
         self._page = page
@@ -125,7 +125,7 @@ class CommitLane:
             self._end(pending, None if left.is_lost else "superseded")
         except Fenced as error:
             task.tell_failure(error, final=True, fenced=True)
-            self._end(pending, None)  # what lies there belongs to a newer attempt, and so does its removal
+            self._end(pending, None)  # the folder belongs to a newer attempt, which removes it if need be
         except (OSError, StorageError) as error:
             number = error.errno if isinstance(error, OSError) else errno.EIO
             final = number not in PASSING
@@ -150,7 +150,7 @@ class CommitLane:
         task = pending.task
         task.phase = "waiting for the other ranks"
         folder = task.request.folder
-        task.begin_claim()  # for one that a writer before this one has written
+        task.begin_claim()  # for a save that an earlier writer has written
         # a listing, not a look for each: a network filesystem remembers for a while that a file was not there
         try:
             names = os.listdir(folder)  # noqa: PTH208 - names are all that is needed
@@ -207,7 +207,7 @@ class CommitLane:
                 self._is_pruning = False
 
     def _prune(self, task: Task) -> None:
-        """After the commit, and never a reason to say that it failed. Folders of older saves that are left go, too."""
+        """After the commit, and never a reason to say that it failed. Folders of older, unfinished saves go, too."""
         order, directory = task.request.commit, task.request.folder.parent
         if order is None:
             return
@@ -266,7 +266,7 @@ def _write_metadata(pending: _Pending) -> FileRecord:
 
 
 def _committed_before(task: Task) -> Entry | None:
-    """The checkpoint where a writer before this one has committed it, and was killed before it could say so."""
+    """The checkpoint where a writer before this one has committed it, and was killed before it could report it."""
     try:
         return read_entry(task.request.folder)
     except StorageError:
@@ -279,7 +279,7 @@ def _entry(task: Task, records: Mapping[str, FileRecord]) -> Entry:
     files = {METADATA_FILE: records[METADATA_FILE]}
     files |= {name: records[name] for shard in range(request.shards) for name in (image_file(shard), index_file(shard))}
     if order is None:
-        raise ValueError("nobody asked for a commit")
+        raise ValueError("no commit was requested")
     return Entry(
         step=request.identity.step,
         path=request.folder,

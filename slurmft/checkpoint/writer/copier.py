@@ -1,7 +1,7 @@
-"""The thread of a writer that copies what is staged and hashed to peers and the local disk, beside the durable write.
+"""The thread of a writer that copies staged and hashed shards to peers and the local disk, beside the durable write.
 
-Nothing waits for it: of snapshots that wait the newest wins, one that is written over meanwhile is left, and what
-does not work is logged.
+Nothing waits for it: of waiting snapshots the newest wins, one that is written over meanwhile is dropped, and errors
+are logged.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Staged:
     index: Path
     image: Path
     checkpoint_dir: Path
-    """Where its checkpoint is going to be committed, which is whose copies they are."""
+    """The directory of its checkpoint, which the copies belong to."""
 
     bytes_per_s: float | None = None
 
 
 class CopyLane:
-    """Copies what it is offered. Without peers and local disk it starts no thread, and is idle for ever."""
+    """Copies offered shards. Without peers and local disk it starts no thread, and is idle for ever."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._environment = environment

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Pacing:
-    """What happens between two pieces: progress is shown, the cap is kept, and a save that is to be left is left."""
+    """Work between two pieces: show progress, keep the bandwidth cap, and leave a save that was given up."""
 
     def __init__(self, task: Task, page: ProgressPage) -> None:
         self._task, self._page = task, page
@@ -56,7 +56,7 @@ def write_durably(task: Task, pace: Pacing, images: Mappings) -> int:
     """Image, metadata and receipt, all durable; returns the size of the image.
 
     Raises:
-        Left: it is not to be gone on with.
+        Left: it was given up.
         OSError: it is not durable, and may be tried again.
         StorageError: the snapshot is not there, or not the one that was announced.
     """
@@ -120,7 +120,7 @@ _Fingerprint = tuple[int, int, int]
 
 
 def _fingerprint(path: Path) -> _Fingerprint | None:
-    """Tells one version of a small file from the next."""
+    """Distinguishes versions of a small file."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -153,7 +153,7 @@ def _was_changed(task: Task, source: int, *same: ShardIndex) -> bool:
 
 @contextlib.contextmanager
 def _opened(folder: Path) -> Iterator[Path]:
-    """The checkpoint folder, made if need be, by a name that stays with it: whatever replaces it is never written to.
+    """The checkpoint folder, made if need be, by a name that stays with it: its replacement is never written to.
 
     Raises:
         Left: it was removed meanwhile.
@@ -204,7 +204,7 @@ def _beside(work: Callable[[Pace], _Hashed], look: Pace) -> Iterator[Future[_Has
     def target() -> None:
         try:
             future.set_result(work(look_and_stop))
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the result
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is awaited
             future.set_exception(error)
 
     thread = threading.Thread(target=target, daemon=True, name="hash")

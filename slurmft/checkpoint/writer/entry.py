@@ -1,8 +1,8 @@
 """The writer: one process beside each worker that makes its snapshots durable, and on rank 0 commits them. No torch.
 
 Run as ``python -m slurmft.checkpoint.writer.entry SOCKET_FD PAGE_FD LIFETIME_S``: requests and reports are JSON
-objects, one on each line (checkpoint.writer.write_requests); the page shows that it gets on. When its worker closes
-the socket, or dies, it finishes what it has in hand and ends, after ``LIFETIME_S`` seconds at the latest.
+objects, one on each line (checkpoint.writer.write_requests); the page shows its progress. When its worker closes the
+socket, or dies, it finishes its present work and ends, after ``LIFETIME_S`` seconds at the latest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Writer:
-    """Listens to its worker while two threads do what may wait for a disk."""
+    """Listens to its worker while two threads do all work that may wait for a disk."""
 
     def __init__(self, worker: socket.socket, page: ProgressPage) -> None:
         self._worker, self._page = worker, page

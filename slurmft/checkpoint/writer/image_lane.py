@@ -19,7 +19,7 @@ from slurmft.storage.checkpoint_names import Identity
 from slurmft.storage.patience import PASSING
 
 POLITE_BYTES = 64 << 20
-"""Less than this is written before anybody notices."""
+"""A smaller image is written without a noticeable slowdown of the training."""
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def _size(path: Path) -> int:
 
 
 class ImageLane:
-    """Writes what it is offered; the listening thread calls everything but ``run``, and never waits for a disk.
+    """Writes offered images; the listening thread calls everything but ``run``, and never waits for a disk.
 
     Args:
         hand_over: called with each task whose image and receipt are durable.
@@ -58,7 +58,7 @@ class ImageLane:
                     current.stop("superseded")
                 if task.request.urgent:
                     current.throttle.lift()
-                current.woken.set()  # one that waits for space to be freed gives way
+                current.woken.set()  # an image that waits for free space is dropped
             self._changed.notify()
 
     def abandon(self, identity: Identity) -> bool:
@@ -73,7 +73,7 @@ class ImageLane:
         return False
 
     def hurry(self) -> None:
-        """No cap for what is being written or waits."""
+        """Lift the bandwidth cap of present and waiting images."""
         with self._changed:
             for task in (self._current, self._waiting):
                 if task is not None:
@@ -113,7 +113,7 @@ class ImageLane:
             self._page.end(Lane.IMAGE)
 
     def _finish_politely(self, task: Task) -> bool:
-        """``_finish``; what is large, and nobody waits for, in a thread that yields: that cannot be taken back."""
+        """``_finish``; a large image that no caller waits for, in a low-priority thread: that cannot be undone."""
         if task.request.urgent or _size(task.request.image) < POLITE_BYTES:
             return self._finish(task)
         done: list[bool] = []
@@ -128,7 +128,7 @@ class ImageLane:
         return done == [True]
 
     def _finish(self, task: Task) -> bool:
-        """Whether the image is durable; its end is told otherwise. Tries again what may pass by itself."""
+        """Whether the image is durable; other ends are reported. Retries errors that may pass by themselves."""
         told: set[int] = set()
         tries = 0
         while True:

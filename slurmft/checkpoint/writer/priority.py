@@ -1,4 +1,4 @@
-"""How a writer stays out of the way of the training beside it, and lets nobody disturb it before its work is done."""
+"""Keeps a writer from slowing the training beside it, and from being ended by signals before its work is done."""
 
 from __future__ import annotations
 

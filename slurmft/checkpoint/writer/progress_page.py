@@ -1,4 +1,4 @@
-"""A page of memory that a writer and its worker share: it moves while the writer gets on, and costs no message."""
+"""A page of memory that a writer and its worker share: it changes with the writer's progress, and costs no message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Lane(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the image in the works has come."""
+    """The progress of the image that is being written."""
 
     done_bytes: int
     size_bytes: int
@@ -52,7 +52,7 @@ class ProgressPage:
         self._words[lane + 1] += 1
 
     def tick(self, lane: Lane) -> None:
-        """The lane is getting on."""
+        """The lane has made progress."""
         self._words[lane + 1] += 1
 
     def show(self, progress: Progress) -> None:
@@ -60,7 +60,7 @@ class ProgressPage:
         self._words[6], self._words[7] = progress.done_bytes, progress.size_bytes
 
     def progress(self) -> Progress:
-        """As it was shown last."""
+        """The newest progress."""
         return Progress(self._words[6], self._words[7])
 
     def counts(self) -> dict[Lane, tuple[bool, int]]:

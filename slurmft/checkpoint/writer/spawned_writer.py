@@ -1,4 +1,4 @@
-"""One writer process as its worker sees it: started, spoken with over a socket, found dead. Never blocks."""
+"""One writer process on its worker's side: its start, the messages over a socket, its end. Never blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slurmft.system.opening import UnsafeFile, open_regular
 _START = (
     "import sys; sys.path.append(sys.argv.pop(1)); from slurmft.checkpoint.writer.entry import main; main(sys.argv[1:])"
 )
-"""As ``python -m slurmft.checkpoint.writer.entry``, whatever the working folder holds, and from wherever we came."""
+"""As ``python -m slurmft.checkpoint.writer.entry``, from our own package, independent of the working folder."""
 
 _RECEIVE_BYTES = 64 * 1024
 
@@ -57,11 +57,11 @@ class SpawnedWriter:
             process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, pass_fds=numbers
             )
-        process.returncode = 0  # reaped below; nobody shall warn that it outlives its worker, which is its purpose
+        process.returncode = 0  # reaped below; no warning that it outlives its worker, which is its purpose
         return process.pid
 
     def fileno(self) -> int:
-        """To wait for what it says, or for its end."""
+        """For waiting until it sends something, or ends."""
         return self._socket.fileno()
 
     @property
@@ -94,7 +94,7 @@ class SpawnedWriter:
         return lines
 
     def kill(self) -> None:
-        """End it; a process inside a filesystem that hangs goes only when that lets go of it."""
+        """End it; a process inside a filesystem call that hangs only ends when that returns."""
         if not self.is_gone():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -104,7 +104,7 @@ class SpawnedWriter:
         if self._status is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # somebody else has reaped it
+            except ChildProcessError:  # other code has reaped it
                 pid, status = self.pid, 0
             if pid:
                 self._status = status
@@ -119,7 +119,7 @@ class SpawnedWriter:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def let_go(self) -> None:
-        """Close this side: it finishes what it has in hand, and ends."""
+        """Close this side: it finishes its present work, and ends."""
         self._socket.close()
         with contextlib.suppress(OSError):
             os.close(self.page.descriptor)

@@ -1,4 +1,4 @@
-"""What a worker asks of its writer, and what the writer tells it: one JSON object on each line, both ways. No torch."""
+"""Requests of a worker to its writer, and the writer's reports: one JSON object per line, both ways. No torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Keep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitOrder:
-    """What rank 0's writer needs to commit a checkpoint once all ranks have written."""
+    """The data for rank 0's writer to commit a checkpoint once all ranks have written."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     attempt: str = ""
@@ -59,7 +59,7 @@ class WriteRequest:
 
     commit: CommitOrder | None = None
     urgent: bool = False
-    """A stop waits for this one: no bandwidth cap, and an older image of which less than half is written is left."""
+    """A stop waits for this one: no bandwidth cap, and an older image of which less than half is written is dropped."""
 
     max_bytes_per_s: float = 0.0
     """0: as fast as the disk takes it from a process of the lowest priority."""
@@ -194,4 +194,4 @@ def _numbers(identity: Identity) -> list[int]:
 
 
 def _line(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value).encode() + b"\n"  # never a line break inside, whatever a folder is called
+    return json.dumps(value).encode() + b"\n"  # never a line break inside, even in names of folders

@@ -1,6 +1,6 @@
-"""A worker's side of its writer: hands snapshots over, hears what came of them, replaces a writer that is gone.
+"""A worker's side of its writer: hands snapshots over, takes in reports, replaces a writer that is gone.
 
-Nothing here blocks, but ``wait`` and ``close`` for as long as they are told. A daemon thread that sleeps in poll() does
+Nothing here blocks, but ``wait`` and ``close``, up to their timeouts. A daemon thread that sleeps in poll() does
 all the watching.
 """
 
@@ -42,7 +42,7 @@ MAX_TRIES = 3
 """Writers that may die or stall over one snapshot before it is given up."""
 
 MAX_STUCK = 2
-"""Processes that cannot be killed, because a filesystem holds them, before nobody follows them."""
+"""Processes that cannot be killed, because a filesystem holds them, before no further writer is started."""
 
 _LOOK_S = 0.5
 _PAUSE_S = 1.0
@@ -63,9 +63,9 @@ class WriterClient:
     """The writer of one rank. Any thread may call; methods do not block unless they say so.
 
     Args:
-        on_report: called in the watching thread with every report, within about a second of what it tells of.
+        on_report: called in the watching thread with every report, within about a second of its event.
         stall_timeout_s: without any progress for so long, a save has failed (ETIMEDOUT) and the writer is replaced.
-        lifetime_s: how long the writer goes on with what it has in hand after this process has died or closed it.
+        lifetime_s: how long the writer works on after this process has died or closed it.
         log: a file for what the writer logs; None: nowhere.
     """
 
@@ -121,7 +121,7 @@ class WriterClient:
         self._awaken()
 
     def abandon(self, identity: Identity) -> None:
-        """Leave a save as soon as can be; ``abandoned`` is reported then, or what came of it before."""
+        """Give up a save as soon as possible; ``abandoned`` is reported then, or an earlier final report."""
         with self._changed:
             if identity in self._saves:
                 self._saves[identity].abandoned = True
@@ -135,7 +135,7 @@ class WriterClient:
         self._awaken()
 
     def poll(self) -> list[Report]:
-        """What has been reported since the last call."""
+        """The reports since the last call."""
         with self._changed:
             reports = list(self._reports)
             self._reports.clear()
@@ -172,7 +172,7 @@ class WriterClient:
             self._thread.join(_LOOK_S)
         return done
 
-    # -- what follows holds the lock
+    # -- the lock is held from here on
 
     def _tell(self, line: bytes) -> None:
         if self._writer is not None:
@@ -197,7 +197,7 @@ class WriterClient:
                 self._writer.send(abandon_line(identity))
 
     def _failed_try(self, phase: str, number: int, text: str) -> None:
-        """A writer has failed all that was unfinished: told once for each, and tried again but for too many times."""
+        """A writer has failed all unfinished saves: reported once for each, and retried up to a limit."""
         stuck = len(self._stuck) >= MAX_STUCK
         for identity, save in list(self._saves.items()):
             save.tries += 1
@@ -211,7 +211,7 @@ class WriterClient:
 
     def _note(self, report: Report) -> None:
         if report.identity not in self._saves and report.kind != "pruned":
-            return  # its end was told already, by a writer that was taken for dead
+            return  # its end was reported already, by a writer that was taken for dead
         if report.kind == "written" and not report.final:
             save = self._saves[report.identity]
             save.request = replace(save.request, is_written=True)
@@ -224,7 +224,7 @@ class WriterClient:
             self._changed.notify_all()
 
     def _hear(self) -> None:
-        """Take in what the writer says; replace it when it is gone."""
+        """Take in the writer's reports; replace it when it is gone."""
         writer = self._writer
         if writer is None:
             return
@@ -258,7 +258,7 @@ class WriterClient:
         if writer is None or not self._saves:
             return
         if late:
-            self._moved.clear()  # this process stood still as well: a suspended job
+            self._moved.clear()  # this process was stopped as well: a suspended job
         counts = writer.page.counts()
         for lane, state in counts.items():
             if self._moved.get(lane, (None, 0.0))[0] != state:
@@ -282,7 +282,7 @@ class WriterClient:
             self._note(Report(kind="stalled", identity=identity, seconds=seconds, errno=errno.ETIMEDOUT, text=text))
 
     def _replace_stalled(self, writer: SpawnedWriter) -> None:
-        log.error("the checkpoint writer (process %d) stands still; it is replaced", writer.pid)
+        log.error("the checkpoint writer (process %d) makes no progress; it is replaced", writer.pid)
         writer.kill()
         deadline = time.monotonic() + 0.2
         while not writer.is_gone() and time.monotonic() < deadline:
@@ -324,7 +324,7 @@ class WriterClient:
             return True
 
     def _sleep(self) -> None:
-        """Until something is heard; while something is unfinished, no longer than a look takes."""
+        """Wait for a report; while a save is unfinished, no longer than the interval of looks."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         with self._changed:

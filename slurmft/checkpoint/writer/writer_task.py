@@ -1,4 +1,4 @@
-"""One save inside the writer process, what is told of it, and how the threads that work on it reach the worker."""
+"""One save inside the writer process, its reports, and how the threads that work on it reach the worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slurmft.checkpoint.writer.priority import Throttle
 from slurmft.checkpoint.writer.write_requests import Report, ReportKind, WriteRequest, report_line
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Between two tries of what may pass by itself; the last one goes on for ever."""
+"""Pauses between retries of errors that may pass by themselves; the last one repeats for ever."""
 
 
 class Outbox:
@@ -33,7 +33,7 @@ class Outbox:
         os.eventfd_write(self.wake, 1)
 
     def take(self) -> bytes:
-        """All that waits to be sent."""
+        """All waiting reports."""
         taken = bytearray()
         while self._lines:
             taken += self._lines.popleft()
@@ -42,7 +42,7 @@ class Outbox:
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """A request, and what has become of it."""
+    """A request, and its state."""
 
     request: WriteRequest
     outbox: Outbox
@@ -68,39 +68,39 @@ class Task:
         self.throttle = Throttle(0.0 if request.urgent else request.max_bytes_per_s)
 
     def begin_claim(self) -> None:
-        """On rank 0: nobody takes the folder for a left-over until ``end_claim``. Best effort, and idempotent."""
+        """On rank 0: until ``end_claim`` the folder does not count as a left-over. Best effort, and idempotent."""
         if self.claim is None and self.request.commit is not None:
             with contextlib.suppress(OSError):
                 self.claim = Claim(self.request.folder)
 
     def end_claim(self) -> None:
-        """The save has ended, whatever came of it."""
+        """The save has ended, with any result."""
         if self.claim is not None:
             self.claim.release()
             self.claim = None
 
     def stop(self, kind: ReportKind) -> None:
-        """Have it left as soon as can be."""
+        """Give it up as soon as possible."""
         self.leave = kind
         self.woken.set()
 
     def tell(self, kind: ReportKind, **details: Any) -> None:
-        """Report something of it."""
+        """Send a report on it."""
         seconds = time.monotonic() - self.since
         self.outbox.put(Report(kind=kind, identity=self.request.identity, seconds=seconds, **details))
 
     def tell_failure(self, error: BaseException, *, final: bool, fenced: bool = False) -> None:
-        """Report what went wrong, in the phase that it is in."""
+        """Report an error, in its present phase."""
         number = error.errno or 0 if isinstance(error, OSError) else 0
         text = error.strerror or str(error) if isinstance(error, OSError) else str(getattr(error, "what", error))
         self.tell("failed", final=final, phase=self.phase, errno=number, text=text or repr(error), fenced=fenced)
 
 
 class Left(Exception):
-    """The save is not to be gone on with; its kind is what to report."""
+    """The save was given up; its kind is the one to report."""
 
     def __init__(self, kind: ReportKind, text: str = "", *, is_lost: bool = False) -> None:
         super().__init__(text)
         self.kind, self.text = kind, text
         self.is_lost = is_lost
-        """Its folder is gone, or rank 0 has given it up: what is there now is not ours to remove."""
+        """Its folder is gone, or rank 0 has given it up: we must not remove files there now."""

@@ -58,7 +58,7 @@ def judge_mounts(found: list[Mount], limits: DiskLimits) -> ProbeResult:
         mount for mount in found
         if mount.kind in _ON_DEVICES and "ro" in mount.super_options and "rw" in mount.mount_options
     ]  # fmt: skip
-    by_point = {mount.point: mount for mount in found}  # the last one mounted at a point is the one that is seen
+    by_point = {mount.point: mount for mount in found}  # the last mount at a point hides earlier ones
     locked = [
         path for path in limits.paths
         if (mount := by_point.get(path)) is not None and "ro" in mount.mount_options | mount.super_options
@@ -91,7 +91,7 @@ def written_and_read(folder: Path, size: int, *, name: str, check: str = "disk-w
     except OSError as error:
         return _cannot_write(check, name, error)
     try:
-        os.unlink(path)  # noqa: PTH108 - at once: whatever ends us leaves no file
+        os.unlink(path)  # noqa: PTH108 - at once: no file is left if we are killed
         back = _through_the_disk(descriptor, content)
     except OSError as error:
         return _cannot_write(check, name, error)
@@ -99,13 +99,13 @@ def written_and_read(folder: Path, size: int, *, name: str, check: str = "disk-w
         os.close(descriptor)
     if back == content:
         return fine(check, f"{name}: {size} bytes came back", value=size, unit="B")
-    return bad(check, Status.CRITICAL, f"{name}: what was read is not what was written", problem=Problem.HARDWARE,
+    return bad(check, Status.CRITICAL, f"{name}: the data read differ from the data written", problem=Problem.HARDWARE,
                remedy="check the filesystem and its disk; smartctl -a")  # fmt: skip
 
 
 def _through_the_disk(descriptor: int, content: bytes) -> bytes:
     left = memoryview(content)
-    while left:  # a disk that fills up takes a part, and refuses only the rest
+    while left:  # a disk that fills up accepts a part, and refuses the rest
         left = left[os.write(descriptor, left) :]
     os.fsync(descriptor)
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Shared filesystems: whether they answer. Each is asked by a process that may be left behind in the kernel."""
+"""Shared filesystems: whether they answer. Each is asked by a process of its own, left behind if it hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judging GPUs by what their driver says: pure, but for one survey that all of them share."""
+"""Judging GPUs by their driver's answers: pure, but for one survey that all of them share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESET = "drain the node, reset the GPU: nvidia-smi --gpu-reset"
 SLOW_REASONS: Mapping[int, str] = {
     0x08: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot (hardware)", 0x80: "power brake",
 }  # fmt: skip
-"""Bits of the clock reasons that mean trouble, and not idleness or a limit that somebody has set."""
+"""Bits of the clock reasons that mean trouble, and not idleness or a configured limit."""
 
 NAMES = ("gpu-count", "gpu-ecc", "gpu-clocks", "gpu-pcie", "gpu-nvlink", "gpu-processes", "xid")
 
@@ -46,7 +46,7 @@ def is_confined(scene: Scene, expected: int) -> bool:
 def judge_count(found: Survey, limits: GpuLimits, *, confined: bool) -> ProbeResult:
     """Whether all GPUs are there and answer."""
     check, seen = "gpu-count", len(found.gpus)
-    if found.errors and confined:  # what it may not use does not answer either
+    if found.errors and confined:  # GPUs that the job may not use do not answer either
         return unknown(check, "; ".join(found.errors[:4]), remedy="look from outside of a job")
     if found.errors:
         return bad(check, Status.CRITICAL, "; ".join(found.errors[:4]), problem=Problem.HARDWARE, value=seen,
@@ -141,7 +141,7 @@ def judge_nvlink(gpus: Sequence[Gpu], limits: GpuLimits) -> ProbeResult:
 def judge_processes(
     gpus: Sequence[Gpu], owners: Mapping[int, leftovers.Process | None], running: frozenset[str] | None
 ) -> ProbeResult:
-    """Processes of jobs that have ended, which still hold GPU memory; those of root and without a job are no jobs'."""
+    """Processes of jobs that have ended, which still hold GPU memory; those of root and without a job do not count."""
     check = "gpu-processes"
     if running is None:
         return unknown(check, "a job is starting: not known yet whose processes these are")

@@ -1,5 +1,5 @@
-"""What NVIDIA's driver says of this node's GPUs: through NVML where its Python binding is installed (extra ``gpu``),
-else through nvidia-smi."""
+"""The state of this node's GPUs as NVIDIA's driver reports it: through NVML where its Python binding is installed
+(extra ``gpu``), else through nvidia-smi."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from slurmft.health.node_view import Scene, text_of
 
 SMI_S = 60.0
-"""Longer than any probe may take: what is late is not known, and nobody is accused of it."""
+"""Longer than any probe may take: a late answer means UNKNOWN, not a fault."""
 
 MAX_LINKS = 36
 NVIDIA = "0x10de"
@@ -33,7 +33,7 @@ _SMI_FIELDS: Mapping[str, str] = {
 _ROW_FIELDS = ("gpu_uuid", "remapped_rows.pending", "remapped_rows.failure")
 _FLAGS: Mapping[str, bool] = {"yes": True, "no": False, "1": True, "0": False}
 _DEAD = frozenset({"[gpu is lost]", "[gpu requires reset]", "err!"})
-"""In the place of a value: of this GPU nothing else is to be believed."""
+"""In the place of a value: no other value of this GPU is valid then."""
 
 MAX_DIGITS = 4
 
@@ -70,7 +70,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """What could be learnt of all GPUs."""
+    """The state of all GPUs."""
 
     gpus: tuple[Gpu, ...] = ()
     source: str = ""
@@ -194,7 +194,7 @@ def _run(program: str, query: str, environment: Mapping[str, str]) -> subprocess
 
 
 def parse_smi(text: str) -> _Found:
-    """GPUs in the CSV output of nvidia-smi; a row that cannot be read is told as an error of its GPU."""
+    """GPUs in the CSV output of nvidia-smi; a row that cannot be read is reported as an error of its GPU."""
     gpus, errors = [], []
     for line in text.splitlines():
         values = [value.strip() for value in line.split(",")]

@@ -74,7 +74,7 @@ def diagnose(scene: Scene) -> list[ProbeResult]:
 
 
 def judge_diagnosis(answer: Mapping[str, Any]) -> ProbeResult:
-    """Whatever in the answer of ``dcgmi diag -j`` has the status FAIL; its shape differs between versions."""
+    """All tests in the output of ``dcgmi diag -j`` with the status FAIL; its shape differs between versions."""
     if "error" in answer:
         return unknown("dcgm", str(answer["error"])[:300])
     found = list(_outcomes(answer))
@@ -127,8 +127,8 @@ def pair_of(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
 
 
 def judge_pair(answer: Mapping[str, Any], least_mbps: int) -> ProbeResult:
-    """A wrong sum is the network's or a node's fault; a slow one is told from a limit on. No answer tells of nobody:
-    the other half of the pair may be the one that did not come."""
+    """A wrong sum is the network's or a node's fault; a slow one is reported from a limit on. No answer accuses no
+    node: the other one of the pair may have failed to come."""
     check = "all-reduce"
     if "error" in answer:
         return unknown(check, str(answer["error"])[:300], remedy="pair this node with another one")

@@ -77,7 +77,7 @@ def uptime(scene: Scene) -> ProbeResult:
 
 
 def judge_uptime(up_s: float, limits: HostLimits) -> ProbeResult:
-    """A fresh boot may explain what else is seen; a very old one lacks its updates."""
+    """A fresh boot may explain other findings; a very old one lacks updates."""
     detail, longest = f"up for {up_s / DAY_S:.1f} days", limits.max_uptime_days * DAY_S
     if up_s < limits.min_uptime_s:
         return bad("uptime", Status.WARNING, f"booted {up_s:.0f} s ago", value=up_s, unit="s",
@@ -94,7 +94,7 @@ def clock(scene: Scene) -> ProbeResult:
 
 
 def judge_clock(offset_s: float | None, limits: HostLimits) -> ProbeResult:
-    """An offset that is not known is no fault unless somebody asks for it."""
+    """An unknown offset is not a fault unless the configuration says so."""
     if offset_s is None or not math.isfinite(offset_s):
         detail = "nothing corrects the clock: its offset is not known"
         status = Status.WARNING if limits.clock_must_be_disciplined else Status.OK
@@ -127,7 +127,7 @@ def _offset_by_chrony() -> float | None:
 
 
 class _Timex(ctypes.Structure):
-    """struct timex of adjtimex(2); what follows the status is not needed."""
+    """struct timex of adjtimex(2); fields after the status are not needed."""
 
     _fields_ = (
         ("modes", ctypes.c_uint), ("offset", ctypes.c_long), ("freq", ctypes.c_long), ("maxerror", ctypes.c_long),
@@ -143,12 +143,12 @@ def _offset_by_kernel() -> float | None:
 
 
 def shared_memory(scene: Scene) -> ProbeResult:
-    """Memory that nobody's process uses any more, which no job can get."""
+    """Memory that no process uses any more, and that no job can get."""
     return judge_shared_memory([(str(path), size) for path, size in orphaned_memory(scene)], scene.config.host)
 
 
 def judge_shared_memory(orphans: Iterable[tuple[str, int]], limits: HostLimits) -> ProbeResult:
-    """What the epilog would have removed."""
+    """Judge left-over objects that the epilog would have removed."""
     found = sorted(orphans, key=lambda each: -each[1])
     total = sum(size for _, size in found)
     if not found:
@@ -160,5 +160,5 @@ def judge_shared_memory(orphans: Iterable[tuple[str, int]], limits: HostLimits) 
 
 
 def own_name(scene: Scene) -> str:
-    """The node's name where nobody says another one."""
+    """The node's name where no other one is configured."""
     return scene.node or os.uname().nodename

@@ -1,4 +1,4 @@
-"""Probes of the memory: what is left, pressure, ECC errors."""
+"""Probes of the memory: available memory, pressure, ECC errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def parse_pressure(text: str) -> float | None:
 
 
 def judge_memory(available: float, pressure: float | None, limits: MemoryLimits) -> ProbeResult:
-    """A job that uses all of it is no fault of the node."""
+    """A job that uses all of it is not the node's fault."""
     space = below(available, limits.available_warning, limits.available_critical)
     waiting = Status.OK if pressure is None else above(pressure, limits.pressure_warning, None)
     detail = f"{available:.0%} available"

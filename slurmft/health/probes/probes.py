@@ -15,7 +15,7 @@ from slurmft.policy.nodes.node_health import ProbeResult
 MOMENT_S = 0.3
 
 Found = ProbeResult | Sequence[ProbeResult] | None
-"""What a probe returns: one result, several, or none where there is nothing of its kind."""
+"""The return type of a probe: one result, several, or none where there is nothing of its kind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class Probe:
     """Its limit grows with the patience of the context."""
 
     waits: Callable[[HealthConfig], float] = lambda _: 0.0
-    """Seconds that it waits by itself, as the configuration says: it must live to tell what did not answer."""
+    """Seconds that it waits by itself, as the configuration says: it must live to report what did not answer."""
 
     def limit(self, scene: Scene) -> float:
         """Seconds that it may take here."""
@@ -64,7 +64,7 @@ PROBES = (
     Probe(names=("dcgm",), look=gpu_work.diagnose, limit_s=gpu_work.DIAGNOSE_S, level=2, is_patient=False),
     Probe(names=("all-reduce",), look=gpu_work.all_reduce, limit_s=gpu_work.PAIR_S, level=2, is_patient=False),
 )  # fmt: skip
-"""Our own. Those of level 1 take less than two seconds together, whatever hangs."""
+"""Our own. Those of level 1 take less than two seconds together, even if one hangs."""
 
 
 def probes_for(scene: Scene) -> list[Probe]:
@@ -88,5 +88,5 @@ def _user_probe(name: str, probe: UserProbe) -> Probe:
     def look(scene: Scene, **_: Any) -> ProbeResult:
         return user_probe(scene, name, probe)
 
-    # it ends its program itself; a moment more, so that it can say so
+    # it ends its program itself; a moment more, so that it can report that
     return Probe(names=(name,), look=look, limit_s=probe.timeout_s, level=probe.level, waits=lambda _: probe.timeout_s)

@@ -1,4 +1,4 @@
-"""Executables of the site as probes: Nagios's exit codes and performance data, whatever they print."""
+"""Executables of the site as probes: Nagios's exit codes and performance data, with any output."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def first_number(perfdata: str) -> tuple[float | None, str]:
 
 
 def _output_of(process: subprocess.Popen[bytes], deadline: float) -> bytes:
-    """What it says until it ends or is too late: the beginning, however much it is. Not until the end of the stream,
-    which something that it has left in the background may hold open."""
+    """The beginning of its output until it ends or is too late. Not until the end of the stream, which a background
+    process of it may hold open."""
     assert process.stdout is not None
     kept, descriptor = bytearray(), process.stdout.fileno()
     ended = False

@@ -1,7 +1,7 @@
 """Xid messages of NVIDIA's driver in the kernel log, and what they mean.
 
 Causes and remedies follow NVIDIA's Xid catalog, https://docs.nvidia.com/deploy/xid-errors/ (the immediate action that
-it gives for data-centre GPUs), in our words. A code that is not in the table is a warning: somebody should look.
+it gives for data-centre GPUs), in our words. A code that is not in the table is a warning to look at.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RESET, BOOT, RESTART = (
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What an Xid means for the node."""
+    """The meaning of an Xid for the node."""
 
     meaning: str
     status: Status
@@ -124,7 +124,7 @@ def xid(scene: Scene) -> ProbeResult:
 
 
 def parse_xids(lines: Iterable[str]) -> list[Xid]:
-    """The Xid messages among records of /dev/kmsg; whatever else stands there is skipped."""
+    """The Xid messages among records of /dev/kmsg; all other records are skipped."""
     found = []
     for line in lines:
         record = _RECORD.match(line)
@@ -136,7 +136,7 @@ def parse_xids(lines: Iterable[str]) -> list[Xid]:
 
 
 def cause_of(message: Xid) -> Cause:
-    """What a message means; 154 says in words what is to be done."""
+    """The meaning of a message; 154 contains its remedy in words."""
     cause = CAUSES.get(message.code, _OTHER)
     if message.code == 154 and (action := _RECOVERY.search(message.text)):
         status = _ACTIONS.get(action[1].lower(), Status.WARNING)
@@ -145,7 +145,7 @@ def cause_of(message: Xid) -> Cause:
 
 
 def judge_xids(found: Sequence[Xid], up_s: float, hours: float) -> ProbeResult:
-    """The gravest of the recent ones; those of programs are told and held against nobody."""
+    """The gravest of the recent ones; those of programs are reported without blaming the node."""
     recent = [each for each in found if up_s == float("inf") or up_s - each.at_s <= hours * 3600]
     if not recent:
         return fine("xid", "no Xid in the kernel log", value=0, unit="messages")

@@ -3,7 +3,7 @@
 Layout, version 2: 1024 signed 64-bit integers in the machine's byte order. Every field has one writer (W the worker,
 A the agent) and is one aligned 8-byte store, so no reader sees half a value; fields are not consistent with each other.
 The first 64 are the fields below. The worker's open sections follow, and the names of its sections: how these are
-written, and read consistently, is told in ``section_stack``.
+written, and read consistently, is described in ``section_stack``.
 
     0   .. 63    fields, see Slot
     64  .. 79    open sections of the training thread, outermost first; 0 above the innermost
@@ -25,8 +25,8 @@ from slurmft.policy.timing.stop import NEVER, NOT_STARTED
 
 PAGE_VARIABLE = "SLURMFT_PAGE"
 STACKS_SUFFIX, FAULT_SUFFIX, RESCUE_SUFFIX = ".stacks", ".fault", ".rescue"
-"""What lies beside a worker's page: the stacks that it tells (``ipc.stacks``), its newest fault, and the pipe at
-which it is asked to keep its state (``agent.just_in_time``)."""
+"""Files beside a worker's page: its stacks (``ipc.stacks``), its newest fault, and the pipe by which it is asked to
+keep its state (``agent.just_in_time``)."""
 
 RESCUE_S = 15.0
 """How long workers may take to keep their state when asked: a copy of it in memory, half of the shortest lease."""
@@ -71,15 +71,15 @@ class Slot(IntEnum):
     BEAT_AT_NS = 28  # W  monotonic time of the newest session.heartbeat(); 0 before
     SECTION_NAMES = 29  # W  names of sections that are on the page
     SECTIONS_LOST = 30  # W  sections that were opened where no room was left for them
-    OWN_WORK_DONE = 31  # W  steps whose first collective this rank has reached; 0 where nobody can tell
+    OWN_WORK_DONE = 31  # W  steps whose first collective this rank has reached; 0 where that is unknown
     OWN_STEPS = 32  # W  sections "step" that the worker itself has closed
     ATTACHED_AT_NS = 33  # W  monotonic time at which the worker attached
     RESCUABLE = 34  # W  steps complete in its memory, and in no checkpoint; NOTHING, or IN_UPDATE until the step's end
     RESCUING = 35  # W  monotonic time at which it began to keep them; 0 before, and when that is over
     RESCUED = 36  # W  steps that are kept just in time on this node; NOTHING before
-    SAVE_COST_NS = 40  # W  what the newest save cost the training: its stall, and what steps took longer beside it
+    SAVE_COST_NS = 40  # W  cost of the newest save to the training: its stall, and the slowdown of steps beside it
     DURABLE = 41  # W  step of the newest checkpoint that a manager has committed for all ranks, in this attempt
-    FAULT = 63  # A  number of the newest fault that was injected into this worker; a file beside the page says which
+    FAULT = 63  # A  number of the newest fault that was injected into this worker; a file beside the page has its kind
 
 
 _WITHOUT_VALUE = (
@@ -102,7 +102,7 @@ class State(IntEnum):
 
 
 class StopAction(IntEnum):
-    """What workers do at the agreed tick."""
+    """The action of workers at the agreed tick."""
 
     NONE = 0
     SAVE_AND_STOP = 1
@@ -147,7 +147,7 @@ class Page:
 
     @classmethod
     def private(cls) -> Page:
-        """A page nobody reads: for a worker without an agent."""
+        """A page without a reader: for a worker without an agent."""
         page = cls(mmap.mmap(-1, SIZE_BYTES))
         for slot in _WITHOUT_VALUE:
             page[slot] = NOTHING

@@ -1,4 +1,4 @@
-"""How long sections take, seen from outside: what was open at one look and is gone at the next has ended in between."""
+"""How long sections take, seen from outside: a section that was open at one look and is gone at the next has ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SectionDurations:
     def note(self, rank: int, sections: Sequence[OpenSection], now_s: float) -> None:
         """Take in what a worker has open now; a section that has ended took as long as it was last seen to take.
 
-        One that never ends is no duration: it hangs.
+        A section that never ends is a hang and gives no duration.
         """
         before, now = self._open.get(rank, {}), {each: now_s - each.began_ns * 1e-9 for each in sections}
         self._open[rank] = now

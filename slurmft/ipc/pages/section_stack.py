@@ -7,7 +7,7 @@
 An open section is one 64-bit word: its start by the monotonic clock in ns, with the lowest 8 bits replaced by the
 number of its name (so starts are exact to 256 ns). To open a section is one aligned store of that word, to close it
 one store of 0: there is no instruction at which a stopped or killed worker leaves a half-written entry, and none at
-which it holds a lock, as it might hold a sequence lock for ever. A word tells the time of its own store, so no value
+which it holds a lock, as it might hold a sequence lock for ever. A word contains the time of its own store, so no value
 ever comes back and each is its own sequence number: when two reads in a row give the same words, all of them were on
 the page at one moment.
 
@@ -39,7 +39,7 @@ OTHERS = "(other sections)"
 """Stands for all names after the first MAX_NAMES - 1."""
 
 READS = 100
-"""Reads of a page that changes all the time, before what was read last must do: each word is true by itself."""
+"""Reads of a page that changes all the time, before the last result is used: each word is valid by itself."""
 
 _NUMBER = 0xFF
 _TIME = ~_NUMBER
@@ -63,7 +63,7 @@ PHASES = tuple(phase.name.lower() for phase in Phase if phase)
 
 @dataclass(frozen=True, slots=True)
 class OpenSection:
-    """A section that is open, as the page tells."""
+    """An open section, as read from the page."""
 
     name: str
     began_ns: int
@@ -86,7 +86,7 @@ class Section:
         self.bind()
 
     def bind(self) -> None:
-        """Take over where the stack writes to."""
+        """Take over the stack's place to write to."""
         stack = self._stack
         self._levels, self._slots, self._opened, self._owner = stack.levels, stack.slots, stack.opened, stack.owner
 
@@ -154,7 +154,7 @@ class SectionStack:
         _forget_in_children(self)
 
     def phase(self, phase: Phase) -> None:
-        """What the session itself is doing from now on, in place of what it did; beside the sections of the user."""
+        """Set the session's own section, in place of the last one; beside the sections of the user."""
         slots = self.slots
         now = monotonic_ns()
         slots[_PHASE] = now & _TIME | phase if phase else 0
@@ -163,13 +163,13 @@ class SectionStack:
 
     @property
     def current_phase(self) -> Phase:
-        """What was said last."""
+        """The session's own section."""
         return Phase(self.slots[Slot.PHASE] & _NUMBER)
 
     def section(self, name: str) -> Section:
         """The section of that name: ``with stack.section("data"):``. Keep it where every 100 ns count.
 
-        Whoever has a section of the session's own name says by himself what he does: the session's own setup is over.
+        With a user's section of the same name as one of the session's, the session's own setup is over.
         """
         try:
             return self._sections[name]
@@ -196,7 +196,7 @@ class SectionStack:
         self.slots[Slot.CLOSED_AT_NS] = monotonic_ns()
 
     def beat(self) -> None:
-        """Say that the worker lives, outside of any section."""
+        """Report that the worker lives, outside of any section."""
         self._setup_is_over()
         self.slots[Slot.BEAT_AT_NS] = monotonic_ns()
 
@@ -235,7 +235,7 @@ class SectionStack:
             return
         level = len(opened) - 1 - opened[::-1].index(number)
         del opened[level]
-        # from the outside in: whoever looks meanwhile sees an inner section twice, and none that is closed
+        # from the outside in: a reader meanwhile sees an inner section twice, and none that is closed
         for each in range(level, min(len(opened), DEPTH)):
             self.levels[each] = self.levels[each + 1] if each + 1 < DEPTH else 0
         if len(opened) < DEPTH:
@@ -243,7 +243,7 @@ class SectionStack:
         self.slots[Slot.CLOSED_AT_NS] = monotonic_ns()
 
     def detach(self) -> None:
-        """Write to nowhere from now on: in a child that was forked, what it does is not what the worker does."""
+        """Write to nowhere from now on: sections of a forked child are not the worker's."""
         self.slots = memoryview(bytearray(FIRST_LEVEL * 8)).cast("q")
         self.levels = memoryview(bytearray(DEPTH * 8)).cast("q")
         self._elsewhere = memoryview(bytearray(ELSEWHERE * 8)).cast("q")

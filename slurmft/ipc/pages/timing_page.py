@@ -76,11 +76,11 @@ class TimingPage:
 
     @classmethod
     def private(cls) -> TimingPage:
-        """A page nobody else reads: for a worker without an agent."""
+        """A page without another reader: for a worker without an agent."""
         return cls(mmap.mmap(-1, SIZE_BYTES))
 
     def describe(self, *, role: str, device: int) -> None:
-        """The worker's role, which says whom it may be compared with, and where its time is measured."""
+        """The worker's role, which selects the ranks it is compared with, and where its time is measured."""
         self._put_text(_ROLE_AT, plain_name(role) if role else "")
         self._slots[_DEVICE] = device
 
@@ -120,7 +120,7 @@ class TimingPage:
     def newest(self, taken: Mapping[str, int], at_least: int) -> dict[str, list[int]]:
         """Durations in ns of every section that has new ones since ``taken``: those, and older ones up to ``at_least``.
 
-        A duration that is not positive is left out: its clock was no clock.
+        A duration that is not positive is left out: its clock was broken.
         """
         found: dict[str, list[int]] = {}
         for name, (count, start) in self._sections().items():
@@ -141,7 +141,7 @@ class TimingPage:
         self._memory.close()
 
     def _sections(self) -> dict[str, tuple[int, int]]:
-        # the worker may have written anything: its own process is not to be trusted with ours
+        # the worker may have written anything: its page must not crash our process
         number = max(0, min(int(self._slots[_SECTIONS]), MAX_SECTIONS))
         starts = [_HEADER + index * _BLOCK for index in range(number)]
         return {

@@ -1,1 +1,1 @@
-"""Where a restart reads from, where copies go, and what a run changes about itself before it is tried again."""
+"""Where a restart reads from, where copies go, and how a run is changed before it is tried again."""

@@ -14,7 +14,7 @@ from slurmft.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSplit:
-    """Who computes how much of one global batch."""
+    """Each rank's share of one global batch."""
 
     samples: tuple[int, ...]
     """Samples of each rank; they differ by at most 1, and the lower ranks have more."""
@@ -39,13 +39,13 @@ class BatchSplit:
     def micro_batches(self, rank: int) -> tuple[int, ...]:
         """Sizes of the micro-batches of ``rank``, none empty; as few as the limit allows, and they differ by at most 1.
 
-        With DDP all but the last belong into ``no_sync()``: each rank synchronises once, whatever their numbers.
+        With DDP all but the last belong into ``no_sync()``: each rank synchronises once, however many it has.
         """
         samples = self.samples[rank]
         return even_parts(samples, -(-samples // self.max_micro_batch)) if samples else ()
 
     def loss_scale(self, micro_batch: int) -> float:
-        """What to multiply the mean loss of a micro-batch with, before ``backward``.
+        """Factor for the mean loss of a micro-batch, before ``backward``.
 
         DDP divides the sum of all gradients by the world size. With this factor the result is the gradient of the mean
         loss over the global batch, also where shares are unequal.

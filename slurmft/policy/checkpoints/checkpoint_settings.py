@@ -43,7 +43,7 @@ class CheckpointSettings:
 
     @classmethod
     def from_variables(cls, environment: Mapping[str, str]) -> CheckpointSettings:
-        """What the agent has handed down; a variable that is missing or empty stands for the default.
+        """The settings from the agent; a variable that is missing or empty stands for the default.
 
         Raises:
             ConfigError: a variable was changed by hand and cannot be read; names it.

@@ -6,14 +6,14 @@ from enum import Enum
 
 
 class News(Enum):
-    """What there is to say since the last look."""
+    """The change since the last look."""
 
     NOTHING = "nothing"
     FAILED = "failed"
     """One more has failed; it will be tried again."""
 
     KEEP_FAILING = "keep failing"
-    """So many in a row that somebody should look; said again each time their number has doubled."""
+    """So many in a row that the user should look; repeated each time their number has doubled."""
 
     WORK_AGAIN = "work again"
     """The first one that was done after KEEP_FAILING."""
@@ -35,7 +35,7 @@ class FailingSaves:
 
     @property
     def is_alarming(self) -> bool:
-        """Whether somebody should look."""
+        """Whether the user should look."""
         return self.in_a_row >= self._most
 
     def note(self, *, failures: int, done: int) -> News:

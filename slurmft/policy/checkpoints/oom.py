@@ -11,7 +11,7 @@ from slurmft.policy.verdicts.verdict import Cause
 OUT_OF_MEMORY = frozenset({Cause.DEVICE_OUT_OF_MEMORY, Cause.HOST_OUT_OF_MEMORY})
 
 MAX_DIVISOR = 2**30
-"""More than any micro-batch has samples; what a damaged journal holds beyond it is not believed."""
+"""More than any micro-batch has samples; larger numbers in a damaged journal are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ def smaller(asked: Collection[int], *, divisor: int, min_batch: int) -> Smaller 
 
 
 def divisor_in(values: Iterable[object]) -> int:
-    """The divisor in force after these, oldest first, as a journal has them; what is none is passed over."""
+    """The divisor in force after these, oldest first, as a journal has them; invalid values are skipped."""
     divisor = 1
     for value in values:
         if type(value) is int and 1 <= value <= MAX_DIVISOR:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from slurmft.policy.verdicts.verdict import Cause
 
 COUNTING = frozenset({Cause.WORKER_ERROR, Cause.SIGNAL_CRASH, Cause.HANG, Cause.DATA_CORRUPTION})
-"""Ends that a spoilt state can bring about. Planned stops, lost nodes, networks and lack of memory are none of its."""
+"""Ends that a spoilt state can bring about. Planned stops, lost nodes, networks and lack of memory do not count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +22,7 @@ class Trial:
     step: int
     cause: str
     nodes: frozenset[str] = frozenset()
-    """The node to blame, or the suspects'; empty where nobody knows."""
+    """The node to blame, or the suspects'; empty where it is unknown."""
 
     committed: bool = False
     """It had saved a new step: the checkpoint is good."""
@@ -30,7 +30,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Poisoned:
-    """No run is to begin with the checkpoint any more."""
+    """The checkpoint must not be resumed from any more."""
 
     reason: str
 
@@ -58,10 +58,10 @@ def examine(
     max_quarantines: int = 3,
     alone: bool = False,
 ) -> Poisoned | NodeSuspected | Hopeless | None:
-    """What the newest of ``trials`` (oldest first) says, with those before it; None: nothing yet.
+    """Judge the newest of ``trials`` (oldest first) together with earlier ones; None: nothing follows yet.
 
-    Deaths on different nodes speak against the checkpoint, deaths on one node against the node. Once more on that node,
-    although the run was to be moved, leaves only the checkpoint to be changed.
+    Deaths on different nodes speak against the checkpoint, deaths on one node against the node. A further death on that
+    node, although the run was to be moved, speaks against the checkpoint as well.
 
     Args:
         poison_after: deaths from one checkpoint that it takes.
@@ -77,7 +77,7 @@ def examine(
     died = f"{len(deaths)} attempts have died from {newest.checkpoint} before their next save"
     if not alone:
         if len(where) < 2 <= len(deaths) or len(common) > 1:
-            return None  # nobody knows which node it was
+            return None  # the node is unknown
         if common and len(deaths) <= max(poison_after, 2):
             (node,) = common
             return NodeSuspected(node=node, reason=f"{died}, all on {node}")

@@ -1,4 +1,4 @@
-"""Which shards travel from which rank to which, before a restart reads: what a node needs and does not hold."""
+"""Which shards travel from which rank to which, before a restart reads: those that a node needs and does not hold."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Transfer:
 
 
 def plan(decision: Decision, offers: Iterable[Offer], wanted: Iterable[tuple[int, Collection[int]]]) -> list[Transfer]:
-    """What each node lacks of the decision's snapshot and somebody supplies; every shard once for each node.
+    """The shards of the decision's snapshot that each node lacks and another rank supplies, once for each node.
 
     Args:
         wanted: for each rank the rank that stands for its node, and the shards that it needs every item of.

@@ -1,7 +1,7 @@
 """Where a restart reads from: one decision from what all nodes hold and what is committed on disk.
 
-A snapshot is named by (step, generation, commit), as its folder on disk would be. What its nodes still hold of it in
-memory, of their own or of a peer, or on their local disks, is as good as the disk where it is whole; and newer.
+A snapshot is named by (step, generation, commit), as its folder on disk would be. Copies that its nodes still hold in
+memory, of their own or of a peer, or on their local disks, are as good as the disk where they are whole; and newer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_TRIES = 2
 """So often a run may die from a snapshot that was never committed before it goes back to one that was."""
 
 DISK = None
-"""Who supplies a shard that nobody holds."""
+"""The supplier of a shard that no rank holds."""
 
 
 class Tier(IntEnum):
@@ -39,7 +39,7 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """What one rank can supply of one snapshot."""
+    """The shards of one snapshot that one rank can supply."""
 
     rank: int
     name: Name
@@ -64,7 +64,7 @@ class Committed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What all ranks load."""
+    """The snapshot that all ranks load."""
 
     name: Name | None
     """None where there is nothing to resume from."""
@@ -91,11 +91,11 @@ def choose(
     """The newest snapshot that can be supplied whole; the order of ``offers`` does not matter.
 
     Args:
-        generation: of the attempt that resumes; what a newer one left is somebody else's.
+        generation: of the attempt that resumes; snapshots of a newer one are another attempt's.
         quarantined: never used, wherever they lie.
 
     Raises:
-        ValueError: a number is no whole number, or negative, or a shard lies outside its snapshot.
+        ValueError: a number is not a whole number, or negative, or a shard lies outside its snapshot.
     """
     offers = list(offers)
     _check(offers, committed, generation)
@@ -106,7 +106,7 @@ def choose(
     skipped: list[str] = []
     for name in sorted(found, key=_age, reverse=True):
         if committed is not None and _age(name) < _age(committed.name):
-            break  # nothing older than what is committed is ever used, and this is not worth a word
+            break  # a snapshot older than the committed one is never used, and not worth a message
         on_disk = committed if committed is not None and committed.name == name else None
         problem = _why_not(name, seen, generation, quarantined) or _unfit(found[name], on_disk, max_tries)
         if not problem and on_disk is None:
@@ -195,7 +195,7 @@ def _shards(shards: Sequence[int]) -> str:
 
 
 def _check(offers: Sequence[Offer], committed: Committed | None, generation: int) -> None:
-    """Raises ValueError for what no rank can have meant."""
+    """Raises ValueError for impossible offers."""
     numbers, sizes = [generation], []
     if committed is not None:
         numbers += committed.name

@@ -1,1 +1,1 @@
-"""What is held against nodes, which of them a run uses, and what a sweep does with them."""
+"""Suspicion of nodes, which of them a run uses, and what a sweep does with them."""

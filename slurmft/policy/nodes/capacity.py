@@ -1,4 +1,4 @@
-"""How much of an exclusion list a request can bear: the weakest suspicion gives way first."""
+"""How much of an exclusion list a request can spare: the weakest suspicion is dropped first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import IntEnum
 
 
 class Strength(IntEnum):
-    """What stands behind an exclusion; the greater gives way later."""
+    """The reason of an exclusion; greater ones are dropped later."""
 
     SCORE = 0
     BY_HAND = 1
@@ -39,7 +39,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dropped:
-    """A node that should not be used, and may be all the same."""
+    """A node that should be excluded, and is not."""
 
     node: str
     reason: str
@@ -69,13 +69,13 @@ def choose(
     max_excluded_fraction: float,
     asked_for: Collection[str] = (),
 ) -> Choice:
-    """The candidates to exclude, the strongest first, as far as the request bears it.
+    """The candidates to exclude, the strongest first, as far as the request can spare them.
 
     In every partition that could take the job without exclusions, ``nodes_needed`` usable nodes remain; where none
-    could, no usable node is excluded, since that would only make the job wait longer. What is excluded for longer than
-    one placement is no more than ``max_excluded_fraction`` of any of the partitions; suspects of an undecided rerun
-    use up that share, and are not bound by it. Nodes outside of the partitions are neither excluded nor dropped: the
-    job cannot get there. A node that the request asks for by name is dropped.
+    could, no usable node is excluded, since that would only make the job wait longer. Exclusions for longer than one
+    placement are no more than ``max_excluded_fraction`` of any of the partitions; suspects of an undecided rerun use up
+    that share, and are not bound by it. Nodes outside of the partitions are neither excluded nor dropped: the job
+    cannot get there. A node that the request asks for by name is dropped.
     """
     open_ones = [place for place in places if len(place.usable) >= nodes_needed] or list(places)
     room = {place.name: len(place.usable) - nodes_needed for place in open_ones}

@@ -1,4 +1,4 @@
-"""What is held against a node: observations, each with its kind, and who is suspected of ending an attempt."""
+"""Evidence against nodes: observations, each with its kind, and suspects of ending an attempt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What was observed of a node; the vocabulary of the exclusion list and of workers' evidence files."""
+    """The kind of an observation; the vocabulary of the exclusion list and of workers' evidence files."""
 
     RERUN_UNDECIDED = "rerun undecided"
     """A result was rejected and came out the same again in place: the node, or the software."""
@@ -37,12 +37,12 @@ class Kind(StrEnum):
     """Its cloud has announced to take the machine away."""
 
     AT_RISK = "at risk"
-    """Its cloud has said that it may."""
+    """Its cloud has announced that it may do so."""
 
     HEALTH = "health check"
     PASSED = "health check passed"
     FORGIVEN = "forgiven"
-    """A person has lifted whatever was held against the node until then."""
+    """A user has cleared all earlier observations of the node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 
 PATIENCE_FACTOR = 4.0
-"""How much longer silence must last where nobody could step in: the node may come back, a requeue costs more."""
+"""How much longer silence must last where no node could take over: the node may come back, a requeue costs more."""
 
 
 class Agent(Enum):
-    """What is known of a node's agent."""
+    """The state of a node's agent."""
 
     LIVING = "living"
     RETURNING = "returning"
@@ -24,7 +24,7 @@ class Agent(Enum):
 
 
 class Standing(IntEnum):
-    """What speaks against a node; the greater is used later."""
+    """The fault of a node; a greater one is used later."""
 
     CLEAN = 0
     SUSPECT = 1
@@ -63,7 +63,7 @@ class Size:
     """
 
     nodes: int
-    """What is aimed at with the job's own nodes; further ones of it are spares."""
+    """The intended number of the job's own nodes; further ones of it are spares."""
 
     minimum: int
     """Fewer are not worth going on with; ``nodes`` for a run of one size."""
@@ -110,15 +110,15 @@ class TooFew:
 def next_members(
     nodes: Iterable[Node], last: Sequence[str], size: Size, *, waited_s: float = 0.0, patience_s: float = 0.0
 ) -> Members | Wait | TooFew:
-    """Who takes part in the next attempt.
+    """The members of the next attempt.
 
     As many as ``size`` allows: ``size.nodes`` of the job's own and one more for each that is lent. Those of the last
-    attempt go on where nothing speaks against them, at the places they had; gaps are filled by the others, the job's
-    own first. Where fewer are living, one that is returning is waited for, ``patience_s`` seconds in all.
+    attempt go on where they have no fault, at the places they had; gaps are filled by the others, the job's own first.
+    Where fewer are living, one that is returning is waited for, ``patience_s`` seconds in all.
 
     Args:
         nodes: all that there are, in the allocation's order; a name that comes again is looked at once.
-        last: who took part in the last attempt, in the order of its ranks; empty at first.
+        last: the members of the last attempt, in the order of its ranks; empty at first.
         waited_s: how long this decision has been waiting already.
     """
     first: dict[str, Node] = {}
@@ -140,8 +140,7 @@ def next_members(
 def growth(nodes: Iterable[Node], current: Sequence[str], size: Size) -> tuple[str, ...]:
     """Nodes to take in at the next checkpoint; empty when the run is as large as it should be.
 
-    Only nodes that nothing speaks against are worth a stop. A member that has been lost is not this decision's
-    business: its attempt ends by itself.
+    Only nodes without a fault are worth a stop. A lost member does not matter here: its attempt ends by itself.
     """
     known = list(nodes)
     taken = next_members(known, current, size)
@@ -155,7 +154,7 @@ def growth(nodes: Iterable[Node], current: Sequence[str], size: Size) -> tuple[s
 def lost_after_s(timeout_s: float, *, replaceable: bool) -> float:
     """Seconds of silence after which a node counts as lost.
 
-    Where nobody could take its place the attempt's end means a requeue, which costs more than some patience.
+    Where no node could take over, the attempt's end means a requeue, which costs more than a longer wait.
     """
     return timeout_s if replaceable else timeout_s * PATIENCE_FACTOR
 

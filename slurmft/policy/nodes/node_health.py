@@ -1,7 +1,7 @@
-"""What checks of nodes come to: results over time in, a verdict for each node out, and which of them to act on.
+"""From checks of nodes to actions: results over time in, a verdict for each node out, and which of them to act on.
 
 One bad result takes no node out: N of the last M looks must agree, a failure that many nodes share is a problem of the
-cluster and changes no node, and no more than a few nodes are taken out in an hour. What could not be looked at is
+cluster and changes no node, and no more than a few nodes are taken out in an hour. A node that could not be checked is
 neither healthy nor sick.
 """
 
@@ -30,11 +30,11 @@ class Status(IntEnum):
     WARNING = 1
     CRITICAL = 2
     UNKNOWN = 3
-    """It could not look, or not in time: no word about the node."""
+    """It could not look, or not in time: nothing is known of the node."""
 
 
 class Problem(StrEnum):
-    """Whose business a failure is; the words of the drain reason."""
+    """The domain of a failure, as the drain reason names it."""
 
     NODE = "node_problem"
     HARDWARE = "hardware_problem"
@@ -43,7 +43,7 @@ class Problem(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeResult:
-    """What one probe found."""
+    """The result of one probe."""
 
     name: str
     status: Status
@@ -58,7 +58,7 @@ class ProbeResult:
     """Lines that were seen; or, in a stored result, the file that holds them."""
 
     remedy: str = ""
-    """What an admin would do next; empty when all is well."""
+    """The remedy for an admin; empty when all is well."""
 
     problem: Problem = Problem.NODE
     took_s: float = 0.0
@@ -89,7 +89,7 @@ class Checkup:
 
 
 class Condition(StrEnum):
-    """What a node's looks come to."""
+    """The condition of a node, from its looks."""
 
     HEALTHY = "healthy"
     SUSPECT = "suspect"
@@ -116,7 +116,7 @@ class HealthRules:
     """Looks without a failure, newest ones, after which a node is healthy again."""
 
     min_spacing_s: float = 30.0
-    """Looks closer together than this count as one: ten jobs that start at once are not ten opinions."""
+    """Looks closer together than this count as one: ten jobs that start at once are not ten independent looks."""
 
     max_age_s: float = 7200.0
     """Looks older than this count no more."""
@@ -130,7 +130,7 @@ class HealthRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeVerdict:
-    """What the looks at one node come to."""
+    """The verdict on one node, from its looks."""
 
     node: str
     condition: Condition
@@ -165,7 +165,7 @@ class ClusterProblem:
     check: str
     nodes: tuple[str, ...]
     looked: int
-    """Nodes of which the newest look could tell."""
+    """Nodes whose newest look could run the check."""
 
     detail: str
 
@@ -187,11 +187,11 @@ class Assessment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Who is to be taken out now."""
+    """The nodes to be taken out now."""
 
     act: tuple[NodeVerdict, ...] = ()
     held_back: tuple[tuple[NodeVerdict, str], ...] = ()
-    """Who is sick and stays, each with the reason."""
+    """The sick nodes that stay, each with the reason."""
 
     cluster_problems: tuple[ClusterProblem, ...] = field(default=())
 
@@ -222,7 +222,7 @@ def plan(
     assessment: Assessment, now: float, rules: HealthRules, *, taken_out_at: Iterable[float] = (),
     already_out: frozenset[str] = frozenset(),
 ) -> Plan:  # fmt: skip
-    """Who of the sick is taken out now.
+    """Which of the sick nodes are taken out now.
 
     Args:
         taken_out_at: Unix times at which nodes were taken out before; those of the last hour count.
@@ -241,7 +241,7 @@ def plan(
 
 
 def drain_reason(problem: Problem, check: str, detail: str) -> str:
-    """The reason that Slurm shows: one printable line that begins with our prefix, whatever the probe said."""
+    """The reason that Slurm shows: one printable line that begins with our prefix."""
     text = f"{REASON_PREFIX}[{problem.value}] {check}: {detail}"
     plain = re.sub(r"[^ -~]+", " ", text).replace('"', "'").replace("\\", "/")
     return " ".join(plain.split())[:MAX_REASON]
@@ -283,7 +283,7 @@ def _verdict(node: str, looks: Sequence[Checkup], rules: HealthRules, shared: fr
     if not looks:
         return NodeVerdict(node=node, condition=Condition.UNKNOWN)
     at, clean = looks[0].at, _clean(looks)
-    if clean == len(looks):  # nearly every node of a cluster: nothing to weigh
+    if clean == len(looks):  # nearly every node of a cluster: no failures
         return NodeVerdict(node=node, condition=Condition.HEALTHY, at=at, clean=clean)
     outcomes: dict[str, list[ProbeResult]] = {}
     for look in looks:
@@ -310,7 +310,7 @@ def _verdict(node: str, looks: Sequence[Checkup], rules: HealthRules, shared: fr
 
 
 def _once(results: Iterable[ProbeResult]) -> Iterable[ProbeResult]:
-    """One result of each name, the gravest: what one look says twice it has still seen once."""
+    """One result of each name, the gravest: a result that a look contains twice counts once."""
     by_name: dict[str, ProbeResult] = {}
     for result in results:
         other = by_name.get(result.name)
@@ -322,7 +322,7 @@ def _once(results: Iterable[ProbeResult]) -> Iterable[ProbeResult]:
 def _rank(
     failed: Sequence[ProbeResult], newest: Sequence[ProbeResult], rules: HealthRules, shared: frozenset[str]
 ) -> int:
-    """Which failure is told: one to act on before one that is shared or too rare, and these before one that is over."""
+    """The failure to report: one to act on before one that is shared or too rare, and these before one that is over."""
     if newest[0].status is not Status.CRITICAL:
         return -1
     acts = len(failed) >= rules.needed and failed[0].name not in shared

@@ -1,4 +1,4 @@
-"""What a rejected result that was computed again says: about the hardware, about the software, or nothing.
+"""The verdict of a rejected result that was computed again: on the hardware, on the software, or none.
 
 A result is rejected, computed again in place, and, when it comes out the same, once more on other hardware. Pure:
 values in, an outcome out.
@@ -36,7 +36,7 @@ class Injection(StrEnum):
 
 
 class Phase(StrEnum):
-    """Where the iteration under way stands."""
+    """The phase of the current iteration."""
 
     INITIAL = "initial run"
     IN_PLACE = "rerun in place"
@@ -44,7 +44,7 @@ class Phase(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What a rerun has shown. The first five are the verdicts of evidence and verdict files."""
+    """The outcome of a rerun. The first five are the verdicts of evidence and verdict files."""
 
     TRANSIENT = "transient"
     UNDECIDED = "undecided"
@@ -98,8 +98,8 @@ def largest_difference(first: Sequence[float], again: Sequence[float]) -> float:
 def after_rerun(phase: Phase, seen: Sequence[Seen], *, rejected_others: bool) -> Outcome:
     """The verdict of all ranks' reports; ``rejected_others``: some rank has rejected another result than before.
 
-    Only what no report contradicts is believed: a result that nobody could compare is inconclusive, and so is one that
-    came out otherwise on other hardware and was rejected there as well.
+    Only a verdict that no report contradicts is believed: a result that no rank could compare is inconclusive, and so
+    is one that came out otherwise on other hardware and was rejected there as well.
     """
     if Seen.UNKNOWN in seen:
         return Outcome.INCONCLUSIVE

@@ -1,4 +1,4 @@
-"""What is held against nodes and GPUs, and what follows: observations fade, corroborate each other, and are lifted.
+"""Suspicion of nodes and GPUs, and exclusion: observations fade, corroborate each other, and are lifted.
 
 A positive observation fades with the half-life of its kind. A negative one (an acquittal, a passed health check) takes
 its weight off what was held against the node before it, never off what comes later, and never below nothing.
@@ -38,7 +38,7 @@ WEIGHTS: Mapping[str, float] = MappingProxyType({
     Kind.FORGIVEN: -1_000_000.0,
 })  # fmt: skip
 """Weight of one observation where its source says nothing else. Alone, only a persistent error reaches 1, and for
-half an hour what is no suspicion: a cloud has announced to take the node away."""
+half an hour an observation without suspicion: a cloud has announced to take the node away."""
 
 HALF_LIFE_HOURS: Mapping[str, float] = MappingProxyType({
     Kind.RERUN_PERSISTENT: 30 * DAY_H,
@@ -67,14 +67,14 @@ ONCE_PER_RUN = _OF_WORKERS | {Kind.STRAGGLER}
 wherever it runs excludes no node by itself."""
 
 SEEN_BY_CHECKS = _OF_WORKERS | {Kind.HEALTH, Kind.NODE_LOST}
-"""What a passed health check speaks against. It proves nothing about wrong results, nor about speed."""
+"""The kinds that a passed health check offsets. It proves nothing about wrong results, nor about speed."""
 
 PRECISION_S = 1e-3
 """Of the moment at which a state ends."""
 
 MAX_WEIGHT = 1_000_000.0
 FADED = 0.01
-"""What is left of an observation that may be forgotten, as a share of ``Rules.probation``."""
+"""Remaining weight at which an observation may be forgotten, as a share of ``Rules.probation``."""
 
 
 class Observation(NamedTuple):
@@ -89,13 +89,13 @@ class Observation(NamedTuple):
     """Unix time."""
 
     id: str
-    """Tells the same observation, handed in twice, from two."""
+    """Distinguishes one observation that was handed in twice from two."""
 
     gpu: str = ""
     """UUID; empty where it is not known."""
 
     source: str = ""
-    """Who saw it, such as ``supervisor`` or ``sweep``."""
+    """Its source, such as ``supervisor`` or ``sweep``."""
 
     run: str = ""
     job: str = ""
@@ -105,7 +105,7 @@ class Observation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManualEntry:
-    """A person keeps a node out; stronger than any score."""
+    """A user excludes a node by hand; stronger than any score."""
 
     node: str
     reason: str
@@ -147,7 +147,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """What all observations of a node come to."""
+    """The sum of all observations of a node."""
 
     node: str
     state: State
@@ -159,7 +159,7 @@ class Standing:
     """Unix time at which it leaves this state if nothing else is seen; infinite: never; None: it is free."""
 
     by_hand: bool = False
-    """A person excluded it."""
+    """It was excluded by hand."""
 
 
 @dataclass(slots=True)
@@ -168,7 +168,7 @@ class Weighed:
 
     observation: Observation
     value: float
-    """Positive: what still counts of it. Negative: what it took off when it was made."""
+    """Positive: its remaining weight. Negative: the weight that it lifted when it was made."""
 
     counts: bool = True
     """False where a stronger one of the same kind and run stands for it."""
@@ -180,9 +180,9 @@ class Weighed:
 def observed(
     evidence: Evidence, *, source: str, run: str = "", job: str = "", weight: float | None = None, where: str = ""
 ) -> Observation:
-    """``evidence`` as an observation; ``where`` is the file it came from, and tells its message from others'.
+    """``evidence`` as an observation; ``where`` is the file it came from, and distinguishes its message from others.
 
-    The id is made of what was seen, of whom, in which job and when, so that reading the same file twice adds nothing.
+    The id is made of the kind, the suspect, the job and the time, so that reading the same file twice adds nothing.
     """
     suspect = evidence.suspect
     seen = (evidence.kind, suspect.node, suspect.gpu, suspect.rank, run, job, f"{evidence.at:.3f}", evidence.step)
@@ -201,7 +201,7 @@ def observed(
 
 
 def weigh(observations: Iterable[Observation], now: float, rules: Rules) -> list[Weighed]:
-    """What each of one node's observations means at ``now``, oldest first; those that are no numbers are left out.
+    """The weight of each of one node's observations at ``now``, oldest first; those that are not numbers are left out.
 
     One from the future, by a clock that is ahead, counts as of now.
     """
@@ -237,7 +237,7 @@ def _take_off(favour: Observation, against: Sequence[Weighed], at: float, rules:
 
 
 def _value_at(against: Sequence[Weighed], at: float, rules: Rules) -> float:
-    """Set what each of them is worth at that time, and which of one run's count; returns the sum."""
+    """Set the weight of each at that time, and which of one run's count; returns the sum."""
     strongest: dict[tuple[str, str], Weighed] = {}
     total = 0.0
     for entry in against:
@@ -262,7 +262,7 @@ def _value_at(against: Sequence[Weighed], at: float, rules: Rules) -> float:
 def standing(
     observations: Iterable[Observation], manual: Iterable[ManualEntry], now: float, rules: Rules
 ) -> dict[str, Standing]:
-    """Every node that anything is known of, by name."""
+    """Every node with observations, by name."""
     by_node: dict[str, list[Observation]] = {}
     for observation in observations:
         by_node.setdefault(observation.node, []).append(observation)
@@ -330,7 +330,7 @@ def _fades_in_s(counting: Sequence[Weighed], level: float, rules: Rules) -> floa
 def suspect_gpus(observations: Iterable[Observation], now: float, rules: Rules) -> dict[str, float]:
     """Score of every GPU, by UUID, that has reached the threshold by itself.
 
-    What speaks for a node as a whole speaks for its GPUs; what speaks against it accuses none of them.
+    Observations in favour of a whole node count for its GPUs; those against it accuse none of them.
     """
     by_gpu: dict[str, list[Observation]] = {}
     for_nodes: dict[str, list[Observation]] = {}
@@ -348,7 +348,7 @@ def suspect_gpus(observations: Iterable[Observation], now: float, rules: Rules) 
 
 
 def worth_keeping(observations: Iterable[Observation], now: float, rules: Rules) -> list[Observation]:
-    """All but those without which every node would stand where it does, now and later."""
+    """All observations but those that change no node's state, now or later."""
     by_node: dict[str, list[Observation]] = {}
     for observation in observations:
         by_node.setdefault(observation.node, []).append(observation)
@@ -360,7 +360,7 @@ def _worth_keeping_of_one(held: Sequence[Observation], now: float, rules: Rules)
     matters = [entry for entry in weighed if entry.value > FADED * rules.probation]
     oldest = min((entry.observation.at for entry in matters), default=math.inf)
     lifted = [entry for entry in weighed if entry.value < 0 and entry.observation.at >= oldest]
-    # what such a one took off was shared by all that stood there then, faded since or not
+    # the weight that it lifted was shared by all observations of that time, faded since or not
     newest = max((entry.observation.at for entry in lifted), default=-math.inf)
     shared = [entry for entry in weighed if entry.observation.weight > 0 and entry.observation.at <= newest]
     return list(dict.fromkeys(entry.observation for entry in (*matters, *shared, *lifted)))

@@ -1,7 +1,7 @@
-"""One look at the whole cluster: what is known of its nodes in; what is to be done about them out.
+"""One look at the whole cluster: the state of its nodes in, actions out.
 
-What acts here has been agreed on by N of M looks (``node_health``). A node that Slurm does not name is nobody's
-business, and one that somebody else has drained is theirs.
+Actions need the agreement of N of M looks (``node_health``). Nodes that Slurm does not list are ignored, and nodes that
+another user has drained are left alone.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class NodeFact:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Visits:
-    """Which nodes are looked at by a job of the sweep's own."""
+    """Which nodes are checked by a job of the sweep's own."""
 
     at_most: int = 0
     """Jobs of one sweep; 0: none."""
@@ -87,7 +87,7 @@ class Visits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepPlan:
-    """What one sweep comes to."""
+    """The actions of one sweep."""
 
     nodes: Mapping[str, NodeFact]
     assessment: Assessment
@@ -118,7 +118,7 @@ def sweep_plan(
     nodes: Mapping[str, NodeFact], checkups: Mapping[str, Sequence[Checkup]], *, observations: Sequence[Observation],
     manual: Iterable[ManualEntry], now: float, health: HealthRules, rules: Rules, visits: Visits,
 ) -> SweepPlan:  # fmt: skip
-    """What is to be done, from everything that is known; linear in the numbers of nodes, looks and observations."""
+    """Plan the actions of a sweep; linear in the numbers of nodes, looks and observations."""
     mine = {node: looks for node, looks in checkups.items() if node in nodes}
     assessment = assess(mine, now, health)
     standings = standing(observations, manual, now, rules)
@@ -174,7 +174,7 @@ def _clean_looks(
     checkups: Mapping[str, Sequence[Checkup]], well: Sequence[NodeVerdict], standings: Mapping[str, Standing],
     known: Collection[str],
 ) -> list[Observation]:  # fmt: skip
-    """Each clean look of a healthy node, once, where there is something that it speaks against."""
+    """Each clean look of a healthy node, once, where there is an observation that it offsets."""
     found = []
     for verdict in well:
         node = verdict.node
@@ -191,7 +191,7 @@ def _clean_looks(
 
 
 def _is_answerable(each: Standing) -> bool:
-    """Whether something is held against the node that checks can speak against."""
+    """Whether there is an observation of the node that clean checks can offset."""
     kinds = tuple(str(kind) for kind in SEEN_BY_CHECKS)
     held = (reason.split(" x ")[-1] for reason in each.reasons)
     return each.state is not State.FREE and any(reason.rpartition(" ")[0] in kinds for reason in held)

@@ -1,1 +1,1 @@
-"""What a site, its Slurm, its clouds and its NCCL promise and refuse."""
+"""Rules about a site, its Slurm, its clouds and its NCCL."""

@@ -1,4 +1,4 @@
-"""What will and will not work on a site: its configuration and one run's wishes in, findings with remedies out."""
+"""What will and will not work on a site: its configuration and one run's options in, findings with remedies out."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """One thing that was checked."""
 
     check: str
     level: Level
     text: str
     remedy: str = ""
-    """What to do about it, and who; empty where nothing is to be done."""
+    """The remedy, and who can apply it; empty where none is needed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class PartitionFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wishes:
-    """What the run asks for; of a run without a configuration, the defaults."""
+    """The run's options; of a run without a configuration, the defaults."""
 
     partitions: tuple[str, ...] = ()
     """As asked for; empty: the cluster's default."""
@@ -67,7 +67,7 @@ class Wishes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderFacts:
-    """What a real try in the run folder's filesystem has shown."""
+    """Results of a real try in the run folder's filesystem."""
 
     path: str
     error: str = ""
@@ -90,14 +90,14 @@ class FolderFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdminFacts:
-    """Whether the user may drain nodes; None where nobody could tell."""
+    """Whether the user may drain nodes; None where that is unknown."""
 
     may_drain: bool | None
     why: str
 
 
 def judge_cluster(conf: Mapping[str, str], wishes: Wishes) -> Iterator[Finding]:
-    """Findings on ``scontrol show config``; a key that is not there tells nothing, and nothing is said of it."""
+    """Findings on ``scontrol show config``; a key that is not there causes no finding."""
     for look in (_preemption, _kill_wait, _requeue, _requeue_delay, _proctrack, _silent_nodes, _accounting, _exits,
                  _memory_of_jobs, _held_launches):  # fmt: skip
         found = look(conf, wishes)
@@ -145,18 +145,18 @@ def judge_folder(facts: FolderFacts) -> Iterator[Finding]:
 
 
 def judge_clocks(offsets_s: Mapping[str, float]) -> Iterator[Finding]:
-    """Findings on clocks: by whom, and its time less this machine's."""
+    """Findings on clocks: by owner, its time less this machine's."""
     for who, offset_s in offsets_s.items():
         level = Level.PROBLEM if abs(offset_s) > CLOCK_PROBLEM_S else Level.WARNING
         if abs(offset_s) <= CLOCK_WARNING_S:
             yield Finding(check="clock", level=Level.OK, text=f"{who} and this machine agree within a few seconds")
         else:
             yield Finding(check="clock", level=level, text=f"{who} is {offset_s:+.0f} s off this machine's clock",
-                          remedy="correct it (chrony): deadlines are told by one and kept by the other")  # fmt: skip
+                          remedy="correct it (chrony): one computes deadlines and the other keeps them")  # fmt: skip
 
 
 def judge_permissions(facts: AdminFacts) -> Finding:
-    """What the user may do to nodes; to own jobs every owner may do all that slurmft does."""
+    """Findings on the user's permissions for nodes; own jobs need none."""
     if facts.may_drain:
         return Finding(check="permissions", level=Level.OK, text=f"you may drain nodes ({facts.why})")
     unknown = "it is not known whether you may drain nodes" if facts.may_drain is None else "you may not drain nodes"
@@ -215,7 +215,7 @@ def _of_partition(partition: PartitionFacts, conf: Mapping[str, str], wishes: Wi
         )
         return Finding(
             check=check, level=Level.PROBLEM if stuck else Level.WARNING,
-            text=f"PreemptMode=CANCEL: a preempted job is never requeued, whatever it asks for, {then}",
+            text=f"PreemptMode=CANCEL: a preempted job is never requeued, even with --requeue, {then}",
             remedy="set preemption.continue_by to auto" if stuck else
             f"an administrator: scontrol update PartitionName={partition.name} PreemptMode=REQUEUE",
         )  # fmt: skip
@@ -299,7 +299,7 @@ def _silent_nodes(conf: Mapping[str, str], wishes: Wishes) -> Finding | None:
 
 
 def has_accounting(conf: Mapping[str, str]) -> bool:
-    """Whether the cluster keeps accounts, as far as its configuration tells."""
+    """Whether the cluster has accounting, according to its configuration."""
     return conf.get("AccountingStorageType", "") not in ("accounting_storage/none", "(null)", "")
 
 
@@ -309,7 +309,7 @@ def _accounting(conf: Mapping[str, str], _: Wishes) -> Finding | None:
         return None
     if not has_accounting(conf):
         return Finding(check="accounting", level=Level.WARNING,
-                       text="none: once Slurm has forgotten a job, nobody can tell a cancelled one from a lost one",
+                       text="none: once Slurm has forgotten a job, a cancelled one and a lost one look the same",
                        remedy="slurmft status before slurmft requeue --rescue; or set up slurmdbd")  # fmt: skip
     return Finding(check="accounting", level=Level.OK, text=kind)
 
@@ -342,7 +342,7 @@ def _held_launches(conf: Mapping[str, str], _: Wishes) -> Finding | None:
     if "nohold_on_prolog_fail" in conf.get("SchedulerParameters", ""):
         return Finding(check="Prolog", level=Level.OK, text="a job whose Prolog fails begins on other nodes")
     return Finding(check="Prolog", level=Level.NOTE,
-                   text="a job whose Prolog fails on one node is held until somebody releases it",
+                   text="a job whose Prolog fails on one node is held until it is released by hand",
                    remedy="slurmft requeue --rescue, or sweep, from cron: it releases the job, away from that node; or "
                    "an administrator: SchedulerParameters=nohold_on_prolog_fail")  # fmt: skip
 

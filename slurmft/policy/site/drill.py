@@ -1,4 +1,4 @@
-"""What a preemption drill has shown: facts in, a row for each thing that had to happen out."""
+"""The result of a preemption drill: facts in, a row for each expected event out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SLURMS_DELAY_S = 100.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrillFacts:
-    """One drill, as the journal of its run and the site tell it; None where something did not happen or is unknown."""
+    """One drill, from the journal of its run and the site; None where something did not happen or is unknown."""
 
     how: str
     """The signal, in words."""
@@ -23,7 +23,7 @@ class DrillFacts:
     grace_s: float | None = None
     kill_wait_s: float | None = None
     stop_reason: str | None = None
-    """Where the supervisor heard of the signal first."""
+    """Where the signal was received first."""
 
     stop_cause: str = ""
     world_size: int = 0
@@ -42,7 +42,7 @@ class DrillFacts:
 
     resumed_from: int | None = None
     workload_needs_s: float | None = None
-    """What a stop of the user's own workload took, from earlier runs."""
+    """Duration of a stop of the user's own workload, from earlier runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ class Row:
 
     what: str
     passed: bool | None
-    """None: nothing to pass."""
+    """None: there is no criterion."""
 
     text: str
 
@@ -69,7 +69,7 @@ def passed(table: list[Row]) -> bool:
 
 def _signalled(facts: DrillFacts) -> Row:
     if facts.stop_reason is None:
-        return Row(what="signal", passed=False, text=f"{facts.how}: nobody of the run heard of it")
+        return Row(what="signal", passed=False, text=f"{facts.how}: no process of the run received it")
     return Row(what="signal", passed=True, text=f"{facts.how}: {facts.stop_reason}, taken for: {facts.stop_cause}")
 
 
@@ -80,7 +80,7 @@ def _ranks(facts: DrillFacts) -> Row:
 
 def _saved(facts: DrillFacts) -> Row:
     if facts.saved_step is not None and facts.save_s is None:
-        return Row(what="save", passed=True, text=f"step {facts.saved_step}; nobody was left to say how long it took")
+        return Row(what="save", passed=True, text=f"step {facts.saved_step}; its duration was not reported")
     if facts.saved_step is None or facts.save_s is None:
         return Row(what="save", passed=False, text="no checkpoint was committed after the signal")
     return Row(what="save", passed=True, text=f"step {facts.saved_step}, {facts.save_s:.1f} s after the signal")

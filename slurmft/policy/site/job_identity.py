@@ -1,4 +1,4 @@
-"""Which job an id means: ids are used again, after a controller has lost its state or when its counter wraps."""
+"""Which job an id means: ids are reused after a controller has lost its state or when its counter wraps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_SUBMISSIONS = 50
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobIdentity:
-    """What tells a job from another one with the same id. None, or empty where None is no choice: not known."""
+    """Distinguishes a job from another one with the same id. None, or empty where None is not possible: not known."""
 
     user: int | None = None
     """User id."""
@@ -40,7 +40,7 @@ class JobIdentity:
     """The script lies in the folder of the run alone, so that no job of another run can have it."""
 
     def as_json(self) -> dict[str, Any]:
-        """For a state file: what lasts."""
+        """For a state file: the lasting facts."""
         return {
             "user": self.user, "cluster": self.cluster, "name": self.name, "script": self.script,
             "folder": self.folder, "submitted": list(self.submitted), "own_script": self.own_script,
@@ -52,7 +52,7 @@ NOTHING_KNOWN = JobIdentity()
 
 @dataclass(frozen=True, slots=True)
 class OwnJob:
-    """A job of a run: its id, and what the run knows of it."""
+    """A job of a run: its id, and its recorded identity."""
 
     job_id: str
     known: JobIdentity = NOTHING_KNOWN
@@ -62,7 +62,7 @@ class OwnJob:
 
 
 def identity_from(value: Mapping[str, Any]) -> JobIdentity:
-    """What ``as_json`` has left; what is damaged in it is not known."""
+    """The identity that ``as_json`` wrote; damaged parts are unknown."""
 
     def text(key: str) -> str | None:
         return found if isinstance(found := value.get(key), str) else None
@@ -81,7 +81,7 @@ def identity_from(value: Mapping[str, Any]) -> JobIdentity:
 
 
 def is_same_job(known: JobIdentity, seen: JobIdentity) -> bool | None:
-    """Whether the job that Slurm shows is the one that is known; None where only its restarts would tell.
+    """Whether the job that Slurm shows is the one that is known; None where only its restarts would decide.
 
     A requeue changes a job's time of submission, and its owner may rename it or move its work folder while it waits.
     Its user and its script stay; and a job that was never requeued has the time of its first submission.
@@ -123,7 +123,7 @@ def _by_time(known: JobIdentity, seen: JobIdentity) -> bool | None:
 
 
 def merged(known: JobIdentity, seen: JobIdentity) -> JobIdentity:
-    """What is known of a job after it was seen once more."""
+    """The identity of a job after it was seen once more."""
     times = dict.fromkeys([*known.submitted, *seen.submitted])
     return replace(
         seen,

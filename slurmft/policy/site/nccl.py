@@ -1,4 +1,4 @@
-"""torch's own watchdog over NCCL: who acts first on a collective that hangs, and the settings that keep it so.
+"""torch's own watchdog over NCCL: what acts first on a collective that hangs, and the settings that ensure it.
 
 torch runs two threads in every rank that has a NCCL group. The watchdog ends the process when a collective has taken
 longer than its group's timeout, or when NCCL reports an error. The monitor ends it when the watchdog itself gives no
@@ -13,7 +13,7 @@ from enum import StrEnum
 
 HANDLING_VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 OLD_HANDLING_VARIABLE = "NCCL_ASYNC_ERROR_HANDLING"
-"""torch takes it still, and warns of it."""
+"""torch still accepts it, with a warning."""
 
 HEARTBEAT_VARIABLE = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 
@@ -31,7 +31,7 @@ BEFORE_THE_KILL_S = 20.0
 
 
 class Actor(StrEnum):
-    """Who ends a rank that hangs."""
+    """The process or thread that ends a hung rank."""
 
     AGENT = "slurmft"
     WATCHDOG = "torch's watchdog"
@@ -40,7 +40,7 @@ class Actor(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """What happens to a rank that hangs in a collective, unless something has happened before."""
+    """An action on a rank that hangs in a collective, unless an earlier one has ended it."""
 
     after_s: float
     """Since the collective was issued, about."""
@@ -50,7 +50,7 @@ class Act:
 
 
 def acts_on_a_hang(*, limit_s: float, timeout_s: float, heartbeat_s: float, handling: str = SKIP_CLEAN_UP) -> list[Act]:
-    """Who does what to a rank that waits for ever in a NCCL collective, first to last.
+    """The actions on a rank that waits for ever in a NCCL collective, first to last.
 
     Args:
         limit_s: of the section ``step``, configured or learned; 0: none.
@@ -73,7 +73,7 @@ def heartbeat_s(timeout_s: float, limit_s: float) -> int:
 
 
 def variables(environment: Mapping[str, str], *, timeout_s: float, limit_s: float) -> dict[str, str]:
-    """What to set for workers with this environment; what the user has set stays."""
+    """The variables for workers with this environment; the user's own values stay."""
     wanted = {HANDLING_VARIABLE: SKIP_CLEAN_UP, HEARTBEAT_VARIABLE: str(heartbeat_s(timeout_s, limit_s))}
     if OLD_HANDLING_VARIABLE in environment:
         del wanted[HANDLING_VARIABLE]

@@ -1,4 +1,4 @@
-"""What a cloud says of a machine that it will take away: its answers in, notices out; and which cloud this is."""
+"""A cloud's notices that it will take a machine away: its answers in, notices out; and which cloud this is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GCP_LEAD_S = 30.0
 GCP_MAINTENANCE_LEAD_S = 60.0
 AZURE_PREEMPT_LEAD_S = 30.0
 AZURE_LEAD_S = 300.0
-"""What the clouds promise between a notice and the end, where the notice itself does not say."""
+"""The clouds' documented time between a notice and the end, where the notice itself does not say."""
 
 PLUGIN_LEAD_S = 120.0
 LEAST_S = 5.0
@@ -28,7 +28,7 @@ MAX_TEXT = 200
 
 
 class Cloud(StrEnum):
-    """Who owns the machine."""
+    """The owner of the machine."""
 
     AWS = "aws"
     GCP = "gcp"
@@ -67,7 +67,7 @@ def endpoints(facts: Mapping[str, str], environment: Mapping[str, str]) -> dict[
     """Where to ask for notices, by cloud; nothing where no sign of a cloud is seen.
 
     Args:
-        facts: what the firmware says, by the names of the files in ``/sys/class/dmi/id``.
+        facts: the firmware's values, by the names of the files in ``/sys/class/dmi/id``.
         environment: the clouds' own variables, for private setups: AWS_EC2_METADATA_SERVICE_ENDPOINT (or
             AWS_EC2_METADATA_DISABLED), GCE_METADATA_HOST; and SLURMFT_AZURE_METADATA_ENDPOINT.
     """
@@ -78,7 +78,7 @@ def endpoints(facts: Mapping[str, str], environment: Mapping[str, str]) -> dict[
     elif vendor == "google" or facts.get("product_name", "").strip() == "Google Compute Engine":
         found[Cloud.GCP] = LINK_LOCAL
     elif vendor == "microsoft corporation" and facts.get("chassis_asset_tag", "").strip() == AZURE_CHASSIS:
-        found[Cloud.AZURE] = LINK_LOCAL  # without the tag it is somebody's own Hyper-V
+        found[Cloud.AZURE] = LINK_LOCAL  # without the tag it is a private Hyper-V
     if given := environment.get(AWS_VARIABLE):
         found[Cloud.AWS] = given
     if given := environment.get(GCP_VARIABLE):
@@ -137,7 +137,7 @@ _AZURE_ENDS = {"preempt": "evicts", "terminate": "deletes", "reboot": "restarts"
 
 
 def azure_incarnation(text: str) -> int | None:
-    """The number of this version of the document of scheduled events; None where it is no such document."""
+    """The number of this version of the document of scheduled events; None where it is not such a document."""
     number = _object(text).get("DocumentIncarnation")
     return number if type(number) is int else None
 

@@ -1,4 +1,4 @@
-"""The long options of sbatch, so that a misspelt one is refused before it reaches the queue.
+"""The long options of sbatch, so that a misspelt one is refused before submission.
 
 Source: the manual page sbatch(1) of Slurm 22.05 to 25.11. Options that print and exit (``--help``, ``--usage``,
 ``--version``, ``--test-only``) or that make sbatch itself wait are left out.

@@ -37,7 +37,7 @@ def option_value(key: Any, value: Any) -> Any:
 
 
 def unknown_options(section: Any, ours: Sequence[str]) -> list[str]:
-    """What is wrong with the keys of the section; ``ours`` are those that have a meaning beside sbatch's."""
+    """The problems with the keys of the section; ``ours`` are those that have a meaning beside sbatch's."""
     if not isinstance(section, Mapping):
         return []
     problems = []

@@ -1,4 +1,4 @@
-"""What the values of sbatch's options can be, as far as that does not depend on a site.
+"""Valid values of sbatch's options, as far as they do not depend on a site.
 
 A wrong value costs a second on the login node, and does not wait for sbatch: `--dry-run` refuses it as well.
 """
@@ -16,7 +16,7 @@ MAX_NUMBER = 2**32 - 3
 MAX_NAME = 1024
 
 _PART = r"[0-9]{1,9}"
-_SIXTIETHS = r"[0-5]?[0-9]"  # Slurm takes 1:99:99 for 2:40:39, and a person has mistyped it
+_SIXTIETHS = r"[0-5]?[0-9]"  # Slurm takes 1:99:99 for 2:40:39, but it is a typo
 _LIMIT = rf"{_PART}(:{_SIXTIETHS}){{0,2}}|{_PART}-{_PART}(:{_SIXTIETHS}){{0,2}}|-1|infinite|unlimited|partition_limit"
 _CLOCK = r"([01]?[0-9]|2[0-3]):[0-5][0-9](:[0-5][0-9])?[ ]?([ap]m)?"
 _MONTH, _DAY_OF_MONTH = "(0?[1-9]|1[0-2])", "(0?[1-9]|[12][0-9]|3[01])"
@@ -54,7 +54,7 @@ def unusable_value(option: str, value: Any) -> str:
         return ""
     text = str(value) if not isinstance(value, int) or abs(value) <= 10**18 else ""
     if isinstance(value, int) and (abs(value) > MAX_NUMBER or (value < 0 and option not in _MAY_BE_NEGATIVE)):
-        return f"{text or 'a number of more than 18 digits'} is no number that Slurm can take"
+        return f"{text or 'a number of more than 18 digits'} is not a number that Slurm accepts"
     if not text.strip() and option in _PATTERNS.keys() | _NAMED:
         return "it is empty"
     if CONTROL.search(text):

@@ -1,4 +1,4 @@
-"""What to set, from what was measured: the lead of Slurm's signal, and how far apart checkpoints are."""
+"""Recommended settings from measurements: the lead of Slurm's signal, and the checkpoint interval."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from slurmft.policy.timing.grace import GraceNeed
 
 NEWEST_SAVES = 20
 SHORTEST_STEP_S = 1e-6
-"""A step that is said to take less was not measured."""
+"""A shorter time of a step was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What is known of a workload."""
+    """Measurements of a workload."""
 
     need: GraceNeed
     saves_s: tuple[float, ...] = ()
     """Until each save was durable, oldest first."""
 
     costs_s: tuple[float, ...] = ()
-    """What saves cost the training, oldest first."""
+    """The cost of saves to the training, oldest first."""
 
     history: FailureHistory = field(default_factory=FailureHistory)
     attempts: int = 0
-    """Whose measurements these are; 0: nothing was measured."""
+    """Attempts that were measured; 0: none."""
 
     is_own: bool = True
     """They are of this run, and not of runs of the same workload beside it."""
@@ -52,7 +52,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """What to set, and why; None where too little is known."""
+    """Recommended settings, and why; None where too little is known."""
 
     measured: Measured
     nodes: int
@@ -67,10 +67,10 @@ class Advice:
     """The same in steps: ``checkpoint.interval_steps``."""
 
     now: Plan | None
-    """What the present interval does; None where there is none, or it is automatic."""
+    """Costs of the present interval; None where there is none, or it is automatic."""
 
     is_cost_known: bool
-    """Whether what saves cost the training was measured; else the time until they are durable stands for it."""
+    """Whether the cost of saves to the training was measured; else the time until they are durable stands for it."""
 
 
 def advise(measured: Measured, *, nodes: int, setting: Setting) -> Advice:

@@ -6,8 +6,8 @@ checkpoint interval", Communications of the ACM 17 (9), 1974. Higher order, with
 J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
 Systems 22 (3), 2006.
 
-C is what the training loop feels: the time a save stops it, and what its steps take longer while the save is written.
-How long the write itself takes delays nothing; but what is not durable yet is lost with a node, so it is told too.
+C is the cost to the training loop: the time a save stops it, and the slowdown of its steps while the save is written.
+The time of the write itself delays nothing; but a save that is not durable is lost with a node, so it counts too.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ comparison: 419 interruptions in 54 days on 16,384 GPUs, which are 264 node-days
 3 Herd of Models", 2024)."""
 
 MOST_S = 1e12
-"""Longer than anything lasts; sums of such numbers are numbers still."""
+"""Longer than any real time; sums of such numbers stay finite."""
 
 SHORTEST_S, LONGEST_S = 1.0, 3600.0
-"""Nobody wants to lose more than an hour, whatever the formula says; a save that costs nothing was measured badly."""
+"""No failure should cost more than an hour, independent of the formula; a save without a cost was measured badly."""
 
 FIRST_S = 60.0
-"""Until two saves have been measured: the first one also sets up what later ones use, and says little about them."""
+"""Until two saves have been measured: the first one also sets up what they use, and says little about their cost."""
 
 SAVES_MEASURED = 5
 LEAST_COST_S = 1e-3
@@ -37,7 +37,7 @@ LEAST_COST_S = 1e-3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureHistory:
-    """What a run has been through: unplanned ends of attempts, and how long how many nodes were at work."""
+    """A run's failures: unplanned ends of attempts, and the node-time of training."""
 
     failures: int = 0
     node_s: float = 0.0
@@ -60,8 +60,8 @@ def daly_s(cost_s: float, mtbf_s: float) -> float:
 def mtbf_s(history: FailureHistory, nodes: int) -> float:
     """Seconds between two failures of a run on ``nodes``, as expected after ``history``.
 
-    A gamma prior of one failure in PRIOR_NODE_DAYS on the rate of one node: as long as nothing was seen it is all that
-    counts, and every failure and every node-day that was seen moves it.
+    A gamma prior of one failure in PRIOR_NODE_DAYS on the rate of one node: without observations it alone counts, and
+    every observed failure and node-day moves it.
     """
     node_s = min(max(0.0, history.node_s), MOST_S) if math.isfinite(history.node_s) else 0.0
     rate = (1 + max(0, history.failures)) / (PRIOR_NODE_DAYS * DAY_S + node_s)
@@ -70,7 +70,7 @@ def mtbf_s(history: FailureHistory, nodes: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """An interval, and what is to be expected of it."""
+    """An interval, and its expected costs."""
 
     interval_s: float
     cost_s: float
@@ -79,11 +79,11 @@ class Plan:
     """From the beginning of a save until it survives the loss of its node."""
 
     limited_by: str = ""
-    """What kept the interval from Daly's; empty where nothing did."""
+    """The bound that keeps the interval from Daly's; empty where none does."""
 
     @property
     def overhead_fraction(self) -> float:
-        """Share of the time that goes into saving."""
+        """Share of the time spent on saving."""
         return self.cost_s / (self.interval_s + self.cost_s)
 
     @property
@@ -123,7 +123,7 @@ def plan(cost_s: float, mtbf_s: float, *, step_s: float = 0.0, durable_s: float 
 
 
 def typical_cost_s(costs_s: list[float]) -> float | None:
-    """What a save costs, from the costs of all so far, oldest first; None where none was measured.
+    """The typical cost of a save, from all costs so far, oldest first; None where none was measured.
 
     The middle of the newest ones. The first one of a process does not count once there is another.
     """
@@ -135,7 +135,7 @@ def _finite(value: float) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: ``0.25 s``, ``90 s``, ``25 min``, ``3.5 h``, ``12 days``."""
+    """Seconds in readable units: ``0.25 s``, ``90 s``, ``25 min``, ``3.5 h``, ``12 days``."""
     for unit_s, name, least_s in ((DAY_S, "days", 2 * DAY_S), (3600.0, "h", 7200.0), (60.0, "min", 120.0)):
         if seconds >= least_s:
             return f"{seconds / unit_s:.3g} {name}" if seconds < 1000 * unit_s else f"{seconds / unit_s:.0f} {name}"

@@ -1,4 +1,4 @@
-"""How often agents speak: a large fleet must not cost its supervisor more than a small one."""
+"""How often agents report: a large fleet must not cost its supervisor more than a small one."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def longest_silence_s(agents: int) -> float:
 
 
 def ping_interval_s(agents: int, *, lease_s: float) -> float:
-    """Seconds between two words of the supervisor to each agent; four of them fit into a lease."""
+    """Seconds between two pings of the supervisor to each agent; four of them fit into a lease."""
     return min(max(LONGEST_PING_S, agents / REPORTS_PER_S), lease_s / 4)

@@ -1,8 +1,8 @@
-"""The arithmetic of time around a stop: what it needs, what Slurm leaves it, and how much of that is left.
+"""The arithmetic of time around a stop: the time that it needs, that Slurm leaves it, and that remains.
 
-Two clocks meet here, Slurm's and the node's. Differences are taken on one of them: Slurm's own times tell how long a
-grace is, the node's monotonic clock how much of it has passed. Only where that is not enough are the two compared, and
-then a difference that cannot be is not believed.
+Two clocks meet here, Slurm's and the node's. Differences are taken on one of them: Slurm's own times give the length of
+a grace, the node's monotonic clock how much of it has passed. Only where that is not enough are the two compared, and
+an impossible difference is not believed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ END_ROUNDING_S = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobTimes:
-    """Unix times of a job as Slurm tells them, all of Slurm's clock; None where it does not know."""
+    """Unix times of a job as Slurm reports them, all of Slurm's clock; None where it does not know."""
 
     start: float | None
     end: float | None
@@ -42,7 +42,7 @@ class JobTimes:
 
     @property
     def grace_s(self) -> float | None:
-        """Seconds a preemption leaves the job; None when none is known of."""
+        """Seconds a preemption leaves the job; None when no preemption is known."""
         if self.preempted is None or self.start is None or self.end is None or self.preempted < self.start:
             return None
         # a gang scheduler that suspends a job notes the time, too, and leaves its end where it was
@@ -72,7 +72,7 @@ class SlurmClock:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """On which terms a site ends jobs."""
+    """How a site ends jobs."""
 
     clock: SlurmClock
     """The clock of its times."""
@@ -84,7 +84,7 @@ def cause_of_signal(times: JobTimes, *, now: float, lead_s: float) -> Cause:
     """Why a TERM came at ``now`` (of Slurm's clock): Slurm does not say, but its end time does.
 
     A preemption moves the end time to the end of the grace, before the limit; the time-limit warning comes at most
-    lead + jitter before an end that *is* the limit; anything else was sent by somebody.
+    lead + jitter before an end that *is* the limit; any other signal was sent by a user.
     """
     if times.end is None or times.start is None:
         return Cause.SIGNALLED
@@ -117,7 +117,7 @@ def seconds_in_kill_wait(kill_wait_s: float) -> float:
 
 
 def _bounds_s(times: JobTimes, *, cause: Cause, lead_s: float, timeout_s: float) -> tuple[float, float]:
-    """At least and at most so many seconds lie between the signal and the end of the job, whatever a clock says."""
+    """At least and at most so many seconds lie between the signal and the end of the job, independent of clocks."""
     if cause is Cause.PREEMPTED and times.grace_s is not None:
         return times.grace_s - NOTICE_S, times.grace_s  # Slurm signals at the beginning of the grace
     if cause is Cause.TIME_LIMIT:
@@ -128,7 +128,7 @@ def _bounds_s(times: JobTimes, *, cause: Cause, lead_s: float, timeout_s: float)
 
 
 class Severity(StrEnum):
-    """Whether a finding is a fact, or a reason to think again; ``--strict`` refuses the latter."""
+    """Whether a finding is a fact or a warning; ``--strict`` refuses warnings."""
 
     NOTE = "note"
     WARNING = "warning"
@@ -144,7 +144,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraceNeed:
-    """What a stop of this workload takes, as measured earlier; None where nothing was."""
+    """The needs of a stop of this workload, as measured earlier; None where nothing was."""
 
     longest_step_s: float | None = None
     """Longest time between two moments at which a stop is possible."""
@@ -159,7 +159,7 @@ class GraceNeed:
     """From the start of a job to the end of its first step."""
 
     step_s: float | None = None
-    """Mean time of a step with all that goes with it, to say what a lost one costs."""
+    """Mean time of a step with all that goes with it, to state the cost of a lost one."""
 
     interval_steps: int = 0
     """Steps between two periodic checkpoints; 0: there are none, or they are spaced by time."""
@@ -174,12 +174,12 @@ class GraceNeed:
 
     @property
     def lead_s(self) -> int:
-        """What ``preemption.signal_lead_s`` should be at least."""
+        """The least sufficient ``preemption.signal_lead_s``."""
         return _round_up(self.total_s + NOTICE_S)
 
     @property
     def total_s(self) -> float:
-        """Seconds from the signal to the requeue; what is not known counts as nothing."""
+        """Seconds from the signal to the requeue; unknown parts count as 0."""
         return (self.longest_step_s or 0.0) + (self.save_s or 0.0) + REQUEUE_COST_S
 
     def fits(self, seconds: float) -> bool:
@@ -195,7 +195,7 @@ class GraceNeed:
 
     @property
     def at_risk(self) -> str:
-        """What is done again when a stop's save does not come about."""
+        """The work that is repeated when a stop's save fails."""
         if self.interval_s > 0:
             work = f"{_number(self.interval_s)} s of work"
             return f"the newest periodic checkpoint continues, and up to {work} are done again"
@@ -206,7 +206,7 @@ class GraceNeed:
 
 
 class Preempts(StrEnum):
-    """What a preemption does to a job."""
+    """The effect of a preemption on a job."""
 
     NEVER = "never"
     """It cannot happen, or needs no save: the job is suspended and goes on later."""
@@ -215,14 +215,14 @@ class Preempts(StrEnum):
     """It ends the job, after the partition's GraceTime."""
 
     BY_QOS = "by QOS"
-    """It ends the job, after the GraceTime of its QOS, which takes a database to know."""
+    """It ends the job, after the GraceTime of its QOS, which is only in the accounting database."""
 
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraceOffer:
-    """What Slurm leaves a job that it ends."""
+    """The time that Slurm leaves a job that it ends."""
 
     lead_s: float
     """``preemption.signal_lead_s``."""
@@ -239,10 +239,10 @@ class GraceOffer:
 
 
 def preempts(*, kind: str, mode: str, tier: int | None, tiers: Sequence[int]) -> Preempts:
-    """What a preemption does to jobs of a partition with this PreemptMode and PriorityTier.
+    """The effect of a preemption on jobs of a partition with this PreemptMode and PriorityTier.
 
-    ``kind`` is the cluster's PreemptType, ``tiers`` those of all partitions: a job of the highest one is preempted by
-    nobody. Empty texts are unknown.
+    ``kind`` is the cluster's PreemptType, ``tiers`` those of all partitions: a job of the highest one is never
+    preempted. Empty texts are unknown.
     """
     words = set(mode.upper().split(",")) - {"GANG", "WITHIN", "PRIORITY", ""}
     if kind.endswith("none") or (words and words <= {"OFF", "SUSPEND"}):
@@ -257,7 +257,7 @@ def preempts(*, kind: str, mode: str, tier: int | None, tiers: Sequence[int]) ->
 
 
 def findings(need: GraceNeed, offers: Sequence[GraceOffer]) -> list[Finding]:
-    """What is to be said about the grace budget, warnings first; one offer for each partition the job may start in."""
+    """Findings about the grace budget, warnings first; one offer for each partition the job may start in."""
     warnings = [text for offer in offers for text in (*_about_limit(need, offer), *_about_preemption(need, offer))]
     told = [Finding(Severity.WARNING, text) for text in dict.fromkeys(warnings)]
     if not need.known:
@@ -281,7 +281,7 @@ def _summary(offers: Sequence[GraceOffer]) -> str:
         parts.append("the GraceTime of its QOS at a preemption (sacctmgr show qos format=Name,GraceTime)")
     elif graces or any(offer.preempts is Preempts.UNKNOWN for offer in offers):
         parts.append("an unknown time at a preemption")
-    return f"has {', '.join(parts)}" if parts else "is only asked for by people"
+    return f"has {', '.join(parts)}" if parts else "is only requested by hand"
 
 
 def _about_limit(need: GraceNeed, offer: GraceOffer) -> list[str]:

@@ -1,4 +1,4 @@
-"""Who hangs: what workers do and for how long, held against limits; and which rank that stands still is to blame."""
+"""Hang detection: how long workers' sections are open, compared with limits; and which hung rank is the culprit."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class WorkerLook:
     """Steps it has completed."""
 
     own_work: int = 0
-    """Steps in which it has done its own part and waits, or has waited, for the others; 0 where nobody can tell."""
+    """Steps in which it has done its own part and waits, or has waited, for the others; 0 where it is unknown."""
 
     stopped: bool = False
     """The kernel has stopped its process (SIGSTOP, a debugger)."""
@@ -101,27 +101,27 @@ class Exceeded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hang:
-    """Why an attempt stands still, as far as can be told."""
+    """Why an attempt hangs, as far as it is known."""
 
     section: str
     held_s: float
     limit_s: float
     reason: str
     ranks: tuple[int, ...] = ()
-    """Who may be to blame: one rank, or several between which nothing tells."""
+    """Possible culprits: one rank, or several that do not differ."""
 
     nodes: tuple[str, ...] = ()
     """Their nodes, in the same order."""
 
     victims: tuple[int, ...] = ()
-    """Ranks that stand still because they wait for those."""
+    """Ranks that hang because they wait for those."""
 
     overdue: Mapping[int, str] = field(default_factory=dict)
     """In words, each limit that was exceeded, by rank."""
 
     @property
     def suspects(self) -> tuple[Suspect, ...]:
-        """Hardware that may be the reason; nobody where several ranks are equally suspicious."""
+        """Hardware that may be the reason; empty where several ranks are equally suspicious."""
         if len(self.ranks) != 1 or not self.nodes[0]:
             return ()
         return (Suspect(node=self.nodes[0], rank=self.ranks[0]),)
@@ -145,18 +145,18 @@ def next_due_s(look: WorkerLook, limits: Limits) -> float:
 
 
 def find_culprit(looks: Sequence[WorkerLook], first: Exceeded, limits: Limits) -> Hang:
-    """Who is to blame for the hang that ``first`` told of, among all ranks that could be looked at.
+    """Find the culprit of the hang that ``first`` reports, among all ranks that could be looked at.
 
-    A rank that waits for another in a collective stands still as well. What tells them apart, in this order: a process
-    that is stopped, one that never called, fewer steps, own work that is not done, other open sections than most, the
-    oldest sign of life. Where nothing tells, all that have exceeded a limit are named, and all that are where they are.
+    A rank that waits for another in a collective hangs as well. The culprit shows by, in this order: a stopped process,
+    no call of slurmft, fewer steps, own work that is not done, other open sections than most, the oldest sign of life.
+    Where ranks do not differ, all that have exceeded a limit are named, and all in the same place.
     """
     over = {first.rank: first} | {each.rank: each for look in looks if (each := exceeded(look, limits)) is not None}
     for split in _SPLITS:
         found, why = split(looks)
         if found and len(found) < len(looks):
             return _hang(found, why, over, limits)
-    # where limits run out one after the other, who told first is no more to blame than who would have told next
+    # where limits run out one after the other, the first rank to report is no more to blame than the next
     places = {(look.attached, _names(look)) for look in looks if look.rank in over}
     named = [look for look in looks if look.rank in over or (look.attached, _names(look)) in places]
     if len(named) <= 1:
@@ -188,7 +188,7 @@ def _hang(found: Sequence[WorkerLook], why: str, over: Mapping[int, Exceeded], l
 
 
 def narrowed(hang: Hang, rank: int, node: str, why: str) -> Hang:
-    """``hang`` with one culprit, where the stacks of the ranks have told who it is, and the pages could not."""
+    """``hang`` with one culprit, where the stacks of the ranks show it, and the pages did not."""
     if len(hang.ranks) == 1:
         return hang
     victims = tuple(each for each in hang.overdue if each != rank)
@@ -279,7 +279,7 @@ def _odd_one_out(looks: Sequence[WorkerLook]) -> tuple[Sequence[WorkerLook], str
 
 def _oldest_sign(looks: Sequence[WorkerLook]) -> tuple[Sequence[WorkerLook], str]:
     if all(_has_begun_its_step(look) for look in looks):
-        return [], ""  # the same step of all, as often as they count it: who began it first was the fastest
+        return [], ""  # all are in the same step: the rank that began it first was the fastest
     oldest_s = max((look.quiet_s for look in looks), default=0.0)
     found = [look for look in looks if look.quiet_s >= oldest_s - CLOSE_S]
     return found, f"its last sign of life is {oldest_s:.1f} s old, older than that of the others"
@@ -295,7 +295,7 @@ _SPLITS: tuple[_Split, ...] = (_stopped, _never_called, _behind, _own_work_to_do
 
 
 def look_of(facts: Mapping[str, Any], node: str) -> WorkerLook:
-    """A worker of ``node``, from what its agent has told (``agent.hangs.facts_of``, checked)."""
+    """A worker of ``node``, from its agent's report (``agent.hangs.facts_of``, checked)."""
     return WorkerLook(
         rank=facts["rank"], node=node, attached=facts["attached"], age_s=facts["age_s"], quiet_s=facts["quiet_s"],
         sections=tuple((name, held_s) for name, held_s in facts["sections"]),

@@ -1,6 +1,6 @@
 """Limits learned from how long sections took: a decaying high quantile times a factor, between a floor and a ceiling.
 
-An outlier counts with a small part of itself, and fades; what happens again and again is a sample like any other.
+An outlier counts with a small part of itself, and fades; long durations that recur count like any other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FLOOR_S = 10.0
 CEILING_S = 6 * 3600.0
 
 MIN_SAMPLES = 10
-"""Fewer tell too little."""
+"""Fewer samples are not enough."""
 
 MAX_SAMPLES = 200
 HALF_LIFE = 50
@@ -24,7 +24,7 @@ HALF_LIFE = 50
 
 QUANTILE = 0.95
 OUTLIER_FACTOR = 1.5
-"""The longest that was seen must fit this often into the limit, while it is new: it was no hang."""
+"""The longest that was seen must fit this often into the limit, while it is new: it was not a hang."""
 
 
 def learned_s(samples_s: Sequence[float], factor: float) -> float | None:

@@ -4,7 +4,7 @@ A *tick* is a safe point of a worker: a step boundary, or a batch of an evaluati
 ``step << SUB_BITS | evaluation << BATCH_BITS | batch``: all ticks of one step name the same training state, so ranks
 that stop at different ticks of one step still stop at the same state. The end of an evaluation is the last tick of its
 block, so that ranks with fewer batches meet the others there. A worker first publishes the tick it has reached, then
-compares it with the proposed one; whoever reaches the proposal waits until it is committed or moved.
+compares it with the proposed one; a worker that reaches the proposal waits until it is committed or moved.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LAST_EVALUATION = (1 << (SUB_BITS - BATCH_BITS)) - 1
 def tick_of(step: int, evaluation: int = 0, batch: int = 0) -> int:
     """The tick of a step's boundary, or of a batch (from 1) of one of its evaluations (from 0).
 
-    Beyond 2**20 batches or 2**12 evaluations ticks stand still: no stop is possible there before the end.
+    Beyond 2**20 batches or 2**12 evaluations ticks do not advance: no stop is possible there before the end.
     """
     sub = min(evaluation, LAST_EVALUATION) << BATCH_BITS | min(batch, LAST_BATCH - 1)
     return step << SUB_BITS | sub
@@ -78,7 +78,7 @@ Plan = NothingToSave | Finishing | ByThemselves | StopAt
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What an agent read from one worker's page."""
+    """An agent's reading of one worker's page."""
 
     attached: bool
     """The worker uses ``slurmft.session``."""
@@ -125,7 +125,7 @@ def passed(looks: Sequence[Look], proposal: int) -> bool:
     """Whether some rank may have gone by ``proposal`` without seeing it, or saw it only in a later step.
 
     A rank *at* the proposal may have compared just before it was written, so only a smaller tick, or the rank's own
-    word that it waits there, is proof.
+    flag that it waits there, is proof.
     """
 
     def is_safe(look: Look) -> bool:

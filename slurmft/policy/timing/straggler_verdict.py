@@ -1,4 +1,4 @@
-"""What a straggler report says in words, and the verdict that follows from several of them."""
+"""A straggler report in words, and the verdict that follows from several of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StragglerVerdict:
     """The same ranks were slow on other nodes before: it is their work, and no move helps."""
 
     def evidence(self, at: float, step: int | None = None) -> list[Evidence]:
-        """What is held against each node; nothing when it is the rank's own work."""
+        """Evidence against each node; none when it is the rank's own work."""
         if self.follows_rank:
             return []
         return [
@@ -55,7 +55,7 @@ class StragglerVerdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportShape:
-    """What a report is to show."""
+    """Options of a report."""
 
     relative: bool = True
     individual: bool = True

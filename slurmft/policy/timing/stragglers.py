@@ -1,8 +1,8 @@
-"""Who is slow: the scores of one window, whom it accuses, who is convicted after several, and whether a move pays.
+"""Straggler detection: the scores of one window, its accused, the verdict after several, and whether a move pays.
 
-Every time is a rank's own work, before it waits for others: collectives make all ranks equally slow. Scores are in
-(0, 1], 1 is best, NaN where nothing can be told; NaN never accuses anybody. Ranks are compared within their cohort, the
-ranks of equal role, so that a slow stage, which is slow on every node, accuses nobody.
+Every time is a rank's own work, before it waits for others: collectives make all ranks equally slow. Scores are in (0,
+1], 1 is best, NaN where unknown; NaN never accuses a rank. Ranks are compared within their cohort, the ranks of equal
+role, so that a slow stage, which is slow on every node, accuses no node.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Flags = NDArray[np.bool_]
 Integers = NDArray[np.int64]
 
 MIN_COHORT = 3
-"""Of two that differ nobody can say which one is wrong."""
+"""Of two that differ it is unknown which one is wrong."""
 
 SPREADS = 4.0
-"""A straggler lies this many median deviations above its cohort, in logarithms: where all differ, nobody stands out.
+"""A straggler lies this many median deviations above its cohort, in logarithms: where all differ, none stands out.
 
 In logarithms, because noise multiplies and has a long tail upwards: of hundreds of ranks there are always some that are
 three plain deviations late.
@@ -48,7 +48,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """What was measured of all ranks in one span of time."""
+    """Measurements of all ranks in one span of time."""
 
     medians_s: Floats
     """[ranks, sections] Median seconds of each section; NaN, infinite, zero or negative where there is none."""
@@ -68,7 +68,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """What a window says of each rank."""
+    """A window's scores of each rank."""
 
     relative: Floats
     """[ranks] The cohort's reference by the rank's own time, at most 1."""
@@ -126,7 +126,7 @@ def score(window: Window, limits: Limits) -> Scores:
 
 
 def _references(times: Floats) -> Floats:
-    """[sections] The cohort's reference: what more than half of it keep up with; NaN where fewer were measured.
+    """[sections] The cohort's reference: a time that more than half of it keep up with; NaN where fewer were measured.
 
     The upper one of the two in the middle: a half that is slower than the other half is not outvoted by it.
     """
@@ -171,8 +171,8 @@ def _slow_by_cohort(scores: Floats, behind_s: Floats, work_s: Floats, limits: Li
 def _slow_by_past(individual: Floats, work_s: Floats, best_s: Floats, limits: Limits) -> Flags:
     """Slower than it was, and than the faster half of its cohort is now.
 
-    The second condition is what longer sequences and busy machines do not pass: they slow the own work of all. Nor does
-    noise, which spreads the faster half as well.
+    Longer sequences and busy machines do not pass the second condition: they slow the own work of all. Nor does noise,
+    which spreads the faster half as well.
     """
     told = individual[np.isfinite(individual)]
     times = work_s[np.isfinite(work_s)]
@@ -192,7 +192,7 @@ def accused(slow: Flags, node_of_rank: Integers) -> tuple[list[int], bool]:
     """Nodes with a slow rank, and whether there are too many of them to be broken ones.
 
     More than a quarter of the nodes, and more than one, share what slows them: a stage of the model whose ranks were
-    given no role of their own, a filesystem, a switch. Nobody is accused then.
+    given no role of their own, a filesystem, a switch. No node is accused then.
     """
     known = node_of_rank >= 0
     nodes = np.unique(node_of_rank[slow & known])
@@ -224,7 +224,7 @@ def step_slowdown(*, step_s: float, excess_s: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pays:
-    """Whether moving a run away from a straggler is worth what it costs."""
+    """Whether moving a run away from a straggler is worth its cost."""
 
     worth: bool
     gain_s: float
@@ -238,9 +238,9 @@ class Pays:
 
 
 def pays(*, slowdown: float, remaining_s: float, nodes: int, requeue_cost_s: float) -> Pays:
-    """Compare what is gained by running the rest of a run elsewhere with what going there costs.
+    """Compare the gain of running the rest of a run elsewhere with the cost of the move.
 
-    ``remaining_s`` is the time left at the present speed and ``requeue_cost_s`` how long the run stands still.
+    ``remaining_s`` is the time left at the present speed and ``requeue_cost_s`` how long the run does not train.
     """
     cost_s = requeue_cost_s * nodes
     if not (math.isfinite(slowdown) and math.isfinite(remaining_s)) or remaining_s <= 0:

@@ -1,1 +1,1 @@
-"""What ended an attempt, who is to blame, and what is done about it."""
+"""The cause of an attempt's end, the rank or node to blame, and the decision that follows."""

@@ -1,4 +1,4 @@
-"""What a run's history has spent: failures by cause, and ends in a row that brought nothing."""
+"""The budget spent by a run's history: failures by cause, and ends in a row without progress."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PastEnd:
     """The start of the job within which it was followed by a restart; None where none followed."""
 
     given_up: bool = False
-    """The run was stopped by a decision: whoever submitted it again has looked at it, and the count begins anew."""
+    """The run was stopped by a decision: the user who resubmitted it has looked at it, and the count begins anew."""
 
 
 def budget_for(
@@ -42,10 +42,9 @@ def budget_for(
     restarts: int = 0,
     job_start: str = "",
 ) -> Budget:
-    """What the run had spent before ``verdict``, and may spend in all.
+    """The budget that the run had spent before ``verdict``, and its limits.
 
-    Ends that a restart within the same start of the job followed count as restarts alone: only what came to the queue
-    has spent retries.
+    Ends that a restart within the same start of the job followed count as restarts alone: only requeues spend retries.
     """
     spent: Counter[str] = Counter()
     idle = lost = restarted = lost_restarts = 0
@@ -82,13 +81,13 @@ def budget_for(
 
 
 def _lost(ends: Sequence[PastEnd], verdict: Verdict) -> list[bool]:
-    """Of which ends what they had saved was of no use: the run came back to the step they had begun at."""
+    """Ends whose saves were of no use: the run came back to the step that they had begun at."""
     lost = []
     began = verdict.first_step if verdict.last_step or verdict.saved_step is not None else None
     for end in reversed(ends):
         came_back = end.first_step is not None and began is not None and began <= end.first_step
         lost.append(end.progressed and came_back)
-        if end.given_up:  # a person may have thrown the checkpoints away
+        if end.given_up:  # the user may have deleted the checkpoints
             began = None
         elif end.first_step is not None:
             began = end.first_step

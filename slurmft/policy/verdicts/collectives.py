@@ -1,6 +1,6 @@
 """Which ranks had not entered a collective that others wait in: the flight recorders of all ranks, compared.
 
-What a rank waits for on its device shows in no Python stack. A recorder knows for each process group how far its rank
+A wait on the device does not show in Python stacks. A recorder knows for each process group how far its rank
 has come: the newest collective that was entered (enqueued by the host), and the newest that the device has done.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 MAX_TOLD = 8
-"""Groups, and kinds of calls in one of them, that are told of."""
+"""Groups, and kinds of calls in one of them, that are reported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

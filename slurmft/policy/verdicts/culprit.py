@@ -1,4 +1,4 @@
-"""Which ranks an attempt ended of, and which only suffer from it: what all ranks did at one moment, compared."""
+"""The culprits and victims of an attempt's end: the activity of all ranks at one moment, compared."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Summary:
     """Dead because we killed it."""
 
     error: str = ""
-    """Last words of one that is dead."""
+    """Last line of a dead rank's traceback or log."""
 
     recorded: bool = False
     """Its flight recorder has been written: by the watchdog, where it has ended by SIGABRT."""
@@ -55,7 +55,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Named:
-    """A rank, and what speaks against it."""
+    """A rank, and the evidence against it."""
 
     rank: int
     node: str
@@ -64,7 +64,7 @@ class Named:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blame:
-    """Who it was. Nobody, with the reason why, when the look does not tell."""
+    """The culprits. None, with the reason why, when the look does not show them."""
 
     culprits: tuple[Named, ...] = ()
     victims: tuple[int, ...] = ()
@@ -75,13 +75,13 @@ def blame(
     ranks: Sequence[Summary], *, lost: Mapping[int, str] | None = None, overdue: Mapping[int, str] | None = None,
     absent: Mapping[int, str] | None = None,
 ) -> Blame:  # fmt: skip
-    """Tell the culprits from the victims.
+    """Separate the culprits from the victims.
 
     Args:
         ranks: those that could be looked at; dead ones in the order in which they ended.
         lost: ranks that could not, with their nodes.
-        overdue: ranks whose section is open for too long, with the words of that report.
-        absent: ranks that have not entered a collective in which others wait, with the words of that finding.
+        overdue: ranks whose section is open for too long, with the text of that report.
+        absent: ranks that have not entered a collective in which others wait, with the text of that finding.
 
     A rank that waits for the others at the newest step is never named while another rank is behind it.
     """
@@ -103,7 +103,7 @@ def blame(
     if not found or len(found) > MAX_NAMED:
         if not living and any(map(_is_of_watchdog, ranks)):
             return Blame(
-                undecided="torch's watchdog ended the ranks, and their flight recorders do not tell them apart"
+                undecided="torch's watchdog ended the ranks, and their flight recorders do not show which one caused it"
             )
         return Blame(victims=tuple(sorted(rank.rank for rank in living)), undecided=_why_undecided(living, found))
     guilty = {each.rank for each in found}
@@ -126,7 +126,7 @@ def _is_of_watchdog(rank: Summary) -> bool:
 
 
 def _is_echo(rank: Summary) -> bool:
-    """It says that a peer was gone; so does every other one."""
+    """It reports that a peer was gone; so does every other one."""
     return _is_of_watchdog(rank) or (bool(rank.error) and cause_of_text(rank.error) is Cause.COMMUNICATION_ERROR)
 
 
@@ -139,7 +139,7 @@ def _left(_rank: Summary) -> str:
 
 
 def _slowest(living: Sequence[Summary], overdue: Mapping[int, str]) -> list[Named]:
-    """The ranks that the others wait for; none where nothing tells them apart."""
+    """The ranks that the others wait for; none where the ranks do not differ."""
     if not living:
         return []
     newest = max((rank.tick for rank in living if rank.attached), default=0)
@@ -172,7 +172,7 @@ def _last(ranks: Sequence[Summary], reached: Callable[[Summary], int], at_most: 
 
 
 def _odd_ones(ranks: Sequence[Summary]) -> list[Summary]:
-    """Those that stand elsewhere than more than half of all; none where no place holds so many."""
+    """Ranks in another place than more than half of all; none where no place holds so many."""
     places = Counter(rank.doing for rank in ranks)
     common, number = places.most_common(1)[0]
     return [rank for rank in ranks if rank.doing != common] if len(ranks) > 2 and number * 2 > len(ranks) else []
@@ -199,4 +199,4 @@ def _why_undecided(living: Sequence[Summary], found: Sequence[Named]) -> str:
         return "no rank was alive any more"
     if all(rank.where is Where.COLLECTIVE for rank in living):
         return "all ranks wait in the same collective: the network or a device, rather than one rank's program"
-    return "nothing tells the ranks apart"
+    return "the ranks do not differ"

@@ -23,14 +23,14 @@ from slurmft.policy.verdicts.verdict import (
 )
 
 HOPELESS = frozenset({EXIT_USAGE, EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND})
-"""Exit codes that another try, on whatever node, would only repeat."""
+"""Exit codes that another try, on any node, would only repeat."""
 
 PATIENT = frozenset(
     {
         Cause.PREEMPTED, Cause.SIGNALLED, Cause.REQUEUED, Cause.REQUEUED_BY_USER, Cause.RESIZED, Cause.RECLAIMED,
     }
 )  # fmt: skip
-"""Ends that say nothing about the run: it may be ended like this any number of times before it gets anywhere."""
+"""Ends that say nothing about the run: it may end like this any number of times before it makes progress."""
 
 AVOIDING = PLANNED | {
     Cause.RERUN_ELSEWHERE, Cause.VALIDATION_FAILED, Cause.STRAGGLER, Cause.NODE_LOST, Cause.DATA_CORRUPTION,
@@ -50,7 +50,7 @@ RESTARTABLE = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """What the run may still spend."""
+    """The run's remaining budget."""
 
     failures_so_far: int
     """Earlier ends of the verdict's own cause since the run last made progress."""
@@ -59,10 +59,10 @@ class Budget:
     """Retries that this cause has."""
 
     knob: str = "fault_tolerance.num_job_retries_on_failure"
-    """The key that says so."""
+    """The key of that limit."""
 
     idle_cycles: int = 0
-    """Earlier ends in a row, of whatever cause that counts, after which no new step had been saved."""
+    """Earlier ends in a row, of any cause that counts, after which no new step had been saved."""
 
     lost_cycles: int = 0
     """Those among them that had saved something, and the run came back to the same step all the same."""
@@ -79,7 +79,7 @@ class Budget:
 
 
 def decide(verdict: Verdict, budget: Budget, exit_actions: Mapping[ExitAction, str] | None = None) -> Decision:
-    """What follows ``verdict``. Planned stops, exit 16 and moves away from a slow node never spend a budget."""
+    """The decision on ``verdict``. Planned stops, exit 16 and moves away from a slow node never spend a budget."""
     has_code = verdict.cause is Cause.FINISHED or (verdict.exit_code != 0 and verdict.cause not in PLANNED)
     action = explicit_action(verdict.exit_code, exit_actions or {}) if has_code else None
     if action is ExitAction.COMPLETE or (action is None and verdict.cause is Cause.FINISHED):
@@ -138,7 +138,7 @@ def _move(verdict: Verdict, budget: Budget) -> Decision:
 
 
 def _after_validation(verdict: Verdict, budget: Budget) -> Decision:
-    """By the re-run state machine's word: only where it knows which node was wrong can training go on."""
+    """By the re-run state machine's verdict: only where it knows which node was wrong can training go on."""
     if verdict.rerun == "persistent" and verdict.suspects:
         if (given_up := _without_progress(verdict, budget)) is not None:
             return given_up
@@ -183,7 +183,7 @@ def _after_failure(verdict: Verdict, budget: Budget) -> Decision:
 
 
 def _without_progress(verdict: Verdict, budget: Budget) -> Decision | None:
-    """The end of a run that comes back to the same step again and again, whatever ends it; None while there is hope."""
+    """The final stop of a run that keeps coming back to the same step, for any cause; None while retries are left."""
     cycles = budget.idle_cycles + 1
     is_further = verdict.progressed and not budget.lost_cycles
     if is_further or cycles < budget.max_no_progress_cycles:

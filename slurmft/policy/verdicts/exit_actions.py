@@ -8,7 +8,7 @@ from typing import Any
 
 
 class ExitAction(StrEnum):
-    """What an exit code means; the names are those of workflow schedulers."""
+    """The meaning of an exit code; the names are those of workflow schedulers."""
 
     COMPLETE = "COMPLETE"
     RESCHEDULE = "RESCHEDULE"
@@ -47,7 +47,7 @@ def unambiguous(actions: Mapping[ExitAction, str]) -> Mapping[ExitAction, str]:
     """``actions``, when every code can be read and has one meaning.
 
     Raises:
-        ValueError: names the code that has not.
+        ValueError: names the code with two meanings.
     """
     seen: dict[int, ExitAction] = {}
     for action, codes in actions.items():

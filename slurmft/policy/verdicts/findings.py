@@ -1,6 +1,6 @@
-"""What each rank's end says by itself: its files before its exit code, and victims not at all.
+"""The finding of each rank's end by itself: from its files before its exit code; victims give none.
 
-``Level`` is the table of what counts more when several say different things.
+``Level`` orders findings that disagree.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from slurmft.policy.verdicts.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATIO
 
 
 class Level(IntEnum):
-    """Whose word counts more: the lowest level wins, and within one level whoever was seen first."""
+    """Precedence of findings: the lowest level wins, and within one level the one that was seen first."""
 
     FAILED_VALIDATION = 1
-    """A result is wrong, or nobody can vouch for it: everything that is trained on it would be wasted."""
+    """A result is wrong, or unverified: all training based on it would be wasted."""
 
     A_PERSONS_STOP = 2
-    """Whoever stops or cancels a run means it, whatever else happens meanwhile; nothing below may continue it."""
+    """A user who stops or cancels a run means it, independent of other events; nothing below may continue it."""
 
     RERUN = 3
     """A result is in doubt and was saved to be computed elsewhere: any other way to continue would lose that."""
 
     CORRUPTION = 4
-    """Hardware or a check says that data are spoilt: the next checkpoint may be, too."""
+    """Hardware or a check reports spoilt data: the next checkpoint may be, too."""
 
     SLURMS_END = 5
     """Slurm ends the job; what ranks report afterwards is an echo of it."""
@@ -38,7 +38,7 @@ class Level(IntEnum):
     """Nothing had begun, so no rank can be to blame."""
 
     PLANNED_STOP = 7
-    """Ranks that fail during a stop have failed to save, which its reason tells; the stop was not their doing."""
+    """Ranks that fail during a stop have failed to save, which its reason states; they did not cause the stop."""
 
     STRAGGLER = 8
     """A deliberate end, after a save; ranks that fail of it are surprised by it."""
@@ -50,19 +50,19 @@ class Level(IntEnum):
     """Peers of a rank that hangs run into time-outs."""
 
     OUT_OF_MEMORY = 11
-    """The kernel's kill and what follows from it look like other crashes; this is the one that says why."""
+    """The kernel's kill and its consequences look like other crashes; this finding has the reason."""
 
     CRASH = 12
-    """A segmentation fault is nobody's echo; exceptions of the peers may be its."""
+    """A segmentation fault is no consequence of other failures; exceptions of peers may be one of it."""
 
     ERROR = 13
-    """An exception, an exit code, or a kill by somebody else: here the first one seen is the origin most often."""
+    """An exception, an exit code, or a kill from outside: the first one seen is usually the origin."""
 
     COMMUNICATION = 14
-    """Whoever misses a peer; the peer that is missing has a better reason."""
+    """A rank that lost a peer; the lost peer has the better reason."""
 
     NOTHING = 15
-    """Nobody has said anything."""
+    """No rank gave a reason."""
 
 
 LEVEL_OF: Mapping[Cause, Level] = {
@@ -77,11 +77,11 @@ LEVEL_OF: Mapping[Cause, Level] = {
     Cause.WORKER_ERROR: Level.ERROR,
     Cause.COMMUNICATION_ERROR: Level.COMMUNICATION,
 }
-"""Level of what ranks say."""
+"""Levels of the causes that ranks report."""
 
 DECIDING = frozenset(cause for cause, level in LEVEL_OF.items() if level <= Level.HANG)
-"""What counts also of ranks that were killed or stopped, and of a process that ended with 0, when a verdict file says
-it: kill-on-bad-exit turns 16 into 143, a wrapper script may turn it into anything."""
+"""Causes in a verdict file that also count for ranks that were killed or stopped, or ended with 0: kill-on-bad-exit
+turns 16 into 143, a wrapper script may turn it into anything."""
 
 RESUMABLE = frozenset({"persistent", "transient"})
 """Verdicts of the re-run state machine after which training goes on from the newest checkpoint."""
@@ -141,23 +141,23 @@ class Finding:
 
 
 def has_failed(end: WorkerEnd, calm: frozenset[int]) -> bool:
-    """Whether it ended otherwise than it should have, and not because we made it."""
+    """Whether it failed by itself: not as planned, and not killed by us."""
     return end.code not in calm and not end.stopped and not end.killed
 
 
 def findings_of_ranks(ends: Sequence[WorkerEnd], heard: Testimony, calm: frozenset[int]) -> Iterator[Finding]:
-    """What each end, and each file of a rank without one, says; in the order in which the ends were seen."""
+    """The findings of each end, and of each file of a rank without one; in the order in which the ends were seen."""
     reports: dict[int | None, list[Report]] = {}
     for report in heard.reports:
         reports.setdefault(report.rank, []).append(report)
     for end in ends:
         mine = reports.pop(end.rank, [])
-        # whoever we killed may have failed before, and said so
+        # a rank that we killed may have failed before, and left a verdict
         believed = LEVEL_OF.keys() if end.killed else DECIDING
         said = next((each for each in mine if each.binding and each.cause in believed), None)
         if has_failed(end, calm) or said is not None:
             yield _finding(end, said or _best(mine, end.code), heard)
-    for rest in reports.values():  # an agent's, or of a rank whose end nobody has seen
+    for rest in reports.values():  # an agent's, or of a rank whose end was not seen
         for report in rest:
             if report.binding and report.cause in LEVEL_OF:
                 yield _from_report_alone(report)
@@ -243,7 +243,7 @@ def _told(end: WorkerEnd, report: Report | None, cause: Cause) -> str:
 def _suspects(node: str, rank: int | None, report: Report | None, cause: Cause) -> tuple[Suspect, ...]:
     if report is not None and report.suspects:
         return report.suspects
-    # a failed validation is no word against this node: after a rerun it is the other one that is suspected
+    # a failed validation does not accuse this node: after a rerun the other one is suspected
     if cause in (Cause.VALIDATION_FAILED, Cause.WORKER_ERROR, Cause.COMMUNICATION_ERROR, Cause.DEVICE_OUT_OF_MEMORY):
         return ()
     return (Suspect(node=node, rank=rank),) if node else ()

@@ -1,4 +1,4 @@
-"""From what was seen and said of an attempt's end to one verdict: the most telling word wins, victims never do."""
+"""From all findings about an attempt's end to one verdict: the most specific one wins, victims never do."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LEVEL_OUTSIDE = {Cause.CANCELLED: Level.A_PERSONS_STOP}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Circumstances:
-    """What the supervisor knows beside the workers' ends."""
+    """The supervisor's knowledge beside the workers' ends."""
 
     reached: tuple[int, int] = (0, 0)
     """First and newest step of the attempt."""
@@ -51,7 +51,7 @@ class Circumstances:
     """Nodes whose agent is gone."""
 
     hang: Hang | None = None
-    """Ranks stood still, and were killed for it."""
+    """Ranks hung, and were killed for it."""
 
     launch_error: str = ""
     outside: Cause | None = None
@@ -59,7 +59,7 @@ class Circumstances:
 
     outside_reason: str = ""
     heard: Testimony = field(default_factory=Testimony)
-    """What workers have left in files, and what srun has said."""
+    """Files that workers have left, and srun's messages."""
 
     node_states: Mapping[str, str] = field(default_factory=dict)
     """Slurm's states of the allocation's nodes; a node that is not in it is neither well nor sick."""
@@ -103,12 +103,12 @@ def ends_attempt(end: WorkerEnd, *, planned: bool, complete_codes: frozenset[int
 
 
 def is_planned(cause: Cause) -> bool:
-    """Whether somebody asked for the stop."""
+    """Whether the stop was requested."""
     return cause in PLANNED
 
 
 def _most_telling(candidates: Sequence[Finding]) -> Finding:
-    """The first of the highest level, with the suspects of all verdict files that say the same."""
+    """The first of the highest level, with the suspects of all verdict files with the same cause."""
     found = min(candidates, key=lambda finding: finding.level)
     alike = [each for each in candidates if (each.told, each.cause, each.rerun) == (True, found.cause, found.rerun)]
     if not found.told or found.cause not in _SAID_BY_ALL:
@@ -178,7 +178,7 @@ def _planned(
     cause: Cause, ends: Sequence[WorkerEnd], expected: int, seen: Circumstances, said: Sequence[Finding]
 ) -> Finding:
     level = Level.A_PERSONS_STOP if cause is Cause.STOPPED_BY_USER else Level.PLANNED_STOP
-    # the stop goes on by itself; what a rank holds against a node is still worth avoiding it
+    # the stop goes on by itself; a node that a rank accuses is still worth avoiding
     held = tuple(suspect for finding in said if finding.cause in DECIDING for suspect in finding.suspects)
     suspects = (*seen.planned_suspects, *held)
     return Finding(level=level, cause=cause, reason=_planned_reason(ends, expected, seen), suspects=suspects)
@@ -278,9 +278,9 @@ _KIND_OF_RERUN = {
 
 
 def held_against(verdict: Verdict, told: Sequence[Evidence], *, at: float) -> tuple[Evidence, ...]:
-    """What the exclusion list is told of an attempt: what workers have observed, and what only the verdict knows.
+    """An attempt's entries for the exclusion list: the workers' observations, and those of the verdict alone.
 
-    A worker's own word on a node counts once: the verdict adds nothing of the same kind on the same node.
+    A worker's own report on a node counts once: the verdict adds nothing of the same kind on the same node.
     """
     kind = _KIND_OF.get(verdict.cause) if verdict.rerun != "inconclusive" else None
     if verdict.cause is Cause.VALIDATION_FAILED:
@@ -297,11 +297,11 @@ def held_against(verdict: Verdict, told: Sequence[Evidence], *, at: float) -> tu
 
 
 MAX_NAMED = 8
-"""More ranks than that are not behind: the others are ahead, and nobody knows why."""
+"""More ranks than that are not behind: the others are ahead, for an unknown reason."""
 
 
 def who_is_missed(complaints: Sequence[Finding], ends: Sequence[WorkerEnd]) -> Finding:
-    """One finding for all complaints: it blames the rank that is behind or absent, or nobody.
+    """One finding for all complaints: it blames the rank that is behind or absent, or none.
 
     Behind are ranks with fewer steps than the others, where they are not the larger part. Absent are ranks that did not
     complain although all others did: they were not in the collective that failed, and we had to kill them.
@@ -312,10 +312,14 @@ def who_is_missed(complaints: Sequence[Finding], ends: Sequence[WorkerEnd]) -> F
     if not missed:
         missed, why = _absent(complaints, ends), "absent"
     if not missed:
-        return replace(first, rank=None, node="", suspects=(), reason=f"{first.reason}; {count}, and nobody is behind",
+        return replace(first, rank=None, node="", suspects=(), reason=f"{first.reason}; {count}, and no rank is behind",
                        evidence=(count, *first.evidence))  # fmt: skip
     steps = max(end.step for end in ends) - missed[0].step
-    tale = f"was {steps} step{'s' if steps > 1 else ''} behind" if why == "behind" else "did not come, nor complain"
+    tale = (
+        f"was {steps} step{'s' if steps > 1 else ''} behind"
+        if why == "behind"
+        else "neither arrived nor reported an error"
+    )
     theirs = next((finding for finding in complaints if finding.rank == missed[0].rank), first)
     return replace(
         first,

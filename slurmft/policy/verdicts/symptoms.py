@@ -1,4 +1,4 @@
-"""From the text of an exception, or of a program's last words, to what it is a symptom of."""
+"""From the text of an exception, or of a program's last lines, to its likely cause."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slurmft.policy.verdicts.verdict import Cause
 
 _SYMPTOMS: Sequence[tuple[Cause, str]] = (
     (
-        Cause.DATA_CORRUPTION,  # hardware that says of itself that it has spoilt data
+        Cause.DATA_CORRUPTION,  # hardware that reports spoilt data itself
         r"uncorrectable (ECC|NVLink) error(?!s)|ecc error encountered|cudaErrorECCUncorrectable",
     ),
     (
@@ -47,7 +47,7 @@ _CHAIN = re.compile(
 _PREFIX = re.compile(r"^\[(?:rank|default)\d+\]: ?")  # torch's excepthook, and torchrun's logs
 _GROUP = re.compile(r"^[ +|-]*\| ?")  # the frame that Python draws around the members of an ExceptionGroup
 _REMARK = re.compile(r"^\[?[IW]\d{4} |^\[[IW] |^.{0,200}Warning: |^.{0,200}\bNCCL INFO\b")
-"""What a library remarks, after any exception as well: "destroy_process_group() was not called" is no reason."""
+"""Remarks of a library, after any exception as well: "destroy_process_group() was not called" is no reason."""
 
 _MARK = r"^.{0,200}?slurmft rank \d+: "
 _MARKED = re.compile(_MARK)
@@ -60,7 +60,7 @@ _OUR_EXCEPTION = re.compile(r"^slurmft\.errors\.\w+: ")
 """No symptom either; those that it was raised from may be one."""
 
 _NCCLS_REMARK = re.compile(r"^.{0,200}\bNCCL WARN\b")
-"""That may be a reason, where there is no exception."""
+"""That may be a reason, where there is not an exception."""
 
 _CHILD = re.compile(r"^\s*exitcode\s*:\s*(\d+) \(pid", re.MULTILINE)
 MAX_LINES, MAX_LINE = 400, 1000
@@ -68,10 +68,10 @@ MAX_LINES, MAX_LINE = 400, 1000
 
 
 def cause_of_text(text: str) -> Cause | None:
-    """What the exceptions in ``text`` are a symptom of; None when they tell nothing that is known.
+    """The likely cause of the exceptions in ``text``; None when none is recognized.
 
-    The newest exception speaks first, and those that it was raised from after it. Lines of source code say nothing: the
-    name of an exception in an ``except`` clause is no exception. Nor do remarks.
+    The newest exception counts first, and those that it was raised from after it. Lines of source code are ignored: the
+    name of an exception in an ``except`` clause is not an exception. So are remarks.
     """
     exceptions = exceptions_in(text)
     if _TRACEBACK in text:
@@ -84,9 +84,9 @@ def cause_of_text(text: str) -> Cause | None:
 
 
 def cause_of_log(text: str) -> Cause | None:
-    """As ``cause_of_text``, of a log in which anything may stand: the newest telling line counts.
+    """As ``cause_of_text``, for a log with any content: the newest recognized line counts.
 
-    But for hardware that has spoilt data: what fails of it afterwards speaks of the failure alone.
+    Except for hardware that has spoilt data: later failures only show its consequences.
     """
     lines = [line for line in _lines(text) if not (_REMARK.match(_PREFIX.sub("", line)) or _OUR_EXCEPTION.match(line))]
     if any(_CORRUPTION.search(line) for line in lines):
@@ -99,7 +99,7 @@ def cause_of_log(text: str) -> Cause | None:
 
 
 def codes_of_children(text: str) -> frozenset[int]:
-    """Exit codes of workers as torchrun's ``ChildFailedError`` lists them; it ends with 1 whatever they are."""
+    """Exit codes of workers as torchrun's ``ChildFailedError`` lists them; it always ends with 1 itself."""
     return frozenset(int(code) for code in _CHILD.findall(text)) if "ChildFailedError" in text else frozenset()
 
 

@@ -1,4 +1,4 @@
-"""What was said about an attempt's end by those who cannot say it with an exit code: files of workers, srun's lines."""
+"""Reports about an attempt's end beside exit codes: files of workers, srun's lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLAIMABLE = frozenset(
         Cause.STRAGGLER,
     }
 )  # fmt: skip
-"""What a worker or an agent may say of itself. That it was preempted, cancelled or is complete is for others to say."""
+"""Causes that a worker or an agent may report of itself. Preempted, cancelled or complete are for others to report."""
 
 
 def claimed(word: str) -> Cause:
@@ -24,13 +24,13 @@ def claimed(word: str) -> Cause:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What one rank, or the agent of one node, has left in a file."""
+    """The report that one rank, or the agent of one node, has left in a file."""
 
     source: str
     """Which file that is, in words."""
 
     rank: int | None = None
-    """None when an agent speaks for its node."""
+    """None when it is an agent's, about its node."""
 
     node: str = ""
     cause: Cause = Cause.UNKNOWN
@@ -39,10 +39,10 @@ class Report:
     suspects: tuple[Suspect, ...] = ()
     rerun: str = ""
     binding: bool = False
-    """It is a verdict file: it beats the exit code. Other files only explain one."""
+    """It is a verdict file, which overrides the exit code. Other files only explain one."""
 
     guessed: bool = False
-    """From a log, in which anything may stand: only what an exit code does not contradict is believed."""
+    """From a log, with any content: believed only where the exit code does not contradict it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class TaskEnd:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWords:
-    """What srun and slurmstepd had to say of the step. Who was killed or terminated is a victim."""
+    """The messages of srun and slurmstepd about the step. Tasks that were killed or terminated are victims."""
 
     ends: tuple[TaskEnd, ...] = ()
     failed_nodes: tuple[str, ...] = ()

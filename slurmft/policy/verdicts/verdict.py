@@ -1,4 +1,4 @@
-"""What ended an attempt, and what is done about it."""
+"""The causes of an attempt's end, and the decisions that follow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slurmft.policy.nodes.evidence import Suspect
 
 
 class Cause(StrEnum):
-    """What ended an attempt; the vocabulary of the journal and of ``slurmft explain``."""
+    """The cause of an attempt's end; the vocabulary of the journal and of ``slurmft explain``."""
 
     FINISHED = "finished"
     PREEMPTED = "preempted"
@@ -57,7 +57,7 @@ def by_cause(value: Any) -> Any:
     """A mapping from the names of causes, with blanks or underscores, to anything; its keys become causes.
 
     Raises:
-        ValueError: a key is no cause that has a budget of retries; says which are.
+        ValueError: a key is not a cause that has a budget of retries; says which are.
     """
     if not isinstance(value, dict):
         return value
@@ -66,7 +66,7 @@ def by_cause(value: Any) -> Any:
         name = str(key).replace("_", " ").strip().lower()
         cause = next((each for each in Cause if each.value.lower() == name), None)
         if cause is None or cause not in BUDGETED:
-            why = "is no cause" if cause is None else "costs no retries"
+            why = "is not a cause" if cause is None else "costs no retries"
             known = ", ".join(sorted(each.value for each in BUDGETED))
             raise ValueError(f"{str(key)[:60]!r} {why}; these do: {known}")
         if cause in found:
@@ -87,7 +87,7 @@ EXIT_DO_NOT_REQUEUE = 93
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What ended one attempt."""
+    """The verdict on one attempt."""
 
     cause: Cause
     reason: str
@@ -109,7 +109,7 @@ class Verdict:
     """The rank to blame; None when it is none, or a whole node."""
 
     node: str = ""
-    """Where that was; empty when nobody is to blame."""
+    """Where that was; empty when no rank or node is to blame."""
 
     suspects: tuple[Suspect, ...] = ()
     """Hardware that may be the reason, the most suspicious first."""
@@ -121,7 +121,7 @@ class Verdict:
     """End of the culprit's traceback."""
 
     evidence: tuple[str, ...] = ()
-    """What else speaks for it, in words: srun's lines, files that workers left."""
+    """Further evidence, in words: srun's lines, files that workers left."""
 
     @property
     def progressed(self) -> bool:
@@ -150,7 +150,7 @@ def steps_at_risk(first_step: int, last_step: int, saved_step: int | None) -> in
 
 
 class Action(StrEnum):
-    """What follows an attempt."""
+    """The action after an attempt."""
 
     FINISH = "finish"
     RESTART = "restart"
@@ -168,7 +168,7 @@ GOES_ON = frozenset({Action.RESTART, Action.CONTINUE})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What is done about a verdict, always with its reason."""
+    """The decision on a verdict, always with its reason."""
 
     action: Action
     reason: str

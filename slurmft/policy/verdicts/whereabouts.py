@@ -18,7 +18,7 @@ _DOING = (
 
 
 class Where(StrEnum):
-    """What a look at a worker has found."""
+    """Where a worker was found."""
 
     COLLECTIVE = "waiting in a collective"
     ELSEWHERE = "elsewhere"
@@ -26,7 +26,7 @@ class Where(StrEnum):
     """By SIGSTOP, a debugger or job control."""
 
     NO_ANSWER = "no answer"
-    """It lives, but has not told its stack: it cannot, or is no Python process of ours."""
+    """It lives, but has not reported its stack: it cannot, or is not a Python process of ours."""
 
     DEAD = "dead"
 
@@ -35,15 +35,15 @@ def whereabouts(calls: Sequence[tuple[str, str, str]], state: str) -> tuple[Wher
     """Where a main thread is, and what it does in a few words.
 
     Args:
-        calls: file, line and function of its calls, innermost first; empty when it has not told them.
+        calls: file, line and function of its calls, innermost first; empty when it has not reported them.
         state: its letter in /proc/PID/stat.
 
-    What a GPU is waiting for shows in no Python stack: a rank that waits for NCCL by way of ``.item()`` is ELSEWHERE.
+    A GPU's wait does not show in a Python stack: a rank that waits for NCCL by way of ``.item()`` is ELSEWHERE.
     """
     if state in ("T", "t"):
         return Where.STOPPED, "is stopped (SIGSTOP, or a debugger)" if state == "T" else "is held by a debugger"
     if not calls:
-        return Where.NO_ANSWER, "sleeps in the kernel, not interruptible" if state == "D" else "does not tell its stack"
+        return Where.NO_ANSWER, "sleeps in the kernel, not interruptible" if state == "D" else "reports no stack"
     file, line, function = next((call for call in calls if not _STDLIB.search(call[0])), calls[0])
     if _DISTRIBUTED.search(file):
         return Where.COLLECTIVE, f"{COLLECTIVE_DOING} in {function if function != 'wrapper' else 'a collective'}"

@@ -1,1 +1,1 @@
-"""What Slurm printed, as values. Pure; tested on recorded output."""
+"""Slurm's output as values. Pure; tested on recorded output."""

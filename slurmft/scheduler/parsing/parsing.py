@@ -1,4 +1,4 @@
-"""What Slurm printed, as values. Pure; tested on recorded output."""
+"""Slurm's output as values. Pure; tested on recorded output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slurmft.policy.site.job_identity import NOTHING_KNOWN, JobIdentity
 
 _FIELD, _RECORD = "\x1f", "\x1e"
 JOB_FORMAT = "%i|%T|%r|%N|%B|%S|%e|%l|%P|%U" + "".join(_FIELD + field for field in ("%V", "%j", "%Z", "%o")) + _RECORD
-"""squeue's fields, portable from 22.05 on. What a user writes, such as the name, may hold bars and line breaks."""
+"""squeue's fields, portable from 22.05 on. The user's texts, such as the name, may hold bars and line breaks."""
 
 _NOTHING = frozenset({"", "N/A", "NONE", "None", "(null)", "Unknown", "n/a", "INVALID", "UNLIMITED", "NOT_SET"})
 
@@ -41,7 +41,7 @@ class JobRecord:
     limit_s: float | None
     partition: str
     identity: JobIdentity = NOTHING_KNOWN
-    """What tells it from another job with the same id."""
+    """Distinguishes it from another job with the same id."""
 
     @property
     def alive(self) -> bool:
@@ -146,7 +146,7 @@ _NEVER = {
     "DependencyNeverSatisfied": "a job that it depends on has ended in another way",
     "ReservationDeleted": "its reservation is gone",
 }
-"""Reasons of a waiting job that time alone does not mend."""
+"""Reasons of a waiting job that do not pass with time."""
 
 
 def why_never(reason: str) -> str:
@@ -170,7 +170,7 @@ def is_held_by_launch(reason: str) -> bool:
 
 
 def why_held(reason: str) -> str:
-    """Who holds a waiting job, and how it is released; empty when it is not held."""
+    """Why a waiting job is held, and how it is released; empty when it is not held."""
     if is_held_by_launch(reason):
         return (
             "a node could not start it, and Slurm holds it; slurmft requeue --rescue releases it, away from that node"
@@ -208,14 +208,14 @@ _HINTS = {
 
 
 def refusal_hint(words: str) -> str:
-    """What to look at after sbatch has refused with these words; empty when they speak for themselves."""
+    """A hint after sbatch has refused with this message; empty when the message is enough."""
     return next((hint for part, hint in _HINTS.items() if part in words), "")
 
 
 def job_pairs(text: str) -> dict[str, str]:
     """What ``scontrol -o show job`` says of a job, less what its user says.
 
-    Job name and comment are the user's own words and may look like facts: the first stands before all others, the
+    Job name and comment are the user's text and may look like fields: the first stands before all others, the
     other behind them.
     """
     facts = re.search(r"UserId=\S+\(\d+\) GroupId=.*", text, re.DOTALL)
@@ -223,7 +223,7 @@ def job_pairs(text: str) -> dict[str, str]:
 
 
 def parse_identity(text: str) -> JobIdentity:
-    """What ``scontrol -o show job`` says of who the job is; of several parts of a job, the first."""
+    """The job's identity in ``scontrol -o show job``; of several parts of a job, the first."""
     line = text.strip().split("\nJobId=", maxsplit=1)[0]
     user = re.search(r"\bUserId=\S*?\((\d+)\) GroupId=", line)
     name = re.search(r"\bJobName=(.*?) (?:\w+=\S* )?UserId=\S*?\(\d+\) GroupId=", line, re.DOTALL)
@@ -266,7 +266,7 @@ def parse_named(text: str) -> NamedNodes:
 
 
 class JobEnding(StrEnum):
-    """Why Slurm is ending a job, as far as the job itself can tell."""
+    """Why Slurm is ending a job, as seen from the job itself."""
 
     NOT_ENDING = "not ending"
     NODE_LOST = "node lost"

@@ -1,6 +1,6 @@
-"""What srun and slurmstepd write to srun's standard error, as values. Pure; every version from 22.05 on.
+"""The output of srun and slurmstepd on srun's standard error, as values. Pure; every version from 22.05 on.
 
-srun tells how tasks ended, but not why: a task that was ``Killed`` or ``Terminated`` is somebody else's victim.
+srun reports how tasks ended, but not why: a task that was ``Killed`` or ``Terminated`` did not fail by itself.
 """
 
 from __future__ import annotations

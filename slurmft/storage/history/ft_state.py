@@ -1,6 +1,6 @@
 """``ft_state.json``: how long each section took in earlier attempts, by workload; one bounded file in the run folder.
 
-What cannot be believed is not there: limits are learned anew then. A file of a newer slurmft is never written over.
+An invalid file counts as missing: limits are learned anew then. A file of a newer slurmft is never written over.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Samples = Mapping[str, Sequence[float]]
 
 
 def read(run_folder: Path, workload: str) -> dict[str, list[float]]:
-    """What sections of this workload took; nothing where nobody knows."""
+    """Durations of this workload's sections; empty where none are known."""
     return _read_all(run_folder).get(workload, {})
 
 
 def write(run_folder: Path, workload: str, samples: Samples) -> None:
-    """Replace what is kept of this workload; those that were written least recently are forgotten first.
+    """Replace this workload's entry; those that were written least recently are forgotten first.
 
     Raises:
         OSError: the file is as it was.
@@ -72,5 +72,5 @@ def _read_all(run_folder: Path) -> dict[str, dict[str, list[float]]]:
 def _seconds(values: Any) -> list[float]:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-            raise ValueError(f"{value!r} is no number of seconds")
+            raise ValueError(f"{value!r} is not a number of seconds")
     return [float(value) for value in values][-MAX_SAMPLES:]

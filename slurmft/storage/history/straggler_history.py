@@ -1,4 +1,4 @@
-"""How fast each node was in earlier attempts of a run, and who was convicted: one bounded file in the run folder."""
+"""How fast each node was in earlier attempts of a run, and convicted nodes: one bounded file in the run folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Best:
 
 @dataclass(kw_only=True, slots=True)
 class NodeHistory:
-    """What is known of one node."""
+    """The past of one node."""
 
     best: dict[int, Best] = field(default_factory=dict)
     """By the worker's place on the node (its local rank)."""
@@ -63,9 +63,9 @@ class History:
 
 
 def read(run_folder: Path, workload: str) -> History:
-    """What earlier attempts of this workload left; nothing where the file is not one to be believed.
+    """The records of earlier attempts of this workload; empty where the file cannot be believed.
 
-    Times of another workload say nothing about this one, but who was convicted still does.
+    Times of another workload say nothing about this one, but convictions still count.
     """
     path = run_folder / HISTORY_FILE
     try:
@@ -118,5 +118,5 @@ def _conviction(facts: Mapping[str, Any]) -> Conviction:
 
 def _seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{value!r} is no time")
+        raise ValueError(f"{value!r} is not a time")
     return float(value)

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timings:
-    """What one attempt measured; None and nothing where it did not come that far."""
+    """Measurements of one attempt; None and empty where it ended before."""
 
     longest_step_s: float | None = None
     """Longest time between two safe points, after the first step."""
@@ -54,19 +54,19 @@ class Timings:
     """Each save's time on its slowest rank until it was durable, oldest first."""
 
     costs_s: tuple[float, ...] = ()
-    """What saves cost the training on rank 0, oldest first: the stall, and what steps took longer beside the write."""
+    """The cost of saves to the training on rank 0, oldest first: the stall, and slower steps during the write."""
 
     unfinished_save_s: float | None = None
-    """How far a save had got that was cut off: it needs longer than that."""
+    """Duration of a save until it was cut off: it needs longer than that."""
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
-    """What tells one workload from another, from all that its speed depends on."""
+    """Identifies a workload by all values that its speed depends on."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def read(run_folder: Path, workload: str) -> dict[str, Timings]:
-    """What each attempt of this workload measured, oldest first; nothing where the file is not one to be believed."""
+    """Measurements of each attempt of this workload, oldest first; empty where the file cannot be believed."""
     path = run_folder / TIMINGS_FILE
     try:
         if (value := read_json(path, limit_bytes=MAX_BYTES)) is None:
@@ -80,7 +80,7 @@ def read(run_folder: Path, workload: str) -> dict[str, Timings]:
 
 
 def write(run_folder: Path, workload: str, attempt: str, timings: Timings) -> None:
-    """Put in what ``attempt`` measured, in place of what it had before; other attempts of the workload stay.
+    """Replace the measurements of ``attempt``; other attempts of the workload stay.
 
     Raises:
         OSError: the file is as it was.
@@ -99,12 +99,12 @@ def write(run_folder: Path, workload: str, attempt: str, timings: Timings) -> No
 
 
 def earlier(run_folder: Path, workload: str) -> list[Timings]:
-    """What earlier attempts of the same workload measured: this run's own, or else those of the runs beside it."""
+    """Measurements of earlier attempts of the same workload: this run's own, or else those of the runs beside it."""
     return list(read(run_folder, workload).values()) or beside(run_folder, workload)
 
 
 def beside(run_folder: Path, workload: str) -> list[Timings]:
-    """What the newest of the runs in the same folder measured of the same workload."""
+    """Measurements of the same workload by the newest of the runs in the same folder."""
     deadline = time.monotonic() + LOOK_S
     found: list[Timings] = []
     for folder in _newest_beside(run_folder, deadline):
@@ -124,7 +124,7 @@ def _newest_beside(run_folder: Path, deadline: float) -> list[Path]:
                 if entry.name != run_folder.name and entry.is_dir() and entry.stat().st_uid == os.getuid():
                     seen.append((entry.stat().st_mtime, entry.path))
     except OSError:
-        pass  # what could be seen until then is enough
+        pass  # the runs that were seen until then are enough
     return [Path(path) for _, path in sorted(seen, reverse=True)[:MAX_SIBLINGS]]
 
 
@@ -152,5 +152,5 @@ def _timings(facts: Mapping[str, Any]) -> Timings:
 
 def _seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{value!r} is no number of seconds")
+        raise ValueError(f"{value!r} is not a number of seconds")
     return float(value)

@@ -42,7 +42,7 @@ class Reviver:
     def __init__(self, config: RunConfig, start: Start, pool: AgentPool, roster: Roster, folder: AttemptFolder) -> None:
         self._config, self._cluster, self._journal = config, start.cluster, start.journal
         self._pool, self._roster, self._folder = pool, roster, folder
-        self._attempt = start.cluster.attempt  # in its folder agents find the supervisor, whatever attempt it is then
+        self._attempt = start.cluster.attempt  # agents find the supervisor in its folder, also in later attempts
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._room = asyncio.Semaphore(MAX_AT_ONCE)
         self.processes: list[asyncio.subprocess.Process] = []
@@ -71,7 +71,7 @@ class Reviver:
                     return
                 async with self._room:
                     await self._try(link)
-                self._roster.returning.discard(link.node)  # after the first try nobody waits for it any more
+                self._roster.returning.discard(link.node)  # after the first try it is not waited for any more
         finally:
             self._roster.returning.discard(link.node)
 

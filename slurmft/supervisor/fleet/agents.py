@@ -1,6 +1,6 @@
-"""The supervisor's side of the control channel: who has connected, calls to them, and what they report.
+"""The supervisor's side of the control channel: connected agents, calls to them, and their reports.
 
-A message without the shape that its readers rely on (``shapes``) closes the connection it came by, whoever sent it.
+A message without the shape that its readers rely on (``shapes``) closes the connection that it came by.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_STRANGERS, STRANGERS_PER_ADDRESS = 128, 32
 """Connections that have not proved themselves yet: when there are more, the oldest is closed."""
 
 TOLD_REFUSALS = 10
-"""Refused connections that the log tells of; a stranger must not fill the disk either. The others are counted."""
+"""Refused connections that are logged; a stranger must not fill the disk either. The others are counted."""
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class AgentLink:
         """The job that lends this node; empty for one of the run's own job."""
 
         self.leaving = self.dropped = self.ready = False
-        """leaving: its job is ending. dropped: it counts as lost, whatever may come of it. ready: torch is imported."""
+        """leaving: its job is ending. dropped: it counts as lost for good. ready: torch is imported."""
 
         self.last_heard = time.monotonic()
         self._next_id = 0
@@ -83,7 +83,7 @@ class AgentLink:
         call_id = message.get("id")
         if type(call_id) is not int:
             raise BadMessage(f"a reply has the id {str(call_id)[:40]!r}")
-        if call_id not in self._waiting:  # its caller has given up
+        if call_id not in self._waiting:  # its caller no longer waits
             return
         kind, future = self._waiting[call_id]
         check_reply(kind, message)  # before it is taken off: the end of the connection fails the call
@@ -139,7 +139,7 @@ class AgentPool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def call_all(self, kind: str, *, timeout_s: float = CALL_TIMEOUT_S, **fields: Any) -> list[Message]:
-        """Ask every member, in the order of the ranks; before there are any, everybody, in the order of the nodes.
+        """Ask every member, in the order of the ranks; before there are any, all agents, in the order of the nodes.
 
         Raises:
             AgentLost: one of them does not answer.
@@ -148,13 +148,13 @@ class AgentPool:
         return await asyncio.gather(*(link.call(kind, timeout_s=timeout_s, **fields) for link in links))
 
     def ping(self, **fields: Any) -> None:
-        """A sign of life to every agent that can be reached; none of them answers."""
+        """Send a sign of life to every agent that can be reached; there is no reply."""
         for link in self.links.values():
             if link.channel is not None:
                 link.channel.send({"kind": "ping", "id": UNANSWERED, **fields})
 
     async def tell_all(self, kind: str, *, timeout_s: float = TELL_TIMEOUT_S, **fields: Any) -> None:
-        """Ask every agent that can still be reached, member or not; the others are somebody else's finding."""
+        """Ask every agent that can still be reached, member or not; lost ones are detected elsewhere."""
         links = list(self.links.values())
         results: Sequence[Any] = await asyncio.gather(
             *(link.call(kind, timeout_s=timeout_s, **fields) for link in links), return_exceptions=True
@@ -165,7 +165,7 @@ class AgentPool:
 
     @staticmethod
     def drop(link: AgentLink) -> None:
-        """Hang up on an agent that counts as lost; nobody waits for its answers any more."""
+        """Disconnect an agent that counts as lost; pending calls to it fail."""
         link.dropped = True
         if link.channel is not None:
             link.channel.close()
@@ -187,7 +187,7 @@ class AgentPool:
         }
 
     def silent_for(self, seconds: float, now: float) -> list[AgentLink]:
-        """Agents that are connected, and were not heard of for so long."""
+        """Agents that are connected, and have not reported for so long."""
         return [link for link in self.links.values() if link.channel and now - link.last_heard > seconds]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -223,7 +223,7 @@ class AgentPool:
             self._strangers.forget(writer)
         old = self.links.get(link.node)
         if old is not None and not old.dropped and old.channel is not None and old.pid != link.pid:
-            # one that counted as lost, and was replaced: two would take the connection from each other for ever
+            # a lost agent that was replaced: the two would take the connection from each other for ever
             self._tell_refusal(f"{link.host} has another agent, process {old.pid}")
             channel.send({"kind": "shutdown", "id": UNANSWERED})
             return None

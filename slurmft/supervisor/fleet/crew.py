@@ -88,17 +88,17 @@ class Crew:
             await asyncio.sleep(LOOK_S)
 
     async def enlist(self, allowed: Sequence[str], over: asyncio.Event) -> list[AgentLink]:
-        """Who takes part in the next attempt, in the order of their ranks; waits for agents that are coming back.
+        """The agents of the next attempt, in the order of their ranks; waits for agents that are being restarted.
 
         Args:
             allowed: the job's nodes that may; empty for all.
-            over: nobody is wanted any more once it is set, and nobody changes.
+            over: once it is set no agent is needed, and the crew does not change any more.
 
         Raises:
             LaunchError: too few of them are there.
         """
         since_s = time.monotonic()
-        # whoever died together with the one that ended the last attempt is found out before it is counted on
+        # agents that died together with the one that ended the last attempt are detected before they are counted on
         await self.pool.tell_all("ping", timeout_s=self._config.fault_tolerance.agent_timeout_s)
         while isinstance(found := self.roster.next(allowed, waited_s=time.monotonic() - since_s), Wait):
             if over.is_set():
@@ -109,7 +109,7 @@ class Crew:
         self.pool.members = self.roster.take(found)
         for link in self.pool.links.values():
             if link.leaving and link not in self.pool.members:
-                with contextlib.suppress(AgentLost):  # it may go as soon as nothing of the run is on it
+                with contextlib.suppress(AgentLost):  # the node may be released as soon as nothing of the run is on it
                     await link.call("shutdown")
         return self.pool.members
 

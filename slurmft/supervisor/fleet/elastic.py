@@ -1,4 +1,4 @@
-"""When a running attempt is stopped, after a save, to go on with more nodes or without those that are taken back."""
+"""Resizing: stops a running attempt, after a save, to go on with more nodes or without nodes that are taken back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows a cloud's notice: a stop with its deadline, and nothing of the run on that node any more."""
+"""Handles a cloud's notice: a stop with its deadline, after which the run leaves that node."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Reclaimed:
-    """Listens to what agents report of their machines' clouds."""
+    """Collects the notices that agents report."""
 
     def __init__(self, config: RunConfig, start: Start, crew: Crew, stops: Stops, accuser: Accuser) -> None:
         self._config, self._start, self._crew = config, start, crew
@@ -31,7 +31,7 @@ class Reclaimed:
         """Nodes that are taken away."""
 
     def note(self, link: AgentLink, message: Message) -> None:
-        """Take in one notice, and act on it; one that says no more than perhaps is only held against the node."""
+        """Take in one notice, and act on it; one that announces no certain end only adds suspicion of the node."""
         what, ends, left_s = message["what"], message["ends"], message["left_s"]
         facts = {"node": link.host, "source": message["source"], "what": what, "ends": ends}
         self._start.journal.append(EventName.NOTICE, **facts, **({"left_s": round(left_s, 1)} if ends else {}))

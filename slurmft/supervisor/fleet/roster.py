@@ -1,4 +1,4 @@
-"""Which of a job's nodes can be counted on, over all attempts of its start; decided by ``policy.nodes.membership``."""
+"""Which of a job's nodes are usable, over all attempts of its start; decided by ``policy.nodes.membership``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Roster:
         self._last: tuple[str, ...] = ()
 
     def next(self, allowed: Collection[str], *, waited_s: float) -> Members | Wait | TooFew:
-        """Who takes part in the next attempt; ``allowed`` are the hosts of the job that may, none stands for all."""
+        """The members of the next attempt; ``allowed`` are the hosts of the job that may take part, empty for all."""
         return next_members(
             self._nodes(allowed), self._last, self.size, waited_s=waited_s, patience_s=REVIVAL_S
         )  # fmt: skip
@@ -67,7 +67,7 @@ class Roster:
         agent = Agent.LOST
         if link.channel is not None:
             agent = Agent.LIVING
-        elif link.node in self.returning or not link.dropped:  # it has hung up, and may be back at once
+        elif link.node in self.returning or not link.dropped:  # it has disconnected, and may be back at once
             agent = Agent.RETURNING
         is_barred = bool(allowed) and link.host not in allowed and not link.lender
         return Node(

@@ -1,4 +1,4 @@
-"""The end of an attempt's agents: told first, then by way of their srun, then by force."""
+"""Ending an attempt's agents: by a message first, then through their srun, then by force."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def grace_of_peers(end: WorkerEnd) -> float:
-    """Seconds that the others have after one worker ended, to say why they fail. Nobody waits for victims of a kill."""
+    """Seconds that the others have after one worker ended, to report why they fail. Victims of a kill get none."""
     if end.code in (EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED):
         return PEER_GRACE_S
     if end.code < 0:
@@ -43,7 +43,7 @@ async def kill_workers(pool: AgentPool, journal: Journal, reason: str) -> None:
 
 
 async def end_of_workers(pool: AgentPool, ends: Collection[int], *, per_node: int) -> None:
-    """Return when every worker has ended whose agent can tell, or LOST_S have passed; ``ends`` grows meanwhile."""
+    """Return when every worker of a reachable agent has ended, or LOST_S have passed; ``ends`` grows meanwhile."""
     deadline_s = time.monotonic() + LOST_S
 
     def told(place: int, link: AgentLink) -> bool:
@@ -58,15 +58,15 @@ async def end_of_workers(pool: AgentPool, ends: Collection[int], *, per_node: in
 async def end_agents(pool: AgentPool, processes: Sequence[asyncio.subprocess.Process], *, node_lost: bool) -> None:
     """Return when the agents and the processes that started them have ended, or cannot be ended.
 
-    A srun waits for the tasks of a lost node until Slurm has noticed, so with ``node_lost`` nobody waits for it.
+    A srun waits for the tasks of a lost node until Slurm has noticed, so with ``node_lost`` it is not waited for.
     """
     patience_s = LOST_S if node_lost else WIND_DOWN_S
     await pool.tell_all("shutdown")
     if not pool.complete.is_set():
-        for process in processes:  # agents on their way cannot be told
+        for process in processes:  # agents that are still starting cannot get the message
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
-    await pool.wait_until_gone(WIND_DOWN_S)  # even without their srun: a requeue must find nobody alive
+    await pool.wait_until_gone(WIND_DOWN_S)  # even without their srun: no agent may be alive at the requeue
     waits = [asyncio.create_task(process.wait()) for process in processes]
     if not waits:
         return

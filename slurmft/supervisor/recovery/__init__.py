@@ -1,1 +1,1 @@
-"""What follows a verdict: the decision in the journal, then the requeue, the successor, the nodes to avoid."""
+"""Actions after a verdict: the decision in the journal, then the requeue, the successor, the nodes to avoid."""

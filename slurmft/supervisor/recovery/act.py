@@ -1,4 +1,4 @@
-"""What follows a verdict: journal the decision, then act on it. A requeue ends the very process that asks for it."""
+"""Actions after a verdict: journal the decision, then act on it. A requeue ends the very process that asks for it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Ending:
     """Decides and acts on the end of one attempt.
 
     Args:
-        ends_at_s: monotonic time at which Slurm will have ended the job; None when nobody knows of an end.
+        ends_at_s: monotonic time at which Slurm will have ended the job; None when no end is known.
         dismiss: ends the agents; called once it is decided that no attempt follows with them.
         has_nodes: whether enough of them are left for another attempt.
     """
@@ -71,7 +71,7 @@ class Ending:
     def act_on(self, verdict: Verdict) -> int | None:
         """Decide, journal, act; returns the supervisor's exit code, or None when the run goes on in this allocation.
 
-        One that another start has replaced decides nothing for the run. Main thread only.
+        A start that another one has replaced decides nothing for the run. Main thread only.
         """
         if (owner := self._newer_owner()) is not None:
             return self._leave_to(owner)
@@ -92,7 +92,7 @@ class Ending:
         )
         if decision.action is Action.RESTART and self.cluster.lost and self._is_requeued():
             decision = replace(decision, action=Action.CONTINUE, reason=f"{verdict.reason}; Slurm has requeued the job")
-        # what the list says has a part in where the run goes on
+        # the exclusion list influences where the run goes on
         self._accuser.finish(verdict, wait=decision.action is not Action.RESTART)
         return self.follow(verdict, decision)
 
@@ -158,7 +158,7 @@ class Ending:
         return 0
 
     def _where_to(self, verdict: Verdict, decision: Decision, *, may_stay: bool) -> Decision:
-        """The decision, as far as there are nodes for it. What may not go on here, and cannot elsewhere, ends."""
+        """The decision, as far as there are nodes for it. A run that may not go on here, and cannot elsewhere, ends."""
         if not isinstance(self.cluster, SlurmCluster):
             if verdict.cause is Cause.RECLAIMED:
                 reason = f"{verdict.reason}; there is no queue to go on through: start it again elsewhere"
@@ -192,12 +192,12 @@ class Ending:
         return decision
 
     def _undecided(self, verdict: Verdict) -> list[str]:
-        """Suspects of an earlier end, of which this attempt has not shown anything."""
+        """Suspects of an earlier end that this attempt has not cleared or confirmed."""
         return [] if verdict.progressed else sorted(duty_of(self.start.history).undecided)
 
     def _without_others(self, verdict: Verdict, decision: Decision, why: str) -> Decision:
         gpus = {suspect.gpu for suspect in verdict.suspects}
-        if all(gpus) and not gpus <= duty_of(self.start.history).gpus:  # each node's agent finds out whether it can
+        if all(gpus) and not gpus <= duty_of(self.start.history).gpus:  # each node's agent checks whether it can
             self._note(EventName.AVOIDING_GPUS, gpus=sorted(gpus), reason=why)
             return replace(decision, elsewhere=False, reason=f"{decision.reason}; on other GPUs, since {why}")
         if verdict.cause is Cause.VALIDATION_FAILED:
@@ -214,7 +214,7 @@ class Ending:
 
     def _continue(self, verdict: Verdict, decision: Decision) -> int | None:
         claim = self.run.ending(self.cluster.attempt)
-        # a run folder that cannot tell stops nobody: requeueing twice is as good as once
+        # an unreadable run folder must not block this: requeueing twice is as good as once
         if in_folder(self.start, lambda: claim.take(f"{SUPERVISOR}{os.uname().nodename}")) is False:
             if self._was_continued(verdict):
                 reason = "the end of this attempt was acted on already"
@@ -267,7 +267,7 @@ class Ending:
 
 
 LONGEST_RESTART_S = 10.0
-"""Nodes that wait cost more than nodes that another job has meanwhile."""
+"""Idle nodes that the run keeps cost more than nodes that another job uses meanwhile."""
 
 LOOK_S = 0.05
 

@@ -1,4 +1,4 @@
-"""Which nodes a placement avoids: the exclusion list, what Slurm says of its nodes, and what the request can bear."""
+"""Which nodes a placement avoids: by the exclusion list, Slurm's node states, and what the request can spare."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ OFF_SLURM = "local"
 """Name of the cluster where there is none."""
 
 _TOO_MANY = "node configuration is not available"
-"""sbatch's words where it may be the excluded nodes that make it refuse."""
+"""Messages of sbatch when excluded nodes may be the reason for a refusal."""
 
 LIST_S = 5.0
-"""How long the list's filesystem may keep a submission."""
+"""How long the list's filesystem may delay a submission."""
 
 _TOLD = 100
-"""Nodes whose reasons stand in the journal."""
+"""Nodes whose reasons are in the journal."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Avoidance:
-    """What is avoided, what is not although it should be, and why."""
+    """Nodes that are avoided, nodes that should be but are not, and why."""
 
     nodes: tuple[str, ...] = ()
     """Sorted. Slurm knows every one of them."""
@@ -57,11 +57,11 @@ class Avoidance:
     """``nodes`` in the order in which they would be given up."""
 
     problem: str = ""
-    """Why the list, or Slurm, could not be read; then nothing is avoided but what a damaged list still tells."""
+    """Why the list, or Slurm, could not be read; then only the readable part of a damaged list is avoided."""
 
     @property
     def is_silent(self) -> bool:
-        """There is nothing to say: nothing is avoided, and nothing should be."""
+        """Nothing to report: no node is avoided, and none should be."""
         return not (self.nodes or self.dropped or self.unknown or self.problem)
 
     def as_event(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Avoidance:
         }
 
     def lines(self) -> list[str]:
-        """What there is to say, one line each; nothing when nothing is avoided and nothing was dropped."""
+        """The findings, one line each; none when no node is avoided and none was dropped."""
         said = []
         if self.problem:
             what = "not every node that should be is avoided" if self.nodes else "no node is avoided"
@@ -109,16 +109,16 @@ def to_avoid(
     asked_for: Collection[str] = (),
     known: Sequence[NodeRecord] | None = None,
 ) -> Avoidance:
-    """The nodes that a job of ``nodes_needed`` nodes in ``partition`` should avoid, as far as it can bear that.
+    """The nodes that a job of ``nodes_needed`` nodes in ``partition`` should avoid, as far as it can spare them.
 
-    Asks Slurm once. ``suspects`` of an undecided rerun are avoided in this placement only: they give way last, and are
-    not bound by ``max_excluded_fraction``. ``partition`` may name several, or be None for the default one;
+    Asks Slurm once. ``suspects`` of an undecided rerun are avoided in this placement only: they are dropped last, and
+    do not count for ``max_excluded_fraction``. ``partition`` may name several, or be None for the default one;
     ``excluded_anyway`` is what the request excludes by itself, ``asked_for`` what it names in its nodelist; ``known``
     spares the question to Slurm.
 
     Raises:
-        SlurmUnavailable: Slurm did not answer. Silence is not health: what is free or known is not known, so pass on no
-            name of the list. Nodes of the job's own allocation, such as its suspects, are known without asking.
+        SlurmUnavailable: Slurm did not answer. Which nodes are free or known is unknown then, so pass on no name of the
+            list. Nodes of the job's own allocation, such as its suspects, are known without asking.
         SlurmError: Slurm refused.
     """
     candidates = _candidates(exclusions, suspects, rules or Rules(), time.time() if now is None else now)
@@ -170,21 +170,21 @@ def _places(records: Sequence[NodeRecord], partition: str | None, excluded_anywa
 
 
 def excluded_by_user(config: RunConfig, options: Mapping[str, Any]) -> frozenset[str]:
-    """Nodes that the user excludes from a new job; what stands behind ``--`` replaces what the configuration says."""
+    """Nodes that the user excludes from a new job; options behind ``--`` replace those of the configuration."""
     return _names([options.get("exclude", config.slurm.exclude)])
 
 
 def for_submission(
     config: RunConfig, options: Mapping[str, Any], environment: Mapping[str, str], suspects: Collection[str] = ()
 ) -> Avoidance:
-    """What a new job of this run avoids; ``options`` are sbatch's from behind ``--``, ``suspects`` the run's own.
+    """Nodes that a new job avoids; ``options`` are sbatch's from behind ``--``, ``suspects`` the run's own.
 
-    Never stands in the way: a list that cannot be read, or a Slurm that does not answer, is a problem that is told.
+    Never blocks a submission: a list that cannot be read, or a Slurm that does not answer, is only reported.
     """
     given = {**(config.slurm.model_extra or {}), **{key.replace("-", "_"): value for key, value in options.items()}}
     if "clusters" in given:
         return Avoidance(problem="the job goes to another cluster than the list is of")
-    # as for sbatch: its command line beats its variables, and these beat the script
+    # as for sbatch: its command line overrides its variables, and these override the script
     partition = options.get("partition") or environment.get("SBATCH_PARTITION") or config.slurm.partition
     try:
         exclusions = FolderThread().call(lambda: _read_and_tidy(config, environment), timeout_s=LIST_S)
@@ -211,7 +211,7 @@ def _read_and_tidy(config: RunConfig, environment: Mapping[str, str]) -> Exclusi
 
 
 def _names(hostlists: Sequence[Any]) -> frozenset[str]:
-    """The nodes in options that the user wrote; what sbatch will not understand either names none."""
+    """The nodes in options that the user wrote; none where sbatch could not parse them either."""
     found: set[str] = set()
     for text in hostlists:
         try:
@@ -222,13 +222,13 @@ def _names(hostlists: Sequence[Any]) -> frozenset[str]:
 
 
 def submitted(avoidance: Avoidance, submit: Callable[[frozenset[str]], str]) -> tuple[str, Avoidance]:
-    """What ``submit`` returns, and what it avoids in the end.
+    """The result of ``submit``, and the nodes that the job avoids in the end.
 
-    Slurm may know of the request what we do not, such as features of nodes, and refuse because of the excluded ones:
+    Slurm may know more about the request, such as features of nodes, and refuse because of the excluded ones:
     then the weaker half of them is dropped, and again.
 
     Raises:
-        SlurmError: whatever ``submit`` raises with nothing left to drop, or for another reason.
+        SlurmError: the error of ``submit`` with nothing left to drop, or for another reason.
     """
     while True:
         try:
@@ -255,7 +255,7 @@ def _halved(avoidance: Avoidance) -> Avoidance:
 
 
 def exclusion_list(config: RunConfig, environment: Mapping[str, str]) -> ExclusionList:
-    """The list that this configuration means, on the cluster around us.
+    """The exclusion list of this configuration, for the current cluster.
 
     Raises:
         SlurmUnavailable: the cluster's name is not known, and is needed.
@@ -279,7 +279,7 @@ def list_path(path: Path | None, environment: Mapping[str, str]) -> Path:
     try:
         root = Path(state) if state.startswith("/") else Path.home() / ".local" / "state"
     except RuntimeError as error:
-        raise StorageError("nobody knows where your home folder is", hint="set exclusions.path, or HOME") from error
+        raise StorageError("your home folder cannot be determined", hint="set exclusions.path, or HOME") from error
     return root / "slurmft" / f"exclusions-{cluster}.json"
 
 

@@ -23,13 +23,13 @@ from slurmft.supervisor.start import Start
 
 EVERY_S = 10.0
 LIST_S = 5.0
-"""How long the exclusion list's filesystem may keep the end of an attempt."""
+"""How long the exclusion list's filesystem may delay the end of an attempt."""
 
 log = logging.getLogger(__name__)
 
 
 class Accuser:
-    """Hands a run's evidence in, each piece once. In a thread of its own: nobody waits for a list that stalls."""
+    """Hands a run's evidence in, each piece once. In a thread of its own, so that a list that stalls blocks nothing."""
 
     def __init__(self, config: RunConfig, start: Start) -> None:
         self._config, self._run, self._journal = config, start.run, start.journal
@@ -47,7 +47,7 @@ class Accuser:
         """This attempt's."""
 
     async def watch(self) -> None:
-        """Hand in what workers write while they go on; a transient error must not wait for the end of the run."""
+        """Hand in what running workers write; a transient error must not wait for the end of the run."""
         while True:
             await asyncio.wrap_future(self._thread.submit(self._collect))
             await asyncio.sleep(EVERY_S)
@@ -57,7 +57,7 @@ class Accuser:
         self._thread.submit(lambda: self._hand_in(evidence, str(self._attempt)))
 
     def finish(self, verdict: Verdict, *, wait: bool = True) -> None:
-        """Hand in the rest, and what the verdict itself says of its suspects. What cannot be, later starts try."""
+        """Hand in the rest, and what the verdict itself says of its suspects. Later starts retry what fails."""
 
         def work() -> None:
             self._collect()
@@ -81,7 +81,7 @@ class Accuser:
             del self._waiting[0]
 
     def _convict(self, verdict: Verdict) -> None:
-        """What is held against the suspects, unless their own evidence has said it."""
+        """Observations of the suspects, unless their own evidence contains them."""
         added = held_against(verdict, self._own, at=time.time())[len(self._own) :]
         self._hand_in(added, str(self._attempt))
 
@@ -92,7 +92,7 @@ class Accuser:
         where = str(self._run.verdicts / file) if file else ""
         observations = [observed(each, source=attempt, run=run, job=job, where=where) for each in evidence]
         try:
-            if not self._is_local:  # a machine of one's own is on no list
+            if not self._is_local:  # a local machine is on no list
                 self._list = self._list or avoided_nodes.exclusion_list(self._config, os.environ)
                 self._list.observe(observations)
         except (StorageError, SlurmError, OSError) as error:

@@ -1,4 +1,4 @@
-"""The run's journal as a history of failures: how often work was lost, and how long how many nodes were at work."""
+"""The run's journal as a history of failures: how often work was lost, and the node-time of training."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MAX_NODES = 1 << 20
 
 
 def history_of(events: Iterable[Event], nproc_per_node: int) -> FailureHistory:
-    """Failures that lost work, and node-seconds of training, as the journal tells them.
+    """Failures that lost work, and node-seconds of training, from the journal.
 
-    A failure is an end that nobody planned, after at least one step, or a stop that came to nothing. An attempt without
+    A failure is an unplanned end after at least one step, or a planned stop that saved nothing. An attempt without
     a verdict counts until its newest event. Times of one attempt are of one clock, that of its supervisor.
     """
     began: dict[str, tuple[float, int]] = {}
@@ -38,7 +38,7 @@ def history_of(events: Iterable[Event], nproc_per_node: int) -> FailureHistory:
 
 
 def facts_for_workers(history: Sequence[Event], config: RunConfig, *, nodes: int) -> dict[str, Any]:
-    """What the workers of the next attempt, on ``nodes``, are told of what the run has been through."""
+    """Facts of the run's history for the workers of the next attempt, on ``nodes``."""
     seen = history_of(history, config.nproc_per_node)
     return {"batch_divisor": batch_divisor_of(history), "mtbf_s": round(mtbf_s(seen, nodes), 1)}
 

@@ -41,7 +41,7 @@ def settle(config: RunConfig, start: Start) -> tuple[Verdict, Decision] | None:
     cluster = start.cluster
     if not isinstance(cluster, SlurmCluster):
         return None
-    cluster.nodes = ()  # those of the attempt before, whose reasons may be gone
+    cluster.nodes = ()  # those of the last attempt, whose reasons may be gone
     duty = duty_of(start.history)
     allocated = cluster.present()
     excluded = to_keep_off(
@@ -66,7 +66,7 @@ def settle(config: RunConfig, start: Start) -> tuple[Verdict, Decision] | None:
 def _escape(
     suspects: frozenset[str], excluded: frozenset[str], duty: Duty, start: Start
 ) -> tuple[Verdict, Decision] | None:
-    """Placed on a node that was to be kept away from: once more, and after MAX_ESCAPES times in a row not any more."""
+    """Placed on a node to be avoided: move again, at most MAX_ESCAPES times in a row."""
     nodes = sorted(suspects | excluded)
     start.journal.append(EventName.EXCLUSION_ESCAPED, nodes=nodes, suspects=sorted(suspects), times=duty.escapes + 1)
     log.warning("placed on %s, which the run was to keep off (time %d)", ", ".join(nodes), duty.escapes + 1)
@@ -85,6 +85,6 @@ def _escape(
 
 
 def _why_elsewhere(history: Sequence[Event]) -> Cause:
-    """The cause for which the run was last told to go on elsewhere."""
+    """The cause of the newest decision to go on elsewhere."""
     causes = [event.details.get("cause") for event in history if event.event == EventName.VERDICT]
     return Cause(causes[-1]) if causes and causes[-1] in _MOVING else Cause.RERUN_ELSEWHERE

@@ -1,4 +1,4 @@
-"""Keeping a run away from nodes: where it may not be placed next, and whether where it was placed is elsewhere."""
+"""Keeping a run away from nodes: which nodes its next placement must avoid, and whether its placement avoids them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """What the next placement of a job excludes."""
+    """The excluded nodes of a job's next placement."""
 
     excluded: frozenset[str]
     """All of the job's excluded nodes: its user's own and ours. An update replaces the ones it has."""
@@ -53,7 +53,7 @@ class Placement:
 
 
 def read_exclusions(config: RunConfig) -> Exclusions | None:
-    """The exclusion list; None, with a warning, when it cannot be read: no list is worth a run."""
+    """The exclusion list; None, with a warning, when it cannot be read: the run goes on without it."""
     thread = FolderThread()  # its filesystem may be another one than the run folder's
     try:
         return thread.call(lambda: _read_whole(config), timeout_s=LIST_S)
@@ -72,9 +72,9 @@ def _read_whole(config: RunConfig) -> Exclusions:
 def next_placement(
     config: RunConfig, *, partition: str, job: OwnJob | None, history: Sequence[Event], suspects: Sequence[str]
 ) -> Placement | None:
-    """Where the run's next placement must not be; None where there is nothing to say and nothing to take back.
+    """The nodes that the run's next placement must avoid; None where there are none, and none to take back.
 
-    When Slurm does not tell about its nodes, only the suspects are excluded: they were in an allocation, so Slurm knows
+    When Slurm does not report its nodes, only the suspects are excluded: they were in an allocation, so Slurm knows
     their names, and one unknown name would make it refuse all of them.
     """
     exclusions = read_exclusions(config)
@@ -85,7 +85,7 @@ def next_placement(
     own = named.excluded
     try:
         found = _to_avoid(config, exclusions, partition=partition, suspects=wanted, named=named)
-        if _kept(found, suspects):  # what it has left before must not cost it what it leaves now
+        if _kept(found, suspects):  # nodes left earlier must not prevent it from leaving these
             found = _to_avoid(config, exclusions, partition=partition, suspects=suspects, named=named)
     except (SlurmError, StorageError) as error:
         log.warning("only the suspects are avoided: %s", error.what)
@@ -98,7 +98,7 @@ def _id_of(job: OwnJob | None) -> str | None:
 
 
 def _kept(found: Avoidance, suspects: Sequence[str]) -> str:
-    """Which of them are not avoided, and why; empty when all are. One that the job cannot get to need not be."""
+    """Which of them are not avoided, and why; empty when all are. A node that the job cannot get need not be."""
     return "; ".join(f"{drop.node}: {drop.reason}" for drop in found.dropped if drop.node in suspects)
 
 
@@ -159,7 +159,7 @@ def excluded_now(config: RunConfig, exclusions: Exclusions | None) -> frozenset[
 
 
 def expanded(hostlist: object) -> frozenset[str]:
-    """The nodes in a hostlist that somebody wrote; none where it is not one."""
+    """The nodes in a hostlist from outside; none where it is not one."""
     try:
         return frozenset(expand(str(hostlist))) if hostlist else frozenset()
     except ValueError:
@@ -167,7 +167,7 @@ def expanded(hostlist: object) -> frozenset[str]:
 
 
 def all_busy(config: RunConfig, partition: str, allocated: Collection[str], avoid: Collection[str]) -> str:
-    """Why the run could not begin elsewhere at once; empty when it could, or when nobody knows.
+    """Why the run could not begin elsewhere at once; empty when it could, or when that is unknown.
 
     Its own nodes are free as soon as it leaves them.
     """
@@ -187,7 +187,7 @@ def to_keep_off(
 ) -> frozenset[str]:
     """Allocated nodes that the exclusion list excludes, as far as the run could be placed without them.
 
-    By the same measure as ``next_placement``: one that cannot be kept away from has not escaped.
+    By the same rules as ``next_placement``: a node that cannot be avoided does not count.
     """
     exclusions = read_exclusions(config)
     if not set(allocated) & excluded_now(config, exclusions):
@@ -197,7 +197,7 @@ def to_keep_off(
         named = named_by_user(config, job=job, history=history)
         found = _to_avoid(config, exclusions, partition=partition, suspects=suspects, named=named)
     except (SlurmError, StorageError) as error:
-        log.warning("Slurm does not tell about its nodes, so the run stays where it is: %s", error.what)
+        log.warning("Slurm does not report its nodes, so the run stays where it is: %s", error.what)
         return frozenset()
     return frozenset(allocated) & set(found.nodes)
 
@@ -206,7 +206,7 @@ def ours(history: Sequence[Event], job: str | None = None) -> frozenset[str]:
     """Nodes that the run has excluded by itself since its user submitted it, rather than the user.
 
     Args:
-        job: the one that is asked about; None: the newest that ``history`` tells of.
+        job: the job in question; None: the newest one in ``history``.
     """
     chain = since_submission(history, job)
     added = [expanded(event.details.get("nodes")) for event in chain if event.event == EventName.AVOIDING]
@@ -215,7 +215,7 @@ def ours(history: Sequence[Event], job: str | None = None) -> frozenset[str]:
 
 
 def since_submission(history: Sequence[Event], job: str | None = None) -> Sequence[Event]:
-    """What has happened since a person last submitted the run; nothing where ``job`` came from a plain sbatch."""
+    """The events since a user last submitted the run; nothing where ``job`` came from a plain sbatch."""
     first, newest, announced = 0, None, False
     for index, event in enumerate(history):
         if event.event == EventName.SUBMITTING:
@@ -232,7 +232,7 @@ def since_submission(history: Sequence[Event], job: str | None = None) -> Sequen
 
 
 def left(history: Sequence[Event]) -> frozenset[str]:
-    """Nodes that the run has moved away from, and that were not acquitted since: it does not go back by chance."""
+    """Nodes that the run has moved away from, and that were not acquitted since: it must not return to them."""
     nodes: set[str] = set()
     for event in history:
         facts = event.details
@@ -245,22 +245,22 @@ def left(history: Sequence[Event]) -> frozenset[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Duty:
-    """Nodes that the run was to go on without, as its journal has it."""
+    """Nodes that the run must go on without, according to its journal."""
 
     nodes: frozenset[str] = frozenset()
     undecided: frozenset[str] = frozenset()
     """These, and those of an earlier demand, until new steps are saved without them: an attempt that is preempted
-    before it has computed anything again has decided nothing."""
+    before it has computed anything again proves nothing."""
 
     gpus: frozenset[str] = frozenset()
-    """UUIDs of GPUs that it was to go on without, on whatever node."""
+    """UUIDs of GPUs that it must go on without, on any node."""
 
     escapes: int = 0
     """Times in a row that it was placed on one of them all the same."""
 
 
 def duty_of(history: Sequence[Event]) -> Duty:
-    """What the newest decision demands of the placement that follows it."""
+    """The demands of the newest decision on the placement that follows it."""
     none: frozenset[str] = frozenset()
     nodes, undecided, inconclusive, gpus, escapes = none, none, none, none, 0
     for event in history:
@@ -304,7 +304,7 @@ def choose(allocated: Sequence[str], avoid: frozenset[str], needed: int) -> tupl
 
 
 def without_other_gpus(hosts: Sequence[str], gpus: Collection[str]) -> Verdict:
-    """What ends an attempt on ``hosts``, which cannot prove to have enough GPUs beside these suspect ones."""
+    """The verdict of an attempt on ``hosts``, which cannot prove to have enough GPUs beside these suspect ones."""
     return Verdict(
         cause=Cause.RERUN_ELSEWHERE,
         reason=f"{', '.join(hosts)} cannot prove to have enough GPUs beside the suspect ones",

@@ -1,4 +1,4 @@
-"""Checkpoints from which runs die: what the journal knows of them, and the mark that keeps the run from them."""
+"""Checkpoints from which runs die: their record in the journal, and the mark that quarantines them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Poisoning:
         earlier = [event for event in self._start.history if event.attempt != attempt]
         trials = [*trials_of(earlier), newest]
         if newest.committed and all(trial.checkpoint != newest.checkpoint for trial in trials[:-1]):
-            return None  # as it should be, and no news
+            return None  # as expected, and not new
         self._start.journal.append(
             EventName.CHECKPOINT_TRIED, checkpoint=newest.checkpoint, cause=newest.cause, nodes=sorted(newest.nodes),
             committed=newest.committed,
@@ -69,7 +69,7 @@ class Poisoning:
         from_scratch = self._config.fault_tolerance.poison_from_scratch
         names = in_folder(self._start, lambda: usable(directory))
         if names is None:
-            return None  # the folder does not tell; the next death asks again
+            return None  # the folder cannot be read; the next failure asks again
         left = [name for name in names if name != trial.checkpoint]
         if not left and not from_scratch:
             why = "there is no other checkpoint, and fault_tolerance.poison_from_scratch is false"
@@ -90,7 +90,7 @@ def _written(checkpoint: Path, mark: Quarantine) -> bool:
 
 
 def trials_of(history: Sequence[Event]) -> list[Trial]:
-    """Trials that the journal tells of, oldest first; what is damaged in it is left out."""
+    """Trials in the journal, oldest first; damaged entries are left out."""
     found = []
     for event in history:
         facts = event.details

@@ -1,5 +1,5 @@
-"""What a run can change about itself before it is tried again: a smaller micro-batch after one that did not fit, an
-older checkpoint after one from which it dies."""
+"""Changes of a run before it is tried again: a smaller micro-batch after one that did not fit, an older checkpoint
+after one from which it dies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def batch_divisor_of(history: Sequence[Event]) -> int:
-    """In how many pieces the workers of the next attempt compute each micro-batch."""
+    """The number of pieces in which the workers of the next attempt compute each micro-batch."""
     return divisor_in(event.details.get("divisor") for event in history if event.event == EventName.BATCH_REDUCED)
 
 

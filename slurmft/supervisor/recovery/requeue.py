@@ -1,4 +1,4 @@
-"""How a run goes on in Slurm: this job through the queue once more, or a successor. Elsewhere, where that is asked."""
+"""How a run goes on in Slurm: a requeue of this job, or a successor; on other nodes, where that is asked."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Continuation:
     """Makes a job's run go on. Call its methods with signals ignored: a requeue signals its caller.
 
     Args:
-        ends_at_s: monotonic time at which Slurm will have ended the job; None when nobody knows of an end.
+        ends_at_s: monotonic time at which Slurm will have ended the job; None when no end is known.
         placement: where it must not go on; None leaves the job's excluded nodes alone.
-        retry_delay_s: what a requeue waits in addition.
+        retry_delay_s: additional delay of a requeue.
     """
 
     def __init__(
@@ -66,7 +66,8 @@ class Continuation:
         how = self._config.preemption.continue_by
         outside = self._cluster.why_ending()
         if outside is not None and outside[0] in (Cause.REQUEUED, Cause.CANCELLED):
-            # somebody was faster: a second requeue would be one too many, and a cancelled run must stay cancelled
+            # another process requeued the job first: a second requeue must not follow, and a cancelled run must stay
+            # cancelled
             self._journal.append(EventName.LEFT_TO_SLURM, reason=outside[1])
             if outside[0] is Cause.REQUEUED:
                 self._place()
@@ -87,9 +88,9 @@ class Continuation:
         return ""
 
     def begin_after_another(self) -> bool:
-        """Whether the job is in the queue again, or cancelled, by somebody else.
+        """Whether another process has requeued or cancelled the job.
 
-        The one who requeued it was killed then, perhaps with a begin time that is over before we end.
+        The process that requeued it may have been killed before it could set a begin time that lies after our end.
         """
         outside = self._cluster.why_ending()
         if outside is not None and outside[0] is Cause.REQUEUED:
@@ -97,7 +98,7 @@ class Continuation:
         return outside is not None and outside[0] in (Cause.REQUEUED, Cause.CANCELLED)
 
     def _began_to_resubmit(self) -> bool:
-        """Whether a supervisor in whose place we act was killed in the middle of it: a requeue would come on top."""
+        """Whether an earlier supervisor was killed while it submitted a successor: a requeue must not follow then."""
         mine = str(self._cluster.attempt)
         return any(event.event == EventName.RESUBMITTING and event.attempt == mine for event in self._start.history)
 
@@ -132,14 +133,14 @@ class Continuation:
         return "requeued"
 
     def _give_back(self, lost: frozenset[str]) -> bool:
-        """Whether the job was shrunk to its living nodes: one that Slurm holds for alive would hold up the requeue."""
+        """Whether the job was shrunk to its living nodes: a node that Slurm believes alive would delay the requeue."""
         nodes = [node for node in expand(self._cluster.job.nodes) if node not in self._cluster.given_back]
         living = [node for node in nodes if node not in lost]
         if len(living) == len(nodes) or not living or nodes[0] in lost:  # the first one is the batch host
             return False
         try:
             queueing.shrink(self._cluster.own, living)
-        except SlurmError as error:  # Slurm has noticed by itself, or does not answer: then it takes its own time
+        except SlurmError as error:  # Slurm has noticed by itself, or does not answer
             self._journal.append(EventName.NOT_SHRUNK, reason=error.what)
             return False
         self._cluster.given_back |= lost
@@ -147,7 +148,7 @@ class Continuation:
         return True
 
     def _place(self) -> None:
-        """Spare a job that Slurm requeues its two minutes; other nodes' processes need a moment more to be gone."""
+        """Set a begin time for a job that Slurm requeues, to save two minutes; other nodes' processes end later."""
         job, delay_s = self._cluster.own, self._config.preemption.requeue_delay_s + OTHERS_END_S
         delay_s = delay_that_holds(delay_s, past_requeues(self._start.history, job.job_id))
         done = queueing.place(job, delay_s, avoid=self._avoid)
@@ -220,7 +221,7 @@ class Continuation:
         return in_queue[-1] if in_queue else None
 
     def _patience_s(self) -> float:
-        """How long Slurm may be silent: until the job's time is up, where that is known."""
+        """How long to wait for Slurm's answer: until the job's time is up, where that is known."""
         if self._ends_at_s is None:
             return SLURM_PATIENCE_S
         return max(slurm.PATIENCE_S, self._ends_at_s - time.monotonic())
@@ -255,14 +256,14 @@ def past_requeues(history: Iterable[Event], job_id: str) -> list[tuple[int, floa
 
 
 def restart_of(event: Event) -> tuple[str, int]:
-    """Job and restart of the writer; ("", 0) where a person wrote it."""
+    """Job and restart of the writer; ("", 0) where a user wrote it."""
     job, _, rest = event.attempt.partition(".")
     count = rest.partition(".")[0]
     return (job, int(count)) if count.isdecimal() else ("", 0)
 
 
 def in_folder(start: Start, work: Callable[[], Any]) -> Any:
-    """What ``work`` returns; None when the run folder does not let it, which must not keep anybody from acting."""
+    """What ``work`` returns; None when the run folder fails, which must not block what follows."""
     try:
         return start.thread.call(work, timeout_s=FLUSH_S)
     except (StorageError, OSError) as error:

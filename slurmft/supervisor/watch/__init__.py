@@ -1,1 +1,1 @@
-"""What the supervisor sees while an attempt runs: hangs, stragglers, saves."""
+"""What the supervisor monitors while an attempt runs: hangs, stragglers, saves."""

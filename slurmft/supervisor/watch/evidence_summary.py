@@ -1,4 +1,4 @@
-"""What the journal's newest look at the ranks says, for people: culprit and victims apart, and where the files lie."""
+"""The journal's newest look at the ranks, for people: culprits, victims, and where the files lie."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from slurmft.storage.journal import Event
 """Its name in the journal."""
 
 MAX_SHOWN = 8
-"""Culprits that are told in full."""
+"""Culprits that are shown in full."""
 
 
 def look_told(events: Sequence[Event]) -> list[tuple[str, str]]:
-    """Names and texts, the attempt first; empty where nobody ever had to be looked at.
+    """Names and texts, the attempt first; empty where there was no look at the ranks.
 
     The journal may be damaged or of a newer slurmft: what does not fit is left out.
     """

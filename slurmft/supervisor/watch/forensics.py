@@ -2,7 +2,7 @@
 
     await take_evidence(pool, journal, folder)      # then kill
 
-It never raises and never takes longer than it may: whoever does not answer is a finding, not a failure.
+It never raises and never exceeds its time limits: a node that does not answer is a finding, not a failure.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROUND_TRIP_S = 0.5
 """Beyond that, how long an agent's reply may take."""
 
 MAX_LINES = 32
-"""Ranks that the journal tells of; the others are in the files."""
+"""Ranks that the journal names; the others are in the files."""
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +52,12 @@ async def take_evidence(
     within_s: float = EVIDENCE_S,
     dumps_within_s: float = 0.0,
 ) -> Blame:
-    """Have every agent that can be reached look at its workers, and note who it was.
+    """Have every agent that can be reached look at its workers, and journal the culprits.
 
     Args:
-        per_node: ranks of each node, so that those of nodes that do not answer can be told.
+        per_node: ranks of each node, so that those of nodes that do not answer can be named.
         ends: the workers that have ended, in that order.
-        overdue: ranks whose section is open for too long, with the words of that finding.
+        overdue: ranks whose section is open for too long, with the text of that finding.
         dumps_within_s: HANG_DUMPS_S where collectives hang; 0 does not wait for flight recorders.
     """
     began = time.monotonic()
@@ -71,7 +71,7 @@ async def take_evidence(
         else:
             found |= {facts["rank"]: (_summary(facts, link.host), facts) for facts in reply}
     summaries = with_ends([summary for summary, _ in found.values()], ends)
-    # what has ended by itself is told of by its end, wherever its node is now
+    # a rank that has ended by itself is described by its end, even if its node is gone now
     lost = {rank: node for rank, node in lost.items() if rank not in {end.rank for end in ends}}
     stuck = stuck_collectives(_records(found))
     verdict = blame(summaries, lost=lost, overdue=overdue, absent=absent_ranks(stuck))
@@ -82,7 +82,7 @@ async def take_evidence(
 
 
 def _records(found: Mapping[int, tuple[Summary, Mapping[str, Any]]]) -> dict[int, list[Progress]]:
-    """What the flight recorders of these ranks say; without those that have none, or that we killed."""
+    """The flight recorders' records of these ranks; without those that have none, or that we killed."""
     told = {rank: facts.get("collectives") or () for rank, (summary, facts) in found.items() if not summary.killed}
     return {rank: [from_json(each) for each in groups] for rank, groups in told.items() if groups}
 
@@ -117,7 +117,7 @@ def _summary(facts: Mapping[str, Any], node: str) -> Summary:
 
 
 def ended_by_watchdog(ends: Iterable[WorkerEnd]) -> bool:
-    """Whether torch's watchdog may have ended one of them: the others are about to write what they know."""
+    """Whether torch's watchdog may have ended one of them: the others are about to write their records."""
     return any(end.code == -signal.SIGABRT and not end.killed for end in ends)
 
 
@@ -135,7 +135,7 @@ def with_ends(summaries: Sequence[Summary], ends: Sequence[WorkerEnd]) -> list[S
 
 
 def as_event(found: Blame, summaries: Sequence[Summary], facts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """What the journal tells: culprits with their stacks, victims by what they do, and a line for each rank.
+    """The journal's entry: culprits with their stacks, victims by what they do, and a line for each rank.
 
     Bounded, however many ranks there are: of those that are alike in what they do, some are named.
     """

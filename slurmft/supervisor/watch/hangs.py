@@ -1,4 +1,4 @@
-"""The supervisor's side of hang detection: who is to blame when an agent says that a rank hangs; and learned limits."""
+"""The supervisor's side of hang detection: the culprit when an agent reports that a rank hangs; and learned limits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from slurmft.supervisor.grace import workload_of
 from slurmft.supervisor.start import Start
 
 LOOK_TIMEOUT_S = 2.0
-"""How long to wait for the other agents' word; a node that does not answer is not accused of anything."""
+"""How long to wait for the other agents' answers; a node that does not answer is not accused of anything."""
 
 SAMPLE_S = 10.0
 """One sample of each section in so much time: the longest of all ranks."""
@@ -58,10 +58,10 @@ class Hangs:
         self._begun = False
         self._limits: dict[str, float] | None = None
         self.found: Hang | None = None
-        """Who hangs; None as long as nobody does."""
+        """The hung rank; None as long as none hangs."""
 
     async def recall(self) -> None:
-        """Read what earlier attempts have left; a run folder that does not answer has left nothing."""
+        """Read the learned limits of earlier attempts; none where the run folder does not answer."""
         if self._settings.calc_ft_timeouts:
             future = self._start.thread.submit(lambda: ft_state.read(self._start.run.path, self._workload))
             try:
@@ -70,7 +70,7 @@ class Hangs:
                 log.warning("the learned timeouts could not be read within %.0f s", LOOK_TIMEOUT_S)
 
     def limits(self) -> dict[str, float]:
-        """What has been learned, for the agents; by section."""
+        """The learned limits, for the agents; by section."""
         if not self._settings.calc_ft_timeouts:
             return {}
         if self._limits is None:
@@ -106,7 +106,7 @@ class Hangs:
             log.warning("the learned timeouts were not written: %s", getattr(error, "what", error))
 
     async def investigate(self, link: AgentLink, message: Message) -> Hang | None:
-        """Who is to blame for the hang that this agent reports; None where one is being dealt with already."""
+        """Find the culprit of the hang that this agent reports; None where one is being handled already."""
         if self._begun:
             return None
         self._begun = True
@@ -123,11 +123,11 @@ class Hangs:
 
     @property
     def overdue(self) -> Mapping[int, str]:
-        """In words, each limit that was exceeded, by rank; empty as long as nobody hangs."""
+        """In words, each limit that was exceeded, by rank; empty as long as no rank hangs."""
         return self.found.overdue if self.found is not None else {}
 
     def narrow(self, blame: Blame) -> None:
-        """Where the pages did not tell whose fault it is, the stacks may have."""
+        """Where the pages did not show the culprit, the stacks may."""
         if self.found is not None and len(blame.culprits) == 1:
             one = blame.culprits[0]
             self.found = narrowed(self.found, one.rank, one.node, one.reason)
@@ -157,7 +157,7 @@ class Hangs:
 def doubtful_in(history: Sequence[Event], configured: Mapping[str, float]) -> frozenset[str]:
     """Sections whose learned limit has ended an attempt since the run last made progress: perhaps they need longer.
 
-    Without the patience of what is configured, a run would come to a long evaluation in a step again and again.
+    Without a return to the configured limits, a run would be ended in the same long evaluation again and again.
     """
     found: set[str] = set()
     for event in history:
@@ -171,7 +171,7 @@ def doubtful_in(history: Sequence[Event], configured: Mapping[str, float]) -> fr
 
 
 async def _looks_at(link: AgentLink) -> list[WorkerLook]:
-    """The workers of one agent; those it does not tell of in time are not seen."""
+    """The workers of one agent; those that it does not report in time are left out."""
     looks: list[WorkerLook] = []
     with contextlib.suppress(AgentLost):
         while True:
@@ -183,7 +183,7 @@ async def _looks_at(link: AgentLink) -> list[WorkerLook]:
 
 
 def _story(hang: Hang) -> dict[str, Any]:
-    """What the journal says of it; a rank and a node where it is one."""
+    """The hang's details for the journal; a rank and a node where it is one."""
     one = len(hang.ranks) == 1
     return {
         "rank": hang.ranks[0] if one else None, "node": hang.nodes[0] if one else "", "section": hang.section,

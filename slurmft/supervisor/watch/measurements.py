@@ -23,7 +23,7 @@ class Measurements:
         self._heard_s: float | None = None
         self._still_s = 0.0
         self._false_from_s = math.inf
-        """A time that is as long as the job stood still says nothing."""
+        """Discard times that include a suspension of the job."""
 
         self._first_step_s = self._longest_step_s = 0.0
         self._saves_s: dict[int, float] = {}

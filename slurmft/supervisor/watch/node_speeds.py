@@ -1,4 +1,4 @@
-"""What a run knows of its nodes' speed from earlier windows, attempts and jobs."""
+"""The speed of a run's nodes in earlier windows, attempts and jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORGOTTEN_AFTER_S = 86_400.0
 class NodePast:
     """Best times and outcomes of the windows, in memory by rank, on disk by node and place on it.
 
-    Only ``exchange`` touches the disk, so that whoever judges never waits for it.
+    Only ``exchange`` touches the disk, so that a verdict never waits for it.
     """
 
     def __init__(self, run_folder: Path, workload: str, world: int, nproc: int, considered: int) -> None:
@@ -32,7 +32,7 @@ class NodePast:
         self._unsaved: History | None = None
 
     def place(self, rank: int, host: str, role: str) -> None:
-        """``rank`` runs on ``host`` in this role: what is known of that place is its past."""
+        """``rank`` runs on ``host`` in this role: the records of that place are its past."""
         self._hosts[rank], self._roles[rank] = host, role
         self._best_s[rank] = np.nan
         known = self._history.nodes.get(host, NodeHistory()).best.get(rank % self._nproc)
@@ -91,7 +91,7 @@ class NodePast:
             self._incoming = storage.read(self._folder, self._workload)
             self._was_read = True
         if self._incoming is not None or (unsaved := self._unsaved) is None:
-            return  # what was read is not in what would be written yet
+            return  # the data read are not merged yet
         storage.write(self._folder, self._workload, unsaved)
         if self._unsaved is unsaved:
             self._unsaved = None

@@ -1,4 +1,4 @@
-"""What the supervisor has seen of an attempt's workers, and what it tells the run folder about it."""
+"""The supervisor's view of an attempt's workers, and its reports in the run folder."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ class Observations:
         return bool(self._ranks)
 
     def reached(self) -> tuple[int, int]:
-        """First and newest step of the attempt, as far as its ranks have told; zeros before."""
+        """First and newest step of the attempt that its ranks have reported; zeros before."""
         told = [facts for facts in list(self._ranks.values()) if facts["resumed"] >= 0]
         if not told:
             return 0, 0
         return max(facts["resumed"] for facts in told), max(facts["step"] for facts in told)
 
     def until(self) -> int:
-        """Steps the run will have, as far as its ranks have told; 0 before."""
+        """Total steps of the run, as its ranks have reported; 0 before."""
         return max((facts["until"] for facts in list(self._ranks.values())), default=0)
 
     def saved(self) -> int | None:
@@ -113,7 +113,7 @@ class Observations:
         return ""
 
     def save_of_stop(self, *, since_s: float, left_s: float) -> dict[str, Any] | None:
-        """What the journal says of a stop's save: its step, seconds from the signal to the commit, seconds left then.
+        """The journal's entry of a stop's save: its step, seconds from the signal to the commit, seconds left then.
 
         ``since_s`` is the monotonic time of the signal, ``left_s`` how many seconds there were from it on. None when
         not all steps that were done are in a checkpoint of all ranks.
@@ -125,7 +125,7 @@ class Observations:
         return {"step": step, "seconds": round(took_s, 3), "seconds_left": round(left_s - took_s, 3)}
 
     def unsaved_at_stop(self) -> dict[str, Any]:
-        """What the journal says of a stop whose time is up: steps since the newest checkpoint, how far its save was."""
+        """The journal's entry of a stop whose time is up: steps since the newest checkpoint, how far its save was."""
         facts: dict[str, Any] = {"steps_at_risk": steps_at_risk(*self.reached(), self.saved())}
         if (seconds := self._measured.unfinished_save_s) is not None:
             facts["unfinished_save_s"] = round(seconds, 3)

@@ -1,4 +1,4 @@
-"""Failed saves, as the supervisor tells of them: in the journal, in its log, in the progress report."""
+"""Failed saves, as the supervisor reports them: in the journal, in its log, in the progress report."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class SaveWatch:
 
 
 def saves_told(events: Sequence[Event]) -> list[tuple[str, str]]:
-    """What ``slurmft explain`` says of saves that keep failing, as names and texts: the attempt, then the facts.
+    """What ``slurmft explain`` shows of saves that keep failing, as names and texts: the attempt, then the facts.
 
-    Empty when the newest word about saves is a better one.
+    Empty when saves work again.
     """
     for event in reversed(events):
         if event.event == EventName.SAVES_KEEP_FAILING:
@@ -72,8 +72,8 @@ def saves_told(events: Sequence[Event]) -> list[tuple[str, str]]:
     return []
 
 
-_REMEDY = "make room or mend the filesystem; the run saves at its next try, or at once with slurmft save"
+_REMEDY = "free space or repair the filesystem; the run saves at its next try, or at once with slurmft save"
 
 
 def _words(number: int) -> str:
-    return os.strerror(number) if number > 0 else "for a reason that nobody has told"
+    return os.strerror(number) if number > 0 else "for an unknown reason"

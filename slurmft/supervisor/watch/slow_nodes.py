@@ -1,4 +1,4 @@
-"""What follows when nodes are found to be slow: a report; and, where it pays, a stop that moves the run."""
+"""Actions when nodes are found to be slow: a report; and, where it pays, a stop that moves the run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SlowNodes:
-    """Listens to what agents report of their ranks' times. Costs nothing before the first report."""
+    """Collects the times that agents report of their ranks. Costs nothing before the first report."""
 
     def __init__(self, config: RunConfig, start: Start, seen: Observations, stops: Stops, *, accuser: Accuser) -> None:
         self._config, self._start, self._seen, self._stops = config, start, seen, stops

@@ -71,7 +71,7 @@ class StragglerWatch:
     def note(self, host: str, message: Message) -> None:
         """Take in one agent's numbers (a checked message of kind ``timings``); judges the window that they complete.
 
-        The first number of a newer window closes the one before it: who has not reported by then is not covered.
+        The first number of a newer window closes the one before it: ranks without a report are not covered.
         """
         window = int(message["window"])
         if window <= self._closed or window < self._window:
@@ -186,7 +186,7 @@ class StragglerWatch:
             if self._past.is_clean(names[number]):
                 self._convicted.discard(names[number])
         slow = sorted({names[number] for number in numbers} - self._convicted)
-        # one bad window is noise, and a name in the journal is remembered by people
+        # one bad window is noise, and readers of the journal remember a node's name
         self._journal_suspects(self._past.accused_often(slow, needed=min(2, needed), now=now), scores)
         if guilty := self._past.accused_often(slow, needed=needed, now=now):
             self._convicted |= set(guilty)

@@ -1,8 +1,8 @@
 """``python -m slurmft.worker.checks.gpu_check``: does every GPU compute and remember correctly? One JSON object.
 
-Matrices hold -1, 0 and 1, so sparsely that all sums are small integers: every product is exact in every type, whatever
-the order of its sums, and any difference is an error of the hardware. Sums over rows and columns, which the CPU
-computes from the factors alone, find it; a product that differs from its own repetition is found too.
+Matrices hold -1, 0 and 1, so sparsely that all sums are small integers: every product is exact in every type, in any
+order of its sums, and any difference is an error of the hardware. Sums over rows and columns, which the CPU computes
+from the factors alone, find it; a product that differs from its own repetition is found too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PATTERNS = (0x5555555555555555, -0x5555555555555556, 0x00FF00FF00FF00FF, -1)
 
 
 def check_device(device: torch.device, *, size: int, memory_share: float) -> dict[str, Any]:
-    """What is wrong with it, in words; its speed in TFLOP/s, and the GiB that were tested."""
+    """Its faults, in words; its speed in TFLOP/s, and the GiB that were tested."""
     facts: dict[str, Any] = {"index": device.index or 0}
     facts["wrong"], facts["tflops"] = _products(device, size)
     facts["memory"], facts["tested_gib"] = _memory(device, memory_share)

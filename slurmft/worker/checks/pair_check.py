@@ -1,6 +1,6 @@
 """``python -m slurmft.worker.checks.pair_check ADDRESS PORT RANK``: a short all-reduce between two nodes, as JSON.
 
-NCCL where both have a GPU, else gloo. What is reduced are integers, so that the sum is exact.
+NCCL where both have a GPU, else gloo. It reduces integers, so that the sum is exact.
 """
 
 from __future__ import annotations

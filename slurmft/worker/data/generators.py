@@ -1,4 +1,4 @@
-"""The random state at the start of each iteration, remembered in less than a microsecond.
+"""The random state at the start of each iteration, saved in less than a microsecond.
 
 Copying Python's and numpy's generators costs 8 and 30 us, and most steps draw nothing from them. So a few of their
 words are compared first, and they are copied when those have changed. torch's are copied every time.

@@ -4,7 +4,7 @@
 size (``worker.data.sampler``). torchdata's ``StatefulDataLoader``, and any object with ``state_dict`` and
 ``load_state_dict``, can be given to a CheckpointManager as ``loader=`` as they are: each rank's state is saved, and the
 same number of ranks goes on from it. Another number of ranks can where the loader has ``shared_position(state_dict)``
-too, which returns what of a state all ranks have alike; that is compared at every load.
+too, which returns the part of a state that all ranks share; that is compared at every load.
 
 Of the bytes, the order of samples depends on the corpus, the window and the seed only. A position is a number of
 samples over all ranks, so that a run may stop on four ranks and go on with two.
@@ -186,7 +186,7 @@ class WindowLoader(Iterator[tuple[torch.Tensor, torch.Tensor]]):
         self._position = int(state_dict["position"])
 
     def shared_position(self, state_dict: Mapping[str, Any], /) -> Any:
-        """Of ``state_dict`` what all ranks have alike: the position counts the samples of all."""
+        """The part of ``state_dict`` that all ranks share: the position counts the samples of all."""
         return {key: state_dict.get(key) for key in self.state_dict()}
 
     def _starts(self, first: int, end: int) -> torch.Tensor:

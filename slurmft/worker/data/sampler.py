@@ -3,7 +3,7 @@
 The order of an epoch depends on the number of samples, the seed and the epoch only. A position is a number of samples
 that all ranks together have taken, so a run may stop on four ranks and go on with three: it takes what comes next in
 the same order, each sample of the epoch once. Every rank gets its part of each global batch, and parts differ by at
-most one sample (``policy.checkpoints.batches``), whatever the world size.
+most one sample (``policy.checkpoints.batches``), at any world size.
 
     sampler = ElasticSampler(len(data), global_batch=256, seed=1)
     loader = ElasticLoader(DataLoader(data, batch_sampler=sampler, num_workers=4, generator=torch.Generator()), sampler)
@@ -40,7 +40,7 @@ class ElasticSampler(Sampler[list[int]]):
         samples: samples in the data set.
         global_batch: samples of all ranks together behind one optimizer step. The same on any world size.
         rank, world_size: as in the environment (RANK, WORLD_SIZE) when not given.
-        tail: what becomes of the samples at the end of an epoch that fill no global batch. ``span``: the batch is
+        tail: treatment of the samples at the end of an epoch that do not fill a global batch. ``span``: the batch is
             filled from the next epoch. ``short``: the last batch is shorter; where it has fewer samples than ranks, the
             highest ranks get an empty list, which torch's own ``default_collate`` refuses. ``drop``: they are left out.
             Nothing is ever repeated to pad a batch.
@@ -106,7 +106,7 @@ class ElasticSampler(Sampler[list[int]]):
         """One global batch has been used."""
         further, self.consumed = divmod(self.consumed + self._size(self.consumed), self.samples)
         self.epoch += further
-        if not len(self):  # what is left is dropped
+        if not len(self):  # the rest is dropped
             self.epoch, self.consumed = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,13 +141,13 @@ class ElasticSampler(Sampler[list[int]]):
                 )
         epoch, consumed = state_dict.get("epoch"), state_dict.get("consumed")
         if type(epoch) is not int or type(consumed) is not int or epoch < 0 or not 0 <= consumed < self.samples:
-            raise DataError(f"the sampler's state is no position: epoch {epoch!r}, {consumed!r} samples of it")
+            raise DataError(f"the sampler's state is not a position: epoch {epoch!r}, {consumed!r} samples of it")
         self.epoch, self.consumed = epoch, consumed
         if not len(self):  # a larger global batch than before
             self.epoch, self.consumed = epoch + 1, 0
 
     def shared_position(self, state_dict: Mapping[str, Any], /) -> Any:
-        """Of ``state_dict`` what all ranks have alike, which is all of it."""
+        """The part of ``state_dict`` that all ranks share, which is all of it."""
         return {key: state_dict.get(key) for key in self.state_dict()}
 
     def _size(self, consumed: int) -> int:
@@ -207,15 +207,15 @@ class _Batches(Iterator[list[int]]):
         """Go on behind them; raises DataError where there are fewer."""
         taken = state_dict.get("taken")
         if type(taken) is not int or not 0 <= taken <= self._left:
-            raise DataError(f"the sampler's state is no position: {taken!r} of {self._left} batches")
+            raise DataError(f"the sampler's state is not a position: {taken!r} of {self._left} batches")
         self._taken = taken
 
 
 class ElasticLoader(Iterator[Batch], Generic[Batch]):
     """Endless batches of ``loader``, whose ``batch_sampler`` is ``sampler``; the position moves as they are handed out.
 
-    Pass it to ``CheckpointManager`` as ``loader=``. What a DataLoader's workers have fetched ahead is not counted as
-    taken, and is fetched again by the next start.
+    Pass it to ``CheckpointManager`` as ``loader=``. Samples that a DataLoader's workers have fetched ahead do not count
+    as taken, and are fetched again by the next start.
     """
 
     def __init__(self, loader: Iterable[Batch], sampler: ElasticSampler) -> None:

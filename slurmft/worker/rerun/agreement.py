@@ -26,7 +26,7 @@ Resolve = Callable[[], bool]
 
 
 class Agreement(Protocol):
-    """Tells every rank alike whether one of them has rejected a result of this iteration."""
+    """Shows every rank alike whether one of them has rejected a result of this iteration."""
 
     def poison(self, rejected: bool | torch.Tensor) -> None:
         """This rank has rejected a result (or has where the tensor is true); called before the backward pass."""
@@ -39,13 +39,13 @@ class Agreement(Protocol):
 
 
 class Alone:
-    """One process: nobody to tell."""
+    """One process: there are no other ranks."""
 
     def poison(self, rejected: bool | torch.Tensor) -> None:
         """Nothing to do."""
 
     def alarm(self, resolve: Resolve) -> bool:
-        """What this rank knows."""
+        """This rank's own flag."""
         return resolve()
 
     def clear(self) -> None:
@@ -81,7 +81,7 @@ class ByLoop:
         """Nothing to do: the loop asks for the flag."""
 
     def alarm(self, resolve: Resolve) -> bool:
-        """What the loop's reduction has brought.
+        """The result of the loop's reduction.
 
         Raises:
             RuntimeError: the loop did not call ``agree``.
@@ -98,8 +98,8 @@ class ByLoop:
 class ByGradients:
     """DDP's own all-reduce carries the flag. Results must be validated before the backward pass.
 
-    On a CPU hooks are added only when a result is rejected. On a GPU nobody on the host knows yet, so one hook stays on
-    one parameter and writes NaN where the device says so.
+    On a CPU hooks are added only when a result is rejected. On a GPU the host does not know yet, so one hook stays on
+    one parameter and writes NaN where the device's flag is set.
     """
 
     def __init__(self, model: DistributedDataParallel, *, on_device: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What makes a result unexpected: the loss's own checks, the user's, and errors that are injected for tests."""
+"""Checks of results: the loss's own checks, the user's, and errors that are injected for tests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LossChecks:
         self._own.append((check, message))
 
     def problem(self, loss: torch.Tensor | float) -> str:
-        """What is wrong with a loss; empty when nothing is. Waits for the GPU where it lies on one."""
+        """The problem of a loss; empty when there is none. Waits for the GPU where it lies on one."""
         value = number_of(loss)
         if self._for_nan and math.isnan(value):
             return "loss is NaN"
@@ -104,7 +104,7 @@ class Injector:
         match self._settings.error_injection_type:
             case Injection.TRANSIENT_ERROR:
                 return is_bad_node and phase is Phase.INITIAL
-            case Injection.PERSISTENT_ERROR:  # without a name, whatever ran the step first is bad
+            case Injection.PERSISTENT_ERROR:  # without a name, the node that ran the step first is bad
                 return is_bad_node and (self._settings.error_injection_node is not None or phase is not Phase.ELSEWHERE)
             case Injection.CORRECT_RESULT:
                 return True

@@ -29,8 +29,8 @@ class RerunDataIterator(Iterator[Any]):
     middle of an iteration holds its batches with their hashes, and they come first after a load. The position of the
     loader itself is saved where it has ``state_dict``; a loader's own state, saved without this wrapper, loads too.
 
-    Batches are not copied, so do not change one in place; a rerun that meets one that was changed proves nothing, and
-    says so. A loader that draws random numbers, as augmentations and the start of an epoch do, has drawn them in the
+    Batches are not copied, so do not change one in place; a rerun that meets a changed one proves nothing, and reports
+    that. A loader that draws random numbers, as augmentations and the start of an epoch do, has drawn them in the
     rerun, too: the generators are put to where it had left them.
     """
 
@@ -82,7 +82,7 @@ class RerunDataIterator(Iterator[Any]):
         self._next = 0
 
     def within(self, is_under_way: Callable[[], bool]) -> None:
-        """Whose iterations these are: while one is under way, all of its batches are needed again after a load."""
+        """The machine of these iterations: while one is under way, all of its batches are needed again after a load."""
         self._is_under_way = is_under_way
 
     def rewind(self) -> None:
@@ -156,7 +156,7 @@ class RerunDataIterator(Iterator[Any]):
         self._drawn = dict(state.get("drawn", {})) if batches else {}
 
     def shared_position(self, state: Mapping[str, Any], /) -> Any:
-        """What of the loader's own state all ranks have alike; None where it does not say."""
+        """The part of the loader's own state that all ranks share; None where it does not report it."""
         inner, of = state["inner"] if _FORMAT in state else state, getattr(self._loader, "shared_position", None)
         return None if of is None or inner is None else of(inner)
 
@@ -202,7 +202,7 @@ def _feed(digest: Any, value: Any) -> None:
 
 
 def _versions(value: Any) -> Any:
-    """torch counts the writes into each tensor; numpy arrays and others tell nothing."""
+    """torch counts the writes into each tensor; numpy arrays and others have no counter."""
     if isinstance(value, torch.Tensor):
         return value._version
     if isinstance(value, list | tuple):

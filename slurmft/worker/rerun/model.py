@@ -1,4 +1,4 @@
-"""The model at the start of an iteration: what a forward and backward pass changes, and how to take it back.
+"""The model at the start of an iteration: what a forward and backward pass changes, and how to restore it.
 
 Gradients: an iteration begins without any, so taking back means dropping them. Buffers, such as BatchNorm's running
 statistics: the first iteration shows which of them a pass changes, and only those are copied from then on, in one call;
@@ -58,7 +58,7 @@ class ModelStart:
             self._copies = []
 
     def unexpected_change(self) -> str:
-        """What this iteration has changed and ``restore`` cannot take back; empty when there is nothing."""
+        """Changes of this iteration that ``restore`` cannot undo; empty when there are none."""
         if self._weight is not None and self._weight._version != self._weight_version:
             return "weights were changed before the iteration was over: step the optimizer after the loop"
         if self._is_settled and self._resting_versions != _versions(self._resting):

@@ -1,4 +1,4 @@
-"""The slow path of the re-run state machine: what all ranks tell each other, and what follows from it.
+"""The slow path of the re-run state machine: the exchange between all ranks, and the outcome.
 
 Nothing here runs while all is well. Every method is a collective: all ranks call it, and all get the same answer.
 """
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 MAX_REJECTIONS = 256
 """Ranks whose results are remembered, in every rank's checkpoint. When more of them reject one, as all do after a
-software error, these tell as much as all would."""
+software error, these show as much as all would."""
 
 SPOILED = "the weights themselves are not finite: an earlier step spoiled them; go on from an older checkpoint"
 
@@ -43,10 +43,10 @@ class Row:
 
 
 class Proceedings:
-    """The case of one iteration, from the first rejection to its verdict."""
+    """One iteration with a rejected result, from the first rejection to its verdict."""
 
     pending: Pending | None
-    """What waits for a rerun on other hardware; the same on all ranks."""
+    """The iteration that waits for a rerun on other hardware; the same on all ranks."""
 
     departure: Departure | None
     """How this attempt ends, once it is known."""
@@ -125,11 +125,11 @@ class Proceedings:
         return self._after_verdict(outcome), False
 
     def state_dict(self) -> dict[str, Any]:
-        """What waits, for the checkpoint."""
+        """The pending iteration, for the checkpoint."""
         return {"pending": None if self.pending is None else self.pending.plain()}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Take up what waits."""
+        """Take up the pending iteration."""
         pending = state["pending"]
         self.pending = None if pending is None else Pending.from_plain(pending)
 
@@ -141,7 +141,7 @@ class Proceedings:
         return self._ranks.rank == 0 or self.own is not None
 
     def _take_up(self, anew: Sequence[Rejection | None]) -> tuple[Departure | None, bool]:
-        """What was rejected first is explained; now for what was rejected in the rerun."""
+        """The first rejection is explained; go on with the one of the rerun."""
         self.pending = None
         self._rejections = self._located(anew)
         self._rounds += 1

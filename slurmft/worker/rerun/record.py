@@ -1,4 +1,4 @@
-"""What the re-run state machine remembers of a rejected result: within the process, and in the checkpoint."""
+"""The re-run state machine's record of a rejected result: within the process, and in the checkpoint."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Rejection:
     def on(self, hardware: Sequence[Suspect]) -> Rejection:
         """With the suspects filled in; ``hardware`` is that of all ranks, in their order.
 
-        Ranks that do not exist are left out. Whoever rejected it is suspected where nobody else is: with no suspect, a
-        rerun on the same hardware would count as one elsewhere.
+        Ranks that do not exist are left out. The rank that rejected it is suspected where no other one is: with no
+        suspect, a rerun on the same hardware would count as one elsewhere.
         """
         known = [rank for rank in self.producers if 0 <= rank < len(hardware)] or [self.rank]
         return replace(self, suspects=tuple(hardware[rank] for rank in known))
@@ -104,7 +104,7 @@ def as_tensor(result: Any) -> torch.Tensor:
     """A result in one tensor: itself, or the numbers of (nested) lists and tuples, of tensors in them, of an array.
 
     Raises:
-        UsageError: there is something in it that is no number.
+        UsageError: there is something in it that is not a number.
     """
     if isinstance(result, torch.Tensor):
         return result
@@ -145,7 +145,7 @@ def number_of(result: torch.Tensor | float) -> float:
 
 
 def is_rejected(verdict: Any) -> bool:
-    """What a rejection function has said: a bool, or a tensor, array or sequence of which any element is true."""
+    """The result of a rejection function: a bool, or a tensor, array or sequence of which any element is true."""
     if isinstance(verdict, list | tuple):
         return any(is_rejected(one) for one in verdict)
     if isinstance(verdict, torch.Tensor) and verdict.numel() == 1:

@@ -1,4 +1,4 @@
-"""What a rerun's outcome leaves behind: log lines, evidence against hardware, and the verdict file of an exit."""
+"""The output of a rerun's outcome: log lines, evidence against hardware, and the verdict file of an exit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ REJECTED_AGAIN = "First rerun: unexpected result is not reproducible within the 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Departure:
-    """The end of this worker: what it leaves with, the same on all ranks."""
+    """The end of this worker: its exit code and verdict, the same on all ranks."""
 
     exit_code: int
     should_checkpoint: bool
@@ -75,7 +75,7 @@ class Departure:
 
 
 def describe(rejections: Sequence[Rejection], iteration: int) -> str:
-    """One line for people: what was rejected, where."""
+    """One line for people: the rejected results, and their ranks."""
     parts = []
     for one in rejections[:4]:
         value = one.values[0] if len(one.values) == 1 else f"{len(one.values)} values"

@@ -17,7 +17,7 @@ SETTINGS_VARIABLE = "SLURMFT_RERUN"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RerunSettings:
-    """What is checked and what follows; names and defaults are those of the section ``rerun:``."""
+    """Checks and their consequences; names and defaults are those of the section ``rerun:``."""
 
     mode: Mode = Mode.VALIDATE_RESULTS
     check_for_nan_in_loss: bool = True
@@ -34,7 +34,7 @@ class RerunSettings:
     """Placements asked for until the verdict is inconclusive."""
 
     wait_for_others: bool = True
-    """Of interest to the supervisor alone."""
+    """Used by the supervisor alone."""
 
     exit_on_persistent: bool = False
     """Exit with 17 after the verdict persistent, instead of going on with the good value."""
@@ -64,7 +64,7 @@ class RerunSettings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> RerunSettings:
-        """What the agent has handed down; the defaults where there is no agent. Unknown keys are ignored.
+        """The settings from the agent; the defaults where there is no agent. Unknown keys are ignored.
 
         Raises:
             ConfigError: the variable was changed by hand and cannot be read.

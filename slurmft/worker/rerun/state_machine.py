@@ -55,10 +55,10 @@ class RerunStateMachine(Validation):
     """Reruns of iterations whose results are rejected; see the module for the loop around it.
 
     Args:
-        settings: the section ``rerun:``; what the agent has handed down when it is not given.
+        settings: the section ``rerun:``; by default as the agent passes it.
         model: restored before a rerun, and DDP carries the flag; pass the wrapped one.
         data: the iterator of every iteration, if there is one for all; its state is then part of this object's.
-        step: tells the number of the iteration under way; counted here when it is not given.
+        step: returns the number of the iteration under way; counted here when it is not given.
         reads_late: leave results on the device until the backward pass is over; as the device needs it by default.
         leave: called with the Departure instead of waiting for ``should_checkpoint_and_exit``; must not return.
         carried_by_loop: the loop's own reduction carries the flag: ``flag`` into it, its result to ``agree``.
@@ -141,7 +141,7 @@ class RerunStateMachine(Validation):
         return not self._is_between
 
     def check_is_over(self) -> None:
-        """Raises UsageError when the loop was left early: nobody knows then whether a result was rejected."""
+        """Raises UsageError when the loop was left early: it is unknown then whether a result was rejected."""
         if not self._is_between:
             raise UsageError(
                 "the loop `while machine.should_run_forward_backward()` was left before it was over",
@@ -151,8 +151,8 @@ class RerunStateMachine(Validation):
     def should_checkpoint_and_exit(self) -> tuple[bool, bool, int]:
         """After the loop, before the optimizer's step: whether to save, whether to exit, and with which code.
 
-        What is to be saved is the state before this iteration, which everything is back at; this object's state and the
-        data's belong to it.
+        Save the state before this iteration, which everything has been restored to, together with this object's state
+        and the data's.
 
         Raises:
             UsageError: the loop was left before it was over.
@@ -197,7 +197,7 @@ class RerunStateMachine(Validation):
             self._proceedings.pending = None
 
     def shared_position(self, state: Mapping[str, Any], /) -> Any:
-        """What of the position in the data all ranks have alike; None where the loader does not say."""
+        """The part of the position in the data that all ranks share; None where the loader does not report it."""
         data = state["data"] if _FORMAT in state else state
         return None if self.data is None or data is None else self.data.shared_position(data)
 
@@ -223,7 +223,7 @@ class RerunStateMachine(Validation):
         return False
 
     def _after_other_run(self) -> bool:
-        """After a run that is none of the usual: a rerun, or one that nobody looks at, or one of two."""
+        """After an unusual run: a rerun, one that is not judged, or one of two."""
         if self._off:
             self._iteration += 1
             self._is_between = True
@@ -293,7 +293,7 @@ class RerunStateMachine(Validation):
         return False
 
     def _take_back(self) -> None:
-        """Everything as it was before the iteration: data, random numbers, buffers, no gradients."""
+        """Restore everything from before the iteration: data, random numbers, buffers, no gradients."""
         for one in self._data:
             one.rewind()
         self._agreement.clear()
@@ -306,7 +306,7 @@ class RerunStateMachine(Validation):
         return [one_hash for one in self._data for one_hash in one.hashes()]
 
     def _doubts(self) -> str:
-        """Why a rerun of this iteration would prove nothing; empty when it would."""
+        """Why a rerun of this iteration would prove nothing; empty when it would be a proof."""
         if not self._data:
             return "no RerunDataIterator was passed, so nothing proves that a rerun gets the same data"
         if any(one.changed_in_place() for one in self._data):

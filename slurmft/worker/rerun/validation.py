@@ -37,7 +37,7 @@ class _Unread:
 
 @dataclass(slots=True)
 class SecondLook:
-    """What is not looked at while all is well: results that are still on the device, and what a rerun has shown so far.
+    """State of the slow path: results that are still on the device, and what a rerun has shown so far.
 
     Apart from the machine, because attributes beyond the 29th make all of an object's attributes slower.
     """
@@ -52,7 +52,7 @@ class SecondLook:
     """Of the batches that the first run took."""
 
     doubt: str = ""
-    """Why nothing is proven; empty when something is."""
+    """Why the rerun proves nothing; empty when it does."""
 
 
 class Validation:
@@ -109,7 +109,7 @@ class Validation:
         the ranks that could have produced it; this one alone unless the model is spread over several.
 
         Raises:
-            UsageError: ``result`` holds something that is no number.
+            UsageError: ``result`` holds something that is not a number.
         """
         if self._off:
             return
@@ -144,7 +144,7 @@ class Validation:
         checks = self._checks
         if self._reads_late and self._phase is Phase.INITIAL and isinstance(loss, torch.Tensor):
             rejected: Any = checks.on_device(loss)
-            message = ""  # is found when it is read
+            message = ""  # found when it is read
         else:
             message = checks.problem(loss)
             rejected = bool(message)

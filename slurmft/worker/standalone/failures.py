@@ -22,7 +22,7 @@ _MISUSE = re.compile(
     r"peer access is|operation not (permitted|supported))",
     re.IGNORECASE,
 )
-"""What CUDA says of a program that is wrong; other errors of CUDA without a known reason are the device's."""
+"""CUDA's messages about program errors; other errors of CUDA without a known reason are the device's."""
 
 _DEVICE = re.compile(r"\b(CUDA|HIP) error\b", re.IGNORECASE)
 _HOST_MEMORY = re.compile(
@@ -43,7 +43,7 @@ _STORAGE = frozenset(
 )
 
 MAX_EXCEPTIONS = 1000
-"""Looked at of one chain or group; a loop that raises from its last error makes endless ones."""
+"""Limit for one chain or group; a loop that raises from its last error makes endless ones."""
 
 MAX_TEXT, MAX_NEWEST, MAX_HEAD = 400_000, 8_000, 4_000
 """Characters looked at: of the end of a text, there for words that may stand anywhere, and of its beginning."""
@@ -65,7 +65,7 @@ class FailureCategory(StrEnum):
 
     @property
     def cause(self) -> Cause:
-        """The cause by which a supervisor would know it."""
+        """The supervisor's cause for it."""
         return _CAUSES[self]
 
 
@@ -98,14 +98,14 @@ _WORDS = (
     (FailureCategory.TIMEOUT, _TIMEOUT),
     (FailureCategory.NUMERICAL, _NUMERICAL),
 )
-"""In this order: what names the reason goes before what names where it showed."""
+"""In this order: rules that name a reason come before those that name the place."""
 
 
 def categorize_failure(error: object) -> FailureCategory:
     """The category of an exception, or of the text of one, such as a traceback in a log; never raises.
 
-    The exception itself speaks first, then those it was raised from, and the members of a group. What no rule knows is
-    ``code`` for an exception and ``unknown`` for a text; what is neither of the two is ``unknown`` as well.
+    The exception itself counts first, then those it was raised from, and the members of a group. An exception that no
+    rule matches is ``code``, a text ``unknown``; any other object is ``unknown`` as well.
     """
     with contextlib.suppress(Exception):  # objects of others, whose every attribute may raise
         if isinstance(error, str):

@@ -1,4 +1,4 @@
-"""Questions that a training loop may ask about itself, without an agent and without Slurm."""
+"""Checks that a training loop may run on itself, without an agent and without Slurm."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HealthMonitor:
         timeout_seconds: without progress for longer than this, the process is stuck.
 
     Raises:
-        UsageError: the timeout is no positive number.
+        UsageError: the timeout is not a positive number.
     """
 
     def __init__(self, timeout_seconds: float = 300, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -72,7 +72,7 @@ class HealthMonitor:
         A tensor on a GPU is waited for, as by ``loss.item()``.
 
         Raises:
-            UsageError: there is something in it that is no number, or a tensor without data.
+            UsageError: there is something in it that is not a number, or a tensor without data.
         """
         return _has_nan_or_inf(loss)
 
@@ -98,7 +98,7 @@ def _comparable(tensor: torch.Tensor) -> list[torch.Tensor]:
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype in _FINITE:
         return []
     if tensor.layout is torch.sparse_coo:
-        # torch cannot add float8, so what lies at one place twice is looked at apart
+        # torch cannot add float8, so values that share a place are checked apart
         return _comparable(tensor._values() if tensor.dtype.itemsize == 1 else tensor.coalesce().values())
     if tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         return _comparable(tensor.values())
@@ -125,7 +125,7 @@ def _has_nan_or_inf(value: Any) -> bool:
     except OverflowError:  # an integer beyond any float
         return False
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{value!r:.60} is no number, and no tensor") from error
+        raise UsageError(f"{value!r:.60} is neither a number nor a tensor") from error
 
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -137,7 +137,7 @@ def host_fraction_used() -> float:
 
 
 def device_fraction_used() -> float:
-    """Between 0 and 1, of the current CUDA device, whoever uses it; 0 where there is none or it is not in use yet."""
+    """Between 0 and 1, of the current CUDA device, for all processes; 0 where there is none or it is unused yet."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return 0.0
     free_bytes, total_bytes = torch.cuda.mem_get_info()
@@ -163,7 +163,7 @@ def _own_cgroup() -> Path | None:
 def _cgroup_fractions(folder: Path | None, root: Path = _CGROUPS) -> list[float]:
     found = []
     while folder is not None and folder != root and root in folder.parents:
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit here
+        with contextlib.suppress(OSError, ValueError):  # "max" is not a number: no limit here
             limit_bytes = int((folder / "memory.max").read_text())
             used_bytes = int((folder / "memory.current").read_text())
             rows = (line.split() for line in (folder / "memory.stat").read_text().splitlines())

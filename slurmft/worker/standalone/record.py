@@ -29,10 +29,10 @@ Result = TypeVar("Result")
 
 
 def record(main: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate a trainer's main function; what it raises is written down and raised again.
+    """Decorate a trainer's main function; its exception is written down and raised again.
 
     The file is ``error.rank_N`` in the folder that SLURMFT_ERROR_DIR names; torchrun's own file is written as well
-    where it asks for one and nobody has written it. Without either variable nothing is written. Ends that are meant,
+    where it asks for one that does not exist yet. Without either variable nothing is written. Ends that are meant,
     ``SystemExit`` and ``KeyboardInterrupt``, leave no file. That a file cannot be written never hides the exception.
     """
 

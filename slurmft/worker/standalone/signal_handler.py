@@ -1,4 +1,4 @@
-"""Remember a signal, and let all ranks learn of it: for loops of one's own, without a session and without an agent."""
+"""Remember a signal, and share it with all ranks: for own loops, without a session and without an agent."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class DistributedSignalHandler:
                     break
 
     The handler does nothing but remember, and call the one that was there before where that is a function. It is put
-    back on leaving, unless somebody has installed another one meanwhile. ``session.steps`` does all of this by itself,
-    without a collective.
+    back on leaving, unless another one was installed meanwhile. ``session.steps`` does all of this by itself, without a
+    collective.
 
     Args:
         sig: the signal.
@@ -36,7 +36,7 @@ class DistributedSignalHandler:
         try:
             self.sig = signal.Signals(sig)
         except ValueError as error:
-            raise UsageError(f"{sig!r} is no signal") from error
+            raise UsageError(f"{sig!r} is not a signal") from error
         self._group = group
         self._seen = self._entered = False
         self._before: signal._HANDLER = None

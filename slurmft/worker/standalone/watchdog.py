@@ -1,4 +1,4 @@
-"""A timer that has to be reset: when it runs out, all stacks are written down, and somebody is told."""
+"""A timer that has to be reset: when it runs out, all stacks are written down, and a callback is called."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 SLICE_S = 0.5
 OVERSLEPT_S = 1.0
-"""A wait this much longer than asked for was no hang of the loop: the whole process was stopped, or starved."""
+"""A wait this much longer than requested is not a hang of the loop: the whole process was stopped, or starved."""
 
 
 class WatchdogTimer:
@@ -36,7 +36,7 @@ class WatchdogTimer:
     a hang in C code that never gives the GIL back: no Python thread runs then. Not inherited by a fork.
 
     Raises:
-        UsageError: the timeout is no positive number.
+        UsageError: the timeout is not a positive number.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class WatchdogTimer:
         return self._fired > 0
 
     def start(self) -> None:
-        """Begin to count; one that runs already is reset."""
+        """Begin to count; a running timer is reset."""
         with self._changed:
             self._look_at_s = time.monotonic()
             self._deadline_s = self._look_at_s + self.timeout

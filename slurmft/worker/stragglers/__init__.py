@@ -1,1 +1,1 @@
-"""How long this rank works for itself, measured."""
+"""Measures this rank's own work."""

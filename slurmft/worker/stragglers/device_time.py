@@ -1,4 +1,4 @@
-"""Spans of time on a GPU, by events in its stream, read when they are over: nobody ever waits for them."""
+"""Spans of time on a GPU, by events in its stream, read when they are over, without a wait."""
 
 from __future__ import annotations
 

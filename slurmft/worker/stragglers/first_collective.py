@@ -1,8 +1,8 @@
 """Finding the moment at which a rank stops working for itself: just before DDP's first gradient reduction of a step.
 
 One hook on one parameter is enough for that: the one whose gradient fills DDP's first bucket. A gradient hook runs
-before DDP's own, which starts the reduction, and changes no number. Which parameter it is, the first backward pass
-tells; until then there is a hook on each.
+before DDP's own, which starts the reduction, and changes no number. The first backward pass shows which parameter it
+is; until then there is a hook on each.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FirstCollective:
 
     def _recorder(self, parameter: Tensor) -> Callable[[Tensor], None]:
         def note(_gradient: Tensor) -> None:
-            if len(self._order) < self._number:  # nobody may ever come to settle it
+            if len(self._order) < self._number:  # it may never be settled
                 self._order.append(parameter)
 
         return note

@@ -4,7 +4,7 @@
     with detector.section("data"):
         batch = next(batches)
 
-What is measured goes to a page in shared memory that the node's agent reads; nothing is sent, and no collective is
+Measurements go to a page in shared memory that the node's agent reads; nothing is sent, and no collective is
 added. Everything else (scores, reports, verdicts) is the supervisor's.
 """
 
@@ -46,7 +46,7 @@ class Section:
     __slots__ = ("_began", "_block", "_clock", "_count", "_depth", "_interval")
 
     def __init__(self, block: memoryview[int] | None, interval: int) -> None:
-        # without a page of its own it writes where nobody looks: the fast path has no branch for it
+        # without a page of its own it writes to one that is never read: the fast path has no branch for it
         self._block = memoryview(bytearray((RING + 1) * 8)).cast("q") if block is None else block
         self._interval = interval
         self._began = self._depth = 0
@@ -140,7 +140,7 @@ class StragglerDetector:
 
     @classmethod
     def from_environment(cls, device: torch.device | None = None) -> StragglerDetector:
-        """As the run's configuration says; without an agent, nobody reads what is measured."""
+        """As the run's configuration says; without an agent, the measurements are not read."""
         path = os.environ.get(TIMING_PAGE_VARIABLE)
         page = None
         if path is not None:
@@ -211,7 +211,7 @@ class StragglerDetector:
             self.on_first_collective()
 
     def wait_begins(self) -> None:
-        """What follows is waiting and not work, although the first collective is still to come."""
+        """From here on the rank waits and does not work, although the first collective is still to come."""
         if self._began:
             self._waiting = time.monotonic_ns()
             if self._spans is not None:

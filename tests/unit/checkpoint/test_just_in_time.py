@@ -470,7 +470,7 @@ def kept_by_the_second_node(folder: Path, one: Trainee) -> Stored:
 def test_a_state_without_a_ranks_own_part_is_not_whole(tmp_path, rank):
     one = trainee(sampler())
     stored = kept_by_the_second_node(tmp_path / "kept", one)
-    with pytest.raises(Damaged, match=f"what rank {rank} had for itself") as caught:
+    with pytest.raises(Damaged, match=f"own state of rank {rank}") as caught:
         prepare(one, stored, rank=rank, world_size=4)
     assert caught.value.damage is Damage.MISSING
     noted = one.rank_payload()

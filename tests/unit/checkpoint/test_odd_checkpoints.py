@@ -157,7 +157,7 @@ def test_a_checkpoint_of_more_ranks_than_there_can_be_is_damaged_and_takes_no_me
         marker.write_text(json.dumps(json.loads(marker.read_text()) | {"world_size": ranks}))
         with quickly():
             assert typed("verify", directory)[0] == 1
-            assert f"it tells of {ranks} ranks" in typed("list", directory)[1]
+            assert f"it names {ranks} ranks" in typed("list", directory)[1]
             assert loaded_step(directory) == 1
 
 

@@ -412,7 +412,7 @@ def test_a_run_whose_jobs_change_while_slurm_is_asked_has_not_stopped(runs, monk
         (["submit", "."], 2, "cannot read .: it is a folder"),
         (["submit", "c.yaml", "--cluster", "local", "--set", "nonsense=1"], 2, "c.yaml --set nonsense=1: 1 problem"),
         (["submit", "c.yaml", "--cluster", "local", "--set", 'run_folder="new/a\\nb"'], 2, "line break"),
-        (["submit", "c.yaml", "--cluster", "local", "--set", 'run_folder="new/a\\0b"'], 2, "is no text"),
+        (["submit", "c.yaml", "--cluster", "local", "--set", 'run_folder="new/a\\0b"'], 2, "is not text"),
         (["submit", "c.yaml", "--cluster", "local", "--set", "run_folder=~nobody-here/x"], 2, "home folder"),
         (["submit", "c.yaml", "--cluster", "local", "--set", "nodes=0"], 2, "nodes: "),
         (["submit", "c.yaml", "--cluster", "local", "--set", "nodes=1000000000"], 2, "nodes: 1e+09 is too much"),

@@ -224,7 +224,7 @@ def test_a_user_without_a_name_is_a_number(monkeypatch):
         ("slurmdbd", "Operator", True, "admin level Operator in the accounting"),
         ("slurmdbd", "None", False, "admin level None in the accounting"),
         ("slurmdbd", "", False, "the accounting does not know the user"),
-        ("slurmdbd", SlurmUnavailable("sacctmgr did not answer"), None, "did not tell: sacctmgr did not answer"),
+        ("slurmdbd", SlurmUnavailable("sacctmgr did not answer"), None, "did not answer: sacctmgr did not answer"),
         ("none", SlurmError("no accounting"), None, "without accounting"),
     ],
 )  # fmt: skip

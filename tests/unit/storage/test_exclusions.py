@@ -289,7 +289,7 @@ def test_a_forged_row_is_left_out_and_hides_no_other(shared, path, row):
     forge(path, 3, [ENTRY], [row, list(seen(id="2"))])
     found = shared.read()
     assert (ids(found), len(found.manual), found.revision) == ({"2"}, 1, 3)
-    assert "a row is no observation" in found.damage
+    assert "a row is not an observation" in found.damage
     shared.remove("n1", "me")
     assert len(list(path.parent.glob(f"{path.name}.damaged-*"))) == 1
     assert shared.read().damage == ""
@@ -300,7 +300,7 @@ def test_a_forged_exclusion_by_hand_is_left_out_and_hides_no_other(shared, path,
     forge(path, 3, [entry, ENTRY], [ROW])
     found = shared.read()
     assert (ids(found), [each.node for each in found.manual]) == ({"1"}, ["n1"])
-    assert "an exclusion by hand is none" in found.damage
+    assert "an exclusion by hand is invalid" in found.damage
 
 
 @pytest.mark.parametrize("revision", [None, "1", -1, 1.0, True, DIGITS, []])

@@ -194,7 +194,7 @@ def test_a_folder_that_cannot_be_looked_at_is_an_error_of_ours(path, monkeypatch
 def test_what_is_no_lock_is_an_error_at_once(path, kind):
     odd_files.put(kind, path)
     began = time.monotonic()
-    with pytest.raises(StorageError, match="is no lock of slurmft") as error, SoftLock(path).hold(20):
+    with pytest.raises(StorageError, match="is not a lock of slurmft") as error, SoftLock(path).hold(20):
         pytest.fail("it is held")
     assert time.monotonic() - began < 1
     assert str(path) in str(error.value) and "remove it" in error.value.hint
@@ -245,7 +245,7 @@ def test_a_lock_that_is_dated_in_the_future_is_nobodys(path):
 def test_an_odd_breaker_is_an_error_at_once(path, kind):
     die_holding(path)
     odd_files.put(kind, path.with_name(f".{path.name}.breaking"))
-    with pytest.raises(StorageError, match="breaking is no lock"):
+    with pytest.raises(StorageError, match="breaking is not a lock"):
         SoftLock(path).try_acquire()
 
 

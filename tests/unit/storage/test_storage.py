@@ -468,7 +468,7 @@ def test_a_request_is_taken_once(run, kind):
 
 @pytest.mark.parametrize(
     ("content", "who"),
-    [(b"", "somebody who touched the file"), (b"  \n", "somebody who touched the file"), (b"\xffann\n", "\ufffdann"),
+    [(b"", "a user who touched the file"), (b"  \n", "a user who touched the file"), (b"\xffann\n", "\ufffdann"),
      (b"x" * 999, "x" * 200)],
     ids=["touched", "blank", "no text", "long"],
 )  # fmt: skip

@@ -89,7 +89,7 @@ def test_the_journal_status_and_explain_tell_of_it_until_it_is_over(run, monkeyp
     assert view.as_json()["failed_saves"] == 2
     told = CliRunner().invoke(cli, ["explain", str(run.path)], standalone_mode=False)
     assert "SAVES KEEP FAILING, on attempt 7.0.0" in told.output
-    assert "mend the filesystem" in told.output
+    assert "repair the filesystem" in told.output
 
     seen.note_progress([facts(step=40, failures=2, saves=2, saved=40)])
     seen.write_progress()

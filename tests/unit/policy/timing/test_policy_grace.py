@@ -172,7 +172,7 @@ def warnings(found: list[Finding]) -> list[str]:
          "a stop needs 4.1 s (longest step 0.8, p99 save 0.3, requeue 3) and has 120 s at the time limit, "
          "20 s at a preemption"),
         (need(), [offer(limit=math.inf, what=Preempts.NEVER)],
-         "a stop needs 4.1 s (longest step 0.8, p99 save 0.3, requeue 3) and is only asked for by people"),
+         "a stop needs 4.1 s (longest step 0.8, p99 save 0.3, requeue 3) and is only requested by hand"),
         (need(), [offer(what=Preempts.BY_QOS)],
          "a stop needs 4.1 s (longest step 0.8, p99 save 0.3, requeue 3) and has 120 s at the time limit, "
          "the GraceTime of its QOS at a preemption (sacctmgr show qos format=Name,GraceTime)"),

@@ -35,7 +35,7 @@ def dead(rank: int, code: int, error: str = "", *, killed: bool = False) -> Summ
 
 
 def mute(rank: int) -> Summary:
-    return Summary(rank=rank, node=f"n{rank // 2}", where=Where.NO_ANSWER, doing="does not tell its stack")
+    return Summary(rank=rank, node=f"n{rank // 2}", where=Where.NO_ANSWER, doing="reports no stack")
 
 
 ECHO = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:1234"
@@ -64,8 +64,8 @@ ECHO = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer
         pytest.param([dead(0, -9, killed=True), waits(1, 7), works(2, 7)], [2], [0, 1], "load",
                      id="our own kill is no crash"),
         pytest.param([dead(0, 0), waits(1, 7), waits(2, 7)], [0], [1, 2], "ended with code 0", id="left early"),
-        pytest.param([waits(0, 7), mute(1), waits(2, 7)], [1], [0, 2], "does not tell", id="no answer"),
-        pytest.param([mute(0), mute(1)], [], [0, 1], "nothing tells", id="no Python at all"),
+        pytest.param([waits(0, 7), mute(1), waits(2, 7)], [1], [0, 2], "reports no stack", id="no answer"),
+        pytest.param([mute(0), mute(1)], [], [0, 1], "do not differ", id="no Python at all"),
         pytest.param([waits(0, 7), waits(1, 7)], [], [0, 1], "the network", id="all in the same collective"),
         pytest.param([], [], [], "no rank was alive", id="nobody"),
     ],

@@ -194,11 +194,11 @@ def test_by_cause_names_causes_like_people_do():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"nod lost": 1}, "'nod lost' is no cause; these do: communication error"),
+        ({"nod lost": 1}, "'nod lost' is not a cause; these do: communication error"),
         ({"preempted": 1}, "costs no retries"),
         ({"node lost": 1, "node_lost": 2}, "is there twice"),
-        ({None: 1}, "is no cause"),
-        ({"x" * 999: 1}, "is no cause"),
+        ({None: 1}, "is not a cause"),
+        ({"x" * 999: 1}, "is not a cause"),
     ],
 )
 def test_what_has_no_budget(keys, message):
