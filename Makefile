@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test soak check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-recovery bench-fleet bench-checkpoint clean
+.PHONY: help install quickstart test test-fast soak check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-recovery bench-fleet bench-checkpoint clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -54,6 +54,10 @@ test: lint ## lint, then every test on a real Slurm cluster that is built for it
 	$(BIN)/pytest tests/lab || failed=1; \
 	$(BIN)/pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 30 $(BESIDES) || failed=1; \
 	exit $$failed
+
+test-fast: lint ## lint, and what needs neither root nor Slurm and is quick: before each commit (4 minutes)
+	@$(BIN)/pytest --numprocesses 2 --dist loadfile -m "not soak and not slow and not slurm and not gpu" \
+		tests/architecture tests/docs tests/unit tests/slurm/test_local.py::test_stop_and_resume
 
 soak: install ## the long tests that `make test` leaves out (root; 90 minutes)
 	@$(BIN)/pytest -m soak --numprocesses 2 --dist loadfile --durations 15 tests/slurm tests/unit

@@ -28,9 +28,25 @@ def _why_no_gpu() -> str | None:
     return None if torch.cuda.is_available() else "torch sees no CUDA device"
 
 
+SLOW = frozenset({
+    "agent/test_zygote.py", "checkpoint/replicas/test_copies_attacked.py", "checkpoint/replicas/test_supply.py",
+    "checkpoint/test_checkpoint_async.py", "checkpoint/test_checkpoint_ranks.py",
+    "checkpoint/test_checkpoint_sharded.py", "checkpoint/test_late_rescue.py", "checkpoint/test_resume_model.py",
+    "checkpoint/test_strict_groups.py", "checkpoint/writer/test_checkpoint_writer.py",
+    "checkpoint/writer/test_checkpoint_writer_faults.py", "cli/test_bad_input.py", "examples/test_examples.py",
+    "operations/test_old_runs.py", "operations/test_sweep.py", "storage/test_odd_files.py",
+    "storage/test_soft_lock.py", "system/test_foreign_text.py", "system/test_health_isolation.py",
+    "worker/rerun/test_rerun_agreement.py", "worker/rerun/test_rerun_ranks.py",
+    "worker/stragglers/test_straggler_detector.py", "worker/standalone/test_watchdog.py", "worker/test_signals.py",
+})  # fmt: skip
+"""Below tests/unit: what starts many processes, or waits for time to pass. Two thirds of the time of all unit tests."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test that fails is run once more: several clusters and real processes share a machine that others load too."""
     for item in items:
+        if item.path.as_posix().partition("/tests/unit/")[2] in SLOW:
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("soak") is None:
             item.add_marker(pytest.mark.flaky(reruns=1))
 
