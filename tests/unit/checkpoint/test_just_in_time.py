@@ -529,6 +529,6 @@ def test_a_state_that_no_rank_has_a_part_of_its_own_in_is_not_whole(tmp_path):
     del flat.objects[rank_key(0)]
     flat.put(FACTS, {"metrics": {}, "world_size": 1, "just_in_time": True})
     write(tmp_path / "kept", *stage(flat))
-    with pytest.raises(Damaged, match="what any rank had"):
+    with pytest.raises(Damaged, match="own state of any rank"):
         load(tmp_path / "kept", one, rank=1)
     assert IDENTITY.step == 7 and os.listdir(tmp_path / "kept")
