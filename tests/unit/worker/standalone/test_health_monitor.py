@@ -127,7 +127,7 @@ def test_duplicates_of_a_sparse_tensor_are_summed_and_one_without_data_is_refuse
 
 @pytest.mark.parametrize("loss", [None, "0.5", b"1", object(), [None]], ids=lambda loss: type(loss).__name__)
 def test_what_is_no_number_is_refused(loss):
-    with pytest.raises(UsageError, match="no number"):
+    with pytest.raises(UsageError, match="neither a number"):
         HealthMonitor().detect_nan_inf(loss)
 
 
