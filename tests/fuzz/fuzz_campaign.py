@@ -96,8 +96,7 @@ join --dry-run RUN -N N
 """.strip().splitlines()
 """In capitals: what is filled in, see ``_fill``."""
 
-_MODULES = ("advising", "checkpoints", "diagnosing", "drilling", "excluding", "reading", "health", "hooks", "injecting",
-            "joining", "verbs", "submitting", "sweeping")  # fmt: skip
+_MODULES = sorted({module for module, _ in command_line.VERBS.values()})
 _KEYS = ("slurm.time", "slurm.nodes", "nodes", "nproc_per_node", "run_folder", "command", "checkpoint.interval_steps",
          "checkpoint.directory", "preemption.signal_lead_s", "fault_tolerance.poison_after", "exclusions.path",
          "slurm.partition", "notices.command", "elastic.min_nodes", "checkpoint.bandwidth")  # fmt: skip

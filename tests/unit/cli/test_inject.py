@@ -91,9 +91,9 @@ def _link(path: Path) -> None:
         (lambda path: os.utime(_written(path), (0, time.time() - MAX_AGE_S - 1)), "earlier attempt"),
         (lambda path: _written(path, "{"), "not JSON"),
         (lambda path: _written(path, "[" * 4000), "not JSON"),
-        (lambda path: _written(path, "[]"), "no order"),
-        (lambda path: _written(path, '{"format": 2}'), "no order"),
-        (lambda path: _written(path, '{"format": true}'), "no order"),
+        (lambda path: _written(path, "[]"), "not an order"),
+        (lambda path: _written(path, '{"format": 2}'), "not an order"),
+        (lambda path: _written(path, '{"format": true}'), "not an order"),
         (lambda path: _written(path, ""), "not JSON"),
     ],
 )  # fmt: skip

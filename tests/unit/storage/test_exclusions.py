@@ -390,14 +390,14 @@ def test_kinds_of_a_newer_slurmft_are_kept(shared, path):
     "changes", [{"weight": math.nan}, {"at": math.inf}, {"at": math.nan}, {"node": ""}, {"id": ""}]
 )
 def test_what_is_no_observation_is_refused(shared, path, changes):
-    with pytest.raises(StorageError, match=r"no number|names no node"):
+    with pytest.raises(StorageError, match=r"not a number|names no node"):
         shared.observe([seen(id="1"), seen(id="2")._replace(**changes)])
     assert shared.read().observations == ()
 
 
 @pytest.mark.parametrize("changes", [{"node": ""}, {"until": math.inf}, {"at": math.nan}])
 def test_what_is_no_exclusion_by_hand_is_refused(shared, changes):
-    with pytest.raises(StorageError, match=r"no number|names no node"):
+    with pytest.raises(StorageError, match=r"not a number|names no node"):
         shared.exclude(by_hand(**changes))
 
 
