@@ -56,7 +56,7 @@ test: lint ## lint, then every test on a real Slurm cluster that is built for it
 	exit $$failed
 
 test-fast: lint ## lint, and what needs neither root nor Slurm and is quick: before each commit (4 minutes)
-	@$(BIN)/pytest --numprocesses 2 --dist loadfile -m "not soak and not slow and not slurm and not gpu" \
+	@$(BIN)/pytest --numprocesses 4 --dist loadfile -m "not soak and not slow and not slurm and not gpu" \
 		tests/architecture tests/docs tests/unit tests/slurm/test_local.py::test_stop_and_resume
 
 soak: install ## the long tests that `make test` leaves out (root; 90 minutes)
