@@ -66,11 +66,13 @@ def test_best_may_mean_highest_and_may_be_missing(tmp_path, run, eventually):
         CheckpointManager(tmp_path).load_best(run.model, run.optimizer)
 
 
-def test_without_save_best_only_the_last_n_stay(tmp_path, run, eventually):
-    checkpoints = CheckpointManager(tmp_path, keep_last_n=2, save_best=False)
-    for step in range(4):
+@pytest.mark.parametrize("number", [2, 3, 5])
+def test_without_save_best_only_the_last_n_stay(tmp_path, run, eventually, number):
+    checkpoints = CheckpointManager(tmp_path, keep_last_n=number, save_best=False)
+    for step in range(7):
         checkpoints.save(run.model, run.optimizer, step=step, metrics={"loss": step})
-    eventually(lambda: steps(tmp_path) == [3, 2])
+    checkpoints.close()
+    eventually(lambda: steps(tmp_path) == [*range(6, 6 - number, -1)])
 
 
 def test_a_damaged_best_gives_way_to_the_second_best(three, run):
