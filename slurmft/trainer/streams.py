@@ -152,7 +152,7 @@ def settle(tensors: Iterable[torch.Tensor]) -> None:
 def copy_from_device(
     device: Device, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], within_s: float | None = None
 ) -> None:
-    """Copy each source into its target in main memory, beside whatever the device does; return when all are there.
+    """Copy each source into its target in main memory, beside other work of the device; return when all are there.
 
     Nothing is waited for but the copies: the sources are there already. Where one of them fails, those before it are
     waited for as well, as they still write into memory of the caller's.

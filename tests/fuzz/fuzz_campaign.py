@@ -361,7 +361,7 @@ def _wrongs(
 
 
 def _not_json(outcome: Outcome) -> list[str]:
-    """Whoever asks for JSON can parse what is printed, errors on the other stream aside."""
+    """A program that asks for JSON can parse what is printed; errors go to the other stream."""
     if "--json" not in outcome.argv or outcome.code != 0:
         return []
     lines = [line for line in outcome.output.splitlines() if line.startswith(("{", "["))]

@@ -1,4 +1,4 @@
-"""Two ordinary users and root on one cluster: nobody's rescue executes what another user has written."""
+"""Two ordinary users and root on one cluster: no rescue executes what another user has written."""
 
 from __future__ import annotations
 

@@ -52,9 +52,9 @@ _REMARK = re.compile(r"^\[?[IW]\d{4} |^\[[IW] |^.{0,200}Warning: |^.{0,200}\bNCC
 _MARK = r"^.{0,200}?slurmft rank \d+: "
 _MARKED = re.compile(_MARK)
 _OURS = re.compile(rf"{_MARK}|^slurmft: |^slurmft \d\d:\d\d:\d\d [A-Z]+ |^keeper: |^ {{2}}hint: ")
-"""What slurmft itself says, through whatever formatter: it tells of troubles that it has dealt with, in the same words
-as those who had them. Each line that it logs in a worker begins like this (``worker.rank_log``), right behind a colour
-or a bracket of the formatter."""
+"""slurmft's own log lines, under any formatter: its reports of handled errors look like the errors themselves. Each
+line that it logs in a worker begins like this (``worker.rank_log``), right behind a colour or a bracket of the
+formatter."""
 
 _OUR_EXCEPTION = re.compile(r"^slurmft\.errors\.\w+: ")
 """No symptom either; those that it was raised from may be one."""

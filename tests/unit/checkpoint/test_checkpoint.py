@@ -552,7 +552,7 @@ def test_loading_removes_nothing_and_trusts_no_left_over(three, run):
 
 
 def test_a_save_in_flight_survives_a_load_of_the_same_manager(tmp_path, run, monkeypatch):
-    monkeypatch.setenv("SLURMFT_CHECKPOINT_BANDWIDTH", "1000")  # it takes until somebody waits for it
+    monkeypatch.setenv("SLURMFT_CHECKPOINT_BANDWIDTH", "1000")  # it takes until a caller waits for it
     checkpoints = CheckpointManager(tmp_path)
     checkpoints.save(run.model, run.optimizer, step=1, metrics={"loss": 1}, async_save=False, **run.parts)
     folder = checkpoints.save(run.model, run.optimizer, step=2, metrics={"loss": 2}, async_save=True, **run.parts)
@@ -640,7 +640,7 @@ def test_an_attempt_fenced_while_it_writes_commits_nothing(three, run, monkeypat
     run_folder = tmp_path_factory.mktemp("run")
     monkeypatch.setenv("SLURMFT_RUN_FOLDER", str(run_folder))
     monkeypatch.setenv("SLURMFT_GENERATION", "7")
-    monkeypatch.setenv("SLURMFT_CHECKPOINT_BANDWIDTH", "1000")  # it takes until somebody waits for it
+    monkeypatch.setenv("SLURMFT_CHECKPOINT_BANDWIDTH", "1000")  # it takes until a caller waits for it
     three.close()
     checkpoints = CheckpointManager(three.directory)
     checkpoints.save(run.model, run.optimizer, step=4, async_save=False)

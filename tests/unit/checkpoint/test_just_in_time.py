@@ -421,7 +421,7 @@ def test_a_step_counts_as_noted_when_it_is_over_and_not_before(tmp_path, listene
 
 
 def test_notes_of_steps_that_were_not_over_are_refused(tmp_path):
-    """An earlier slurmft has left some, which nobody had verified."""
+    """An earlier slurmft has left some that were never verified."""
     record = RankRecord(tmp_path, 0, 1)
     record.note(7, {"place": 1})
     assert read_record(tmp_path, 0, 7, 1) is not None
@@ -456,7 +456,7 @@ def sampler() -> ElasticSampler:
 
 
 def kept_by_the_second_node(folder: Path, one: Trainee) -> Stored:
-    """Of four ranks on two nodes the first two have died, with nobody left of their node to keep what they had."""
+    """Of four ranks on two nodes the first two have died, and no rank of their node is left to keep their state."""
     flat = capture(one, None, rank=0)
     own = flat.objects.pop(rank_key(0))
     for rank in (2, 3):

@@ -360,7 +360,7 @@ def test_root_itself_is_no_owner(tmp_path, monkeypatch):
 
 
 def test_the_batch_script_is_private(tmp_path):
-    """Whoever could write to it could have the next rescue run it."""
+    """A user who could write to it could have the next rescue run it."""
     from slurmft.system.files import replace_atomically
 
     before = os.umask(0o002)

@@ -1,7 +1,7 @@
 """A device whose streams compute late and out of step with the host: a wait that is missing shows as wrong bytes.
 
 Tensors that it owns lie in main memory, and change only when a stream comes to the kernel that writes them. Nothing is
-done before somebody looks at an event that it needs, and then only what that event waits for: every other stream stays
+done before a test looks at an event that it needs, and then only what that event waits for: every other stream stays
 behind. A kernel may hang, as a collective does that a dead rank never joins: nothing behind it on its stream is done.
 """
 
@@ -62,7 +62,7 @@ class LateDevice:
         """Address and length of each target."""
 
         self.frozen: set[Stream] = set()
-        """Streams that do not get on when somebody looks, but by ``run`` alone."""
+        """Streams that advance by ``run`` alone, and not when a test looks."""
 
         self.waits_for_everything = 0
         self.captures = False

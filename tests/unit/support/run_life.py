@@ -259,7 +259,7 @@ class World:
     # What people, cron and Slurm do
 
     def attempt(self, act: Any) -> Any:
-        """Somebody tries something, which may be refused with slurmft's own words."""
+        """A caller tries something, which may be refused with slurmft's own words."""
         try:
             return act()
         except SlurmftError as error:
@@ -350,7 +350,7 @@ class World:
         elif self.run.owner() is not None and not self.given_up and not has_ended:
             held = [job for job in busy if job.is_held]
             assert len(busy) == 1, f"{len(busy)} continuations\n{self.story()}"
-            assert held or (len(training) == 1 and training[0].is_current), f"nobody trains\n{self.story()}"
+            assert held or (len(training) == 1 and training[0].is_current), f"no supervisor trains\n{self.story()}"
 
 
 def _config(folder: Path) -> RunConfig:

@@ -372,7 +372,7 @@ def known(node: Node) -> Iterator[Wire]:
 
 @pytest.mark.timeout(120)
 def test_lengths_of_a_sender_who_has_the_key_are_bounded_too(tmp_path, node):
-    """Whoever has the key can still not make the keeper take memory for what was never sent."""
+    """A client with the key cannot make the keeper take memory for data that it never sends."""
     peak = node.peak_bytes()
     for length in (0, -1, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 10**300, 1e18, "5", None, True, [], {}):
         with known(node) as one:

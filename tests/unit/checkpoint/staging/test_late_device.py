@@ -1,6 +1,6 @@
 """On a device whose streams compute late and out of step with the host, every byte that is kept is the right one.
 
-``late_device`` does nothing before somebody looks at an event, and then only what that event waits for.
+``late_device`` does nothing before a test looks at an event, and then only what that event waits for.
 ``tests/unit/worker/test_waits.py`` takes each wait out of the source once, and names the test that fails then.
 """
 

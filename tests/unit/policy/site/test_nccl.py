@@ -104,7 +104,7 @@ def test_the_users_own_value_wins(config):
 
 
 def test_the_page_lists_every_collective_of_this_package():
-    """Whoever adds one says over which group it goes, and why all ranks come by in the same order."""
+    """A developer who adds one says over which group it goes, and why all ranks come by in the same order."""
     root, page = Path(streams.__file__).parents[1], Path(streams.__file__).parents[2] / "docs" / "gpu.md"
     calls = re.compile(r"\bdist\.(all_\w+|broadcast\w*|reduce\w*|gather\w*|scatter\w*|i?send|i?recv|barrier|new_group"
                        r"|batch_isend_irecv)\(")  # fmt: skip
