@@ -258,6 +258,17 @@ def appending(path: str | Path) -> Iterator[int]:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Errors of operations on a descriptor do not say which file it is of: they get ``path``."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def append_line(path: str | Path, line: str) -> None:
     """Add a line durably, by one write; a torn line of a dead writer is closed off first.
 
@@ -267,12 +278,13 @@ def append_line(path: str | Path, line: str) -> None:
     """
     descriptor = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     try:
-        size = os.fstat(descriptor).st_size
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        text = ("\n" * torn + line + "\n").encode()
-        if os.write(descriptor, text) < len(text):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        os.fsync(descriptor)
+        with naming(path):
+            size = os.fstat(descriptor).st_size
+            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+            text = ("\n" * torn + line + "\n").encode()
+            if os.write(descriptor, text) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -20,6 +21,14 @@ def synchronous_saves() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SLURMFT_CHECKPOINT_ASYNC_SAVE", "0")
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_log_records() -> Iterator[None]:
+    """A session marks what slurmft logs in its process with its rank, for good: here until the end of the test."""
+    before = logging.getLogRecordFactory()
+    yield
+    logging.setLogRecordFactory(before)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ from slurmft.storage.journal import Journal
 from slurmft.storage.run_folder import REQUESTS, Attempt, Owner, RunFolder, find_run, list_runs
 from slurmft.system import files
 from slurmft.system.files import read_json, replace_atomically, write_json
+from slurmft.system.opening import append_line
 
 SPAWN = multiprocessing.get_context("spawn")
 NO_DATABASE = settings(
@@ -82,6 +84,20 @@ def test_a_failure_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, fails
     monkeypatch.undo()
     assert path.read_text(encoding="utf-8") == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("write", "call"), [(replace_atomically, "fsync"), (append_line, "fsync"), (append_line, "write")]
+)
+def test_a_full_disk_is_named_with_the_file_that_did_not_fit(tmp_path, monkeypatch, write, call):
+    def full(*_arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, call, full)
+    path = tmp_path / "jobs.json"
+    with pytest.raises(OSError, match="No space left") as caught:
+        write(path, "x")
+    assert caught.value.filename == str(path)
 
 
 def test_a_crash_between_write_and_rename_leaves_the_old_file(tmp_path):

@@ -57,13 +57,12 @@ def test_the_cause_of_an_exception_of_ours_counts():
 @pytest.fixture
 def fresh_logging(monkeypatch):
     """Logging as a new process has it."""
-    root, factory = logging.getLogger(), logging.getLogRecordFactory()
+    root = logging.getLogger()
     handlers = root.handlers
     root.handlers = []
     monkeypatch.setenv("RANK", "3")
     yield root
     root.handlers = handlers
-    logging.setLogRecordFactory(factory)
 
 
 @pytest.mark.parametrize(
