@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from slurmft.agent import flight_recorder
 from slurmft.agent.gpus import own_device
 from slurmft.agent.workers import zygote_arguments
 from slurmft.config.config import RunConfig
+from slurmft.ipc.calls import StartWorkers
 from slurmft.policy.checkpoints.checkpoint_settings import MTBF_VARIABLE
 from slurmft.policy.site import nccl
 from slurmft.policy.timing.hangs import STEP
@@ -34,31 +34,31 @@ def common_environment(config: RunConfig, base: Mapping[str, str]) -> dict[str, 
 
 
 def worker_environment(
-    config: RunConfig, base: Mapping[str, str], start: Mapping[str, Any], rank: int, attempt: str
+    config: RunConfig, base: Mapping[str, str], start: StartWorkers, rank: int, attempt: str
 ) -> dict[str, str]:
-    """One rank's environment; ``start`` is the supervisor's message."""
+    """One rank's environment; ``start`` is the supervisor's call."""
     environment = common_environment(config, base)
     folder = config.run_folder / "attempts" / attempt
-    world_size = start["nodes"] * config.nproc_per_node
-    local_rank, node = rank - start["first_rank"], start["first_rank"] // config.nproc_per_node
+    world_size = start.nodes * config.nproc_per_node
+    local_rank, node = rank - start.first_rank, start.first_rank // config.nproc_per_node
     environment |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(config.nproc_per_node),
         "GROUP_RANK": str(node),
-        "GROUP_WORLD_SIZE": str(start["nodes"]),
+        "GROUP_WORLD_SIZE": str(start.nodes),
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": str(world_size),
         "ROLE_NAME": "default",
-        "MASTER_ADDR": start["master_addr"],
-        "MASTER_PORT": str(start["master_port"]),
-        "TORCHELASTIC_RESTART_COUNT": str(start["cycle"]),
+        "MASTER_ADDR": start.master_addr,
+        "MASTER_PORT": str(start.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(start.cycle),
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": config.name,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         RUN_FOLDER_VARIABLE: str(config.run_folder),
-        GENERATION_VARIABLE: str(start["generation"]),
+        GENERATION_VARIABLE: str(start.generation),
         "SLURMFT_ATTEMPT": attempt,
         VERDICT_VARIABLE: str(config.run_folder / "verdicts" / f"{attempt}.rank-{rank}.json"),
         EVIDENCE_VARIABLE: str(config.run_folder / "verdicts" / f"{attempt}.rank-{rank}.evidence.jsonl"),
@@ -67,11 +67,11 @@ def worker_environment(
         "TORCHELASTIC_ERROR_FILE": str(folder / f"torch-error.rank_{rank}"),
         "SLURMFT_CHECKPOINT_DIR": str(config.checkpoint_dir),
         **config.checkpoint.variables(),
-        MTBF_VARIABLE: str(start.get("mtbf_s", "")),
+        MTBF_VARIABLE: "" if start.mtbf_s is None else str(start.mtbf_s),
         "SLURMFT_BACKEND": config.nccl.backend,
         "SLURMFT_INIT_TIMEOUT_MINUTES": str(config.nccl.init_timeout_minutes),
         "SLURMFT_STEP_TIMEOUT_MINUTES": str(config.nccl.step_timeout_minutes),
-        "SLURMFT_BATCH_DIVISOR": str(start.get("batch_divisor", 1)),
+        "SLURMFT_BATCH_DIVISOR": str(start.batch_divisor),
         "SLURMFT_RERUN": config.rerun.model_dump_json(),
         "SLURMFT_STRAGGLER_DETECTION": "1" if config.straggler_detection.enabled else "0",
         "SLURMFT_STRAGGLER_PROFILING_INTERVAL": str(config.straggler_detection.profiling_interval),

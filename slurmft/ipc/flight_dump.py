@@ -197,11 +197,11 @@ def _text(value: object) -> str:
 
 def as_json(progress: Progress) -> dict[str, Any]:
     """The fields, as a message holds them."""
-    return dataclasses.asdict(progress)
+    return {**dataclasses.asdict(progress), "members": [list(span) for span in progress.members]}
 
 
 def from_json(facts: Mapping[str, Any]) -> Progress:
-    """The inverse of ``as_json``, of facts whose shapes were checked (``ipc.shapes``)."""
+    """The inverse of ``as_json``, of facts whose shapes were checked (``ipc.calls``)."""
     return Progress(**{**facts, "members": tuple((first, last) for first, last in facts["members"])})
 
 

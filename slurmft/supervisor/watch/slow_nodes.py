@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import StorageError
-from slurmft.ipc.channel import Message
+from slurmft.ipc.reports import TimingsReport
 from slurmft.policy.nodes.evidence import Suspect
 from slurmft.policy.verdicts.verdict import Cause
 from slurmft.storage.events import EventName
@@ -36,7 +36,7 @@ class SlowNodes:
         self.suspects: tuple[Suspect, ...] = ()
         """Nodes that the run is being moved away from."""
 
-    def note(self, host: str, message: Message) -> None:
+    def note(self, host: str, report: TimingsReport) -> None:
         """Take in one agent's report, and act on the verdict that it completes."""
         if self._watch is None:
             from slurmft.supervisor.watch.stragglers import StragglerWatch  # brings numpy, 0.1 s at every start
@@ -48,7 +48,7 @@ class SlowNodes:
                 self._start.journal,
                 workload=workload_of(self._config),
             )
-        self._watch.note(host, message)
+        self._watch.note(host, report)
         if (slow := self._watch.verdict()) is not None:
             self._judge(self._watch, slow)
 

@@ -11,9 +11,10 @@ from slurmft.agent.environment import worker_environment
 from slurmft.config.checkpoint import CheckpointConfig
 from slurmft.config.config import RunConfig, validate
 from slurmft.errors import ConfigError
+from slurmft.ipc.calls import StartWorkers
 from slurmft.policy.checkpoints.checkpoint_settings import MTBF_VARIABLE, CheckpointSettings
 
-START = {"nodes": 2, "first_rank": 0, "master_addr": "n1", "master_port": 1, "cycle": 0, "generation": 1}
+START = StartWorkers(attempt="7.0.0", nodes=2, first_rank=0, master_addr="n1", master_port=1, cycle=0, generation=1)
 
 
 def run_with(**section: Any) -> RunConfig:
