@@ -9,9 +9,10 @@ from slurmft.agent.gpus import own_device
 from slurmft.agent.workers import zygote_arguments
 from slurmft.config.config import RunConfig
 from slurmft.ipc.calls import StartWorkers
-from slurmft.policy.checkpoints.checkpoint_settings import MTBF_VARIABLE
+from slurmft.policy.nodes.rerun_settings import RerunSettings
 from slurmft.policy.site import nccl
 from slurmft.policy.timing.hangs import STEP
+from slurmft.policy.worker_settings import WORKER_VARIABLE, WorkerSettings
 from slurmft.storage.fence import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE, EVIDENCE_VARIABLE, VERDICT_VARIABLE
 
@@ -66,21 +67,26 @@ def worker_environment(
         # what torch's own @record writes, for scripts that have it already
         "TORCHELASTIC_ERROR_FILE": str(folder / f"torch-error.rank_{rank}"),
         "SLURMFT_CHECKPOINT_DIR": str(config.checkpoint_dir),
-        **config.checkpoint.variables(),
-        MTBF_VARIABLE: "" if start.mtbf_s is None else str(start.mtbf_s),
-        "SLURMFT_BACKEND": config.nccl.backend,
-        "SLURMFT_INIT_TIMEOUT_MINUTES": str(config.nccl.init_timeout_minutes),
-        "SLURMFT_STEP_TIMEOUT_MINUTES": str(config.nccl.step_timeout_minutes),
-        "SLURMFT_BATCH_DIVISOR": str(start.batch_divisor),
-        "SLURMFT_RERUN": config.rerun.model_dump_json(),
-        "SLURMFT_STRAGGLER_DETECTION": "1" if config.straggler_detection.enabled else "0",
-        "SLURMFT_STRAGGLER_PROFILING_INTERVAL": str(config.straggler_detection.profiling_interval),
+        WORKER_VARIABLE: settings_of(config, start).as_text(),
     }
-    if config.elastic.batch == "keep_micro_batch":
-        environment["SLURMFT_BASE_WORLD_SIZE"] = str(config.world_size)
     same_torch = zygote_arguments(config.command) is not None
     entries, timeout_s = config.nccl.flight_recorder_buffer_size, 60 * config.nccl.step_timeout_minutes
     limit_s = config.fault_tolerance.limits().sections.get(STEP, 0.0)
     environment |= own_device(environment, local_rank)
     environment |= nccl.variables(environment, timeout_s=timeout_s, limit_s=limit_s)
     return flight_recorder.variables(entries, folder, same_torch=same_torch) | environment
+
+
+def settings_of(config: RunConfig, start: StartWorkers) -> WorkerSettings:
+    """The settings of every worker of this start."""
+    return WorkerSettings(
+        backend=config.nccl.backend,
+        init_timeout_minutes=config.nccl.init_timeout_minutes,
+        step_timeout_minutes=config.nccl.step_timeout_minutes,
+        batch_divisor=start.batch_divisor,
+        base_world_size=config.world_size if config.elastic.batch == "keep_micro_batch" else 0,
+        straggler_detection=config.straggler_detection.enabled,
+        straggler_profiling_interval=config.straggler_detection.profiling_interval,
+        checkpoint=config.checkpoint.settings(start.mtbf_s),
+        rerun=RerunSettings.from_json(config.rerun.model_dump(mode="json")),
+    )

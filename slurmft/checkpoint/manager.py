@@ -35,7 +35,7 @@ from slurmft.checkpoint.turns import Row, Turn, mismatch
 from slurmft.checkpoint.writer.fault_points import reached
 from slurmft.checkpoint.writer.write_requests import BestMode, CommitOrder, Keep
 from slurmft.errors import CheckpointError, DirectoryInUse, UsageError
-from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
+from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import MAX_STEP, STAGING, Identity
 from slurmft.storage.fence import check_fence
 from slurmft.storage.memory_folder import memory_folder_of, ranks_of_this_node
@@ -83,7 +83,7 @@ class CheckpointManager:
             "keep_last_n": keep_last_n, "save_best": save_best, "best_metric": best_metric, "best_mode": best_mode,
             "keep_every": keep_every, "async_save": async_save,
         }  # fmt: skip
-        self.settings = CheckpointSettings.from_variables(os.environ).changed(given)
+        self.settings = WorkerSettings.from_environment(os.environ).checkpoint.changed(given)
         if self.settings.keep_last_n < 1:
             raise UsageError(f"keep_last_n is {keep_last_n}; at least 1 checkpoint must be kept")
         if self.settings.best_mode not in ("min", "max"):

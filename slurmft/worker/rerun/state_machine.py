@@ -29,8 +29,10 @@ from torch import nn
 
 from slurmft.errors import UsageError
 from slurmft.policy.nodes.evidence import Suspect
+from slurmft.policy.nodes.rerun_settings import RerunSettings
 from slurmft.policy.nodes.reruns import Mode, Phase, Seen
 from slurmft.policy.verdicts.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED
+from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.worker.data.generators import IterationStart
 from slurmft.worker.rerun.agreement import Alone, ByLoop, Ranks, agreement_for
 from slurmft.worker.rerun.checks import Injector
@@ -38,7 +40,6 @@ from slurmft.worker.rerun.data import RerunDataIterator
 from slurmft.worker.rerun.model import ModelStart
 from slurmft.worker.rerun.proceedings import Proceedings, Row
 from slurmft.worker.rerun.reports import Departure
-from slurmft.worker.rerun.settings import RerunSettings
 from slurmft.worker.rerun.validation import Validation
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class RerunStateMachine(Validation):
         carried_by_loop: bool = False,
         reads_late: bool | None = None,
     ) -> None:
-        settings = settings or RerunSettings.from_environment()
+        settings = settings or WorkerSettings.from_environment(os.environ).rerun
         device = next((one.device for one in model.parameters()), None) if model is not None else None
         late = device is not None and device.type == "cuda" if reads_late is None else reads_late
         hardware, ranks = own_hardware(device), Ranks()

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from slurmft.policy.nodes.rerun_settings import RerunSettings
 from slurmft.policy.nodes.reruns import Mode, Phase, Seen, Variability, largest_difference, variability
 from slurmft.worker.rerun.agreement import Agreement, ByLoop
 from slurmft.worker.rerun.checks import Injector, LossChecks, RejectionFunction
 from slurmft.worker.rerun.record import Rejection, as_tensor, is_rejected, number_of, values_of
-from slurmft.worker.rerun.settings import RerunSettings
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import pytest
 from slurmft.agent.environment import worker_environment
 from slurmft.config.config import validate
 from slurmft.ipc.calls import StartWorkers
-from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
 from slurmft.policy.timing.checkpoint_interval import FailureHistory, mtbf_s
+from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.journal import Event
 from slurmft.supervisor.recovery.failure_history import facts_for_workers, history_of
 
@@ -60,4 +60,4 @@ def test_workers_learn_how_often_the_run_fails():
     expected = mtbf_s(FailureHistory(failures=1, node_s=2 * 86_400), 2)
     assert told == {"batch_divisor": 1, "mtbf_s": pytest.approx(expected, abs=0.1)}
     environment = worker_environment(config, {}, replace(START, **told), 0, "7.0.1")
-    assert CheckpointSettings.from_variables(environment).mtbf_s == told["mtbf_s"]
+    assert WorkerSettings.from_environment(environment).checkpoint.mtbf_s == told["mtbf_s"]
