@@ -225,7 +225,7 @@ def plain(data: bytes, within_s: float = 10.0) -> object:
 def _run(data: bytes, deadline: float) -> object:
     """Carry out the opcodes, as the standard library reads them."""
     stack: list[Any] = []
-    memo: dict[int, Any] = {}
+    memo: dict[Any, Any] = {}
     for count, (code, argument, at) in enumerate(pickletools.genops(data)):
         if count >= MAX_OPCODES or (not count % _LOOK_EVERY and time.monotonic() > deadline):
             break
