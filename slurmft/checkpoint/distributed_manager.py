@@ -78,7 +78,9 @@ class DistributedCheckpointManager:
     ) -> Path | None:
         """``CheckpointManager.save``; the epoch is kept as well, and is the step where none is given.
 
-        A script that counts epochs alone passes ``save_checkpoint(model, optimizer, epoch, metrics)``. An epoch, like ``extra``, is what it was at the last save: saving just in time is off then. It can often be
+        A script that counts epochs alone passes ``save_checkpoint(model, optimizer, epoch, metrics)``.
+
+        An epoch, like ``extra``, is what it was at the last save: saving just in time is off then. It can often be
         computed from the step.
 
         Raises:

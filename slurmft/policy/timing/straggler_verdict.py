@@ -70,7 +70,7 @@ class ReportShape:
 
 
 def report(scores: Scores, nodes: Sequence[str], sections: Sequence[str], shape: ReportShape) -> str:
-    """The report's lines: the worst and best ranks by each comparison, sections that stand out, warnings, missing ranks."""
+    """The report's lines: worst and best ranks by each comparison, sections that stand out, warnings, missing ranks."""
     lines: list[str] = []
     for wanted, name, values, slow in (
         (shape.relative, "relative", scores.relative, scores.slow_relative),
