@@ -33,8 +33,9 @@ def ft_launch(
 ) -> int:  # fmt: skip
     """Submit a run by the command line of ft_launcher or torchrun.
 
-    Called once, and not on every node. Takes torchrun's options (--nnodes, --nproc-per-node, --max-restarts, -m, ...) and --ft-* or --ft-param-* of
-    nvidia-resiliency-ext behind the options below. Options without a counterpart are named.
+    Called once, and not on every node. Takes torchrun's options (--nnodes, --nproc-per-node, --max-restarts, -m, ...)
+    and --ft-* or --ft-param-* of nvidia-resiliency-ext behind the options below. Options without a counterpart are
+    named.
     """
     if "SLURM_PROCID" in os.environ:
         raise UsageError("this is inside of a job, where each task would submit a run of its own",
