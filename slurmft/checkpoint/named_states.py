@@ -32,7 +32,8 @@ class NamedStates(ABC):
         """Save any plain state, such as a dict of numbers, texts, lists and tensors; rank 0's where there are several.
 
         The id is a step number, or any other name, whose step is then the one after the newest. Saved like a model:
-        committed last, verified when it is loaded, pruned by ``keep_last_n``. Returns as ``save`` does.
+        committed last, verified when it is loaded, pruned by ``keep_last_n``. It is durable on return: of saves that
+        overlap, a newer one may take the place of an older one, and each id is to be found again.
 
         Raises:
             CheckpointError: nothing was saved, older checkpoints are untouched.
@@ -43,7 +44,9 @@ class NamedStates(ABC):
         if step is None:
             step = self._newest_step() + 1
         model, optimizer = _nothing()
-        return self.save(model, optimizer, step=step, metrics=metrics, extra={_STATE: as_plain(state)})
+        return self.save(
+            model, optimizer, step=step, metrics=metrics, extra={_STATE: as_plain(state)}, async_save=False
+        )
 
     def load_checkpoint(self, checkpoint_id: int | str | None = None) -> Any:
         """The state that ``save_checkpoint`` was given under this id, or the newest one; None where there is none.
@@ -117,6 +120,7 @@ class NamedStates(ABC):
     def save(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, step: int,
         metrics: Mapping[str, SupportsFloat] | None = None, extra: Mapping[str, Any] | None = None,
+        async_save: bool | None = None,
     ) -> Path | None: ...  # fmt: skip
 
     @abstractmethod

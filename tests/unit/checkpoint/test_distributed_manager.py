@@ -111,6 +111,7 @@ def test_a_script_that_counts_epochs_saves_and_resumes_by_them(tmp_path, trainee
         with torch.no_grad():
             model.weight.fill_(epoch)
         checkpoints.save_checkpoint(model, optimizer, epoch, {"loss": 1 / (epoch + 1)})
+        checkpoints.wait()  # of saves that overlap, the newest is enough
     checkpoints.save_checkpoint(model, optimizer, epoch=3, metrics={"loss": 0.1})
     checkpoints.wait()
     state = checkpoints.load_checkpoint(model, optimizer)

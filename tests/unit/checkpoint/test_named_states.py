@@ -49,6 +49,14 @@ def test_a_name_is_an_id_as_well_and_the_newest_of_a_name_counts(tmp_path):
     manager.close()
 
 
+def test_each_id_of_many_in_a_row_is_there(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last_n=9)
+    for number in range(6):
+        manager.save_checkpoint({"number": number}, f"state {number}")
+    assert [manager.load_checkpoint(f"state {number}") for number in range(6)] == [{"number": n} for n in range(6)]
+    manager.close()
+
+
 @pytest.mark.parametrize("checkpoint_id", [-1, 1.5, True, None, "", " ", "a\nb", b"7", [7], 10**30])
 def test_what_is_no_id_is_refused_before_anything_is_written(checkpoint_id, tmp_path):
     manager = CheckpointManager(tmp_path)
