@@ -8,6 +8,7 @@ from typing import Any
 from slurmft.agent import flight_recorder
 from slurmft.agent.gpus import own_device
 from slurmft.agent.workers import zygote_arguments
+from slurmft.agent.zygote import STOP_SIGNAL_VARIABLE
 from slurmft.config.config import RunConfig
 from slurmft.policy.checkpoints.checkpoint_settings import MTBF_VARIABLE
 from slurmft.policy.site import nccl
@@ -76,6 +77,8 @@ def worker_environment(
         "SLURMFT_STRAGGLER_DETECTION": "1" if config.straggler_detection.enabled else "0",
         "SLURMFT_STRAGGLER_PROFILING_INTERVAL": str(config.straggler_detection.profiling_interval),
     }
+    if config.preemption.signal == "SIGINT":
+        environment[STOP_SIGNAL_VARIABLE] = config.preemption.signal
     if config.elastic.batch == "keep_micro_batch":
         environment["SLURMFT_BASE_WORLD_SIZE"] = str(config.world_size)
     same_torch = zygote_arguments(config.command) is not None
