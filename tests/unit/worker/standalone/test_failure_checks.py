@@ -110,7 +110,6 @@ def test_a_gpu_that_computes_wrongly_is_an_error(monkeypatch, caplog):
     wrong = torch.ones(100, 100)
     wrong[3, 4] = 1.5
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch, "ones", lambda *_, **__: wrong)
     assert slurmft.detect_gpu_failure() == "CUDA_ERROR"
     assert "computes wrongly" in caplog.text
