@@ -103,7 +103,8 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             loop.add_signal_handler(number, self._note_signal, signal.Signals(number).name)
-        loop.add_signal_handler(signal.SIGINT, lambda: None)
+        is_signal = self._config.preemption.signal == "SIGINT"  # else it is a Ctrl-C, which the supervisor answers to
+        loop.add_signal_handler(signal.SIGINT, *((self._note_signal, "SIGINT") if is_signal else (lambda: None,)))
         self._workers.start_zygote(
             common_environment(self._config, self._environment), self._config.fault_tolerance.preload
         )

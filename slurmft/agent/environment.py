@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from slurmft.agent import flight_recorder
 from slurmft.agent.gpus import own_device
 from slurmft.agent.workers import zygote_arguments
+from slurmft.agent.zygote import STOP_SIGNAL_VARIABLE
 from slurmft.config.config import RunConfig
 from slurmft.ipc.calls import StartWorkers
 from slurmft.policy.nodes.rerun_settings import RerunSettings
@@ -69,6 +70,8 @@ def worker_environment(
         "SLURMFT_CHECKPOINT_DIR": str(config.checkpoint_dir),
         WORKER_VARIABLE: settings_of(config, start).as_text(),
     }
+    if config.preemption.signal == "SIGINT":
+        environment[STOP_SIGNAL_VARIABLE] = config.preemption.signal
     same_torch = zygote_arguments(config.command) is not None
     entries, timeout_s = config.nccl.flight_recorder_buffer_size, 60 * config.nccl.step_timeout_minutes
     limit_s = config.fault_tolerance.limits().sections.get(STEP, 0.0)

@@ -26,6 +26,7 @@ from slurmft.checkpoint.folders import own_generation, remove_left_overs
 from slurmft.checkpoint.format.flat_state import FACTS, FlatState, capture
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.loading import LoadedCheckpoint, Loading
+from slurmft.checkpoint.named_states import NamedStates
 from slurmft.checkpoint.replicas.memory_sources import same_state
 from slurmft.checkpoint.replicas.offers import forget_others
 from slurmft.checkpoint.staging.snapshots import LaidOut, Snapshots
@@ -50,7 +51,7 @@ ROOM_S = 60.0
 LOOK_S = 0.05
 
 
-class CheckpointManager:
+class CheckpointManager(NamedStates):
     """The checkpoints of one training run.
 
     Every method is a collective when torch.distributed is initialised: all ranks call it with the same arguments.

@@ -75,7 +75,8 @@ class Stops:
 
     async def _judge_own_signal(self, name: str) -> None:
         """Slurm signals the batch step only when it ends the job; a user may at any time."""
-        if self._cluster.name == "local" and name == "SIGINT" and self.planned is None:
+        is_ctrl_c = name == "SIGINT" != self._section.signal
+        if self._cluster.name == "local" and is_ctrl_c and self.planned is None:
             self.stop_for(Cause.STOPPED_BY_USER, "stopped with Ctrl-C")
         elif not await self._slurm.is_ending():
             self._own_signals = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ from slurmft.supervisor.watch.observations import Observations
 if TYPE_CHECKING:
     from slurmft.policy.timing.straggler_verdict import StragglerVerdict
     from slurmft.supervisor.watch.stragglers import StragglerWatch
+
+
+log = logging.getLogger(__name__)
 
 
 class SlowNodes:
@@ -77,6 +81,7 @@ class SlowNodes:
         if not moves:  # else the verdict says it
             self._accuser.add(slow.evidence(time.time(), step))
         elif self._stops.planned is None:
+            log.warning("Detected stragglers. Terminating training... on %s, to go on elsewhere", ", ".join(slow.nodes))
             self.suspects = tuple(Suspect(node=node) for node in slow.nodes)
             self._stops.stop_for(Cause.STRAGGLER, f"{slow.text}; {reason}")
 

@@ -22,6 +22,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -148,6 +149,17 @@ class RerunStateMachine(Validation):
                 "the loop `while machine.should_run_forward_backward()` was left before it was over",
                 hint="let it run to its end: no break, and no exception that is caught outside of it",
             )
+
+    def change_mode(self, mode: Mode) -> None:
+        """Go on in another mode, from the next iteration on.
+
+        Raises:
+            UsageError: an iteration is under way.
+        """
+        self.check_is_over()
+        self.settings = replace(self.settings, mode=mode)
+        self._choose_path()
+        self._is_usual = self._twice is None and not self._off
 
     def should_checkpoint_and_exit(self) -> tuple[bool, bool, int]:
         """After the loop, before the optimizer's step: whether to save, whether to exit, and with which code.

@@ -78,6 +78,12 @@ class Validation:
         self._second = SecondLook()
         self._losses: list[float] = []
 
+    def _choose_path(self) -> None:
+        """After a change of the mode; statistics begin anew."""
+        settings = self.settings
+        self._twice = StepTwice(settings.report_interval_steps) if settings.mode is Mode.REPORT_STATS else None
+        self._is_quick = self._may_be_quick
+
     @property
     def _off(self) -> bool:
         return self.settings.mode is Mode.DISABLED
