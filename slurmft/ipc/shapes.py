@@ -90,6 +90,43 @@ _DOING: Mapping[str, Check] = {
 _NOTICE: Mapping[str, Check] = {
     "source": _name, "ends": _flag, "what": _name, "left_s": lambda value: _time(value) and value >= 0,
 }  # fmt: skip
+MAX_RUNS = 100_000
+"""Of one report on requests."""
+
+
+def _are_runs(value: Any) -> bool:
+    fits = _integer(0, 2**40)
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_RUNS
+        and all(isinstance(run, list) and len(run) == 2 and all(map(fits, run)) and run[0] < run[1] for run in value)
+    )
+
+
+_EPOCH: Mapping[str, Check] = {"epoch": _integer(0, 2**31 - 1)}
+_REPLICA: Mapping[str, Check] = {**_EPOCH, "replica": _integer(0, 1023)}
+_INFERENCE: Mapping[str, Mapping[str, Check]] = {
+    "want": {**_EPOCH, "count": _integer(1, 2**31 - 1)},
+    "answers": {**_EPOCH, "segment": _name, "end": _integer(0, 2**62), "runs": _are_runs},
+    "returned": {**_EPOCH, "runs": _are_runs},
+    "drained": _EPOCH,
+    "replica": {
+        **_REPLICA, "phase": lambda value: value in ("starting", "ready", "waiting", "down"),
+        "life": _integer(0, 2**31 - 1), "slots": _integer(0, 2**16), "why": lambda value: _is_text(value, 4000),
+    },
+    "replica_died": {
+        **_REPLICA, "name": _name, "code": _integer(-128, 255), "how": lambda value: _is_text(value, 4000),
+        "in_flight": lambda value: isinstance(value, list) and all(map(_integer(0, 2**40), value)),
+        "was_ready": _flag, "answered": _integer(0, 2**62), "failures": _integer(0, 2**31 - 1),
+    },
+    "smaller": {**_REPLICA, "slots": _integer(1, 2**16), "why": lambda value: _is_text(value, 4000)},
+}  # fmt: skip
+
+
+def _is_text(value: Any, longest: int) -> bool:
+    return isinstance(value, str) and len(value) <= longest
+
+
 _LOOK = (_flag, _SLOT, _flag, _SLOT)
 _CODE = _integer(-128, 255)
 
@@ -198,6 +235,8 @@ def check_report(message: Message) -> None:
             _require(message, _SIGNAL, "a signal's report")
         case "notice":
             _require(message, _NOTICE, "a notice")
+        case kind if kind in _INFERENCE:
+            _require(message, _INFERENCE[kind], f"a report of {kind!r}")
         case "hello" | "connected" | "disconnected" as kind:
             raise BadMessage(f"{kind!r} is not a report")
 
