@@ -160,7 +160,8 @@ class Agent:
                 if message is None:
                     return
                 self._last_heard = time.monotonic()
-                answer = await self._handle(message)
+                is_for_replicas = self._replicas is not None and await self._replicas.handle(message)
+                answer = {} if is_for_replicas else await self._handle(message)
                 if message["id"] == UNANSWERED:
                     continue
                 channel.send({"kind": "reply", "id": message["id"], **answer})
@@ -200,8 +201,6 @@ class Agent:
                 self._pass_on_term()
             case "evidence" | "rescue":
                 return await self._before_the_kill(message)
-            case "replicas" | "lease" | "drain" if self._replicas is not None:
-                await self._replicas.handle(message)
             case "inject":
                 return strike(list(self._workers.by_rank.values()), message["order"], message["ranks"])
             case "kill":

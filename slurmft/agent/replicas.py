@@ -6,7 +6,6 @@ import asyncio
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from slurmft.agent.environment import common_environment
 from slurmft.agent.gpus import VISIBLE_VARIABLE, gpu_uuids
@@ -50,8 +49,8 @@ class Replicas:
             start=self._start, kill=lambda number: workers.kill_one(self._first + number), report=report,
         )  # fmt: skip
 
-    async def handle(self, message: Message) -> None:
-        """A message of the supervisor's."""
+    async def handle(self, message: Message) -> bool:
+        """A message of the supervisor's; whether it was one for the replicas."""
         match message["kind"]:
             case "replicas":
                 self._attempt = message["attempt"]
@@ -63,6 +62,9 @@ class Replicas:
             case "drain":
                 if self._draining is None or self._draining.done():
                     self._draining = asyncio.create_task(self._pool.drain(message["within_s"]))
+            case _:
+                return False
+        return True
 
     def on_exit(self, worker: Worker) -> None:
         """The driver of a replica has ended."""

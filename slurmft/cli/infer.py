@@ -46,7 +46,7 @@ def infer(
         output = settings.inference.output or run.path / "output"
         if (before := load(folder)) is None:
             refuse_foreign_output(output, None)
-        batch = prepare(settings.inference, folder, lambda count: _tell(count))
+        batch = prepare(settings.inference, folder, _tell)
         refuse_foreign_output(output, batch.digest)
         if before is None:
             bad = sum(last - first for first, last in batch.bad)

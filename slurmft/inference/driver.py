@@ -119,10 +119,10 @@ class Driver:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 raise error
         if ended.done():
-            print(f"slurmft: the engine has ended with {ended.result()}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"slurmft: the engine has ended with {ended.result()}\n")
             return _exit_code(ended.result())
         if self._sick.done():
-            print(f"slurmft: the engine fails every request: {self._sick.result()}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"slurmft: the engine fails every request: {self._sick.result()}\n")
             return EXIT_SICK
         await self._commit()
         await self._engine.close()
@@ -317,7 +317,7 @@ def main() -> int:
     try:
         return asyncio.run(_main(settings))
     except SlurmftError as error:
-        print(f"slurmft: {error}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"slurmft: {error}\n")
         return error.exit_code
 
 
