@@ -257,7 +257,7 @@ class RunConfig(_Section):
     @property
     def survives_nodes(self) -> bool:
         """Whether the allocation outlives one of its nodes (``--no-kill``): the run can go on without it."""
-        return self.slurm.no_kill or self.spare_nodes > 0 or self.size.is_elastic
+        return self.slurm.no_kill or self.spare_nodes > 0 or self.size.is_elastic or self.inference is not None
 
     @property
     def name(self) -> str:

@@ -7,7 +7,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_attempt,
+    wait_exponential,
+    wait_random,
+)
 
 Result = TypeVar("Result")
 
@@ -52,5 +59,5 @@ class RetryManager:
         error: Any = state.outcome.exception() if state.outcome is not None else None
         if isinstance(error, Again) and error.after_s is not None:
             return min(error.after_s, self.max_delay_s)
-        jitter = min(self.base_delay_s, self.max_delay_s)
-        return float(wait_exponential_jitter(initial=self.base_delay_s, max=self.max_delay_s, jitter=jitter)(state))
+        spaced = wait_exponential(multiplier=self.base_delay_s, max=self.max_delay_s)
+        return min(self.max_delay_s, float(spaced(state)) + float(wait_random(0, self.base_delay_s)(state)))

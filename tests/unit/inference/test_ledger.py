@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -42,7 +43,9 @@ def open_as(batch: Batch, generation: int) -> Ledger:
 
 
 def texts(folder: Path) -> list[str]:
-    return [json.loads(line)["response"]["body"]["text"] for line in (folder / "answers.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["response"]["body"]["text"] for line in (folder / "answers.jsonl").read_text().splitlines()
+    ]
 
 
 def test_what_is_committed_counts_and_is_read_back(tmp_path):
@@ -175,7 +178,7 @@ def test_nothing_that_was_committed_is_ever_lost(tmp_path_factory, story):
     assert set(last.done.nonzero()[0].tolist()) == must
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner), max_leaves=5))
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=5))
 def test_a_line_is_read_back_or_known_to_be_torn(value):
     line = line_of({"index": 1, "value": value})
     assert parse(line[:-1]) == {"index": 1, "value": value}
@@ -200,4 +203,4 @@ def test_runs_hold_each_number_once(indexes):
     runs = runs_of(indexes)
     assert [number for first, last in runs for number in range(first, last)] == sorted(set(indexes))
     assert all(first < last for first, last in runs)
-    assert all(one[1] < two[0] for one, two in zip(runs, runs[1:], strict=False))
+    assert all(one[1] < two[0] for one, two in itertools.pairwise(runs))

@@ -35,7 +35,8 @@ def all_of(folder: Path) -> list[dict]:
 def test_both_forms_are_taken_and_each_has_an_id(tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_bytes(
-        lines({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"x": 1}}, {"prompt": "hi"}) + b"\n"
+        lines({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"x": 1}}, {"prompt": "hi"})
+        + b"\n"
         + lines({"custom_id": 7, "prompt": "number"})
     )
     folder = tmp_path / "run"

@@ -112,7 +112,12 @@ def test_a_counter_is_summed_over_its_labels(text, value):
 
 @pytest.mark.parametrize(
     ("visible", "replica", "per_replica", "devices"),
-    [([], 3, 2, ()), (["0", "1"], 1, 1, ("1",)), (["a", "b", "c", "d"], 1, 2, ("c", "d")), (["a", "b"], 5, 0, ("a", "b"))],
+    [
+        ([], 3, 2, ()),
+        (["0", "1"], 1, 1, ("1",)),
+        (["a", "b", "c", "d"], 1, 2, ("c", "d")),
+        (["a", "b"], 5, 0, ("a", "b")),
+    ],
 )
 def test_the_gpus_of_a_replica(visible, replica, per_replica, devices):
     assert devices_of(visible, replica, per_replica) == devices
