@@ -13,7 +13,6 @@ import sys
 
 from aiohttp import web
 
-
 BUSY = web.AppKey("busy", dict)
 
 

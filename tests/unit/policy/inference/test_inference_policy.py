@@ -20,7 +20,8 @@ from slurmft.policy.inference.slots import RAISE_AFTER, Slots
         (200, "", Outcome.ANSWER), (201, "", Outcome.ANSWER), (301, "", Outcome.ANSWER), (400, "", Outcome.ANSWER),
         (404, "", Outcome.ANSWER), (422, "out of memory", Outcome.ANSWER), (408, "", Outcome.RETRY),
         (429, "", Outcome.RETRY), (500, "oops", Outcome.RETRY), (503, "", Outcome.RETRY),
-        (500, "torch.OutOfMemoryError: CUDA out of memory", Outcome.SMALLER), (503, "KV cache is full", Outcome.SMALLER),
+        (500, "torch.OutOfMemoryError: CUDA out of memory", Outcome.SMALLER),
+        (503, "KV cache is full", Outcome.SMALLER),
     ],
 )  # fmt: skip
 def test_what_follows_a_status(status, text, outcome):
@@ -90,7 +91,8 @@ def test_restarts_have_a_pause_that_doubles_and_an_end():
     ("command", "name"),
     [
         (["vllm", "serve", "m"], "vllm"), (["python", "-m", "vllm.entrypoints.openai.api_server"], "vllm"),
-        (["/opt/bin/llama-server", "-m", "x.gguf"], "llama-server"), (["python3", "-m", "sglang.launch_server"], "sglang"),
+        (["/opt/bin/llama-server", "-m", "x.gguf"], "llama-server"),
+        (["python3", "-m", "sglang.launch_server"], "sglang"),
         (["text-generation-launcher"], "text-generation-launcher"), (["python", "server.py", "vllm.py"], "vllm"),
         (["python", "own.py"], "another"), ([], "another"),
     ],
@@ -102,8 +104,10 @@ def test_engines_are_known_by_name(command, name):
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("", None), ("other 3", None), ("made_total 3", 3.0), ('made_total{a="b c"} 3\nmade_total{a="d"} 4.5 17\n', 7.5),
-        ("made_total_created 9", None), ("made_total{} x\nmade_total 2", 2.0), ("# HELP made_total x\nmade_total", None),
+        ("", None), ("other 3", None), ("made_total 3", 3.0),
+        ('made_total{a="b c"} 3\nmade_total{a="d"} 4.5 17\n', 7.5),
+        ("made_total_created 9", None), ("made_total{} x\nmade_total 2", 2.0),
+        ("# HELP made_total x\nmade_total", None),
     ],
 )  # fmt: skip
 def test_a_counter_is_summed_over_its_labels(text, value):
