@@ -288,8 +288,9 @@ class Agent:
 
     def _note_signal(self, name: str) -> None:
         self._term_count += 1
-        if self._replicas is not None:
+        if self._replicas is not None:  # its engines finish what they have, or give it back
             self._replicas.note_signal()
+            self._taken_back = bool(self._lender)
         elif self._lender:  # its job ends, not the run: the workers stop with all others, at an agreed step
             self._taken_back = True
         else:

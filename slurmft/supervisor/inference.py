@@ -8,6 +8,7 @@ request, and what is saved is what is committed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import time
@@ -46,6 +47,9 @@ BEGIN_S = 40.0
 LOOKS_PER_TIMEOUT = 12
 COMMIT_MARGIN_S = 3.0
 """Kept free at the end of a stop, for the last commits."""
+
+LENT_S = 20.0
+"""What a lent node has for what is in flight: Slurm's default KillWait is 30 s."""
 
 DEATHS_OF_A_GPU = 3
 """Engines that must die on one replica's GPUs, without a request that explains it, before the node is suspected."""
@@ -230,6 +234,17 @@ class InferenceAttempt:
         self._journal.append(EventName.AGENT_LEFT if link.leaving else EventName.AGENT_LOST, node=link.host,
                              reason=reason, requests=count)  # fmt: skip
 
+    def _let_go(self, link: AgentLink) -> None:
+        """The job that lends this node ends: its requests are finished in the time it has, or go to others."""
+        link.leaving = True
+        if link.channel is not None:
+            link.channel.send({"kind": "drain", "id": UNANSWERED, "within_s": LENT_S})
+
+    async def _part_with(self, link: AgentLink) -> None:
+        with contextlib.suppress(AgentLost):
+            await link.call("shutdown")
+        self._lose(link, f"the job {link.lender}, which lent {link.host}, ends", hung_up=False)
+
     async def _on_disconnect(self, link: AgentLink) -> None:
         """Give a connection that broke the time to come back."""
         await asyncio.sleep(BROKEN_S)
@@ -237,7 +252,7 @@ class InferenceAttempt:
         if current is not link and current is not None and link.node in self._joined and current.pid == link.pid:
             self._joined[link.node] = current
             return
-        if not self._over.is_set() and current is link:
+        if not self._over.is_set():  # another process may be connected by now: it is taken in as a new agent
             self._lose(link, f"the agent on {link.host} is gone", hung_up=True)
 
     async def _watch_processes(self) -> None:
@@ -257,10 +272,14 @@ class InferenceAttempt:
         while True:
             link, message = await self._pool.events.get()
             match message["kind"]:
+                case "signal" if link.lender:
+                    self._let_go(link)
                 case "signal":
                     self._on_signal(message["name"], link.host)
                 case "disconnected":
                     self._background.start(self._on_disconnect(link))
+                case "drained" if link.leaving:
+                    self._background.start(self._part_with(link))
                 case "drained":
                     self._drained.add(link.node)
                 case "want" | "answers" | "returned" | "replica" | "replica_died" | "smaller":
