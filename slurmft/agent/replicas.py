@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +17,10 @@ from slurmft.inference.pool import ReplicaPool
 from slurmft.ipc.channel import Message
 from slurmft.policy.inference.devices import devices_of
 from slurmft.storage.run_folder import RunFolder
+from slurmft.system.foreign_text import one_line
+from slurmft.system.opening import read_part
 
+LOG_BYTES, MAX_WORDS = 4096, 300
 COMMAND = (sys.executable, "-m", "slurmft.inference.driver")
 
 
@@ -46,7 +50,8 @@ class Replicas:
         self._draining: asyncio.Task[None] | None = None
         self._pool = ReplicaPool(
             config.inference, run_folder=config.run_folder, folder=workers.folder, node=node, host=host,
-            start=self._start, kill=lambda number: workers.kill_one(self._first + number), report=report,
+            start=self._start, kill=lambda number: workers.kill_one(self._first + number),
+            last_words=self._last_words, report=report,
         )  # fmt: skip
 
     async def handle(self, message: Message) -> bool:
@@ -79,6 +84,13 @@ class Replicas:
         if self._draining is not None:
             self._draining.cancel()
         await self._pool.close()
+
+    def _last_words(self, number: int) -> str:
+        path = self._run.attempts / self._attempt / f"rank-{self._first + number}.log"
+        with contextlib.suppress(OSError):
+            lines = read_part(path, -LOG_BYTES, LOG_BYTES).decode(errors="replace").strip().splitlines()
+            return one_line(lines[-1])[:MAX_WORDS] if lines else ""
+        return ""
 
     def _find_gpus(self) -> list[str]:
         words = [word.strip() for word in self._environment.get(VISIBLE_VARIABLE, "").split(",") if word.strip()]

@@ -23,6 +23,7 @@ from slurmft.inference.ledger import segments_of
 from slurmft.inference.replica_health import AutoRestartManager, WorkerHealthMonitor
 from slurmft.inference.requests import folder_of, load
 from slurmft.inference.segments import answers_in, runs_of
+from slurmft.policy.verdicts.verdict import EXIT_USAGE
 from slurmft.system.opening import opened
 from slurmft.system.sleeping import overslept_s
 
@@ -91,16 +92,18 @@ class ReplicaPool:
     Args:
         start: starts the driver of a replica; its end is told by ``on_exit``.
         kill: kills a replica's driver with everything that it started.
+        last_words: the last line of a replica's log.
         report: sends a report to the supervisor.
     """
 
     def __init__(
         self, config: InferenceConfig, *, run_folder: Path, folder: Path, node: int, host: str,
-        start: Callable[[int, str, int], None], kill: Callable[[int], None], report: Report,
+        start: Callable[[int, str, int], None], kill: Callable[[int], None], last_words: Callable[[int], str],
+        report: Report,
     ) -> None:  # fmt: skip
         self._config, self._batch_folder, self._node, self._host = config, folder_of(run_folder), node, host
         self.socket = folder / "replicas.sock"
-        self._start, self._kill, self._report = start, kill, report
+        self._start, self._kill, self._report, self._last_words = start, kill, report, last_words
         self.replicas = [Replica(number) for number in range(config.replicas_per_node)]
         self._monitor = WorkerHealthMonitor(
             hang_timeout_s=config.hang_timeout_s, startup_timeout_s=config.startup_timeout_s
@@ -212,6 +215,8 @@ class ReplicaPool:
         lost = [index for index in replica.in_flight if index not in answered]
         was_ready, asked = replica.phase is Phase.READY, self._draining or replica.why == "the run stops"
         how = replica.why or _how(code)
+        if not replica.why and code > 0 and (words := await asyncio.to_thread(self._last_words, replica.number)):
+            how += f"; its last words: {words}"
         by_signal = code in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
         replica.phase, replica.in_flight, replica.alone = Phase.WAITING, {}, False
         if asked or (by_signal and time.monotonic() - self._signalled_s < 10.0):
@@ -222,6 +227,8 @@ class ReplicaPool:
             return
         name = f"{self._host}/{replica.number}#{replica.life}"
         delay_s = self._manager.failed(replica.number)
+        if code == EXIT_USAGE and not was_ready:  # it fails again wherever it is tried
+            delay_s = None
         self._tell_supervisor(
             "replica_died", replica=replica.number, name=name, code=code, how=how[:MAX_TOLD], in_flight=sorted(lost),
             was_ready=was_ready, answered=replica.answered, failures=self._manager.failures(replica.number),

@@ -26,7 +26,7 @@ from slurmft.ipc.channel import UNANSWERED, Message
 from slurmft.policy.nodes.evidence import Evidence, Kind, Suspect
 from slurmft.policy.timing.fleet import longest_silence_s, ping_interval_s
 from slurmft.policy.timing.grace import REQUEUE_COST_S, cause_of_signal, seconds_for_stop
-from slurmft.policy.verdicts.verdict import Cause, Verdict
+from slurmft.policy.verdicts.verdict import EXIT_USAGE, Cause, Verdict
 from slurmft.storage import signs_of_life
 from slurmft.storage.events import EventName
 from slurmft.supervisor.attempt_folder import AttemptFolder
@@ -92,6 +92,9 @@ class InferenceAttempt:
         self._lost: list[str] = []
         self._deaths: Counter[tuple[str, int]] = Counter()
         self._last_death = ""
+        self._is_hopeless = False
+        """The last engine that did not start cannot be started, wherever it is tried."""
+
         self._problem = ""
         self._output: Output | None = None
         self._first = 0
@@ -164,7 +167,8 @@ class InferenceAttempt:
         assert self._coordinator is not None and self._ledger is not None
         ledger, folder = self._ledger, self._section.output or self._run.path / "output"
         batch = self._coordinator.batch
-        found = await self._in_folder(lambda: write_output(batch, ledger, folder))
+        # minutes for millions of answers: signs of life must not wait for it
+        found = await asyncio.to_thread(write_output, batch, ledger, folder)
         if isinstance(found, Output):
             self._output = found
             self._journal.append(EventName.OUTPUT_WRITTEN, folder=str(folder), answers=found.answers,
@@ -299,6 +303,7 @@ class InferenceAttempt:
                 self._journal.append(event, node=link.host, replica=message["replica"], start=message["life"], **why)
             case "replica_died":
                 self._last_death = f"{link.host}, replica {message['replica']}: {message['how']}"
+                self._is_hopeless = message["code"] == EXIT_USAGE and not message["was_ready"]
                 self._journal.append(EventName.REPLICA_DIED, node=link.host, replica=message["replica"],
                                      reason=message["how"], in_flight=len(message["in_flight"]),
                                      answered=message["answered"], failures=message["failures"])  # fmt: skip
@@ -451,7 +456,8 @@ class InferenceAttempt:
             return Verdict(cause=Cause.NODE_LOST, reason=f"the agents are gone: {names}; {self._problem}",
                            suspects=suspects, **facts)  # fmt: skip
         if self._coordinator is not None and self._coordinator.all_down:
-            return Verdict(cause=Cause.WORKER_ERROR, reason=self._problem, exit_code=1, **facts)
+            code = EXIT_USAGE if self._is_hopeless else 1
+            return Verdict(cause=Cause.WORKER_ERROR, reason=self._problem, exit_code=code, **facts)
         return Verdict(cause=Cause.LAUNCH_FAILURE, reason=self._problem or "unknown", **facts)
 
     def _note(self, event: str, **details: Any) -> None:
