@@ -222,6 +222,15 @@ def _public_names() -> Iterator[str]:
     for name, home in homes.items():
         if name not in errors:
             yield from _name(name, home)
+    yield "## slurmft.compat"
+    yield _paragraphs(
+        """Further names of other packages, which would be confused with others here: `from slurmft.compat import
+        FaultTolerancePlugin`. [Coming from another tool](../how-to/coming-from.md) says what each becomes."""
+    )
+    for name, home in slurmft.compat._HOMES.items():
+        if name not in homes:
+            heading, *rest = _name(name, home)
+            yield from (f"#{heading}", *rest)
     yield "## Errors"
     yield _paragraphs(
         """Every error that slurmft raises on purpose, with the exit code of a verb that ends with it. `what` is the
@@ -246,6 +255,8 @@ def _definition(name: str, module: str) -> tuple[ast.ClassDef | ast.FunctionDef,
             return node, ast.get_docstring(node) or ""
         if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names) and node.module:
             return _definition(name, node.module)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and ast.unparse(node.targets[0]) == name:
+            return _definition(node.value.id, module)  # another name of the same
     raise LookupError(f"{module} does not define {name}")
 
 

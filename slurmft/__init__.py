@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for editors and type checkers
     from slurmft.checkpoint import CheckpointManager as CheckpointManager
     from slurmft.checkpoint import DistributedCheckpointManager as DistributedCheckpointManager
+    from slurmft.compat.megatron import get_rerun_state_machine as get_rerun_state_machine
+    from slurmft.compat.rerun_names import RerunDiagnostic as RerunDiagnostic
+    from slurmft.compat.rerun_names import RerunErrorInjector as RerunErrorInjector
+    from slurmft.compat.rerun_names import RerunMode as RerunMode
+    from slurmft.compat.rerun_names import RerunStateMachineConfig as RerunStateMachineConfig
     from slurmft.errors import CheckpointError as CheckpointError
     from slurmft.errors import ConfigError as ConfigError
     from slurmft.errors import DataError as DataError
@@ -34,6 +39,10 @@ if TYPE_CHECKING:  # for editors and type checkers
     from slurmft.worker.session import Session as Session
     from slurmft.worker.session import start_session as start_session
     from slurmft.worker.signals import ignore_strangers_term as ignore_strangers_term
+    from slurmft.worker.standalone.failure_checks import detect_gpu_failure as detect_gpu_failure
+    from slurmft.worker.standalone.failure_checks import detect_network_failure as detect_network_failure
+    from slurmft.worker.standalone.failure_checks import handle_gpu_oom as handle_gpu_oom
+    from slurmft.worker.standalone.failure_checks import handle_nccl_timeout as handle_nccl_timeout
     from slurmft.worker.standalone.failures import categorize_failure as categorize_failure
     from slurmft.worker.standalone.health_monitor import HealthMonitor as HealthMonitor
     from slurmft.worker.standalone.record import record as record
@@ -56,6 +65,15 @@ _HOMES = {
     "WatchdogTimer": "slurmft.worker.standalone.watchdog",
     "DistributedSignalHandler": "slurmft.worker.standalone.signal_handler",
     "categorize_failure": "slurmft.worker.standalone.failures",
+    "detect_gpu_failure": "slurmft.worker.standalone.failure_checks",
+    "detect_network_failure": "slurmft.worker.standalone.failure_checks",
+    "handle_nccl_timeout": "slurmft.worker.standalone.failure_checks",
+    "handle_gpu_oom": "slurmft.worker.standalone.failure_checks",
+    "get_rerun_state_machine": "slurmft.compat.megatron",
+    "RerunStateMachineConfig": "slurmft.compat.rerun_names",
+    "RerunMode": "slurmft.compat.rerun_names",
+    "RerunDiagnostic": "slurmft.compat.rerun_names",
+    "RerunErrorInjector": "slurmft.compat.rerun_names",
     "SlurmftError": "slurmft.errors",
     "UsageError": "slurmft.errors",
     "ConfigError": "slurmft.errors",
@@ -78,6 +96,8 @@ __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings
 
 
 def __getattr__(name: str) -> Any:
+    if name == "compat":  # a package of further names, loaded on first use as well
+        return importlib.import_module("slurmft.compat")
     if name not in _HOMES:
         raise AttributeError(f"module 'slurmft' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

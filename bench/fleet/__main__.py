@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 
 import slurmft
+from slurmft.ipc.calls import Kill, Ping
+from slurmft.ipc.reports import ProgressReport
 from slurmft.policy.timing.fleet import ping_interval_s, report_interval_s
 from slurmft.supervisor.fleet.agents import AgentPool
 from slurmft.supervisor.fleet.crew import allow_connections
@@ -44,14 +46,15 @@ async def idle_cpu(pool: AgentPool, seconds: float, agents: int) -> float:
 async def take_reports(pool: AgentPool) -> None:
     newest: dict[int, object] = {}
     while True:
-        _, message = await pool.events.get()
-        newest.update({facts["rank"]: facts for facts in message.get("ranks", [])})
+        _, report = await pool.events.get()
+        if isinstance(report, ProgressReport):
+            newest.update({facts.rank: facts for facts in report.ranks})
 
 
 async def ping(pool: AgentPool, agents: int) -> None:
     while True:
         await asyncio.sleep(ping_interval_s(agents, lease_s=60.0))
-        pool.ping()
+        pool.ping(Ping())
 
 
 async def measure(agents: int) -> tuple[float, list[float], float]:
@@ -73,7 +76,7 @@ async def measure(agents: int) -> tuple[float, list[float], float]:
                 took = []
                 for _ in range(ROUNDS):
                     began = time.monotonic()
-                    await pool.call_all("kill")
+                    await pool.call_all(Kill())
                     took.append(time.monotonic() - began)
                 return connected_s, took, await idle_cpu(pool, IDLE_S, agents)
             finally:

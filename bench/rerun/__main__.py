@@ -23,9 +23,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import slurmft
+from slurmft.policy.nodes.rerun_settings import RerunSettings
 from slurmft.worker.rerun.agreement import ByGradients
 from slurmft.worker.rerun.data import RerunDataIterator
-from slurmft.worker.rerun.settings import RerunSettings
 from slurmft.worker.rerun.state_machine import RerunStateMachine
 
 STEPS, REPETITIONS = 2000, 100

@@ -13,7 +13,7 @@ import tempfile
 import time
 import timeit
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ import slurmft
 from slurmft.agent.stragglers import RANKS_PER_MESSAGE, TimingReports
 from slurmft.config.config import validate
 from slurmft.ipc.pages.timing_page import TimingPage
+from slurmft.ipc.reports import RankTimings, TimingsReport
 from slurmft.policy.timing.straggler_verdict import ReportShape, report
 from slurmft.policy.timing.stragglers import Limits, Window, score
 from slurmft.storage.journal import Journal
@@ -85,23 +86,23 @@ def whole_window(ranks: int) -> list[float]:
             nonlocal number
             number += 1
             for host, message in messages:
-                watch.note(host, {**message, "window": number})
+                watch.note(host, replace(message, window=number))
 
         return milliseconds(window, rounds=10)
 
 
-def messages_of(ranks: int) -> list[tuple[str, dict[str, object]]]:
-    found: list[tuple[str, dict[str, object]]] = []
+def messages_of(ranks: int) -> list[tuple[str, TimingsReport]]:
+    found: list[tuple[str, TimingsReport]] = []
     medians = medians_of(ranks).tolist()
     for first in range(0, ranks, RANKS_PER_NODE):
-        facts = [
-            {
-                "rank": rank, "role": "", "device": 1,
-                "sections": [[f"section {number}", medians[rank][number], 100] for number in range(SECTIONS)],
-            }
+        facts = tuple(
+            RankTimings(
+                rank=rank, role="", device=1,
+                sections=tuple((f"section {number}", medians[rank][number], 100) for number in range(SECTIONS)),
+            )
             for rank in range(first, first + RANKS_PER_NODE)
-        ]  # fmt: skip
-        found.append((f"node-{first // RANKS_PER_NODE:05}", {"kind": "timings", "ranks": facts}))
+        )  # fmt: skip
+        found.append((f"node-{first // RANKS_PER_NODE:05}", TimingsReport(window=0, ranks=facts)))
     return found
 
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,29 @@ from slurmft.agent.torchrun import worker_command
 from slurmft.agent.workers import Worker, Workers, reserve_port
 from slurmft.config.config import RunConfig
 from slurmft.errors import LaunchError, StorageError
-from slurmft.ipc.channel import UNANSWERED, BadMessage, Channel, Message, connect
+from slurmft.ipc.calls import (
+    AskSections,
+    Call,
+    Commit,
+    Inject,
+    Kill,
+    LookNow,
+    PassOnTerm,
+    Ping,
+    Port,
+    Propose,
+    RescueState,
+    Shutdown,
+    StartWorkers,
+    TakeEvidence,
+    Withdraw,
+    parse_call,
+)
+from slurmft.ipc.channel import UNANSWERED, BadMessage, Channel, connect
 from slurmft.ipc.pages.heartbeat import NOTHING, Slot
+from slurmft.ipc.replies import Done, EvidenceReply, Looks, Rescued, ReservedPort, Started, as_reply
+from slurmft.ipc.reports import HangReport, Hello, ProgressReport, Sent, SignalReport, WorkerExited, WorkerFacts
+from slurmft.ipc.shapes import Fields
 from slurmft.policy.timing.fleet import report_interval_s
 from slurmft.policy.timing.stop import NEVER
 from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
@@ -68,11 +90,11 @@ class Agent:
         self._port_holder: socket.socket | None = None
         self._term_count = 0
         self._term_passed_on = False
-        self._unreported: list[Message] = []
+        self._unreported: list[Sent] = []
         self._shutdown = False
         self._last_heard = time.monotonic()
         self._timings: TimingReports | None = None
-        self._hangs = HangWatch(config, self._report_own)
+        self._hangs = HangWatch(config, self._report_hang)
         self._generation = 0
         self._address: tuple[list[str], int, bytes] | None = None
         self._forensics = Forensics(self._host)
@@ -86,7 +108,8 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             loop.add_signal_handler(number, self._note_signal, signal.Signals(number).name)
-        loop.add_signal_handler(signal.SIGINT, lambda: None)
+        is_signal = self._config.preemption.signal == "SIGINT"  # else it is a Ctrl-C, which the supervisor answers to
+        loop.add_signal_handler(signal.SIGINT, *((self._note_signal, "SIGINT") if is_signal else (lambda: None,)))
         self._workers.start_zygote(common_environment(self._config, self._environment), preload_of(self._config))
         reports = asyncio.create_task(self._report_regularly())
         serving = asyncio.create_task(self._serve())
@@ -148,11 +171,11 @@ class Agent:
 
     async def _serve_one_connection(self) -> None:
         channel = await self._connect_any(*self._where())
-        lent = {"lender": self._lender} if self._lender else {}
-        channel.send({"kind": "hello", "node": self._index, "host": self._host, "pid": os.getpid(), **lent})
+        hello = Hello(node=self._index, host=self._host, pid=os.getpid(), lender=self._lender or None)
+        channel.send(hello.as_mapping())
         self._channel = channel
         for report in self._unreported:
-            channel.send(report)
+            channel.send(report.as_mapping())
         self._unreported = []
         try:
             while not self._shutdown:
@@ -160,11 +183,11 @@ class Agent:
                 if message is None:
                     return
                 self._last_heard = time.monotonic()
-                is_for_replicas = self._replicas is not None and await self._replicas.handle(message)
-                answer = {} if is_for_replicas else await self._handle(message)
-                if message["id"] == UNANSWERED:
-                    continue
-                channel.send({"kind": "reply", "id": message["id"], **answer})
+                number, call = parse_call(message)
+                is_for_replicas = self._replicas is not None and await self._replicas.handle(call)
+                answer = Done() if is_for_replicas else await self._handle(call)
+                if number != UNANSWERED:
+                    channel.send(as_reply(number, answer))
             await channel.drain()
         finally:
             if not self._shutdown:
@@ -180,97 +203,97 @@ class Agent:
                 errors.append(error)
         raise errors[-1] if errors else OSError("the supervisor has left no address")
 
-    async def _handle(self, message: Message) -> dict[str, Any]:
-        match message["kind"]:
-            case "start":
-                return await self._start(message)
-            case "port":
+    async def _handle(self, call: Call[Any] | None) -> Fields:
+        match call:
+            case StartWorkers():
+                return await self._start(call)
+            case Port():
                 if self._port_holder is not None:
                     self._port_holder.close()
                 self._port_holder, port = reserve_port()
-                return {"port": port}
-            case "sections":
-                return self._hangs.facts(message.get("first", 0))
-            case "ping":
-                self._hangs.learn(message.get("limits", {}))
-            case "look":
+                return ReservedPort(port=port)
+            case AskSections(first=first):
+                return self._hangs.facts(first)
+            case Ping():
+                self._hangs.learn(call.limits or {})
+            case LookNow():
                 return self._looks()
-            case "propose" | "commit" | "withdraw":
-                return await self._agree(message)
-            case "signal":
+            case Propose() | Commit() | Withdraw():
+                return await self._agree(call)
+            case PassOnTerm():
                 self._pass_on_term()
-            case "evidence" | "rescue":
-                return await self._before_the_kill(message)
-            case "inject":
-                return strike(list(self._workers.by_rank.values()), message["order"], message["ranks"])
-            case "kill":
+            case TakeEvidence() | RescueState():
+                return await self._before_the_kill(call)
+            case Inject(order=order, ranks=ranks):
+                return strike(list(self._workers.by_rank.values()), order, ranks)
+            case Kill():
                 self._workers.kill()
-            case "shutdown":
+            case Shutdown():
                 self._shutdown = True
-        return {}
+        return Done()
 
-    async def _start(self, message: Message) -> dict[str, Any]:
+    async def _start(self, call: StartWorkers) -> Started:
         """Start the workers, on none of the suspect GPUs; or report which of them cannot be spared."""
         config, environment = self._config, self._environment
-        if suspects := message.get("suspect_gpus"):
+        if suspects := call.suspect_gpus:
             visible = await asyncio.to_thread(visible_without, environment, suspects, config.nproc_per_node)
             if visible is None:
-                return {"suspect_gpus": suspects}
+                return Started(suspect_gpus=suspects)
             environment = {**environment, VISIBLE_VARIABLE: visible}
         await self._workers.end_earlier()  # an attempt that went on without this node while it was cut off
         if held := await asyncio.to_thread(wait_until_free, self._workers.earlier_pids(), environment):
             log.error("GPU memory is still held by processes that have ended: %s; the node may need a reset", held)
-        self._attempt, self._generation = message["attempt"], message["generation"]
+        self._attempt, self._generation = call.attempt, call.generation
         self._term_count, self._term_passed_on = 0, False
-        ranks = range(message["first_rank"], message["first_rank"] + config.nproc_per_node)
+        ranks = range(call.first_rank, call.first_rank + config.nproc_per_node)
         folder = self._run.attempts / self._attempt
-        self._begin_keeping(message, folder)
+        self._begin_keeping(call, folder)
         self._workers.start(
             ranks,
-            [worker_environment(config, environment, message, rank, self._attempt) for rank in ranks],
+            [worker_environment(config, environment, call, rank, self._attempt) for rank in ranks],
             command=worker_command(config),
             folder=config.working_directory or Path.cwd(),
             logs=folder,
             verdicts=[self._run.verdicts / f"{self._attempt}.rank-{rank}.json" for rank in ranks],
-            generation=message["generation"],
+            generation=call.generation,
             timed=config.straggler_detection.enabled,
         )
         self._timings = TimingReports(config.straggler_detection.report_time_interval, time.monotonic())
-        self._hangs.begin(list(self._workers.by_rank.values()), learned=message.get("limits", {}))
-        return {}
+        self._hangs.begin(list(self._workers.by_rank.values()), learned=call.limits or {})
+        return Started()
 
-    def _begin_keeping(self, message: Message, folder: Path) -> None:
+    def _begin_keeping(self, call: StartWorkers, folder: Path) -> None:
         address = self._channel.own_address if self._channel is not None else ""
         self._keeping.begin(
             folder,
-            generation=message["generation"],
-            place=message["first_rank"] // self._config.nproc_per_node,
-            nodes=message["nodes"],
+            generation=call.generation,
+            place=call.first_rank // self._config.nproc_per_node,
+            nodes=call.nodes,
             hosts=[host for host in (self._host, address) if host],
             secret=self._where()[2],
         )
 
-    async def _before_the_kill(self, message: Message) -> dict[str, Any]:
+    async def _before_the_kill(self, call: TakeEvidence | RescueState) -> EvidenceReply | Rescued:
         """Save the workers' evidence and their newest state."""
         workers = list(self._workers.by_rank.values())
-        if message["kind"] == "rescue":
-            return {"step": await rescue_on_node(workers)}
-        folder, within_s = self._run.attempts / self._attempt, float(message["within_s"])
-        dumps_within_s = float(message.get("dumps_within_s", 0.0))
-        return {"ranks": await self._forensics.take_evidence(workers, folder, within_s, dumps_within_s)}
+        if isinstance(call, RescueState):
+            return Rescued(step=await rescue_on_node(workers))
+        folder = self._run.attempts / self._attempt
+        found = await self._forensics.take_evidence(workers, folder, call.within_s, call.dumps_within_s)
+        return EvidenceReply(ranks=tuple(found))
 
-    async def _agree(self, message: Message) -> dict[str, Any]:
+    async def _agree(self, call: Propose | Commit | Withdraw) -> Looks | Done:
         """One step of the agreement on a stop (``policy.timing.stop``)."""
-        match message["kind"]:
-            case "propose":
-                self._propose(message["tick"], message["action"])
+        match call:
+            case Propose(tick=tick, action=action):
+                self._propose(tick, action)
                 await asyncio.sleep(STORE_BUFFER_S)
                 return self._looks()
-            case "commit":
-                self._write(Slot.COMMITTED, message["tick"])
-            case _:
+            case Commit(tick=tick):
+                self._write(Slot.COMMITTED, tick)
+            case Withdraw():
                 self._write(Slot.PROPOSED, NEVER)
-        return {}
+        return Done()
 
     def _propose(self, tick: int, action: int) -> None:
         # in this order: a worker acts when the commit equals the proposal, which must never be that of an older stop
@@ -282,9 +305,8 @@ class Agent:
         for worker in self._workers.by_rank.values():
             worker.page[slot] = value
 
-    def _looks(self) -> dict[str, Any]:
-        looks = [worker.look() for worker in self._workers.by_rank.values()]
-        return {"looks": [[look.attached, look.tick, look.alive, look.holding] for look in looks]}
+    def _looks(self) -> Looks:
+        return Looks(looks=tuple(worker.look() for worker in self._workers.by_rank.values()))
 
     def _note_signal(self, name: str) -> None:
         self._term_count += 1
@@ -295,7 +317,7 @@ class Agent:
             self._taken_back = True
         else:
             self._pass_on_term()
-        self._report({"kind": "signal", "name": name, "count": self._term_count, "at": time.time()})
+        self._report(SignalReport(name=name, count=self._term_count, at=time.time()))
 
     def _pass_on_term(self) -> None:
         """Give every worker SIGTERM once, so that handlers of the user's own run on every site alike.
@@ -311,17 +333,19 @@ class Agent:
             self._replicas.on_exit(worker)
             return
         self._forensics.keep_last_words(worker, self._run.attempts / self._attempt)
-        facts = {"generation": self._generation, **_facts(worker)}
-        self._report({"kind": "exited", "code": worker.exit_code, "killed": worker.killed, **facts})
+        own = self._generation
+        self._report(
+            WorkerExited(code=worker.exit_code or 0, killed=worker.killed, generation=own, facts=_facts(worker))
+        )
 
-    def _report_own(self, message: Message) -> None:
-        self._report({"generation": self._generation, **message})
+    def _report_hang(self, report: HangReport) -> None:
+        self._report(replace(report, generation=self._generation))
 
-    def _report(self, message: Message) -> None:
+    def _report(self, report: Sent) -> None:
         if self._channel is None:
-            self._unreported.append(message)
+            self._unreported.append(report)
         else:
-            self._channel.send(message)
+            self._channel.send(report.as_mapping())
 
     async def _report_regularly(self) -> None:
         interval_s = report_interval_s(self._config.nodes + self._config.spare_nodes)
@@ -329,41 +353,41 @@ class Agent:
             await asyncio.sleep(interval_s)
             self._workers.kill_lingering(STOPPED_GRACE_S)
             if self._channel is not None:
-                ranks = [_facts(worker) for worker in self._workers.by_rank.values()]
-                own = {"generation": self._generation}
-                self._channel.send({"kind": "progress", "ranks": ranks, "ready": self._workers.ready.is_set(), **own})
+                ranks = tuple(_facts(worker) for worker in self._workers.by_rank.values())
+                own, ready = self._generation, self._workers.ready.is_set()
+                self._channel.send(ProgressReport(ranks=ranks, ready=ready, generation=own).as_mapping())
                 if self._timings is not None and self._config.straggler_detection.enabled:
                     for report in self._timings.due(list(self._workers.by_rank.values()), time.monotonic()):
-                        self._channel.send(report | own)
+                        self._channel.send(replace(report, generation=own).as_mapping())
                 if (durations := self._hangs.durations()) is not None:
-                    self._channel.send(durations | own)
+                    self._channel.send(replace(durations, generation=own).as_mapping())
 
 
-def _facts(worker: Worker) -> dict[str, Any]:
+def _facts(worker: Worker) -> WorkerFacts:
     page = worker.page
-    return {
-        "rank": worker.rank,
-        "state": page[Slot.STATE],
-        "attached": page[Slot.PID] != 0,
-        "step": page[Slot.STEP],
-        "until": page[Slot.UNTIL],
-        "saved": page[Slot.SAVED],
-        "durable": page[Slot.DURABLE],
-        "resumed": page[Slot.RESUMED],
-        "first_step_at": page[Slot.FIRST_STEP_AT] / 1e9,
-        "answered": page[Slot.ANSWERED],
-        "metric": page.metric(),
-        "first_step_s": page[Slot.FIRST_STEP_NS] / 1e9,
-        "longest_step_s": page[Slot.LONGEST_STEP_NS] / 1e9,
-        "saves": page[Slot.SAVES],
-        "save_failures": page[Slot.SAVE_FAILURES],
-        "save_errno": page[Slot.SAVE_ERRNO],
-        "save_s": page[Slot.SAVE_NS] / 1e9,
-        "save_cost_s": page[Slot.SAVE_COST_NS] / 1e9,
+    return WorkerFacts(
+        rank=worker.rank,
+        state=page[Slot.STATE],
+        attached=page[Slot.PID] != 0,
+        step=page[Slot.STEP],
+        until=page[Slot.UNTIL],
+        saved=page[Slot.SAVED],
+        durable=page[Slot.DURABLE],
+        resumed=page[Slot.RESUMED],
+        first_step_at=page[Slot.FIRST_STEP_AT] / 1e9,
+        answered=page[Slot.ANSWERED],
+        metric=page.metric(),
+        first_step_s=page[Slot.FIRST_STEP_NS] / 1e9,
+        longest_step_s=page[Slot.LONGEST_STEP_NS] / 1e9,
+        saves=page[Slot.SAVES],
+        save_failures=page[Slot.SAVE_FAILURES],
+        save_errno=page[Slot.SAVE_ERRNO],
+        save_s=page[Slot.SAVE_NS] / 1e9,
+        save_cost_s=page[Slot.SAVE_COST_NS] / 1e9,
         # a node's processes have one monotonic clock
-        "saving_s": (time.monotonic_ns() - began_ns) / 1e9 if (began_ns := page[Slot.SAVE_BEGAN_NS]) else 0.0,
-        "since_saved_s": (time.monotonic_ns() - page[Slot.SAVED_AT_NS]) / 1e9,
-    }
+        saving_s=(time.monotonic_ns() - began_ns) / 1e9 if (began_ns := page[Slot.SAVE_BEGAN_NS]) else 0.0,
+        since_saved_s=(time.monotonic_ns() - page[Slot.SAVED_AT_NS]) / 1e9,
+    )
 
 
 async def serve(config: RunConfig, attempt: str, environment: Mapping[str, str]) -> int:

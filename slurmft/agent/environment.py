@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from slurmft.agent import flight_recorder
 from slurmft.agent.gpus import own_device
 from slurmft.agent.workers import zygote_arguments
+from slurmft.agent.zygote import STOP_SIGNAL_VARIABLE
 from slurmft.config.config import RunConfig
-from slurmft.policy.checkpoints.checkpoint_settings import MTBF_VARIABLE
+from slurmft.ipc.calls import StartWorkers
+from slurmft.policy.nodes.rerun_settings import RerunSettings
 from slurmft.policy.site import nccl
 from slurmft.policy.timing.hangs import STEP
+from slurmft.policy.worker_settings import WORKER_VARIABLE, WorkerSettings
 from slurmft.storage.fence import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE, EVIDENCE_VARIABLE, VERDICT_VARIABLE
 
@@ -34,31 +36,31 @@ def common_environment(config: RunConfig, base: Mapping[str, str]) -> dict[str, 
 
 
 def worker_environment(
-    config: RunConfig, base: Mapping[str, str], start: Mapping[str, Any], rank: int, attempt: str
+    config: RunConfig, base: Mapping[str, str], start: StartWorkers, rank: int, attempt: str
 ) -> dict[str, str]:
-    """One rank's environment; ``start`` is the supervisor's message."""
+    """One rank's environment; ``start`` is the supervisor's call."""
     environment = common_environment(config, base)
     folder = config.run_folder / "attempts" / attempt
-    world_size = start["nodes"] * config.nproc_per_node
-    local_rank, node = rank - start["first_rank"], start["first_rank"] // config.nproc_per_node
+    world_size = start.nodes * config.nproc_per_node
+    local_rank, node = rank - start.first_rank, start.first_rank // config.nproc_per_node
     environment |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(config.nproc_per_node),
         "GROUP_RANK": str(node),
-        "GROUP_WORLD_SIZE": str(start["nodes"]),
+        "GROUP_WORLD_SIZE": str(start.nodes),
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": str(world_size),
         "ROLE_NAME": "default",
-        "MASTER_ADDR": start["master_addr"],
-        "MASTER_PORT": str(start["master_port"]),
-        "TORCHELASTIC_RESTART_COUNT": str(start["cycle"]),
+        "MASTER_ADDR": start.master_addr,
+        "MASTER_PORT": str(start.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(start.cycle),
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": config.name,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         RUN_FOLDER_VARIABLE: str(config.run_folder),
-        GENERATION_VARIABLE: str(start["generation"]),
+        GENERATION_VARIABLE: str(start.generation),
         "SLURMFT_ATTEMPT": attempt,
         VERDICT_VARIABLE: str(config.run_folder / "verdicts" / f"{attempt}.rank-{rank}.json"),
         EVIDENCE_VARIABLE: str(config.run_folder / "verdicts" / f"{attempt}.rank-{rank}.evidence.jsonl"),
@@ -66,21 +68,28 @@ def worker_environment(
         # what torch's own @record writes, for scripts that have it already
         "TORCHELASTIC_ERROR_FILE": str(folder / f"torch-error.rank_{rank}"),
         "SLURMFT_CHECKPOINT_DIR": str(config.checkpoint_dir),
-        **config.checkpoint.variables(),
-        MTBF_VARIABLE: str(start.get("mtbf_s", "")),
-        "SLURMFT_BACKEND": config.nccl.backend,
-        "SLURMFT_INIT_TIMEOUT_MINUTES": str(config.nccl.init_timeout_minutes),
-        "SLURMFT_STEP_TIMEOUT_MINUTES": str(config.nccl.step_timeout_minutes),
-        "SLURMFT_BATCH_DIVISOR": str(start.get("batch_divisor", 1)),
-        "SLURMFT_RERUN": config.rerun.model_dump_json(),
-        "SLURMFT_STRAGGLER_DETECTION": "1" if config.straggler_detection.enabled else "0",
-        "SLURMFT_STRAGGLER_PROFILING_INTERVAL": str(config.straggler_detection.profiling_interval),
+        WORKER_VARIABLE: settings_of(config, start).as_text(),
     }
-    if config.elastic.batch == "keep_micro_batch":
-        environment["SLURMFT_BASE_WORLD_SIZE"] = str(config.world_size)
+    if config.preemption.signal == "SIGINT":
+        environment[STOP_SIGNAL_VARIABLE] = config.preemption.signal
     same_torch = zygote_arguments(config.command) is not None
     entries, timeout_s = config.nccl.flight_recorder_buffer_size, 60 * config.nccl.step_timeout_minutes
     limit_s = config.fault_tolerance.limits().sections.get(STEP, 0.0)
     environment |= own_device(environment, local_rank)
     environment |= nccl.variables(environment, timeout_s=timeout_s, limit_s=limit_s)
     return flight_recorder.variables(entries, folder, same_torch=same_torch) | environment
+
+
+def settings_of(config: RunConfig, start: StartWorkers) -> WorkerSettings:
+    """The settings of every worker of this start."""
+    return WorkerSettings(
+        backend=config.nccl.backend,
+        init_timeout_minutes=config.nccl.init_timeout_minutes,
+        step_timeout_minutes=config.nccl.step_timeout_minutes,
+        batch_divisor=start.batch_divisor,
+        base_world_size=config.world_size if config.elastic.batch == "keep_micro_batch" else 0,
+        straggler_detection=config.straggler_detection.enabled,
+        straggler_profiling_interval=config.straggler_detection.profiling_interval,
+        checkpoint=config.checkpoint.settings(start.mtbf_s),
+        rerun=RerunSettings.from_json(config.rerun.model_dump(mode="json")),
+    )

@@ -9,11 +9,12 @@ from typing import Any
 
 from slurmft.agent.workers import Worker
 from slurmft.ipc.pages.heartbeat import FAULT_SUFFIX, Slot
+from slurmft.ipc.replies import Injected
 from slurmft.policy.faults import BY_SIGNAL, NOT_YET, Fault, order_of
 from slurmft.system.files import write_json
 
 
-def strike(workers: Sequence[Worker], order: Mapping[str, Any], ranks: Sequence[int] | None) -> dict[str, Any]:
+def strike(workers: Sequence[Worker], order: Mapping[str, Any], ranks: Sequence[int] | None) -> Injected:
     """Inject a fault into those of these workers that are meant; None means all of them.
 
     Returns the ranks that were hit, and why others were not.
@@ -23,7 +24,7 @@ def strike(workers: Sequence[Worker], order: Mapping[str, Any], ranks: Sequence[
     try:
         fault = order_of(order).fault
     except ValueError as error:
-        return {"injected": [], "refused": [str(error)]}
+        return Injected(injected=(), refused=(str(error),))
     for worker in workers:
         if ranks is not None and worker.rank not in ranks:
             continue
@@ -31,7 +32,7 @@ def strike(workers: Sequence[Worker], order: Mapping[str, Any], ranks: Sequence[
             refused.append(f"rank {worker.rank} {why}")
         else:
             hit.append(worker.rank)
-    return {"injected": hit, "refused": refused}
+    return Injected(injected=tuple(hit), refused=tuple(refused))
 
 
 def _strike_one(worker: Worker, fault: Fault) -> str:

@@ -19,8 +19,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from slurmft.agent.workers import Worker
 from slurmft.ipc import flight_dump, stacks
 from slurmft.ipc.pages.heartbeat import Slot, State
 from slurmft.ipc.pages.section_stack import open_sections
+from slurmft.ipc.replies import RankEvidence
+from slurmft.policy.verdicts.collectives import Progress
 from slurmft.policy.verdicts.whereabouts import Where, whereabouts
 from slurmft.storage.patience import FolderThread
 from slurmft.system.files import write_json
@@ -97,7 +99,7 @@ class Forensics:
 
     async def take_evidence(
         self, workers: Sequence[Worker], folder: Path, within_s: float, dumps_within_s: float = 0.0
-    ) -> list[dict[str, Any]]:
+    ) -> list[RankEvidence]:
         """One summary for each worker, dead ones too; a worker that does not answer in time is only described from
         outside.
 
@@ -124,17 +126,16 @@ class Forensics:
             await self._dumps([worker.rank for worker in recorders], folder, dumps_within_s * WAIT_SHARE)
         left_s = max(LEAST_READ_S, within_s + dumps_within_s - (time.monotonic() - started))
         progress = await self._progress([worker.rank for worker in workers], folder, left_s)
-        return as_reply([{**each, "collectives": progress.get(each["rank"], [])} for each in summaries])
+        return as_reply([replace(each, collectives=tuple(progress.get(each.rank, ()))) for each in summaries])
 
-    async def _progress(self, ranks: Sequence[int], folder: Path, within_s: float) -> dict[int, list[dict[str, Any]]]:
+    async def _progress(self, ranks: Sequence[int], folder: Path, within_s: float) -> dict[int, list[Progress]]:
         """How far ranks with a new dump have come in their collectives."""
         paths = {rank: flight_recorder.dump_of(folder, rank) for rank in ranks}
         reading = asyncio.wrap_future(
             self._thread.submit(lambda: flight_dump.read_new(paths, self._dumps_read, within_s))
         )
         with contextlib.suppress(TimeoutError):
-            found = await asyncio.wait_for(asyncio.shield(reading), within_s + LEAST_READ_S)
-            return {rank: [flight_dump.as_json(each) for each in groups] for rank, groups in found.items()}
+            return await asyncio.wait_for(asyncio.shield(reading), within_s + LEAST_READ_S)
         return {}
 
     async def _dumps(self, ranks: Sequence[int], folder: Path, within_s: float) -> None:
@@ -166,13 +167,13 @@ class Forensics:
             self._thread.submit(lambda: None).result(timeout_s)
 
     def _write(
-        self, dumps: Sequence[tuple[int, str]], summaries: Sequence[Mapping[str, Any]], kernel: Sequence[View | None],
+        self, dumps: Sequence[tuple[int, str]], summaries: Sequence[RankEvidence], kernel: Sequence[View | None],
         folder: Path,
     ) -> None:  # fmt: skip
         for rank, dump in dumps:
             _append(folder, rank, dump, "asked for")
         views = [each.as_json() if each is not None else None for each in kernel]
-        ranks = [{**summary, "kernel": seen} for summary, seen in zip(summaries, views, strict=True)]
+        ranks = [{**_in_file(summary), "kernel": seen} for summary, seen in zip(summaries, views, strict=True)]
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
         try:
             write_json(folder / f"evidence-{self._node}.json", {"at": at, "ranks": ranks}, durable=False)
@@ -200,7 +201,7 @@ def _look_at(worker: Worker) -> _Look:
     return look
 
 
-def _summary(look: _Look) -> dict[str, Any]:
+def _summary(look: _Look) -> RankEvidence:
     worker, page, now_ns = look.worker, look.worker.page, time.monotonic_ns()
     opened = [each for group in open_sections(page) for each in group]
     if look.kernel is None:
@@ -215,37 +216,45 @@ def _summary(look: _Look) -> dict[str, Any]:
         named = [(call.file, call.line, call.function) for call in calls]
         main = look.kernel.threads[0].state if look.kernel.threads else look.kernel.state
         where, doing = whereabouts(named, main)
-    return {
-        "rank": worker.rank,
-        "pid": look.pid,
-        "kind": where.value,
-        "doing": doing[:200],
-        "process": look.kernel.state if look.kernel is not None else "",
-        "wchan": look.kernel.wchan[:64] if look.kernel is not None else "",
-        "attached": page[Slot.PID] != 0,
-        "state": page[Slot.STATE] if page[Slot.STATE] in tuple(State) else State.ABSENT.value,
-        "step": page[Slot.STEP],
-        "tick": page[Slot.TICK],
-        "sections": [f"{each.name} ({(now_ns - each.began_ns) / 1e9:.1f} s)" for each in opened],
-        "python_top": stacks.innermost(calls),
-        "exit_code": worker.exit_code,
-        "killed": worker.killed,
-    }
+    return RankEvidence(
+        rank=worker.rank,
+        pid=look.pid,
+        kind=where,
+        doing=doing[:200],
+        process=look.kernel.state if look.kernel is not None else "",
+        wchan=look.kernel.wchan[:64] if look.kernel is not None else "",
+        attached=page[Slot.PID] != 0,
+        state=page[Slot.STATE] if page[Slot.STATE] in tuple(State) else State.ABSENT.value,
+        step=page[Slot.STEP],
+        tick=page[Slot.TICK],
+        sections=tuple(f"{each.name} ({(now_ns - each.began_ns) / 1e9:.1f} s)" for each in opened),
+        python_top=tuple(stacks.innermost(calls)),
+        exit_code=worker.exit_code,
+        killed=worker.killed,
+    )
 
 
-def as_reply(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def as_reply(summaries: Sequence[RankEvidence]) -> list[RankEvidence]:
     """The summaries as far as a message holds them: with fewer calls and groups, and then fewer ranks."""
     kept = list(summaries)
     for calls, groups in ((stacks.MAX_FRAMES, flight_dump.MAX_GROUPS), (2, 4), (1, 2), (0, 1), (0, 0)):
         kept = [
-            {**each, "python_top": each["python_top"][:calls], "collectives": each["collectives"][:groups]}
+            replace(each, python_top=each.python_top[:calls], collectives=each.collectives[:groups])
             for each in summaries
         ]
-        if len(json.dumps(kept)) <= MAX_REPLY_BYTES:
+        if _size(kept) <= MAX_REPLY_BYTES:
             return kept
-    while len(json.dumps(kept)) > MAX_REPLY_BYTES:
+    while _size(kept) > MAX_REPLY_BYTES:
         kept = kept[: len(kept) // 2]
     return kept
+
+
+def _size(ranks: Sequence[RankEvidence]) -> int:
+    return len(json.dumps([each.as_mapping() for each in ranks]))
+
+
+def _in_file(summary: RankEvidence) -> dict[str, Any]:
+    return {name: value for name, value in summary.as_mapping().items() if name != "collectives"}
 
 
 def _append(folder: Path, rank: int, dump: str, why: str) -> None:

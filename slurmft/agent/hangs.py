@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from slurmft.config.config import RunConfig
-from slurmft.ipc.channel import Message
 from slurmft.ipc.pages.heartbeat import Page, Slot
 from slurmft.ipc.pages.section_durations import SectionDurations
 from slurmft.ipc.pages.section_stack import OpenSection, open_sections
+from slurmft.ipc.replies import SectionsReply, WorkerSections
+from slurmft.ipc.reports import DurationsReport, HangReport
 from slurmft.policy.timing.hangs import CHECKPOINTING, SETUP, Limits, WorkerLook, exceeded, next_due_s
 from slurmft.system.opening import read_part
 from slurmft.system.processes import is_stopped
@@ -64,12 +65,12 @@ class Watched(Protocol):
 
 
 class HangWatch:
-    """Looks at the pages in time, and reports each worker that exceeds a limit once, as a message of kind ``hung``."""
+    """Looks at the pages in time, and reports each worker that exceeds a limit once."""
 
     def __init__(
         self,
         config: RunConfig,
-        report: Callable[[Message], None],
+        report: Callable[[HangReport], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         settings = config.fault_tolerance
@@ -122,10 +123,10 @@ class HangWatch:
                 # only now: it takes a system call, and stopped workers are rare
                 one = exceeded(replace(look, stopped=self._is_stopped(look.rank)), limits) or one
                 self._told.add(look.rank)
+                held_s = round(one.held_s, 3)
                 self._report(
-                    {"kind": "hung", "rank": one.rank, "section": one.section, "held_s": round(one.held_s, 3),
-                     "limit_s": one.limit_s, "why": one.why}
-                )  # fmt: skip
+                    HangReport(rank=one.rank, section=one.section, held_s=held_s, limit_s=one.limit_s, why=one.why)
+                )
         left = [look for look in looks if look.rank not in self._told]
         due_s = min([next_due_s(look, limits) for look in left] + [limits.smallest_s()]) if left else math.inf
         pause_s = min(self._settings.workload_check_interval, max(MIN_PAUSE_S, due_s + DUE_MARGIN_S))
@@ -150,20 +151,20 @@ class HangWatch:
                 self._durations.note(worker.rank, sections, now_s)
                 yield look
 
-    def facts(self, first: int) -> dict[str, Any]:
+    def facts(self, first: int) -> SectionsReply:
         """The sections of each living worker, for the supervisor; from the ``first`` on as many as a message takes."""
         looks = list(self.looks())
         page = looks[first : first + WORKERS_PER_MESSAGE]
-        workers = [facts_of(replace(look, stopped=self._is_stopped(look.rank))) for look in page]
-        return {"workers": workers, "more": first + len(page) < len(looks)}
+        workers = tuple(facts_of(replace(look, stopped=self._is_stopped(look.rank))) for look in page)
+        return SectionsReply(workers=workers, more=first + len(page) < len(looks))
 
-    def durations(self) -> Message | None:
-        """The longest that each section took, as a message, now and then; None when none has ended."""
+    def durations(self) -> DurationsReport | None:
+        """The longest that each section took, now and then; None when none has ended."""
         if not self._settings.calc_ft_timeouts or self._clock() - self._told_durations_s < DURATIONS_EVERY_S:
             return None
         self._told_durations_s = self._clock()
         if longest := self._durations.take():
-            return {"kind": "durations", "sections": [[name, round(each, 3)] for name, each in longest.items()]}
+            return DurationsReport(sections=tuple((name, round(each, 3)) for name, each in longest.items()))
         return None
 
     def _look(
@@ -225,16 +226,15 @@ class HangWatch:
         return any(is_stopped(worker.pid) or is_stopped(worker.page[Slot.PID]) for worker in mine)
 
 
-def facts_of(look: WorkerLook) -> Message:
+def facts_of(look: WorkerLook) -> WorkerSections:
     """``look`` as the control channel takes it."""
-    return {
-        "rank": look.rank, "attached": look.attached, "age_s": round(look.age_s, 3), "quiet_s": round(look.quiet_s, 3),
-        "sections": [[name, round(held_s, 3)] for name, held_s in look.sections],
-        "elsewhere": [[name, round(held_s, 3)] for name, held_s in look.elsewhere],
-        "step": look.step, "own_work": look.own_work, "stopped": look.stopped, "holding": look.holding,
-        "warming_up": look.warming_up,
-        **({} if look.heartbeat_s is None else {"heartbeat_s": round(look.heartbeat_s, 3)}),
-    }  # fmt: skip
+    return WorkerSections(
+        rank=look.rank, attached=look.attached, age_s=round(look.age_s, 3), quiet_s=round(look.quiet_s, 3),
+        sections=tuple((name, round(held_s, 3)) for name, held_s in look.sections),
+        elsewhere=tuple((name, round(held_s, 3)) for name, held_s in look.elsewhere),
+        step=look.step, own_work=look.own_work, stopped=look.stopped, holding=look.holding,
+        warming_up=look.warming_up, heartbeat_s=None if look.heartbeat_s is None else round(look.heartbeat_s, 3),
+    )  # fmt: skip
 
 
 def counts_steps(page: Page) -> bool:

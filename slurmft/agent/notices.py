@@ -11,10 +11,11 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from slurmft.agent.metadata import Answer, NoAnswer, ask
 from slurmft.config.config import RunConfig
+from slurmft.ipc.reports import NoticeReport
 from slurmft.policy.site.notices import (
     Cloud,
     Notice,
@@ -145,7 +146,7 @@ class NoticeWatch:
     """Reports each notice once. No fault of a service or plug-in ends or delays the agent."""
 
     def __init__(
-        self, config: RunConfig, environment: Mapping[str, str], report: Callable[[dict[str, Any]], None],
+        self, config: RunConfig, environment: Mapping[str, str], report: Callable[[NoticeReport], None],
         *, firmware: Path = FIRMWARE,
     ) -> None:  # fmt: skip
         self._section, self._environment, self._report = config.notices, environment, report
@@ -201,8 +202,9 @@ class NoticeWatch:
         if notice.key in self._seen or len(self._seen) >= MAX_NOTICES:
             return
         self._seen.add(notice.key)
-        self._report({"kind": "notice", "source": notice.source, "what": notice.what, "ends": notice.ends,
-                      "left_s": notice.left_s, "at": time.time()})  # fmt: skip
+        self._report(
+            NoticeReport(source=notice.source, what=notice.what, ends=notice.ends, left_s=notice.left_s, at=time.time())
+        )
 
 
 def _now(answer: Answer) -> float:

@@ -7,6 +7,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from slurmft.agent.environment import common_environment
 from slurmft.agent.gpus import VISIBLE_VARIABLE, gpu_uuids
@@ -14,7 +15,8 @@ from slurmft.agent.workers import PRELOAD, Worker, Workers
 from slurmft.config.config import RunConfig
 from slurmft.inference.driver import SETTINGS_VARIABLE, ReplicaSettings
 from slurmft.inference.pool import ReplicaPool
-from slurmft.ipc.channel import Message
+from slurmft.ipc.calls import BeginReplicas, Call, Drain, Lease
+from slurmft.ipc.reports import Sent
 from slurmft.policy.inference.devices import devices_of
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.foreign_text import one_line
@@ -39,7 +41,7 @@ class Replicas:
 
     def __init__(
         self, config: RunConfig, environment: Mapping[str, str], workers: Workers, *, node: int, host: str,
-        report: Callable[[Message], None],
+        report: Callable[[Sent], None],
     ) -> None:  # fmt: skip
         assert config.inference is not None
         self._config, self._section, self._environment = config, config.inference, environment
@@ -54,19 +56,19 @@ class Replicas:
             last_words=self._last_words, report=report,
         )  # fmt: skip
 
-    async def handle(self, message: Message) -> bool:
-        """A message of the supervisor's; whether it was one for the replicas."""
-        match message["kind"]:
-            case "replicas":
-                self._attempt = message["attempt"]
+    async def handle(self, call: Call[Any] | None) -> bool:
+        """A call of the supervisor's; whether it was one for the replicas."""
+        match call:
+            case BeginReplicas():
+                self._attempt = call.attempt
                 if self._gpus is None:
                     self._gpus = await asyncio.to_thread(self._find_gpus)
-                await self._pool.begin(epoch=message["epoch"], generation=message["generation"])
-            case "lease":
-                self._pool.lease(message["runs"], message["alone"], message["epoch"])
-            case "drain":
+                await self._pool.begin(epoch=call.epoch, generation=call.generation)
+            case Lease():
+                self._pool.lease(call.runs, call.alone, call.epoch)
+            case Drain():
                 if self._draining is None or self._draining.done():
-                    self._draining = asyncio.create_task(self._pool.drain(message["within_s"]))
+                    self._draining = asyncio.create_task(self._pool.drain(call.within_s))
             case _:
                 return False
         return True

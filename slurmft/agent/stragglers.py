@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-from slurmft.ipc.channel import Message
 from slurmft.ipc.pages.timing_page import TimingPage
+from slurmft.ipc.reports import RankTimings, TimingsReport
 
 MIN_SAMPLES = 3
 """Where a window holds fewer, older ones are added: steps may be as long as a window."""
@@ -36,7 +36,7 @@ class TimingReports:
         self._window = 0
         self._taken: dict[int, dict[str, int]] = {}
 
-    def due(self, workers: Sequence[Measured], now_s: float) -> Iterator[Message]:
+    def due(self, workers: Sequence[Measured], now_s: float) -> Iterator[TimingsReport]:
         """The messages of the window that has ended, none before its end. A window that was slept through is left out.
 
         ``now_s`` is of the clock that ``began_s`` was of.
@@ -47,16 +47,16 @@ class TimingReports:
         self._window = window
         facts = [found for worker in workers if (found := self._facts(worker)) is not None]
         for first in range(0, len(facts), RANKS_PER_MESSAGE):
-            yield {"kind": "timings", "window": window, "ranks": facts[first : first + RANKS_PER_MESSAGE]}
+            yield TimingsReport(window=window, ranks=tuple(facts[first : first + RANKS_PER_MESSAGE]))
 
-    def _facts(self, worker: Measured) -> dict[str, Any] | None:
+    def _facts(self, worker: Measured) -> RankTimings | None:
         page = worker.timings
         if page is None:
             return None
         counts = page.counts()  # before the durations: one that comes in between is sent twice, rather than lost
         durations = page.newest(self._taken.get(worker.rank, {}), MIN_SAMPLES)
         self._taken[worker.rank] = counts
-        sections = [
-            [name, statistics.median(values) / 1e9, len(values)] for name, values in durations.items() if values
-        ]
-        return {"rank": worker.rank, "role": page.role, "device": page.device, "sections": sections}
+        sections = tuple(
+            (name, statistics.median(values) / 1e9, len(values)) for name, values in durations.items() if values
+        )
+        return RankTimings(rank=worker.rank, role=page.role, device=page.device, sections=sections)

@@ -22,6 +22,7 @@ from slurmft.checkpoint.format.damage import Damage, Damaged
 from slurmft.checkpoint.format.flat_state import is_sharded
 from slurmft.checkpoint.format.reading import Source, Stored
 from slurmft.checkpoint.format.shard_index import image_file, index_file, verified_index
+from slurmft.checkpoint.mappings import ReadsAsMapping
 from slurmft.checkpoint.replicas.memory_sources import MemorySources
 from slurmft.checkpoint.replicas.offers import MAX_WORLD
 from slurmft.checkpoint.retention import by_merit
@@ -45,8 +46,11 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedCheckpoint:
-    """The result of a load. ``found`` is False, and ``step`` 0, when there is no checkpoint yet."""
+class LoadedCheckpoint(ReadsAsMapping):
+    """The result of a load. ``found`` is False, and ``step`` 0, when there is no checkpoint yet.
+
+    Also a mapping: ``loaded["step"]``, and the keys of ``extra``; empty when there is no checkpoint yet.
+    """
 
     found: bool = False
     step: int = 0
@@ -68,6 +72,11 @@ class LoadedCheckpoint:
 
     source: str = ""
     """Where it was read from, in words: ``memory: step 40, all 4 shards``."""
+
+    def as_mapping(self) -> Mapping[str, Any]:
+        """Its keys and values, with those of ``extra``; none when there is no checkpoint yet."""
+        own = {"step": self.step, "metrics": self.metrics, "path": self.path, "world_size": self.world_size}
+        return {**self.extra, **own} if self.found else {}
 
 
 class Loading:
@@ -123,6 +132,23 @@ class Loading:
             return [Identity(entry.step, entry.generation, entry.commit) for entry in ordered]
 
         return self._from_disk(self._agreed(best_first), "")
+
+    def chosen(self, is_wanted: Callable[[Entry], bool]) -> LoadedCheckpoint:
+        """The newest for which ``is_wanted``, asked on rank 0, is true; from disk, and nothing where there is none.
+
+        Raises:
+            CheckpointError: there is one, and it cannot be used.
+        """
+
+        def wanted() -> list[Identity]:
+            entries = [entry for entry in Catalog(self._directory).committed() if is_wanted(entry)]
+            return [Identity(entry.step, entry.generation, entry.commit) for entry in entries[:1]]
+
+        return self._from_disk(self._agreed(wanted), "")
+
+    def newest_step(self) -> int:
+        """The highest step of all checkpoints; -1 where there is none. The same on all ranks."""
+        return max((one.step for one in self._agreed(Catalog(self._directory).identities)), default=-1)
 
     def _from_memory(self, memory: MemorySources, decision: Decision) -> LoadedCheckpoint | None:
         identity = Identity(*(decision.name or (0, 0, 0)))

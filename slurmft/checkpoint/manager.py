@@ -26,6 +26,7 @@ from slurmft.checkpoint.folders import own_generation, remove_left_overs
 from slurmft.checkpoint.format.flat_state import FACTS, FlatState, capture
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.loading import LoadedCheckpoint, Loading
+from slurmft.checkpoint.named_states import NamedStates
 from slurmft.checkpoint.replicas.memory_sources import same_state
 from slurmft.checkpoint.replicas.offers import forget_others
 from slurmft.checkpoint.staging.snapshots import LaidOut, Snapshots
@@ -35,7 +36,7 @@ from slurmft.checkpoint.turns import Row, Turn, mismatch
 from slurmft.checkpoint.writer.fault_points import reached
 from slurmft.checkpoint.writer.write_requests import BestMode, CommitOrder, Keep
 from slurmft.errors import CheckpointError, DirectoryInUse, UsageError
-from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
+from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import MAX_STEP, STAGING, Identity
 from slurmft.storage.fence import check_fence
 from slurmft.storage.memory_folder import memory_folder_of, ranks_of_this_node
@@ -50,7 +51,7 @@ ROOM_S = 60.0
 LOOK_S = 0.05
 
 
-class CheckpointManager:
+class CheckpointManager(NamedStates):
     """The checkpoints of one training run.
 
     Every method is a collective when torch.distributed is initialised: all ranks call it with the same arguments.
@@ -83,7 +84,7 @@ class CheckpointManager:
             "keep_last_n": keep_last_n, "save_best": save_best, "best_metric": best_metric, "best_mode": best_mode,
             "keep_every": keep_every, "async_save": async_save,
         }  # fmt: skip
-        self.settings = CheckpointSettings.from_variables(os.environ).changed(given)
+        self.settings = WorkerSettings.from_environment(os.environ).checkpoint.changed(given)
         if self.settings.keep_last_n < 1:
             raise UsageError(f"keep_last_n is {keep_last_n}; at least 1 checkpoint must be kept")
         if self.settings.best_mode not in ("min", "max"):

@@ -26,6 +26,7 @@ VERBS = {
               "the results"),
     "exclude": ("exclude", "The exclusion list: list nodes, show why, add, remove, forget what has faded"),
     "explain": ("explain", "Show the run's history: each event, each decision and its reason, from the journal"),
+    "ft-launch": ("ft_launch", "Submit a run by the command line of ft_launcher or torchrun"),
     "health": ("health", "Check this node: GPUs, memory, disks, filesystems, network, host, own probes"),
     "hooks": ("hooks", "Slurm's hooks: show the lines for slurm.conf"),
     "infer": ("infer", "Answer a batch of requests, or continue one that has stopped"),
@@ -76,7 +77,9 @@ class _LazyVerbs(click.Group):
             return None
         gc.disable()  # imported modules stay, and collecting garbage meanwhile takes a tenth of the time
         try:
-            command: click.Command = getattr(importlib.import_module(f"slurmft.cli.{module}"), cmd_name)
+            command: click.Command = getattr(
+                importlib.import_module(f"slurmft.cli.{module}"), cmd_name.replace("-", "_")
+            )
         finally:
             gc.enable()
         return command

@@ -47,6 +47,13 @@ def submit(
         if not Path(data).exists():
             raise UsageError(f"--data: there is no {data}")
         settings = settings.model_copy(update={"command": (*settings.command, "--data", str(Path(data).absolute()))})
+    return submit_run(settings, sbatch_options, dry_run=dry_run, strict=strict, wait=wait, cluster=cluster)
+
+
+def submit_run(
+    settings: RunConfig, sbatch_options: tuple[str, ...], *, dry_run: bool, strict: bool, wait: bool, cluster: str
+) -> int:
+    """Submit the run that ``settings`` describe, as the options of ``slurmft submit`` say; returns the exit code."""
     run = RunFolder(settings.run_folder)
     where = _where(cluster)
     options = submission.parse_sbatch_options(sbatch_options)

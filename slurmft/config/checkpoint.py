@@ -1,4 +1,4 @@
-"""The section ``checkpoint`` of the configuration, and the variables that pass it to workers."""
+"""The section ``checkpoint`` of the configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from slurmft.config.types import Count, Folder, Positive, Seconds, Section, Text
-from slurmft.policy.checkpoints.checkpoint_settings import PREFIX
+from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -127,13 +127,6 @@ class CheckpointConfig(Section):
         """Whether any checkpoint is saved before a stop or the end."""
         return self.interval != "steps" or self.interval_steps > 0
 
-    def variables(self) -> dict[str, str]:
-        """The section for workers, one variable for each key but ``directory``; flags are 0 and 1, nothing is empty."""
-        values = self.model_dump(mode="json", exclude={"directory"})
-        return {PREFIX + key.upper(): _as_text(value) for key, value in values.items()}
-
-
-def _as_text(value: Any) -> str:
-    if value is None:
-        return ""
-    return str(int(value)) if isinstance(value, bool) else str(value)
+    def settings(self, mtbf_s: float | None = None) -> CheckpointSettings:
+        """The section for workers; ``mtbf_s`` is the time between two failures, as the supervisor expects it."""
+        return CheckpointSettings(**self.model_dump(mode="json", exclude={"directory"}), mtbf_s=mtbf_s)

@@ -7,6 +7,7 @@ For any file ``load`` returns settings that can be written down and read back, o
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shlex
@@ -19,7 +20,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     field_validator,
@@ -36,14 +36,16 @@ from slurmft.config.notices import NoticesConfig
 from slurmft.config.oom import OomConfig
 from slurmft.config.preemption import PreemptionConfig
 from slurmft.config.reruns import RerunConfig
+from slurmft.config.slurm import SlurmConfig
 from slurmft.config.stragglers import StragglerDetectionConfig
 from slurmft.config.types import Count, Folder, Text
-from slurmft.config.types import Positive as _Positive
 from slurmft.config.types import Section as _Section
 from slurmft.errors import ConfigError
 from slurmft.policy import plain_values as plain
 from slurmft.policy.nodes.membership import Size
-from slurmft.policy.site.sbatch_section import option_value, unknown_options
+from slurmft.policy.site import other_spellings
+from slurmft.policy.site.nested_launchers import second_owner
+from slurmft.policy.site.sbatch_section import unknown_options
 from slurmft.policy.verdicts.exit_actions import ExitAction, lists_as_texts, unambiguous
 from slurmft.system.opening import UnsafeFile, read_bytes, read_pipe
 
@@ -53,6 +55,8 @@ PIPE_S = 8.0
 
 MAX_NODES, MAX_NPROC_PER_NODE = 65_536, 1024
 """More than any cluster has; on one machine a slip of the finger would start a million processes."""
+
+log = logging.getLogger(__name__)
 
 Own = TypeVar("Own", bound=BaseModel)
 """A section that has a file of its own."""
@@ -100,61 +104,6 @@ _Loader.yaml_implicit_resolvers = {
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), [*"tTfF"])
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9][0-9]*)$"), [*"-+0123456789"])
 # fractions stay text until the field that takes them is known: 1.50 may be the name of a partition
-
-
-class SlurmConfig(_Section):
-    """sbatch's long options with ``_`` for ``-``; any option of sbatch's manual page may be given."""
-
-    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False, defer_build=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _options_are_words(cls, section: Any) -> Any:
-        if not isinstance(section, dict):
-            return section
-        return {key: value if key == "srun_args" else option_value(key, value) for key, value in section.items()}
-
-    partition: Text | None = None
-    """Partition to submit to; the cluster's default when empty."""
-
-    time: Text | None = None
-    """Time limit as sbatch reads it: minutes, ``"H:MM:SS"`` or ``"D-HH:MM:SS"``."""
-
-    account: Text | None = None
-    """Account to charge."""
-
-    qos: Text | None = None
-    """Quality of service."""
-
-    cpus_per_task: _Positive | None = None
-    """CPUs of each node's agent, shared by its workers."""
-
-    gpus_per_node: Text | None = None
-    """GPUs on each node, as a number or ``type:number``."""
-
-    mem: Text | None = None
-    """Memory of each node, such as ``64G``; ``0`` asks for all of it."""
-
-    constraint: Text | None = None
-    """Node features."""
-
-    exclude: Text | None = None
-    """Nodes never to run on (a hostlist); the exclusion list is added to it."""
-
-    job_name: Text | None = None
-    """Name in squeue; the run's name when empty."""
-
-    output: Text | None = None
-    """Log of the batch script; in the run folder when empty."""
-
-    requeue: bool = True
-    """Let Slurm restart the job (``--requeue``)."""
-
-    no_kill: bool = False
-    """Keep the allocation when one of its nodes dies (``--no-kill``)."""
-
-    srun_args: tuple[str, ...] = ()
-    """More options for the ``srun`` that starts the agents, such as ``--mpi=none``."""
 
 
 class RunConfig(_Section):
@@ -215,6 +164,8 @@ class RunConfig(_Section):
     def _program_is_named(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if value and not value[0].strip():
             raise ValueError("its first word, the program, is empty")
+        if why := second_owner(value):
+            raise ValueError(why)
         return value
 
     @field_validator("environment")
@@ -293,13 +244,31 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: names every wrong key at once, with the nearest known one.
     """
+    return from_values(read(path), overrides, source=str(path))
+
+
+def from_values(raw: dict[str, Any], overrides: Sequence[str] = (), *, source: str) -> RunConfig:
+    """As ``load``, from plain values that ``source`` names in errors.
+
+    Raises:
+        ConfigError: names every wrong key at once, with the nearest known one.
+    """
+    for override in overrides:
+        _apply(raw, override)
+    source = " ".join([source, *(f"--set {plain.shown(override)}" for override in overrides)])
+    return _absolute(validate(raw, source=source), source=source)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The plain keys and values of a file.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
     raw = _yaml(_text_of(path), of=str(path))
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold keys and values", hint="see configs/reference.yaml")
-    for override in overrides:
-        _apply(raw, override)
-    source = " ".join([str(path), *(f"--set {plain.shown(override)}" for override in overrides)])
-    return _absolute(validate(raw, source=source), source=source)
+    return raw
 
 
 def load_section(path: Path, model: type[Own]) -> Own:
@@ -335,6 +304,12 @@ def validate(raw: Mapping[str, Any], *, source: str) -> RunConfig:
         problems = list(plain.unusable(given))
     except ValueError as error:
         raise ConfigError(f"{source}: {error}", hint="look at its aliases (*name)") from error
+    try:
+        given, lines = other_spellings.ours(given)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    for line in lines:
+        log.warning("%s: %s", source, line)
     problems += unknown_options(given.get("slurm"), list(SlurmConfig.model_fields))
     try:
         config = RunConfig.model_validate(given)

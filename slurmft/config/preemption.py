@@ -12,8 +12,9 @@ from slurmft.config.types import Count, Seconds, Section
 class PreemptionConfig(Section):
     """Stops that Slurm asks for: signal, lead time, and how the run continues."""
 
-    signal: Literal["SIGTERM", "SIGUSR1", "SIGUSR2"] = "SIGTERM"
-    """Signal of ``sbatch --signal``. A preemption sends SIGTERM in any case, so SIGTERM is always obeyed too."""
+    signal: Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"] = "SIGTERM"
+    """Signal of ``sbatch --signal``. A preemption sends SIGTERM in any case, so SIGTERM is always obeyed too.
+    With SIGINT, Ctrl-C on a local run is such a signal as well."""
 
     signal_lead_s: Count = Field(default=120, ge=1, le=65535)
     """Seconds before the time limit at which Slurm sends the signal; up to 30 s earlier."""

@@ -25,7 +25,7 @@ class StragglerDetectionConfig(Section):
     """Compare each rank with the best that it ever did on this node."""
 
     num_gpu_perf_scores_to_print: Count = Field(default=5, ge=0, le=1000)
-    """Ranks that a report names, worst first."""
+    """Ranks that a report names: so many of the worst, and so many of the best."""
 
     gpu_relative_perf_threshold: Fraction = 0.7
     """Relative score below which a rank is slow; 1 is as fast as the median."""

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,15 @@ from slurmft.inference.leases import RequestRedistributor
 from slurmft.inference.ledger import SEGMENT_NAME, Ledger, segments_of
 from slurmft.inference.requests import Batch, Requests
 from slurmft.inference.segments import SegmentWriter
+from slurmft.ipc.calls import Lease
+from slurmft.ipc.reports import (
+    InferenceReport,
+    ReplicaDied,
+    ReplicaPhase,
+    RequestsAnswered,
+    RequestsReturned,
+    RequestsWanted,
+)
 
 COORDINATOR = 999_999
 """The node number in the names of the coordinator's own segments: answers that no engine gave."""
@@ -30,7 +39,7 @@ TAIL_LOOK_S = 0.25
 MAX_RUNS = 2000
 """Runs in one message; the rest follows in further ones."""
 
-Send = Callable[[dict[str, Any]], None]
+Send = Callable[[Lease], None]
 Submit = Callable[[Callable[[], Any]], "Future[Any]"]
 
 log = logging.getLogger(__name__)
@@ -63,7 +72,7 @@ class Coordinator:
         self.requests = RequestRedistributor(ledger.done, tail_after_s=config.tail_after_s)
         self.agents: dict[int, _Agent] = {}
         self._epochs = itertools.count(1)
-        self._parts: list[tuple[str, int, list[list[int]]]] = []
+        self._parts: list[tuple[str, int, Sequence[tuple[int, int]]]] = []
         self._have_parts = asyncio.Event()
         self.committed = asyncio.Event()
         """Set after each commit; cleared by the one that waits for it."""
@@ -109,25 +118,25 @@ class Coordinator:
 
     # Reports
 
-    def on_report(self, node: int, message: Mapping[str, Any]) -> bool:
+    def on_report(self, node: int, report: InferenceReport) -> bool:
         """Handle a report; whether it belongs to a lease that counts."""
         agent = self.agents.get(node)
-        if agent is None or message.get("epoch") != agent.epoch:
+        if agent is None or report.epoch != agent.epoch:
             return False
-        match message["kind"]:
-            case "want":
-                agent.wanted += message["count"]
+        match report:
+            case RequestsWanted():
+                agent.wanted += report.count
                 self._serve(agent)
-            case "answers":
-                self._take(agent, message)
-            case "returned":
-                self.requests.give_back(message["runs"])
+            case RequestsAnswered():
+                self._take(agent, report)
+            case RequestsReturned():
+                self.requests.give_back(self._known(report.runs))
                 self._serve_others()
-            case "replica":
-                agent.replicas[message["replica"]] = message["phase"]
-            case "replica_died":
-                agent.replicas[message["replica"]] = "waiting"
-                self._on_death(agent, message)
+            case ReplicaPhase():
+                agent.replicas[report.replica] = report.phase
+            case ReplicaDied():
+                agent.replicas[report.replica] = "waiting"
+                self._on_death(agent, report)
         return True
 
     def stop(self) -> None:
@@ -144,20 +153,23 @@ class Coordinator:
         """Replicas in this phase."""
         return sum(each == phase for agent in self.agents.values() for each in agent.replicas.values())
 
-    def _take(self, agent: _Agent, message: Mapping[str, Any]) -> None:
-        segment = message["segment"]
+    def _known(self, runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [(first, last) for first, last in runs if last <= self.batch.total]
+
+    def _take(self, agent: _Agent, report: RequestsAnswered) -> None:
+        segment = report.segment
         prefix, suffix = f"g{self.ledger.generation:06d}-n{agent.node}-", f"-{agent.epoch}.jsonl"
-        fits = all(0 <= first < last <= self.batch.total for first, last in message["runs"])
-        if not (SEGMENT_NAME.fullmatch(segment) and segment.startswith(prefix) and segment.endswith(suffix) and fits):
+        is_own = SEGMENT_NAME.fullmatch(segment) and segment.startswith(prefix) and segment.endswith(suffix)
+        if not is_own or len(self._known(report.runs)) < len(report.runs):
             log.error("the agent on %s reports answers in %s, which is not its own; they do not count", agent.host,
                       segment[:80])  # fmt: skip
             return
-        self._parts.append((segment, message["end"], [list(run) for run in message["runs"]]))
+        self._parts.append((segment, report.end, report.runs))
         self._have_parts.set()
 
-    def _on_death(self, agent: _Agent, message: Mapping[str, Any]) -> None:
-        in_flight = [index for index in message["in_flight"] if 0 <= index < self.batch.total]
-        given_up = self.requests.died(in_flight, message["name"], message["how"])
+    def _on_death(self, agent: _Agent, report: ReplicaDied) -> None:
+        in_flight = [index for index in report.in_flight if index < self.batch.total]
+        given_up = self.requests.died(in_flight, report.name, report.how)
         for index, why in given_up:
             self._answer_with_error(index, "poison_request", why)
         self._serve_others()
@@ -180,7 +192,7 @@ class Coordinator:
                 except (OSError, StorageError) as error:
                     log.warning("the error of request %d cannot be written, trying again: %s", index, error)
                     await asyncio.sleep(STORAGE_PAUSE_S)
-            self._parts.append((name, end, [[index, index + 1]]))
+            self._parts.append((name, end, [(index, index + 1)]))
             self._have_parts.set()
 
         with Requests(self.batch.folder) as requests:
@@ -210,7 +222,7 @@ class Coordinator:
             return
         agent.wanted = max(0, agent.wanted - len(alone) - sum(last - first for first, last in runs))
         for some in _in_parts(runs):
-            agent.send({"kind": "lease", "runs": some, "alone": alone, "epoch": agent.epoch})
+            agent.send(Lease(epoch=agent.epoch, runs=tuple(some), alone=tuple(alone)))
             alone = []
 
     # Commits

@@ -23,6 +23,16 @@ from slurmft.inference.ledger import segments_of
 from slurmft.inference.replica_health import AutoRestartManager, WorkerHealthMonitor
 from slurmft.inference.requests import folder_of, load
 from slurmft.inference.segments import answers_in, runs_of
+from slurmft.ipc.reports import (
+    Drained,
+    ReplicaDied,
+    ReplicaPhase,
+    ReplicaSmaller,
+    RequestsAnswered,
+    RequestsReturned,
+    RequestsWanted,
+    Sent,
+)
 from slurmft.policy.verdicts.verdict import EXIT_USAGE
 from slurmft.system.opening import opened
 from slurmft.system.sleeping import overslept_s
@@ -34,7 +44,7 @@ PREFETCH = 2
 DRAIN_MARGIN_S = 2.0
 MAX_TOLD = 2000
 
-Report = Callable[[dict[str, Any]], None]
+Report = Callable[[Sent], None]
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +191,7 @@ class ReplicaPool:
             await asyncio.sleep(0.02)
         if not self._drained_told:
             self._drained_told = True
-            self._tell_supervisor("drained")
+            self._report(Drained(epoch=self._epoch))
 
     async def close(self) -> None:
         """Stop watching; the drivers are killed by the agent."""
@@ -220,7 +230,7 @@ class ReplicaPool:
         by_signal = code in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
         replica.phase, replica.in_flight, replica.alone = Phase.WAITING, {}, False
         if asked or (by_signal and time.monotonic() - self._signalled_s < 10.0):
-            self._tell_supervisor("returned", runs=runs_of(lost))
+            self._return(lost)
             replica.phase = Phase.WAITING if not asked else Phase.DOWN
             if not asked:
                 self._later(replica, 1.0)
@@ -229,10 +239,12 @@ class ReplicaPool:
         delay_s = self._manager.failed(replica.number)
         if code == EXIT_USAGE and not was_ready:  # it fails again wherever it is tried
             delay_s = None
-        self._tell_supervisor(
-            "replica_died", replica=replica.number, name=name, code=code, how=how[:MAX_TOLD], in_flight=sorted(lost),
-            was_ready=was_ready, answered=replica.answered, failures=self._manager.failures(replica.number),
+        died = ReplicaDied(
+            epoch=self._epoch, replica=replica.number, name=name, code=code, how=how[:MAX_TOLD],
+            in_flight=tuple(sorted(lost)), was_ready=was_ready, answered=replica.answered,
+            failures=self._manager.failures(replica.number),
         )  # fmt: skip
+        self._report(died)
         if delay_s is None:
             replica.phase = Phase.DOWN
             self._tell_state(replica, how)
@@ -325,14 +337,17 @@ class ReplicaPool:
         short = PREFETCH * slots - held - self._wanted
         if short > 0 and (short >= slots // 2 or not self._queue):
             self._wanted += short
-            self._tell_supervisor("want", count=short)
+            self._report(RequestsWanted(epoch=self._epoch, count=short))
 
     def _give_back(self) -> None:
         indexes = [*self._queue, *self._suspects]
         self._queue.clear()
         self._suspects.clear()
+        self._return(indexes)
+
+    def _return(self, indexes: Sequence[int]) -> None:
         if indexes:
-            self._tell_supervisor("returned", runs=runs_of(indexes))
+            self._report(RequestsReturned(epoch=self._epoch, runs=runs_of(indexes)))
 
     # Talk with drivers and supervisor
 
@@ -377,7 +392,8 @@ class ReplicaPool:
             case "slots":
                 replica.slots = message["now"]
                 if message["why"]:
-                    self._tell_supervisor("smaller", replica=replica.number, slots=replica.slots, why=message["why"])
+                    self._report(ReplicaSmaller(epoch=self._epoch, replica=replica.number, slots=replica.slots,
+                                                why=message["why"]))  # fmt: skip
                 self._feed()
 
     async def _watch(self) -> None:
@@ -394,14 +410,11 @@ class ReplicaPool:
             replica.writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
 
     def _tell_state(self, replica: Replica, why: str = "") -> None:
-        self._tell_supervisor("replica", replica=replica.number, phase=replica.phase.value, life=replica.life,
-                              slots=replica.slots, why=why[:MAX_TOLD])  # fmt: skip
+        self._report(ReplicaPhase(epoch=self._epoch, replica=replica.number, phase=replica.phase.value,
+                                  life=replica.life, why=why[:MAX_TOLD]))  # fmt: skip
 
     def _report_answers(self, segment: str, end: int, indexes: Sequence[int]) -> None:
-        self._tell_supervisor("answers", segment=segment, end=end, runs=runs_of(indexes))
-
-    def _tell_supervisor(self, kind: str, **facts: Any) -> None:
-        self._report({"kind": kind, "epoch": self._epoch, **facts})
+        self._report(RequestsAnswered(epoch=self._epoch, segment=segment, end=end, runs=runs_of(indexes)))
 
     def _begin_task(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,12 +146,12 @@ def answers_in(path: Path, start: int, total: int) -> tuple[list[int], int]:
     return indexes, end
 
 
-def runs_of(indexes: Sequence[int]) -> list[list[int]]:
-    """Numbers as runs ``[first, behind the last]``, sorted, each number once: as messages and the ledger have them."""
-    runs: list[list[int]] = []
+def runs_of(indexes: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Numbers as runs (the first, and the one behind the last), sorted, each number once."""
+    runs: list[tuple[int, int]] = []
     for index in sorted(set(indexes)):
         if runs and runs[-1][1] == index:
-            runs[-1][1] += 1
+            runs[-1] = runs[-1][0], index + 1
         else:
-            runs.append([index, index + 1])
-    return runs
+            runs.append((index, index + 1))
+    return tuple(runs)

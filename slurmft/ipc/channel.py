@@ -24,7 +24,8 @@ HANDSHAKE_TIMEOUT_S = 10.0
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
 """Names of the socket's options; seconds, but for the last one."""
 
-Message = dict[str, Any]
+Body = dict[str, Any]
+"""A message as JSON: an object with its kind (``reports``, ``calls``)."""
 
 
 class BadMessage(Exception):
@@ -44,7 +45,7 @@ class Channel:
         self.own_address = str((writer.get_extra_info("sockname") or ("",))[0])
         """This side's, at which the other's node surely finds this one."""
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Body) -> None:
         """Queue one message; lost without notice when the peer is gone (its reader notices)."""
         body = json.dumps(message, separators=(",", ":")).encode()
         if len(body) > MAX_LINE_BYTES - 100:
@@ -53,7 +54,7 @@ class Channel:
             self._writer.write(self._mac(self._mine, self._sent, body) + b" " + body + b"\n")
             self._sent += 1
 
-    async def receive(self) -> Message | None:
+    async def receive(self) -> Body | None:
         """The next message; None when the peer has closed the connection.
 
         Raises:
@@ -90,7 +91,7 @@ class Channel:
         return hmac.new(self._key, text, hashlib.sha256).hexdigest().encode()
 
 
-async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> tuple[Channel, Message]:
+async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> tuple[Channel, Body]:
     """The server's side: the connection and its first message, once the client has proved that it knows the secret.
 
     Raises:

@@ -1,16 +1,18 @@
 """Reads the dumps of torch's flight recorder, without trusting them.
 
 A dump is a pickle of plain containers, which torch writes itself (``torch::jit::Pickler``), and it lies in a shared
-place. Unpickling could run any code in it, so the few opcodes that build plain containers are carried out here,
-and every other one is damage. Formats 2.1 (torch 2.4) to 2.10 (torch 2.13) have the same keys, as far as they are read.
+place. So ``pickletools`` takes it apart, which builds and calls nothing, and the few opcodes for plain containers are
+carried out here; every other one is damage. An ``Unpickler`` that refuses classes is no way: eight bytes can make it
+take 4 GiB (test_flight_dump.py), and it cannot be stopped when its time is up.
+Formats 2.1 (torch 2.4) to 2.10 (torch 2.13) have the same keys, as far as they are read.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import pickletools
 import re
-import struct
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -197,11 +199,11 @@ def _text(value: object) -> str:
 
 def as_json(progress: Progress) -> dict[str, Any]:
     """The fields, as a message holds them."""
-    return dataclasses.asdict(progress)
+    return {**dataclasses.asdict(progress), "members": [list(span) for span in progress.members]}
 
 
 def from_json(facts: Mapping[str, Any]) -> Progress:
-    """The inverse of ``as_json``, of facts whose shapes were checked (``ipc.shapes``)."""
+    """The inverse of ``as_json``, of facts whose shapes were checked (``ipc.calls``)."""
     return Progress(**{**facts, "members": tuple((first, last) for first, last in facts["members"])})
 
 
@@ -216,61 +218,32 @@ def plain(data: bytes, within_s: float = 10.0) -> object:
     """
     try:
         return _run(data, time.monotonic() + within_s)
-    except (IndexError, KeyError, TypeError, ValueError, struct.error, OverflowError) as error:
+    except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise error if isinstance(error, BadDump) else BadDump("it is damaged, or cut short") from error
 
 
-def _run(data: bytes, deadline: float) -> object:  # noqa: C901, PLR0912 - one opcode after the other
-    """Carry out the opcodes, those of which a dump has most first."""
+def _run(data: bytes, deadline: float) -> object:
+    """Carry out the opcodes, as the standard library reads them."""
     stack: list[Any] = []
-    memo: dict[int, Any] = {}
-    push, at, left = stack.append, 0, MAX_OPCODES
-    while left > 0:
-        code, left = data[at], left - 1
-        if not left % _LOOK_EVERY and time.monotonic() > deadline:
+    memo: dict[Any, Any] = {}
+    for count, (code, argument, at) in enumerate(pickletools.genops(data)):
+        if count >= MAX_OPCODES or (not count % _LOOK_EVERY and time.monotonic() > deadline):
             break
-        if code == 0x68:  # BINGET
-            push(memo[data[at + 1]])
-            at += 2
-        elif code == 0x6A:  # LONG_BINGET
-            push(memo[_UNSIGNED_4.unpack_from(data, at + 1)[0]])
-            at += 5
-        elif (form := _NUMBERS.get(code)) is not None:
-            push(form.unpack_from(data, at + 1)[0])
-            at += 1 + form.size
-        elif code in _CONSTANTS:
-            push(_CONSTANTS[code])
-            at += 1
-        elif code in _EMPTY:
-            push(_EMPTY[code]())
-            at += 1
-        elif (form := _PUT.get(code)) is not None:
-            memo[form.unpack_from(data, at + 1)[0]] = stack[-1]
-            at += 1 + form.size
-        elif code in _BUILDERS:
-            _BUILDERS[code](stack)
-            at += 1
-        elif (form := _TEXTS.get(code)) is not None or code == 0x8A:  # LONG1
-            length_form = form or _UNSIGNED_1
-            start = at + 1 + length_form.size
-            at = start + length_form.unpack_from(data, at + 1)[0]
-            if at > len(data):
-                break
-            raw = data[start:at]
-            push(raw.decode("utf-8", "replace") if form is not None else int.from_bytes(raw, "little", signed=True))
-        elif code in _TUPLES:
-            items = _pop(stack, _TUPLES[code])
-            stack[-len(items) :] = [tuple(items)]
-            at += 1
-        elif code == 0x94:  # MEMOIZE
+        name = code.name
+        if name in _VALUES:
+            stack.append(argument)
+        elif name in _GET:
+            stack.append(memo[argument])
+        elif name in _PUT:
+            memo[argument] = stack[-1]
+        elif name in _BUILDERS:
+            _BUILDERS[name](stack)
+        elif name == "MEMOIZE":
             memo[len(memo)] = stack[-1]
-            at += 1
-        elif code in _SKIPPED:
-            at += 1 + _SKIPPED[code]
-        elif code == 0x2E:  # STOP
+        elif name == "STOP":
             return stack[-1]
-        else:
-            raise BadDump(f"opcode 0x{code:02x} at byte {at} builds no plain container")
+        elif name not in _SKIPPED:
+            raise BadDump(f"opcode {name} at byte {at} builds no plain container")
     raise BadDump("it is cut short, or takes too long to read")
 
 
@@ -338,16 +311,23 @@ def _key(value: object) -> str | int:
     return value
 
 
-_UNSIGNED_1, _UNSIGNED_4, _UNSIGNED_8 = struct.Struct("<B"), struct.Struct("<I"), struct.Struct("<Q")
-_NUMBERS = {ord("J"): struct.Struct("<i"), ord("K"): _UNSIGNED_1, ord("M"): struct.Struct("<H"),
-            ord("G"): struct.Struct(">d")}  # fmt: skip
-_TEXTS = {ord("X"): _UNSIGNED_4, 0x8C: _UNSIGNED_1, 0x8D: _UNSIGNED_8}
-_CONSTANTS: dict[int, Any] = {ord("N"): None, 0x88: True, 0x89: False, ord("("): _MARK, ord(")"): ()}
-_EMPTY: dict[int, Callable[[], Any]] = {ord("}"): dict, ord("]"): list}
-_PUT = {ord("q"): _UNSIGNED_1, ord("r"): _UNSIGNED_4}
-_TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
-_BUILDERS: dict[int, Callable[[list[Any]], None]] = {
-    ord("a"): _append, ord("e"): _appends, ord("s"): _set_item, ord("u"): _set_items, ord("t"): _tuple,
+def _tuple_of(size: int) -> Callable[[list[Any]], None]:
+    def build(stack: list[Any]) -> None:
+        items = _pop(stack, size)
+        stack[-size:] = [tuple(items)]
+
+    return build
+
+
+_VALUES = frozenset(
+    {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
+)
+_GET, _PUT = frozenset({"BINGET", "LONG_BINGET"}), frozenset({"BINPUT", "LONG_BINPUT"})
+_SKIPPED = frozenset({"PROTO", "FRAME"})
+_BUILDERS: Mapping[str, Callable[[list[Any]], None]] = {
+    "NONE": lambda stack: stack.append(None), "NEWTRUE": lambda stack: stack.append(True),
+    "NEWFALSE": lambda stack: stack.append(False), "MARK": lambda stack: stack.append(_MARK),
+    "EMPTY_DICT": lambda stack: stack.append({}), "EMPTY_LIST": lambda stack: stack.append([]),
+    "EMPTY_TUPLE": lambda stack: stack.append(()), "TUPLE": _tuple, "TUPLE1": _tuple_of(1), "TUPLE2": _tuple_of(2),
+    "TUPLE3": _tuple_of(3), "APPEND": _append, "APPENDS": _appends, "SETITEM": _set_item, "SETITEMS": _set_items,
 }  # fmt: skip
-_SKIPPED = {0x80: 1, 0x95: 8}
-"""PROTO and FRAME, with the bytes of their arguments."""

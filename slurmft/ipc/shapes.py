@@ -1,271 +1,244 @@
-"""The shapes of agents' messages. A supervisor that crashed over a malformed one would end the whole job."""
+"""What the fields of a control message may hold, and how they are read from JSON and written to it.
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place(Fields):
+    rank: Rank
+    sections: Annotated[tuple[str, ...], Shape(texts(64, 200), read=tuple, write=list)]
+
+Place.parse(mapping, "a report")    # BadMessage names the first field that is missing or malformed
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, Self, get_type_hints
 
-from slurmft.ipc.channel import BadMessage, Message
-from slurmft.ipc.flight_dump import MAX_GROUPS, MAX_MEMBERS, MAX_SPANS, MAX_TEXT
-from slurmft.ipc.pages.heartbeat import State
-from slurmft.ipc.pages.section_stack import DEPTH, ELSEWHERE, MAX_NAMES
-from slurmft.ipc.pages.timing_page import CUDA, MAX_NAME, MAX_SECTIONS
-from slurmft.ipc.stacks import MAX_FRAME, MAX_FRAMES
-from slurmft.policy.verdicts.whereabouts import Where
+from slurmft.ipc.channel import BadMessage, Body
 
 Check = Callable[[Any], bool]
 
 
-def _integer(low: int, high: int) -> Check:
-    return lambda value: type(value) is int and low <= value <= high
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What one field may hold: the metadata of its annotation. No lambda: it would not find its names."""
+
+    fits: Check
+    read: Callable[[Any], Any] | None = None
+    """From JSON's value to the field's; None where they are the same."""
+
+    write: Callable[[Any], Any] | None = None
+    optional: bool = False
+    """It may be missing, and is not written while it is None."""
+
+    lenient: bool = False
+    """No reader relies on it: a value that does not fit counts as missing."""
+
+    of: type[Fields] | None = None
+    """The field is a tuple of these, in JSON a list of objects."""
 
 
-def _number(value: Any) -> bool:
-    return type(value) in (int, float)
+class Fields:
+    """The values of one JSON object. Subclasses are frozen dataclasses; their fields are written in their order."""
+
+    __slots__ = ()
+
+    @classmethod
+    def parse(cls, mapping: Any, what: str) -> Self:
+        """The object that ``mapping`` holds; unknown keys are tolerated, if they are plain or end in _s.
+
+        Raises:
+            BadMessage: names ``what``, and the first field that is missing or malformed.
+        """
+        shapes = shapes_of(cls)
+        require(mapping, shapes, what)
+        return cls(**values_of(mapping, shapes, what))
+
+    def as_mapping(self) -> Body:
+        """The inverse of ``parse``."""
+        found = {}
+        for name, shape in shapes_of(type(self)).items():
+            value = getattr(self, name)
+            if value is None and shape.optional:
+                continue
+            if shape.of is not None:
+                value = [each.as_mapping() for each in value]
+            elif shape.write is not None:
+                value = shape.write(value)
+            found[name] = value
+        return found
 
 
-def _time(value: Any) -> bool:
-    return _number(value) and math.isfinite(value)
+class Message(Fields):
+    """Fields with a kind, which is written first."""
+
+    __slots__ = ()
+    kind: ClassVar[str]
+
+    def as_mapping(self) -> Body:
+        """The message, as the channel takes it."""
+        return {"kind": self.kind, **Fields.as_mapping(self)}
 
 
-def _flag(value: Any) -> bool:
-    return type(value) is bool
+def shapes_of(kind: type[Any]) -> Mapping[str, Shape]:
+    """The shape of each field of a subclass of ``Fields``, in their order."""
+    return _shapes_of(kind)  # type: ignore[arg-type]  # the stubs take no class of classes for hashable
 
 
-def _name(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= 255 and value.isprintable()
+@functools.cache
+def _shapes_of(kind: type[Any]) -> Mapping[str, Shape]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {
+        each.name: next(note for note in hints[each.name].__metadata__ if isinstance(note, Shape))
+        for each in fields(kind)
+    }
 
 
-_SECTION: tuple[Check, ...] = (lambda value: _name(value) and len(value) <= MAX_NAME, _time, _integer(1, 2**31 - 1))
-
-
-def _are_sections(sections: Any) -> bool:
-    return (
-        isinstance(sections, list)
-        and len(sections) <= MAX_SECTIONS
-        and all(
-            isinstance(section, list)
-            and len(section) == len(_SECTION)
-            and all(fits(each) for fits, each in zip(_SECTION, section, strict=True))
-            for section in sections
-        )
-    )
-
-
-def _are_held(sections: Any, most: int) -> bool:
-    """Names of sections, each with seconds."""
-    return (
-        isinstance(sections, list)
-        and len(sections) <= most
-        and all(isinstance(each, list) and len(each) == 2 and _name(each[0]) and _time(each[1]) for each in sections)
-    )
-
-
-_SLOT = _integer(-(2**63), 2**63 - 1)
-_FACTS: Mapping[str, Check] = {
-    "rank": _integer(0, 2**31 - 1), "state": _integer(min(State), max(State)), "attached": _flag, "step": _SLOT,
-    "until": _SLOT, "saved": _SLOT, "durable": _SLOT,
-    "resumed": _SLOT, "first_step_at": _time, "answered": _SLOT, "metric": _number,
-    "first_step_s": _time, "longest_step_s": _time, "saves": _SLOT, "save_s": _time, "saving_s": _time,
-    "save_cost_s": _time, "since_saved_s": _time, "save_failures": _SLOT, "save_errno": _integer(-(2**31), 2**31 - 1),
-}  # fmt: skip
-_EXIT: Mapping[str, Check] = {**_FACTS, "code": _integer(-128, 255), "killed": _flag}
-_SIGNAL: Mapping[str, Check] = {"name": _name}
-_HELLO: Mapping[str, Check] = {"node": _integer(0, 2**31 - 1), "host": _name, "pid": _integer(0, 2**31 - 1)}
-_LENT: Mapping[str, Check] = {**_HELLO, "lender": _name}
-_TIMINGS: Mapping[str, Check] = {
-    "rank": _integer(0, 2**31 - 1), "device": _integer(0, CUDA), "sections": _are_sections,
-    "role": lambda value: value == "" or (_name(value) and len(value) <= MAX_NAME),
-}  # fmt: skip
-_HUNG: Mapping[str, Check] = {
-    "rank": _integer(0, 2**31 - 1), "section": _name, "held_s": _time, "limit_s": _time,
-    "why": lambda value: _name(value[:255]) if isinstance(value, str) else False,
-}  # fmt: skip
-_DOING: Mapping[str, Check] = {
-    "rank": _integer(0, 2**31 - 1), "attached": _flag, "age_s": _time, "quiet_s": _time, "step": _SLOT,
-    "own_work": _SLOT, "stopped": _flag, "holding": _flag, "warming_up": _flag,
-    "sections": lambda value: _are_held(value, DEPTH + 1), "elsewhere": lambda value: _are_held(value, ELSEWHERE),
-}  # fmt: skip
-_NOTICE: Mapping[str, Check] = {
-    "source": _name, "ends": _flag, "what": _name, "left_s": lambda value: _time(value) and value >= 0,
-}  # fmt: skip
-MAX_RUNS = 100_000
-"""Of one report on requests."""
-
-
-def _are_runs(value: Any) -> bool:
-    fits = _integer(0, 2**40)
-    return (
-        isinstance(value, list)
-        and len(value) <= MAX_RUNS
-        and all(isinstance(run, list) and len(run) == 2 and all(map(fits, run)) and run[0] < run[1] for run in value)
-    )
-
-
-_EPOCH: Mapping[str, Check] = {"epoch": _integer(0, 2**31 - 1)}
-_REPLICA: Mapping[str, Check] = {**_EPOCH, "replica": _integer(0, 1023)}
-_INFERENCE: Mapping[str, Mapping[str, Check]] = {
-    "want": {**_EPOCH, "count": _integer(1, 2**31 - 1)},
-    "answers": {**_EPOCH, "segment": _name, "end": _integer(0, 2**62), "runs": _are_runs},
-    "returned": {**_EPOCH, "runs": _are_runs},
-    "drained": _EPOCH,
-    "replica": {
-        **_REPLICA, "phase": lambda value: value in ("starting", "ready", "waiting", "down"),
-        "life": _integer(0, 2**31 - 1), "slots": _integer(0, 2**16), "why": lambda value: _is_text(value, 4000),
-    },
-    "replica_died": {
-        **_REPLICA, "name": _name, "code": _integer(-128, 255), "how": lambda value: _is_text(value, 4000),
-        "in_flight": lambda value: isinstance(value, list) and all(map(_integer(0, 2**40), value)),
-        "was_ready": _flag, "answered": _integer(0, 2**62), "failures": _integer(0, 2**31 - 1),
-    },
-    "smaller": {**_REPLICA, "slots": _integer(1, 2**16), "why": lambda value: _is_text(value, 4000)},
-}  # fmt: skip
-
-
-def _is_text(value: Any, longest: int) -> bool:
-    return isinstance(value, str) and len(value) <= longest
-
-
-_LOOK = (_flag, _SLOT, _flag, _SLOT)
-_CODE = _integer(-128, 255)
-
-
-def _text(longest: int) -> Check:
-    return lambda value: isinstance(value, str) and len(value) <= longest
-
-
-def _texts(most: int, longest: int) -> Check:
-    fits = _text(longest)
-    return lambda value: isinstance(value, list) and len(value) <= most and all(map(fits, value))
-
-
-_INJECTED: Mapping[str, Check] = {
-    "injected": lambda ranks: isinstance(ranks, list) and all(map(_integer(0, 2**31 - 1), ranks)),
-    "refused": _texts(4096, 300),
-}
-_EVIDENCE: Mapping[str, Check] = {
-    "rank": _integer(0, 2**31 - 1), "pid": _integer(0, 2**31 - 1), "kind": lambda value: value in tuple(Where),
-    "doing": _text(200), "process": _text(1), "wchan": _text(64), "attached": _flag,
-    "state": _integer(min(State), max(State)), "step": _SLOT, "tick": _SLOT, "sections": _texts(64, 200),
-    "python_top": _texts(MAX_FRAMES, 2 * MAX_FRAME + 32), "killed": _flag,
-    "exit_code": lambda value: value is None or _CODE(value),
-    "collectives": lambda value: isinstance(value, list) and len(value) <= MAX_GROUPS and all(map(_is_progress, value)),
-}  # fmt: skip
-
-
-def _are_spans(value: Any) -> bool:
-    """Not too many, and no more ranks in all than one group may have: a few bytes could be millions of them."""
-    if not isinstance(value, list) or len(value) > MAX_SPANS:
-        return False
-    fits = _integer(0, MAX_MEMBERS)
-    if not all(isinstance(each, list) and len(each) == 2 and all(map(fits, each)) for each in value):
-        return False
-    return all(first <= last for first, last in value) and sum(last - first for first, last in value) < MAX_MEMBERS
-
-
-_PROGRESS: Mapping[str, Check] = {
-    "group": _text(MAX_TEXT), "description": _text(MAX_TEXT), "operation": _text(MAX_TEXT),
-    "called_from": _text(MAX_TEXT), "entered": _integer(0, 2**62), "done": _integer(0, 2**62),
-    "members": _are_spans,
-}  # fmt: skip
-
-
-def _is_progress(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() == _PROGRESS.keys()
-        and all(fits(value[name]) for name, fits in _PROGRESS.items())
-    )
-
-
-def _require(message: Any, fields: Mapping[str, Check], what: str) -> None:
-    """Every field is there and has its shape; unknown keys are tolerated, if they are plain or end in _s.
+def require(mapping: Any, shapes: Mapping[str, Shape], what: str) -> None:
+    """Every field is there and has its shape, and every other one that ends in _s is a time.
 
     Raises:
         BadMessage: names the first field that is missing or malformed.
     """
-    if not isinstance(message, dict):
+    if not isinstance(mapping, dict):
         raise BadMessage(f"{what} is not an object")
-    for name, fits in fields.items():
-        if name not in message or not fits(message[name]):
-            raise BadMessage(f"{what} has {name}={str(message.get(name, 'nothing'))[:40]!r}")
-    for name, value in message.items():
-        if name.endswith("_s") and not _time(value):
+    for name, shape in shapes.items():
+        if not (shape.fits(mapping[name]) or shape.lenient if name in mapping else shape.optional):
+            raise BadMessage(f"{what} has {name}={str(mapping.get(name, 'nothing'))[:40]!r}")
+    for name, value in mapping.items():
+        if name.endswith("_s") and not is_time(value):
             raise BadMessage(f"{what} has {name}={str(value)[:40]!r}")
 
 
-def _require_list(message: Message, name: str, fields: Mapping[str, Check], what: str) -> None:
-    """The field is a list, and ``_require`` holds for each of its objects."""
-    _require(message, {name: lambda value: isinstance(value, list)}, what)
-    for facts in message[name]:
-        _require(facts, fields, what)
-
-
-def check_hello(message: Message) -> None:
-    """Check an agent's first message.
+def values_of(mapping: Mapping[str, Any], shapes: Mapping[str, Shape], what: str) -> dict[str, Any]:
+    """The fields of a mapping that ``require`` has checked, but for those that are missing.
 
     Raises:
-        BadMessage: it is malformed.
+        BadMessage: an object in one of its lists is malformed.
     """
-    _require(message, _LENT if "lender" in message else _HELLO, "a hello")
+    found = {}
+    for name, shape in shapes.items():
+        if name not in mapping or (shape.lenient and not shape.fits(mapping[name])):
+            continue
+        value = mapping[name]
+        if shape.of is not None:
+            value = tuple([shape.of.parse(each, what) for each in value])
+        elif shape.read is not None:
+            value = shape.read(value)
+        found[name] = value
+    return found
 
 
-def check_report(message: Message) -> None:
-    """Check an agent's report.
-
-    Raises:
-        BadMessage: it is malformed.
-    """
-    if "generation" in message:
-        _require(message, {"generation": _SLOT}, "a report")
-    match message["kind"]:
-        case "exited":
-            _require(message, _EXIT, "a worker's end")
-        case "progress":
-            _require_list(message, "ranks", _FACTS, "a progress report")
-        case "timings":
-            _require(message, {"window": _SLOT}, "a report of timings")
-            _require_list(message, "ranks", _TIMINGS, "a report of timings")
-        case "hung":
-            _require(message, _HUNG, "a report of a hang")
-        case "durations":
-            _require(message, {"sections": lambda value: _are_held(value, MAX_NAMES)}, "a report of durations")
-        case "signal":
-            _require(message, _SIGNAL, "a signal's report")
-        case "notice":
-            _require(message, _NOTICE, "a notice")
-        case kind if kind in _INFERENCE:
-            _require(message, _INFERENCE[kind], f"a report of {kind!r}")
-        case "hello" | "connected" | "disconnected" as kind:
-            raise BadMessage(f"{kind!r} is not a report")
+# Checks
 
 
-def check_reply(kind: str, message: Message) -> None:
-    """Check an agent's reply to a call of this kind.
-
-    Raises:
-        BadMessage: it is malformed.
-    """
-    if kind == "port":
-        _require(message, {"port": _integer(1, 65535)}, "the reply to 'port'")
-    elif kind == "sections":
-        _require(message, {"more": _flag}, "the reply to 'sections'")
-        _require_list(message, "workers", _DOING, "the reply to 'sections'")
-    elif kind == "evidence":
-        _require_list(message, "ranks", _EVIDENCE, "the reply to 'evidence'")
-    elif kind == "rescue":
-        _require(message, {"step": _SLOT}, "the reply to 'rescue'")
-    elif kind == "inject":
-        _require(message, _INJECTED, "the reply to 'inject'")
-    elif kind in ("look", "propose") and not _are_looks(message.get("looks")):
-        raise BadMessage(f"the reply to {kind!r} holds no looks")
+def integer(low: int, high: int) -> Check:
+    """An integer from ``low`` to ``high``, no boolean."""
+    return lambda value: type(value) is int and low <= value <= high
 
 
-def _are_looks(looks: Any) -> bool:
-    return isinstance(looks, list) and all(
-        isinstance(look, list)
-        and len(look) == len(_LOOK)
-        and all(fits(each) for fits, each in zip(_LOOK, look, strict=True))
-        for look in looks
+def is_number(value: Any) -> bool:
+    """An integer or a float, NaN and infinity as well."""
+    return type(value) in (int, float)
+
+
+def is_time(value: Any) -> bool:
+    """A finite number."""
+    return is_number(value) and math.isfinite(value)
+
+
+def is_flag(value: Any) -> bool:
+    """True or false."""
+    return type(value) is bool
+
+
+def is_name(value: Any) -> bool:
+    """A text of 1 to 255 printable characters."""
+    return isinstance(value, str) and 0 < len(value) <= 255 and value.isprintable()
+
+
+def is_list(value: Any) -> bool:
+    """A list of anything."""
+    return isinstance(value, list)
+
+
+def text(longest: int) -> Check:
+    """A text of at most so many characters, of any kind."""
+    return lambda value: isinstance(value, str) and len(value) <= longest
+
+
+def texts(most: int, longest: int) -> Check:
+    """At most so many of them."""
+    fits = text(longest)
+    return lambda value: isinstance(value, list) and len(value) <= most and all(map(fits, value))
+
+
+def rows(most: int, columns: Sequence[Check]) -> Check:
+    """At most so many lists, each with one value for each of these checks."""
+    return lambda value: (
+        isinstance(value, list)
+        and len(value) <= most
+        and all(
+            isinstance(row, list)
+            and len(row) == len(columns)
+            and all(fits(each) for fits, each in zip(columns, row, strict=True))
+            for row in value
+        )
     )
+
+
+def is_limits(value: Any) -> bool:
+    """Seconds, by the name of a section."""
+    return isinstance(value, dict) and all(map(is_time, value.values()))
+
+
+def is_ranks(value: Any) -> bool:
+    """A list of ranks."""
+    return isinstance(value, list) and all(map(RANK, value))
+
+
+def is_runs(value: Any) -> bool:
+    """Numbers of requests: pairs of the first, and the one behind the last."""
+    return rows(MAX_RUNS, (REQUEST, REQUEST))(value) and all(first < last for first, last in value)
+
+
+def is_requests(value: Any) -> bool:
+    """A list of numbers of requests."""
+    return isinstance(value, list) and len(value) <= MAX_RUNS and all(map(REQUEST, value))
+
+
+def as_tuples(value: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
+    """From rows of JSON."""
+    return tuple(map(tuple, value))
+
+
+def as_lists(value: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """The inverse of ``as_tuples``."""
+    return list(map(list, value))
+
+
+SLOT = integer(-(2**63), 2**63 - 1)
+"""What a slot of a shared page holds."""
+
+RANK = integer(0, 2**31 - 1)
+
+MAX_RUNS = 100_000
+"""In one message; a line of the channel has room for less."""
+
+REQUEST = integer(0, 2**40)
+"""The number of a request, or the one behind the last."""
+
+# Types of fields that occur more than once
+
+Rank = Annotated[int, Shape(fits=RANK)]
+SlotValue = Annotated[int, Shape(fits=SLOT)]
+Seconds = Annotated[float, Shape(fits=is_time)]
+Flag = Annotated[bool, Shape(fits=is_flag)]
+Name = Annotated[str, Shape(fits=is_name)]
+Ranks = Annotated[tuple[int, ...], Shape(fits=is_ranks, read=tuple, write=list)]
+Count = Annotated[int, Shape(fits=integer(0, 2**62))]
+Words = Annotated[str, Shape(fits=text(4000))]
+Runs = Annotated[tuple[tuple[int, int], ...], Shape(fits=is_runs, read=as_tuples, write=as_lists)]
+Requests = Annotated[tuple[int, ...], Shape(fits=is_requests, read=tuple, write=list)]

@@ -11,7 +11,18 @@ from collections.abc import Mapping
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import LaunchError, StorageError
-from slurmft.ipc.channel import Message
+from slurmft.ipc.calls import Kill, Ping, Port, StartWorkers
+from slurmft.ipc.reports import (
+    Connected,
+    Disconnected,
+    DurationsReport,
+    HangReport,
+    NoticeReport,
+    ProgressReport,
+    SignalReport,
+    TimingsReport,
+    WorkerExited,
+)
 from slurmft.policy.timing.fleet import longest_silence_s, ping_interval_s
 from slurmft.policy.verdicts.culprit import Blame
 from slurmft.policy.verdicts.exit_actions import ExitAction, codes_of
@@ -175,7 +186,7 @@ class AttemptRunner:
             return
         self._seen.world_size = len(members) * self._config.nproc_per_node
         lead = members[0]
-        port = (await lead.call("port"))["port"]
+        port = (await lead.call(Port())).port
         hosts = [link.host for link in members]
         self._journal.append(EventName.AGENTS_READY, hosts=hosts)
         suspects = await asyncio.to_thread(suspect_gpus_of, self._config, self._start.history)
@@ -186,23 +197,24 @@ class AttemptRunner:
         replies = await asyncio.gather(
             *(
                 link.call(
-                    "start",
+                    StartWorkers(
+                        suspect_gpus=tuple(sorted(suspects)),
+                        **facts_for_workers(self._start.history, self._config, nodes=len(members)),
+                        attempt=str(self._cluster.attempt),
+                        cycle=self._cluster.attempt.cycle,
+                        first_rank=place * self._config.nproc_per_node,
+                        nodes=len(members),
+                        generation=self._start.generation,
+                        master_addr=lead.host,
+                        master_port=port,
+                        limits=self._hangs.limits(),
+                    ),
                     timeout_s=START_S,
-                    suspect_gpus=sorted(suspects),
-                    **facts_for_workers(self._start.history, self._config, nodes=len(members)),
-                    attempt=str(self._cluster.attempt),
-                    cycle=self._cluster.attempt.cycle,
-                    first_rank=place * self._config.nproc_per_node,
-                    nodes=len(members),
-                    generation=self._start.generation,
-                    master_addr=lead.host,
-                    master_port=port,
-                    limits=self._hangs.limits(),
                 )
                 for place, link in enumerate(members)
             )
         )
-        if stuck := [host for host, reply in zip(hosts, replies, strict=True) if reply.get("suspect_gpus")]:
+        if stuck := [host for host, reply in zip(hosts, replies, strict=True) if reply.suspect_gpus]:
             self._escape(stuck, suspects)
             return
         self._journal.append(EventName.WORKERS_STARTED, world_size=self._seen.world_size)
@@ -218,33 +230,33 @@ class AttemptRunner:
 
     async def _handle_events(self) -> None:
         while True:
-            link, message = await self._pool.events.get()
-            if message.get("generation", self._start.generation) != self._start.generation:
+            link, report = await self._pool.events.get()
+            if report.generation not in (None, self._start.generation):
                 continue  # it was on its way when its attempt ended
-            match message["kind"]:
-                case "exited":
-                    self._on_exit(link, message)
-                case "progress":
-                    self._seen.note_progress(message["ranks"])
-                case "timings":
-                    self._slow.note(link.host, message)
-                case "hung":
-                    self._background.start(self._on_hang(link, message))
-                case "durations":
-                    self._hangs.note(message)
-                case "notice":
-                    self._reclaimed.note(link, message)
-                case "signal" if link.lender:
+            match report:
+                case WorkerExited():
+                    self._on_exit(link, report)
+                case ProgressReport():
+                    self._seen.note_progress(report.ranks)
+                case TimingsReport():
+                    self._slow.note(link.host, report)
+                case HangReport():
+                    self._background.start(self._on_hang(link, report))
+                case DurationsReport():
+                    self._hangs.note(report)
+                case NoticeReport():
+                    self._reclaimed.note(link, report)
+                case SignalReport() if link.lender:
                     self._resizing.leave(link)
-                case "signal":
-                    self.stops.on_signal(message["name"], link.host)
-                case "connected":
+                case SignalReport():
+                    self.stops.on_signal(report.name, link.host)
+                case Connected():
                     self._background.start(self._on_connect(link))
-                case "disconnected":
+                case Disconnected():
                     self._background.start(self._on_disconnect(link))
 
-    def _on_exit(self, link: AgentLink, message: Message) -> None:
-        end = self._seen.note_exit(link.host, message)
+    def _on_exit(self, link: AgentLink, report: WorkerExited) -> None:
+        end = self._seen.note_exit(link.host, report)
         planned, only_lead = self.stops.planned is not None, self._config.ignore_nonlead_status
         if ends_attempt(end, planned=planned, complete_codes=self._complete_codes, only_lead=only_lead):
             self._journal.append(EventName.WORKER_FAILED, rank=end.rank, node=link.host, code=end.code, error=end.error)
@@ -254,8 +266,8 @@ class AttemptRunner:
         if self._seen.all_ended:
             self._over.set()
 
-    async def _on_hang(self, link: AgentLink, message: Message) -> None:
-        if self._failed or self._over.is_set() or (hang := await self._hangs.investigate(link, message)) is None:
+    async def _on_hang(self, link: AgentLink, report: HangReport) -> None:
+        if self._failed or self._over.is_set() or (hang := await self._hangs.investigate(link, report)) is None:
             return
         if not self._failed and not self._over.is_set():
             self._failed = True
@@ -272,7 +284,7 @@ class AttemptRunner:
         """A lost agent may still run workers of its last order; one that takes part again kills those itself."""
         if link not in self._pool.members:
             with contextlib.suppress(AgentLost):
-                await link.call("kill")
+                await link.call(Kill())
         if link.host in self._cluster.lost:
             self._cluster.lost.discard(link.host)
             self._journal.append(EventName.AGENT_BACK, node=link.host)
@@ -343,7 +355,7 @@ class AttemptRunner:
             now_s = time.monotonic()
             if now_s - pinged_s > ping_s:
                 pinged_s = now_s
-                self._pool.ping(limits=self._hangs.limits())
+                self._pool.ping(Ping(limits=self._hangs.limits()))
             for link in self._pool.silent_for(timeout_s, now_s):
                 silent_s = now_s - link.last_heard
                 if silent_s > self._crew.roster.patience_s(link, timeout_s) and not self._over.is_set():
@@ -386,7 +398,7 @@ class AttemptRunner:
     async def _wind_down(self) -> None:
         self._over.set()
         if self.stops.began and not self._seen.all_ended:
-            await self._pool.tell_all("kill")
+            await self._pool.tell_all(Kill())
             await end_of_workers(self._pool, self._seen.ends, per_node=self._config.nproc_per_node)
         await self._background.cancel_all()
         self._folder.leave(self._seen, self._slow, self._hangs)

@@ -6,10 +6,10 @@ import asyncio
 import logging
 import random
 from collections.abc import Sequence
-from typing import Any
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import StorageError
+from slurmft.ipc.calls import Inject
 from slurmft.policy.faults import NOT_YET, SIMULATED, Order, order_of
 from slurmft.storage.events import EventName
 from slurmft.storage.order_file import take_order
@@ -101,14 +101,14 @@ class Injections:
         self, links: Sequence[AgentLink], order: Order, ranks: Sequence[int] | None
     ) -> tuple[list[int], list[str]]:
         """Which ranks were hit, and why others were not. Each agent knows which are its own."""
-        fields: dict[str, Any] = {"order": order.as_json(), "ranks": None if ranks is None else list(ranks)}
-        replies = await asyncio.gather(*(link.call("inject", **fields) for link in links), return_exceptions=True)
+        call = Inject(order=order.as_json(), ranks=None if ranks is None else tuple(ranks))
+        replies = await asyncio.gather(*(link.call(call) for link in links), return_exceptions=True)
         hit: list[int] = []
         refused: list[str] = []
         for reply in replies:
             if isinstance(reply, BaseException):
                 refused.append(str(reply))
             else:
-                hit += reply["injected"]
-                refused += reply["refused"]
+                hit += reply.injected
+                refused += reply.refused
         return hit, refused

@@ -13,7 +13,6 @@ import logging
 import signal
 import time
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 from slurmft.config.config import RunConfig
@@ -22,7 +21,17 @@ from slurmft.inference.answers import Output, write_output
 from slurmft.inference.coordinator import Coordinator
 from slurmft.inference.ledger import Ledger, open_ledger
 from slurmft.inference.requests import folder_of, load, prepare
-from slurmft.ipc.channel import UNANSWERED, Message
+from slurmft.ipc.calls import BeginReplicas, Drain, Kill, Lease, Ping, Shutdown
+from slurmft.ipc.channel import UNANSWERED
+from slurmft.ipc.reports import (
+    Disconnected,
+    Drained,
+    InferenceReport,
+    ReplicaDied,
+    ReplicaPhase,
+    ReplicaSmaller,
+    SignalReport,
+)
 from slurmft.policy.nodes.evidence import Evidence, Kind, Suspect
 from slurmft.policy.timing.fleet import longest_silence_s, ping_interval_s
 from slurmft.policy.timing.grace import REQUEUE_COST_S, cause_of_signal, seconds_for_stop
@@ -199,7 +208,7 @@ class InferenceAttempt:
             now_s = time.monotonic()
             if now_s - pinged_s > ping_s:
                 pinged_s = now_s
-                self._pool.ping()
+                self._pool.ping(Ping())
             for link in self._pool.silent_for(timeout_s, now_s):
                 self._lose(link, f"nothing was heard from {link.host} for {now_s - link.last_heard:.1f} s",
                            hung_up=False)  # fmt: skip
@@ -207,16 +216,16 @@ class InferenceAttempt:
     async def _take_in(self, link: AgentLink) -> None:
         assert self._coordinator is not None
 
-        def send(message: Message) -> None:
+        def send(lease: Lease) -> None:
             current = self._pool.links.get(link.node)
             if current is not None and current.channel is not None:
-                current.channel.send({**message, "id": UNANSWERED})
+                current.channel.send(lease.as_call(UNANSWERED))
 
         self._joined[link.node] = link
         epoch = self._coordinator.join(link.node, link.host, send)
         try:
-            await link.call("replicas", timeout_s=BEGIN_S, attempt=str(self._cluster.attempt), epoch=epoch,
-                            generation=self._start.generation)  # fmt: skip
+            begin = BeginReplicas(attempt=str(self._cluster.attempt), epoch=epoch, generation=self._start.generation)
+            await link.call(begin, timeout_s=BEGIN_S)
         except AgentLost as error:
             self._lose(link, str(error), hung_up=False)
             return
@@ -242,11 +251,11 @@ class InferenceAttempt:
         """The job that lends this node ends: its requests are finished in the time it has, or go to others."""
         link.leaving = True
         if link.channel is not None:
-            link.channel.send({"kind": "drain", "id": UNANSWERED, "within_s": LENT_S})
+            link.channel.send(Drain(within_s=LENT_S).as_call(UNANSWERED))
 
     async def _part_with(self, link: AgentLink) -> None:
         with contextlib.suppress(AgentLost):
-            await link.call("shutdown")
+            await link.call(Shutdown())
         self._lose(link, f"the job {link.lender}, which lent {link.host}, ends", hung_up=False)
 
     async def _on_disconnect(self, link: AgentLink) -> None:
@@ -274,52 +283,52 @@ class InferenceAttempt:
     async def _handle_events(self) -> None:
         assert self._coordinator is not None
         while True:
-            link, message = await self._pool.events.get()
-            match message["kind"]:
-                case "signal" if link.lender:
+            link, report = await self._pool.events.get()
+            match report:
+                case SignalReport() if link.lender:
                     self._let_go(link)
-                case "signal":
-                    self._on_signal(message["name"], link.host)
-                case "disconnected":
+                case SignalReport():
+                    self._on_signal(report.name, link.host)
+                case Disconnected():
                     self._background.start(self._on_disconnect(link))
-                case "drained" if link.leaving:
+                case Drained() if link.leaving:
                     self._background.start(self._part_with(link))
-                case "drained":
+                case Drained():
                     self._drained.add(link.node)
-                case "want" | "answers" | "returned" | "replica" | "replica_died" | "smaller":
-                    if self._coordinator.on_report(link.node, message):
-                        self._tell(link, message)
+                case InferenceReport():
+                    if self._coordinator.on_report(link.node, report):
+                        self._tell(link, report)
             if self._coordinator.all_down and self.stops.planned is None and not self._over.is_set():
                 self._problem = f"no replica is left: {self._last_death}"
                 self._over.set()
 
-    def _tell(self, link: AgentLink, message: Mapping[str, Any]) -> None:
-        match message["kind"]:
-            case "replica" if message["phase"] in ("ready", "down"):
-                if message["phase"] == "down":
-                    self._last_death = f"{link.host}, replica {message['replica']}: {message['why']}"
-                event = EventName.REPLICA_READY if message["phase"] == "ready" else EventName.REPLICA_DOWN
-                why = {"reason": message["why"]} if message["why"] else {}
-                self._journal.append(event, node=link.host, replica=message["replica"], start=message["life"], **why)
-            case "replica_died":
-                self._last_death = f"{link.host}, replica {message['replica']}: {message['how']}"
-                self._is_hopeless = message["code"] == EXIT_USAGE and not message["was_ready"]
-                self._journal.append(EventName.REPLICA_DIED, node=link.host, replica=message["replica"],
-                                     reason=message["how"], in_flight=len(message["in_flight"]),
-                                     answered=message["answered"], failures=message["failures"])  # fmt: skip
-                self._suspect(link, message)
-            case "smaller":
-                self._journal.append(EventName.REPLICA_SMALLER, node=link.host, replica=message["replica"],
-                                     concurrency=message["slots"], reason=message["why"])  # fmt: skip
+    def _tell(self, link: AgentLink, report: InferenceReport) -> None:
+        match report:
+            case ReplicaPhase(phase="ready"):
+                self._journal.append(EventName.REPLICA_READY, node=link.host, replica=report.replica, start=report.life)
+            case ReplicaPhase(phase="down"):
+                if report.why:
+                    self._last_death = f"{link.host}, replica {report.replica}: {report.why}"
+                self._journal.append(EventName.REPLICA_DOWN, node=link.host, replica=report.replica,
+                                     start=report.life, reason=report.why)  # fmt: skip
+            case ReplicaDied():
+                self._last_death = f"{link.host}, replica {report.replica}: {report.how}"
+                self._is_hopeless = report.code == EXIT_USAGE and not report.was_ready
+                self._journal.append(EventName.REPLICA_DIED, node=link.host, replica=report.replica, reason=report.how,
+                                     in_flight=len(report.in_flight), answered=report.answered,
+                                     failures=report.failures)  # fmt: skip
+                self._suspect(link, report)
+            case ReplicaSmaller():
+                self._journal.append(EventName.REPLICA_SMALLER, node=link.host, replica=report.replica,
+                                     concurrency=report.slots, reason=report.why)  # fmt: skip
 
-    def _suspect(self, link: AgentLink, message: Mapping[str, Any]) -> None:
+    def _suspect(self, link: AgentLink, report: ReplicaDied) -> None:
         """Engines that die again and again on one node, while others work, are evidence against it."""
-        assert self._coordinator is not None
-        where = link.host, message["replica"]
-        self._deaths[where] += len(message["in_flight"]) != 1  # one alone is more likely the request's fault
-        others = any(host != link.host for host in (each.host for each in self._joined.values()))
+        where = link.host, report.replica
+        self._deaths[where] += len(report.in_flight) != 1  # one alone is more likely the request's fault
+        others = any(each.host != link.host for each in self._joined.values())
         if self._deaths[where] == DEATHS_OF_A_GPU and others:
-            what = f"replica {message['replica']} died {DEATHS_OF_A_GPU} times, the last: {message['how']}"
+            what = f"replica {report.replica} died {DEATHS_OF_A_GPU} times, the last: {report.how}"
             self._accuser.add([Evidence(kind=Kind.CRASH, suspect=Suspect(node=link.host), message=what[:1000],
                                         at=time.time())])  # fmt: skip
 
@@ -380,7 +389,7 @@ class InferenceAttempt:
             for link in self._joined.values():
                 current = self._pool.links.get(link.node, link)
                 if current.channel is not None:
-                    current.channel.send({"kind": "drain", "id": UNANSWERED, "within_s": within_s})
+                    current.channel.send(Drain(within_s=within_s).as_call(UNANSWERED))
             while not self._over.is_set() and self._joined.keys() - self._drained and time.monotonic() < deadline_s:
                 await asyncio.sleep(0.02)
             await self._coordinator.commit_now()
@@ -427,7 +436,7 @@ class InferenceAttempt:
     async def _wind_down(self) -> None:
         self._over.set()
         if self._coordinator is not None:
-            await self._pool.tell_all("kill")
+            await self._pool.tell_all(Kill())
             await self._coordinator.commit_now()
         await self._background.cancel_all()
         if self._coordinator is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from slurmft.ipc.calls import RescueState
 from slurmft.ipc.pages.heartbeat import RESCUE_S
+from slurmft.ipc.replies import Rescued
 from slurmft.storage.events import EventName
 from slurmft.storage.journal import Journal
 from slurmft.supervisor.fleet.agents import AgentLost, AgentPool
@@ -16,9 +18,9 @@ async def rescue(pool: AgentPool, journal: Journal) -> None:
     """Have every node keep what it has; the journal says of which step. Never raises."""
     links = pool.members
     replies = await asyncio.gather(
-        *(link.call("rescue", timeout_s=RESCUE_S + ROUND_TRIP_S) for link in links), return_exceptions=True
+        *(link.call(RescueState(), timeout_s=RESCUE_S + ROUND_TRIP_S) for link in links), return_exceptions=True
     )
-    kept = {link.host: reply["step"] for link, reply in zip(links, replies, strict=True) if isinstance(reply, dict)}
+    kept = {link.host: reply.step for link, reply in zip(links, replies, strict=True) if isinstance(reply, Rescued)}
     for reply in replies:
         if isinstance(reply, BaseException) and not isinstance(reply, AgentLost):
             raise reply

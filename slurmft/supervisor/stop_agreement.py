@@ -7,8 +7,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from slurmft.ipc.channel import Message
+from slurmft.ipc.calls import Commit, LookNow, Propose, Withdraw
 from slurmft.ipc.pages.heartbeat import StopAction
+from slurmft.ipc.replies import Looks
 from slurmft.policy.timing.stop import (
     Finishing,
     Look,
@@ -38,18 +39,18 @@ async def agree(pool: AgentPool, action: StopAction) -> Plan:
     Raises:
         AgentLost: an agent does not answer; workers may be waiting at the proposal, and only their end frees them.
     """
-    plan = plan_stop(_looks(await pool.call_all("look")))
+    plan = plan_stop(_looks(await pool.call_all(LookNow())))
     for tries in range(1, MAX_TRIES):
         if not isinstance(plan, StopAt):
-            await pool.call_all("withdraw")
+            await pool.call_all(Withdraw())
             return plan
-        looks = _looks(await pool.call_all("propose", tick=plan.tick, action=int(action)))
+        looks = _looks(await pool.call_all(Propose(tick=plan.tick, action=int(action))))
         while inside_an_evaluation(plan.tick) and _undecided(looks, plan.tick):
             # a rank may leave its evaluation without ever coming to this tick: no rank acts before all are there
             await asyncio.sleep(HOLD_POLL_S)
-            looks = _looks(await pool.call_all("look"))
+            looks = _looks(await pool.call_all(LookNow()))
         if not passed(looks, plan.tick):
-            await pool.call_all("commit", tick=plan.tick)
+            await pool.call_all(Commit(tick=plan.tick))
             return plan
         log.info("step boundaries come faster than the agreement; trying further ahead (try %d)", tries)
         plan = plan_stop(looks, tries)
@@ -68,9 +69,5 @@ def describe(plan: Plan) -> dict[str, Any]:
         type(plan), "the workers stop by themselves")}  # fmt: skip
 
 
-def _looks(replies: list[Message]) -> list[Look]:
-    return [
-        Look(attached=attached, tick=tick, alive=alive, holding=holding)
-        for reply in replies
-        for attached, tick, alive, holding in reply["looks"]
-    ]
+def _looks(replies: Sequence[Looks]) -> list[Look]:
+    return [look for reply in replies for look in reply.looks]

@@ -9,6 +9,7 @@ import math
 import time
 
 from slurmft.config.config import RunConfig
+from slurmft.ipc.calls import LookNow, PassOnTerm, Withdraw
 from slurmft.ipc.pages.heartbeat import StopAction
 from slurmft.policy.timing.grace import REQUEUE_COST_S, cause_of_signal, seconds_for_stop
 from slurmft.policy.timing.stop import ByThemselves, NothingToSave
@@ -74,7 +75,8 @@ class Stops:
 
     async def _judge_own_signal(self, name: str) -> None:
         """Slurm signals the batch step only when it ends the job; a user may at any time."""
-        if self._cluster.name == "local" and name == "SIGINT" and self.planned is None:
+        is_ctrl_c = name == "SIGINT" != self._section.signal
+        if self._cluster.name == "local" and is_ctrl_c and self.planned is None:
             self.stop_for(Cause.STOPPED_BY_USER, "stopped with Ctrl-C")
         elif not await self._slurm.is_ending():
             self._own_signals = 0
@@ -197,7 +199,7 @@ class Stops:
                 await kill_workers(self._pool, self._journal, reason)
             elif isinstance(plan, ByThemselves) and not told:
                 # no worker uses a session (yet): the signal is all that they can handle
-                await self._pool.tell_all("signal")
+                await self._pool.tell_all(PassOnTerm())
             if not told:
                 await self._told.wait()
                 self._journal.append(EventName.STOP_AGREED, **describe(plan))
@@ -208,7 +210,7 @@ class Stops:
 
     async def _workers_run(self) -> bool:
         with contextlib.suppress(AgentLost):
-            return any(reply["looks"] for reply in await self._pool.call_all("look"))
+            return any(reply.looks for reply in await self._pool.call_all(LookNow()))
         return False
 
     async def _save_now(self, who: str) -> None:
@@ -221,6 +223,6 @@ class Stops:
                     if self._seen.all_answered(tick):
                         break
                     await asyncio.sleep(POLL_S)
-                await self._pool.call_all("withdraw")
+                await self._pool.call_all(Withdraw())
             except AgentLost as error:
                 log.warning("the save could not be agreed on: %s", error)

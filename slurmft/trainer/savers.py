@@ -62,7 +62,12 @@ class Listener(Protocol):
 
 
 class Savers:
-    """One for each process."""
+    """The managers of one process, and its session: ``SAVERS``.
+
+    It is the process's own, and no argument: a trainer makes its session and its managers in any order, hands neither
+    to the other, and may use one without the other. A process has one session, and what ends it (a stop, a failed
+    rank, the pipe of ``checkpoint.just_in_time``) comes to the process. It holds no manager alive.
+    """
 
     def __init__(self) -> None:
         self._savers: list[weakref.ref[Saver]] = []

@@ -8,13 +8,10 @@ from pathlib import Path
 
 from slurmft.errors import UsageError
 from slurmft.policy.checkpoints.batches import BatchSplit, split_batch
-from slurmft.policy.checkpoints.oom import divisor_in, pieces
+from slurmft.policy.checkpoints.oom import pieces
+from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.attempt_facts import note_batches
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
-
-DIVISOR_VARIABLE = "SLURMFT_BATCH_DIVISOR"
-BASE_WORLD_VARIABLE = "SLURMFT_BASE_WORLD_SIZE"
-"""Set where each rank keeps its share (``elastic.batch: keep_micro_batch``): the ranks of a whole global batch."""
 
 
 class Batches:
@@ -24,10 +21,8 @@ class Batches:
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
-        base = environment.get(BASE_WORLD_VARIABLE, "")
-        self._base_world_size = int(base) if base.isascii() and base.isdecimal() and len(base) < 12 else 0
-        text = environment.get(DIVISOR_VARIABLE, "")
-        self.divisor = divisor_in([int(text)] if text.isascii() and text.isdecimal() and len(text) < 12 else [])
+        settings = WorkerSettings.from_environment(environment)
+        self._base_world_size, self.divisor = settings.base_world_size, settings.batch_divisor
         folder = environment.get(ERROR_DIR_VARIABLE)
         self._folder = Path(folder) if folder and environment.get("RANK", "0") == "0" else None
         self._asked: set[int] = set()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.trainer.host_group import host_group, takes_host_data, timeout_of
 from slurmft.trainer.savers import SAVERS
 
@@ -41,15 +42,15 @@ class ProcessGroups:
         """Initialise torch.distributed from the environment; without RANK and WORLD_SIZE there is no group to join.
 
         Raises:
+            ConfigError: the settings cannot be read.
             torch.distributed.DistError: the group cannot be joined.
         """
         environment = os.environ
-        init, step = (
-            timedelta(minutes=float(environment.get(f"SLURMFT_{phase}_TIMEOUT_MINUTES", default)))
-            for phase, default in (("INIT", "30"), ("STEP", "10"))
-        )
+        settings = WorkerSettings.from_environment(environment)
+        init = timedelta(minutes=settings.init_timeout_minutes)
+        step = timedelta(minutes=settings.step_timeout_minutes)
         local_rank = int(environment.get("LOCAL_RANK", "0"))
-        wanted = backend or environment.get("SLURMFT_BACKEND", "auto")
+        wanted = backend or settings.backend
         use_gpu = torch.cuda.is_available() and wanted in ("auto", "nccl")
         device = torch.device("cuda", local_rank % torch.cuda.device_count()) if use_gpu else torch.device("cpu")
         if use_gpu:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
 from slurmft.policy.timing import checkpoint_interval
+from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.trainer.host_group import host_group
 from slurmft.worker.schedule import Automatic, EverySeconds, SaveSchedule, SaveTimer, Spacing, ToldSchedule
 
@@ -48,13 +49,13 @@ class SavePace:
         cls, start: int, *, is_writing: Callable[[], bool] = lambda: False,
         on_cost: Callable[[float], None] = lambda _: None, environment: Mapping[str, str] = os.environ,
     ) -> SavePace:  # fmt: skip
-        """As the agent says (``SLURMFT_CHECKPOINT_*``); every 100 steps without one.
+        """As the agent says (``policy.worker_settings``); every 100 steps without one.
 
         Raises:
-            ConfigError: a variable cannot be read.
+            ConfigError: the settings cannot be read.
         """
         return cls(
-            CheckpointSettings.from_variables(environment),
+            WorkerSettings.from_environment(environment).checkpoint,
             start,
             nodes=_count(environment.get("GROUP_WORLD_SIZE", "")),
             is_lead=not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0,

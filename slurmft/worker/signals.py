@@ -12,12 +12,10 @@ to programs that it starts itself: it ends them with ``kill()``.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import multiprocessing.context
 import os
 import signal
-import struct
 import threading
 from collections.abc import Callable
 from multiprocessing import resource_tracker, util
@@ -25,10 +23,9 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
-_TERM = frozenset({signal.SIGTERM})
-_RT_TGSIGQUEUEINFO = {"x86_64": 297, "aarch64": 240, "ppc64le": 322}
-"""The number of the only system call that can return a signal's first sender, and only to its own caller."""
+from slurmft.system.siginfo import redelivery
 
+_TERM = frozenset({signal.SIGTERM})
 _KINDS = (
     multiprocessing.context.ForkProcess,
     multiprocessing.context.SpawnProcess,
@@ -131,24 +128,14 @@ class _Watch:
 
 
 def _watch(counting: frozenset[int], parent: int) -> None:
+    deliver = redelivery(signal.SIGTERM)  # torch's handler asks for the sender, too
     while True:
         came = signal.sigwaitinfo(_TERM)
         if came.si_pid not in counting and os.getppid() == parent:
             continue
-        _deliver(came)  # the end, unless the process has a handler of its own
+        deliver(came)  # the end, unless the process has a handler of its own
         if (main := threading.main_thread().ident) is not None:
             signal.pthread_kill(main, signal.SIGURG)  # Python runs handlers there, and it may be waiting in the kernel
-
-
-def _deliver(came: signal.struct_siginfo) -> None:
-    """Deliver the signal to this thread as it came: torch's handler checks the sender, too."""
-    raw = struct.pack("=6i104x", came.si_signo, came.si_errno, came.si_code, 0, came.si_pid, came.si_uid)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERM)
-    call = _RT_TGSIGQUEUEINFO.get(os.uname().machine)
-    where = (ctypes.c_long(os.getpid()), ctypes.c_long(threading.get_native_id()), ctypes.c_long(came.si_signo))
-    if call is None or ctypes.CDLL(None).syscall(ctypes.c_long(call), *where, raw) != 0:
-        signal.raise_signal(signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_BLOCK, _TERM)
 
 
 def _shield_children() -> None:

@@ -40,14 +40,28 @@ ALLOWED = {
     "checkpoint": {*_BESIDE_THE_TRAINER, "trainer", "checkpoint"},
     "health": {"errors", "system", "policy", "config", "storage", "scheduler", "health"},
     "operations": {*_SHARED, "supervisor", "agent", "health", "operations"},
+    "compat": {"errors", "policy", "config", "worker", "health", "compat"},
     "lab": {"", "errors", "system.files", "lab"},
-    "cli": {"", *_SHARED, "supervisor", "agent", "health", "operations", "lab", "checkpoint", "examples", "cli"},
+    "cli": {
+        "",
+        *_SHARED,
+        "supervisor",
+        "agent",
+        "health",
+        "operations",
+        "lab",
+        "checkpoint",
+        "examples",
+        "compat",
+        "cli",
+    },
     "examples": {"", "errors", "config", "worker", "checkpoint", "examples"},
     "": {
         "cli",
         "errors",
         "worker",
         "checkpoint",
+        "compat",
     },  # __init__ names them for type checkers, __main__ starts the command line
 }
 """Layer -> the slurmft layers, or single modules, that it may import. The empty name is the package itself."""
@@ -56,7 +70,7 @@ HOMES = {
     "yaml": ("config/config.py",),
     "submitit": ("scheduler/submission.py",),
     "filelock": ("storage/", "lab/"),
-    "torch": ("trainer/", "worker/", "checkpoint/", "examples/"),
+    "torch": ("trainer/", "worker/", "checkpoint/", "examples/", "compat/megatron.py"),
     "numpy": (
         "policy/timing/straggler",
         "supervisor/watch/stragglers.py",
@@ -134,7 +148,8 @@ def test_only_the_trainers_own_code_imports_the_worker():
         module for module in MODULES for name in imported(module)
         if name.startswith("slurmft.worker") and not module.startswith(("worker/", "examples/"))
     }  # fmt: skip
-    assert importers == {"__init__.py"}
+    # names of another package, for trainers
+    assert importers == {"__init__.py", "compat/__init__.py", "compat/megatron.py"}
 
 
 def test_torch_is_named_as_a_string_only_where_the_zygote_preloads_it():
@@ -145,10 +160,11 @@ def test_torch_is_named_as_a_string_only_where_the_zygote_preloads_it():
         for node in ast.walk(tree(module))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"torch(\.\w+)*", node.value)
     ]  # fmt: skip
-    # the second one only asks for its version, which imports nothing; the last one means the format of a file
+    # the second one only asks for its version, which imports nothing; the last ones mean the format of a file, and
+    # words of a user's command
     assert set(lazy) <= {
         "agent/workers.py", "agent/torchrun.py", "agent/flight_recorder.py", "agent/zygote.py",
-        "cli/checkpoint.py", "cli/quickstart.py",
+        "cli/checkpoint.py", "cli/quickstart.py", "policy/site/nested_launchers.py",
     }  # fmt: skip
 
 
@@ -325,7 +341,9 @@ def test_the_public_names_are_exactly_these():
     assert slurmft.__all__ == [
         "__version__", "start_session", "Session", "PlannedStop", "ignore_strangers_term", "record",
         "CheckpointManager", "DistributedCheckpointManager", "ElasticSampler", "ElasticLoader", "HealthMonitor",
-        "WatchdogTimer", "DistributedSignalHandler", "categorize_failure",
+        "WatchdogTimer", "DistributedSignalHandler", "categorize_failure", "detect_gpu_failure",
+        "detect_network_failure", "handle_nccl_timeout", "handle_gpu_oom",
+        "get_rerun_state_machine", "RerunStateMachineConfig", "RerunMode", "RerunDiagnostic", "RerunErrorInjector",
         "SlurmftError", "UsageError", "ConfigError", "DataError", "RunBusy", "DirectoryInUse", "LabError",
         "LabUnavailable", "SlurmError", "SlurmUnavailable", "StorageError", "StorageUnavailable", "NewerFormat",
         "Fenced", "CheckpointError", "LaunchError",
@@ -399,6 +417,7 @@ except SystemExit as stop:
     "code",
     [
         pytest.param("import slurmft", id="import slurmft"),
+        pytest.param("from slurmft.compat import RerunMode, HealthChecker, PreemptionPlugin", id="slurmft.compat"),
         pytest.param(_MAIN.format(arguments=["--help"]), id="slurmft --help"),
         pytest.param(_MAIN.format(arguments=["schema"]), id="slurmft schema"),
         pytest.param(_MAIN.format(arguments=["exclude", "list"]), id="slurmft exclude list"),

@@ -53,6 +53,15 @@ def test_a_message_of_the_troubleshooting_page_is_one(message: str):
         assert missing == [], code
 
 
+@pytest.mark.parametrize(
+    "line", re.findall(r"^\| `(.+)` \| (?:nvidia|Mega)", text_of("how-to/coming-from.md"), re.MULTILINE)
+)
+def test_a_line_that_other_packages_users_search_for_is_logged_here_too(line: str):
+    # the device in a warning is filled in
+    parts = [line] if "WARNING" not in line else re.split(r"GPUs |\. (?=Affected)", line)
+    assert [part for part in parts if not any(part in known for known in strings())] == []
+
+
 def test_every_cause_stands_in_the_table_of_budgets():
     rows = re.findall(r"^\| (`.+`) \| (.+) \|$", text_of("concepts/verdicts-and-exclusions.md"), re.MULTILINE)
     budgets = {cause: not budget.startswith("none") for causes, budget in rows if budget.startswith(("none", "`fault"))

@@ -56,6 +56,9 @@ submit --dry-run CONFIG --set SET
 submit --dry-run --cluster slurm CONFIG
 submit --dry-run --cluster local CONFIG
 submit --dry-run CONFIG -- TEXT
+ft-launch --dry-run --cluster local --run-folder OUT --nnodes TEXT train.py
+ft-launch --print-config --set SET --ft-rank-heartbeat-timeout TEXT train.py TEXT
+ft-launch --dry-run --cluster local --ft-cfg-path CONFIG TEXT
 advise CONFIG
 advise CONFIG --json
 doctor

@@ -116,6 +116,19 @@ def test_ctrl_c_saves_and_ends(tmp_path: Path) -> None:
     assert "Ctrl-C" in decision.details["reason"]
 
 
+def test_with_sigint_as_the_signal_of_preemptions_the_run_goes_on_behind_it(tmp_path: Path, undisturbed: str) -> None:
+    run = LocalRun(tmp_path / "sigint", preemption={"signal": "SIGINT"})
+    run.submit()
+    run.wait_for_step(8)
+    owner = run.folder.owner()
+    assert owner is not None
+    os.kill(owner.pid, signal.SIGINT)
+    run.wait_until_done()
+    (stop,) = [event for event in run.folder.journal().read() if event.event == "stop requested"]
+    assert (stop.details["cause"], stop.details["reason"]) == ("preempted", "SIGINT at the supervisor"), run.story()
+    assert run.digest() == undisturbed
+
+
 @pytest.mark.soak
 def test_a_second_submission_is_refused_while_it_runs(tmp_path: Path) -> None:
     run = LocalRun(tmp_path / "twice", command=[*TRAINER, "--steps", "4000", "--step-delay", "0.05"])

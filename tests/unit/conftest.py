@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from worker_variable import set_settings
 
 from slurmft.checkpoint.writer.writer_client import WriterClient
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, Page
@@ -19,7 +20,7 @@ from slurmft.system import private_folder
 def synchronous_saves() -> Iterator[None]:
     """A save is durable when it returns, unless a test says otherwise; also for what fixtures of a module start."""
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("SLURMFT_CHECKPOINT_ASYNC_SAVE", "0")
+        set_settings(environment, checkpoint={"async_save": False})
         yield
 
 
@@ -64,7 +65,7 @@ def page(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     """The page as the agent sees it; a session that starts finds it, and its module's ``INTERVAL_STEPS``."""
     page = Page.create(tmp_path / "rank-0", rank=0, generation=1)
     monkeypatch.setenv(PAGE_VARIABLE, str(tmp_path / "rank-0"))
-    monkeypatch.setenv("SLURMFT_CHECKPOINT_INTERVAL_STEPS", str(request.module.INTERVAL_STEPS))
+    set_settings(monkeypatch, checkpoint={"interval_steps": request.module.INTERVAL_STEPS})
     yield page
     page.close()
 

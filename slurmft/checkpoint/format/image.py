@@ -6,6 +6,7 @@ by a copy, so that staging a save costs that copy and nothing else. Knows memory
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import heapq
 import io
@@ -302,13 +303,9 @@ class _Recorder:
         """Nothing is buffered."""
 
 
-_archives: dict[tuple[torch.dtype, tuple[int, ...]], _Archive] = {}
-
-
+@functools.cache
 def _archive(dtype: torch.dtype, sizes: tuple[int, ...]) -> _Archive:
     """The archive of any tensor of this kind: its name is not part of it."""
-    if (known := _archives.get((dtype, sizes))) is not None:
-        return known
     recorder = _Recorder()
     blank = torch.empty(sizes, dtype=dtype)  # never touched: costs address space only
     try:
@@ -321,7 +318,6 @@ def _archive(dtype: torch.dtype, sizes: tuple[int, ...]) -> _Archive:
         archive = _cut_archive(blank)  # skip_data is young, and may change
     if not _is_usable(archive, blank):
         raise CheckpointError(f"torch {torch.__version__} writes its archives in a way that is not known here")
-    _archives[dtype, sizes] = archive
     return archive
 
 

@@ -22,10 +22,10 @@ from slurmft.checkpoint.replicas.offers import (
 )
 from slurmft.checkpoint.replicas.supply import fetched, remove_fetched, supply
 from slurmft.checkpoint.team import Team
-from slurmft.checkpoint.writer.copier import LOCAL_DIRECTORY_VARIABLE
 from slurmft.errors import StorageError
 from slurmft.policy.checkpoints.supply import without
 from slurmft.policy.checkpoints.tiers import DISK, Committed, Decision, Name, choose
+from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import STAGING, Identity
 from slurmft.storage.memory_folder import memory_folder_of, own_memory_folder
 
@@ -58,7 +58,8 @@ class MemorySources:
         self._team, self._committed, self._generation = team, committed, generation
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._node_lead = team.rank - local_rank if team.world_size > 1 else team.rank
-        self._memory, disk = memory_folder_of(directory), os.environ.get(LOCAL_DIRECTORY_VARIABLE)
+        self._memory = memory_folder_of(directory)
+        disk = WorkerSettings.from_environment(os.environ).checkpoint.local_directory
         self._local = _local_folder(Path(disk), directory) if disk else None
         self._offers_for_node = team.rank == self._node_lead
         self._staging = directory / STAGING if (directory / STAGING).is_dir() else None

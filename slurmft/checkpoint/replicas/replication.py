@@ -16,12 +16,12 @@ from slurmft.checkpoint.format.shard_index import MAX_INDEX_BYTES, ShardIndex, r
 from slurmft.checkpoint.replicas.wire import PIECE_BYTES, BadCopy, Wire
 from slurmft.errors import StorageError
 from slurmft.policy.checkpoints.placement import copy_holders
+from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.fence import RUN_FOLDER_VARIABLE
 from slurmft.storage.memory_folder import KEY_FILE, MEMORY_VARIABLE, announcement
 from slurmft.system.files import read_json
 from slurmft.system.opening import opened, read_bytes
 
-PEER_COPIES_VARIABLE = "SLURMFT_CHECKPOINT_PEER_COPIES"
 COPY_LIMIT_S = 300.0
 CONNECT_S = 5.0
 TRIES = 5
@@ -55,7 +55,8 @@ class Sent:
 def find_peers(environment: Mapping[str, str] = os.environ) -> list[Peer]:
     """The nodes that hold copies of this node's shards, in this attempt; none outside of a run."""
     try:
-        copies, nodes = int(environment[PEER_COPIES_VARIABLE]), int(environment["GROUP_WORLD_SIZE"])
+        copies = WorkerSettings.from_environment(environment).checkpoint.peer_copies
+        nodes = int(environment["GROUP_WORLD_SIZE"])
         folder = Path(environment[RUN_FOLDER_VARIABLE]) / "attempts" / environment["SLURMFT_ATTEMPT"]
         holders = copy_holders(nodes, copies)[int(environment["GROUP_RANK"])]
     except (KeyError, ValueError, IndexError):

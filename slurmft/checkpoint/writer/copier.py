@@ -16,9 +16,8 @@ from pathlib import Path
 from slurmft.checkpoint.replicas.local_tier import keep_local, local_folder
 from slurmft.checkpoint.replicas.replication import Peer, find_peers, key_file, send_copy
 from slurmft.errors import StorageError
+from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.memory_folder import is_the_runs
-
-LOCAL_DIRECTORY_VARIABLE = "SLURMFT_CHECKPOINT_LOCAL_DIRECTORY"
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ class CopyLane:
         key = key_file(environment)
         self._key: Path = key or Path()
         self._peers: list[Peer] = find_peers(environment) if key is not None else []
-        told = environment.get(LOCAL_DIRECTORY_VARIABLE)
+        told = WorkerSettings.from_environment(environment).checkpoint.local_directory
         self._local = Path(told) if told else None
         self._changed = threading.Condition()
         self._waiting: Staged | None = None

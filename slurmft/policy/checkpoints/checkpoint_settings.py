@@ -1,4 +1,4 @@
-"""The section ``checkpoint`` as a worker gets it: one variable for each key, and the defaults where there is none."""
+"""The section ``checkpoint`` as a worker gets it, and the defaults where there is no agent."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
-
-from slurmft.errors import ConfigError
-
-PREFIX = "SLURMFT_CHECKPOINT_"
-MTBF_VARIABLE = "SLURMFT_CHECKPOINT_MTBF_S"
-"""Seconds between two failures of the run, as the supervisor expects them; for ``interval: auto``."""
 
 Spacing = Literal["steps", "seconds", "auto"]
 
@@ -42,75 +36,59 @@ class CheckpointSettings:
     """Seconds between two failures; None where no supervisor has said."""
 
     @classmethod
-    def from_variables(cls, environment: Mapping[str, str]) -> CheckpointSettings:
-        """The settings from the agent; a variable that is missing or empty stands for the default.
+    def from_json(cls, given: Mapping[str, Any]) -> CheckpointSettings:
+        """The settings of the section as JSON; keys that are missing have their defaults, unknown ones are ignored.
 
         Raises:
-            ConfigError: a variable was changed by hand and cannot be read; names it.
+            ValueError: a value cannot be; names its key.
         """
-        given = {field.name: environment.get(PREFIX + field.name.upper(), "") for field in fields(cls)}
-        return cls(**{name: _read(name, text) for name, text in given.items() if text})
+        values = {field.name: given[field.name] for field in fields(cls) if given.get(field.name) is not None}
+        for name, value in values.items():
+            if not _CHECKS[name](value):
+                raise ValueError(f"{name} is {str(value)[:60]!r}, which cannot be")
+        return cls(**values)
 
     def changed(self, given: Mapping[str, Any]) -> CheckpointSettings:
         """These, with what is not None in ``given``."""
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
 
-def _read(name: str, text: str) -> Any:
-    try:
-        return _READERS[name](text)
-    except ValueError as error:
-        raise ConfigError(
-            f"{PREFIX}{name.upper()} is {text[:60]!r}, which cannot be", hint="leave it to slurmft submit, or unset it"
-        ) from error
+def _count(lowest: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and lowest <= value < 1 << 62
 
 
-def _count(lowest: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        value = int(text[:20])
-        if not lowest <= value < 1 << 62:
-            raise ValueError(text)
-        return value
-
-    return read
+def _is_seconds(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < math.inf:
-        raise ValueError(text)
-    return value
+def _one_of(*words: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in words
 
 
-def _one_of(*words: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in words:
-            raise ValueError(text)
-        return text
-
-    return read
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
-def _flag(text: str) -> bool:
-    return _one_of("0", "1")(text) == "1"
+def _is_flag(value: Any) -> bool:
+    return type(value) is bool
 
 
-_READERS: Mapping[str, Callable[[str], Any]] = {
+_CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "interval": _one_of("steps", "seconds", "auto"),
     "interval_steps": _count(0),
-    "interval_seconds": _seconds,
+    "interval_seconds": _is_seconds,
     "keep_last_n": _count(1),
     "keep_every": _count(0),
-    "save_best": _flag,
-    "best_metric": str,
+    "save_best": _is_flag,
+    "best_metric": _is_text,
     "best_mode": _one_of("min", "max"),
-    "async_save": _flag,
+    "async_save": _is_flag,
     "when_busy": _one_of("skip", "wait"),
     "max_failed_saves": _count(1),
     "bandwidth": _count(1),
     "peer_copies": _count(0),
-    "local_directory": str,
-    "just_in_time": _flag,
-    "stall_timeout_s": _seconds,
-    "mtbf_s": _seconds,
+    "local_directory": _is_text,
+    "just_in_time": _is_flag,
+    "stall_timeout_s": _is_seconds,
+    "mtbf_s": _is_seconds,
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from slurmft.policy.nodes.evidence import Suspect
 
@@ -292,14 +291,3 @@ def _has_begun_its_step(look: WorkerLook) -> bool:
 
 
 _SPLITS: tuple[_Split, ...] = (_stopped, _never_called, _behind, _own_work_to_do, _odd_one_out, _oldest_sign)
-
-
-def look_of(facts: Mapping[str, Any], node: str) -> WorkerLook:
-    """A worker of ``node``, from its agent's report (``agent.hangs.facts_of``, checked)."""
-    return WorkerLook(
-        rank=facts["rank"], node=node, attached=facts["attached"], age_s=facts["age_s"], quiet_s=facts["quiet_s"],
-        sections=tuple((name, held_s) for name, held_s in facts["sections"]),
-        elsewhere=tuple((name, held_s) for name, held_s in facts["elsewhere"]),
-        heartbeat_s=facts.get("heartbeat_s"), step=facts["step"], own_work=facts["own_work"],
-        stopped=facts["stopped"], holding=facts["holding"], warming_up=facts["warming_up"],
-    )  # fmt: skip

@@ -6,12 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from slurmft.policy.nodes.evidence import Evidence, Kind, Suspect
 from slurmft.policy.timing.stragglers import Flags, Floats, Scores
 
 MAX_NAMED = 20
 """Ranks that a line names; the others are counted."""
+
+Ranks = npt.NDArray[np.intp]
+
+_COMPLAINTS = {"relative": "have worse relative performance", "individual": "performance dropped"}
+"""In the words of nvidia-resiliency-ext, whose users search logs for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,17 +70,17 @@ class ReportShape:
 
 
 def report(scores: Scores, nodes: Sequence[str], sections: Sequence[str], shape: ReportShape) -> str:
-    """The report's lines: the worst ranks by each comparison, sections that stand out, warnings, missing ranks."""
+    """The report's lines: worst and best ranks by each comparison, sections that stand out, warnings, missing ranks."""
     lines: list[str] = []
     for wanted, name, values, slow in (
         (shape.relative, "relative", scores.relative, scores.slow_relative),
         (shape.individual, "individual", scores.individual, scores.slow_individual),
     ):
         if wanted and np.isfinite(values).any():
-            lines += [f"{shape.device} {name} performance:", *_worst(values, nodes, shape.worst)]
+            lines += [f"{shape.device} {name} performance:", *_extremes(values, nodes, shape.worst)]
             if slow.any():
                 lines.append(
-                    f"STRAGGLER DETECTION WARNING: Some {shape.device}s have worse {name} performance. "
+                    f"STRAGGLER DETECTION WARNING: Some {shape.device}s {_COMPLAINTS[name]}. "
                     f"Affected ranks: {_named(_by_score(values, slow))}"
                 )
     lines += _worst_sections(scores, nodes, sections)
@@ -87,15 +93,27 @@ def report(scores: Scores, nodes: Sequence[str], sections: Sequence[str], shape:
     return "\n".join(lines)
 
 
-def _worst(values: Floats, nodes: Sequence[str], number: int) -> list[str]:
+def _extremes(values: Floats, nodes: Sequence[str], number: int) -> list[str]:
+    """The worst ranks, worst first, then the best of the others, best first."""
     told = np.flatnonzero(np.isfinite(values))
-    number = min(number, len(told))
-    lines = [f" Worst performing {number}/{len(told)} ranks:"]
-    if number:
-        nearest = told[np.argpartition(values[told], number - 1)[:number]]
-        ordered = nearest[np.lexsort((nearest, values[nearest]))]
-        lines += [f"  Rank={rank} Node={nodes[rank]} Score={values[rank]:.2f}" for rank in ordered.tolist()]
+    worst = _lowest(values, told, number)
+    lines = [f" Worst performing {len(worst)}/{len(told)} ranks:", *_scored(worst, values, nodes)]
+    best = _lowest(-values, np.setdiff1d(told, worst), number)
+    if best:
+        lines += [f" Best performing {len(best)}/{len(told)} ranks:", *_scored(best, values, nodes)]
     return lines
+
+
+def _lowest(values: Floats, told: Ranks, number: int) -> list[int]:
+    number = min(number, len(told))
+    if not number:
+        return []
+    near = told[values[told] <= np.partition(values[told], number - 1)[number - 1]]  # all that are as low
+    return [int(rank) for rank in near[np.lexsort((near, values[near]))][:number]]
+
+
+def _scored(ranks: Sequence[int], values: Floats, nodes: Sequence[str]) -> list[str]:
+    return [f"  Rank={rank} Node={nodes[rank]} Score={values[rank]:.2f}" for rank in ranks]
 
 
 def _worst_sections(scores: Scores, nodes: Sequence[str], sections: Sequence[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """The supervisor's side of the control channel: connected agents, calls to them, and their reports.
 
-A message without the shape that its readers rely on (``shapes``) closes the connection that it came by.
+A malformed message closes the connection that it came by.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slurmft.ipc.channel import MAX_LINE_BYTES, UNANSWERED, BadMessage, Channel, Message, accept, keep_alive
-from slurmft.ipc.shapes import check_hello, check_reply, check_report
+from slurmft.ipc.calls import Answer, Call, Ping, Shutdown
+from slurmft.ipc.channel import MAX_LINE_BYTES, UNANSWERED, BadMessage, Body, Channel, accept, keep_alive
+from slurmft.ipc.reports import Connected, Disconnected, Hello, ProgressReport, Report, parse_hello, parse_report
 from slurmft.policy.strangers import Strangers
 
 CALL_TIMEOUT_S = 10.0
@@ -35,16 +36,11 @@ class AgentLost(Exception):
 class AgentLink:
     """One node's agent as the supervisor sees it. Survives a reconnection of the same agent."""
 
-    def __init__(self, channel: Channel, hello: Message) -> None:
-        if hello["kind"] != "hello":
-            raise BadMessage(f"the first message is {hello['kind'][:40]!r}")
-        check_hello(hello)
-        self.node: int = hello["node"]
-        self.host: str = hello["host"]
-        self.pid: int = hello["pid"]
+    def __init__(self, channel: Channel, hello: Hello) -> None:
+        self.node, self.host, self.pid = hello.node, hello.host, hello.pid
         self.address = channel.peer
         self.channel: Channel | None = channel
-        self.lender: str = hello.get("lender", "")
+        self.lender = hello.lender or ""
         """The job that lends this node; empty for one of the run's own job."""
 
         self.leaving = self.dropped = self.ready = False
@@ -52,9 +48,9 @@ class AgentLink:
 
         self.last_heard = time.monotonic()
         self._next_id = 0
-        self._waiting: dict[int, tuple[str, asyncio.Future[Message]]] = {}
+        self._waiting: dict[int, tuple[Call[Any], asyncio.Future[Any]]] = {}
 
-    async def call(self, kind: str, *, timeout_s: float = CALL_TIMEOUT_S, **fields: Any) -> Message:
+    async def call(self, call: Call[Answer], *, timeout_s: float = CALL_TIMEOUT_S) -> Answer:
         """Ask the agent for something and wait for its reply.
 
         Raises:
@@ -63,18 +59,20 @@ class AgentLink:
         if self.channel is None:
             raise AgentLost(f"the agent on {self.host} is not connected")
         call_id = self._next_id = self._next_id + 1
-        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._waiting[call_id] = kind, future
-        self.channel.send({"kind": kind, "id": call_id, **fields})
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = call, future
+        self.channel.send(call.as_call(call_id))
         try:
             async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError as error:
-            raise AgentLost(f"the agent on {self.host} did not answer {kind!r} within {timeout_s:.0f} s") from error
+            raise AgentLost(
+                f"the agent on {self.host} did not answer {call.kind!r} within {timeout_s:.0f} s"
+            ) from error
         finally:
             self._waiting.pop(call_id, None)
 
-    def answered(self, message: Message) -> None:
+    def answered(self, message: Body) -> None:
         """Hand a reply to the call that waits for it.
 
         Raises:
@@ -85,11 +83,11 @@ class AgentLink:
             raise BadMessage(f"a reply has the id {str(call_id)[:40]!r}")
         if call_id not in self._waiting:  # its caller no longer waits
             return
-        kind, future = self._waiting[call_id]
-        check_reply(kind, message)  # before it is taken off: the end of the connection fails the call
+        call, future = self._waiting[call_id]
+        reply = call.reply_of(message)  # before it is taken off: the end of the connection fails the call
         del self._waiting[call_id]
         if not future.done():
-            future.set_result(message)
+            future.set_result(reply)
 
     def disconnected(self) -> None:
         """Fail every call that waits."""
@@ -101,7 +99,7 @@ class AgentLink:
 
 
 class AgentPool:
-    """Listens for the attempt's agents. Reports go to ``events`` as ``(link, message)``."""
+    """Listens for the attempt's agents. Reports go to ``events``, each with its link."""
 
     def __init__(self, secret: bytes, expected: int) -> None:
         self._secret, self._expected = secret, expected
@@ -114,7 +112,7 @@ class AgentPool:
         self.members: list[AgentLink] = []
         """Those that take part in the present attempt, in the order of their ranks; empty before there is one."""
 
-        self.events: asyncio.Queue[tuple[AgentLink, Message]] = asyncio.Queue()
+        self.events: asyncio.Queue[tuple[AgentLink, Report]] = asyncio.Queue()
         self.complete = asyncio.Event()
 
     async def listen(self, host: str | None) -> int:
@@ -138,30 +136,30 @@ class AgentPool:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def call_all(self, kind: str, *, timeout_s: float = CALL_TIMEOUT_S, **fields: Any) -> list[Message]:
+    async def call_all(self, call: Call[Answer], *, timeout_s: float = CALL_TIMEOUT_S) -> list[Answer]:
         """Ask every member, in the order of the ranks; before there are any, all agents, in the order of the nodes.
 
         Raises:
             AgentLost: one of them does not answer.
         """
         links = self.members or [self.links[node] for node in sorted(self.links)]
-        return await asyncio.gather(*(link.call(kind, timeout_s=timeout_s, **fields) for link in links))
+        return await asyncio.gather(*(link.call(call, timeout_s=timeout_s) for link in links))
 
-    def ping(self, **fields: Any) -> None:
+    def ping(self, ping: Ping) -> None:
         """Send a sign of life to every agent that can be reached; there is no reply."""
         for link in self.links.values():
             if link.channel is not None:
-                link.channel.send({"kind": "ping", "id": UNANSWERED, **fields})
+                link.channel.send(ping.as_call(UNANSWERED))
 
-    async def tell_all(self, kind: str, *, timeout_s: float = TELL_TIMEOUT_S, **fields: Any) -> None:
+    async def tell_all(self, call: Call[Any], *, timeout_s: float = TELL_TIMEOUT_S) -> None:
         """Ask every agent that can still be reached, member or not; lost ones are detected elsewhere."""
         links = list(self.links.values())
         results: Sequence[Any] = await asyncio.gather(
-            *(link.call(kind, timeout_s=timeout_s, **fields) for link in links), return_exceptions=True
+            *(link.call(call, timeout_s=timeout_s) for link in links), return_exceptions=True
         )
         for result in results:
             if isinstance(result, Exception):
-                log.debug("%s: %s", kind, result)
+                log.debug("%s: %s", call.kind, result)
 
     @staticmethod
     def drop(link: AgentLink) -> None:
@@ -209,7 +207,7 @@ class AgentPool:
             channel, hello = await accept(reader, writer, self._secret)
             self._strangers.forget(writer)
             keep_alive(writer)
-            link = AgentLink(channel, hello)
+            link = AgentLink(channel, parse_hello(hello))
             if link.lender:  # nodes of another job come behind our own
                 link.node = self._lent.setdefault((link.lender, link.node), self._expected + len(self._lent))
             elif link.node >= self._expected:
@@ -225,7 +223,7 @@ class AgentPool:
         if old is not None and not old.dropped and old.channel is not None and old.pid != link.pid:
             # a lost agent that was replaced: the two would take the connection from each other for ever
             self._tell_refusal(f"{link.host} has another agent, process {old.pid}")
-            channel.send({"kind": "shutdown", "id": UNANSWERED})
+            channel.send(Shutdown().as_call(UNANSWERED))
             return None
         if old is not None:
             if old.channel is not None:
@@ -233,7 +231,7 @@ class AgentPool:
             if not old.dropped:
                 self.members = [link if member is old else member for member in self.members]
         if link.lender or (old is not None and old.dropped):
-            self.events.put_nowait((link, {"kind": "connected"}))
+            self.events.put_nowait((link, Connected()))
         self.links[link.node] = link
         if sum(node < self._expected for node in self.links) == self._expected:
             self.complete.set()
@@ -251,12 +249,12 @@ class AgentPool:
                 if message["kind"] == "reply":
                     link.answered(message)
                 else:
-                    check_report(message)
-                    link.ready = link.ready or message.get("ready") is True
-                    self.events.put_nowait((link, message))
+                    report = parse_report(message)
+                    link.ready = link.ready or (isinstance(report, ProgressReport) and report.ready)
+                    self.events.put_nowait((link, report))
         except BadMessage as error:
             log.warning("closed the connection of %s: %s", link.host, error)
         finally:
             link.disconnected()
             if self.links.get(link.node) is link:
-                self.events.put_nowait((link, {"kind": "disconnected"}))
+                self.events.put_nowait((link, Disconnected()))

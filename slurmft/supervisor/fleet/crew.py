@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import LaunchError
+from slurmft.ipc.calls import Ping, Shutdown
 from slurmft.policy.nodes.membership import TooFew, Wait
 from slurmft.supervisor.attempt_folder import AttemptFolder
 from slurmft.supervisor.cluster import Cluster
@@ -99,7 +100,7 @@ class Crew:
         """
         since_s = time.monotonic()
         # agents that died together with the one that ended the last attempt are detected before they are counted on
-        await self.pool.tell_all("ping", timeout_s=self._config.fault_tolerance.agent_timeout_s)
+        await self.pool.tell_all(Ping(), timeout_s=self._config.fault_tolerance.agent_timeout_s)
         while isinstance(found := self.roster.next(allowed, waited_s=time.monotonic() - since_s), Wait):
             if over.is_set():
                 return self.pool.members
@@ -110,7 +111,7 @@ class Crew:
         for link in self.pool.links.values():
             if link.leaving and link not in self.pool.members:
                 with contextlib.suppress(AgentLost):  # the node may be released as soon as nothing of the run is on it
-                    await link.call("shutdown")
+                    await link.call(Shutdown())
         return self.pool.members
 
     async def dismiss(self, *, node_lost: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from slurmft.ipc.channel import Message
+from slurmft.ipc.reports import NoticeReport
 from slurmft.policy.nodes.evidence import Evidence, Kind, Suspect
 from slurmft.policy.verdicts.verdict import Cause
 from slurmft.scheduler.nodes import expand
@@ -30,10 +30,10 @@ class Reclaimed:
         self.suspects: tuple[Suspect, ...] = ()
         """Nodes that are taken away."""
 
-    def note(self, link: AgentLink, message: Message) -> None:
+    def note(self, link: AgentLink, report: NoticeReport) -> None:
         """Take in one notice, and act on it; one that announces no certain end only adds suspicion of the node."""
-        what, ends, left_s = message["what"], message["ends"], message["left_s"]
-        facts = {"node": link.host, "source": message["source"], "what": what, "ends": ends}
+        what, ends, left_s = report.what, report.ends, report.left_s
+        facts = {"node": link.host, "source": report.source, "what": what, "ends": ends}
         self._start.journal.append(EventName.NOTICE, **facts, **({"left_s": round(left_s, 1)} if ends else {}))
         suspect = Suspect(node=link.host)
         kind = Kind.RECLAIMED if ends else Kind.AT_RISK

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 
+from slurmft.ipc.calls import Kill, Shutdown
 from slurmft.policy.verdicts.findings import WorkerEnd
 from slurmft.policy.verdicts.symptoms import cause_of_text
 from slurmft.policy.verdicts.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Cause
@@ -39,7 +40,7 @@ def grace_of_peers(end: WorkerEnd) -> float:
 async def kill_workers(pool: AgentPool, journal: Journal, reason: str) -> None:
     """Kill every worker whose agent can be reached."""
     journal.append(EventName.KILLING_WORKERS, reason=reason)
-    await pool.tell_all("kill")
+    await pool.tell_all(Kill())
 
 
 async def end_of_workers(pool: AgentPool, ends: Collection[int], *, per_node: int) -> None:
@@ -61,7 +62,7 @@ async def end_agents(pool: AgentPool, processes: Sequence[asyncio.subprocess.Pro
     A srun waits for the tasks of a lost node until Slurm has noticed, so with ``node_lost`` it is not waited for.
     """
     patience_s = LOST_S if node_lost else WIND_DOWN_S
-    await pool.tell_all("shutdown")
+    await pool.tell_all(Shutdown())
     if not pool.complete.is_set():
         for process in processes:  # agents that are still starting cannot get the message
             with contextlib.suppress(ProcessLookupError):

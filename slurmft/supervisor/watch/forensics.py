@@ -16,7 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurmft.ipc.flight_dump import from_json
+from slurmft.ipc.calls import TakeEvidence
+from slurmft.ipc.replies import RankEvidence
 from slurmft.policy.verdicts.collectives import Progress, absent_ranks, ranks_told, stuck_collectives, stuck_told
 from slurmft.policy.verdicts.culprit import Blame, Summary, blame
 from slurmft.policy.verdicts.findings import WorkerEnd
@@ -63,13 +64,13 @@ async def take_evidence(
     began = time.monotonic()
     links = pool.members or [pool.links[node] for node in sorted(pool.links)]
     replies = await asyncio.gather(*(_ask(link, within_s, dumps_within_s) for link in links))
-    found: dict[int, tuple[Summary, Mapping[str, Any]]] = {}
+    found: dict[int, tuple[Summary, RankEvidence]] = {}
     lost: dict[int, str] = {}
     for place, (link, reply) in enumerate(zip(links, replies, strict=True)):
         if reply is None:
             lost |= dict.fromkeys(range(place * per_node, (place + 1) * per_node), link.host)
         else:
-            found |= {facts["rank"]: (_summary(facts, link.host), facts) for facts in reply}
+            found |= {facts.rank: (_summary(facts, link.host), facts) for facts in reply}
     summaries = with_ends([summary for summary, _ in found.values()], ends)
     # a rank that has ended by itself is described by its end, even if its node is gone now
     lost = {rank: node for rank, node in lost.items() if rank not in {end.rank for end in ends}}
@@ -81,38 +82,36 @@ async def take_evidence(
     return verdict
 
 
-def _records(found: Mapping[int, tuple[Summary, Mapping[str, Any]]]) -> dict[int, list[Progress]]:
+def _records(found: Mapping[int, tuple[Summary, RankEvidence]]) -> dict[int, list[Progress]]:
     """The flight recorders' records of these ranks; without those that have none, or that we killed."""
-    told = {rank: facts.get("collectives") or () for rank, (summary, facts) in found.items() if not summary.killed}
-    return {rank: [from_json(each) for each in groups] for rank, groups in told.items() if groups}
+    told = {rank: facts.collectives for rank, (summary, facts) in found.items() if not summary.killed}
+    return {rank: list(groups) for rank, groups in told.items() if groups}
 
 
-async def _ask(link: AgentLink, within_s: float, dumps_within_s: float) -> Sequence[Mapping[str, Any]] | None:
+async def _ask(link: AgentLink, within_s: float, dumps_within_s: float) -> Sequence[RankEvidence] | None:
     """The agent's summaries; None when it cannot be reached."""
     try:
-        reply = await link.call("evidence", timeout_s=within_s + dumps_within_s + ROUND_TRIP_S, within_s=within_s,
-                                dumps_within_s=dumps_within_s)  # fmt: skip
+        call = TakeEvidence(within_s=within_s, dumps_within_s=dumps_within_s)
+        return (await link.call(call, timeout_s=within_s + dumps_within_s + ROUND_TRIP_S)).ranks
     except AgentLost as error:
         log.debug("no evidence: %s", error)
         return None
-    ranks: Sequence[Mapping[str, Any]] = reply["ranks"]
-    return ranks
 
 
-def _summary(facts: Mapping[str, Any], node: str) -> Summary:
+def _summary(facts: RankEvidence, node: str) -> Summary:
     return Summary(
-        rank=facts["rank"],
+        rank=facts.rank,
         node=node,
-        where=Where(facts["kind"]),
-        doing=facts["doing"],
-        attached=facts["attached"],
-        step=facts["step"],
-        tick=facts["tick"],
-        frames=tuple(facts["python_top"]),
-        sections=tuple(facts["sections"]),
-        exit_code=facts["exit_code"],
-        killed=facts["killed"],
-        recorded=bool(facts.get("collectives")),
+        where=facts.kind,
+        doing=facts.doing,
+        attached=facts.attached,
+        step=facts.step,
+        tick=facts.tick,
+        frames=facts.python_top,
+        sections=facts.sections,
+        exit_code=facts.exit_code,
+        killed=facts.killed,
+        recorded=bool(facts.collectives),
     )
 
 
@@ -134,7 +133,7 @@ def with_ends(summaries: Sequence[Summary], ends: Sequence[WorkerEnd]) -> list[S
     return [*dead, *by_rank.values()]
 
 
-def as_event(found: Blame, summaries: Sequence[Summary], facts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+def as_event(found: Blame, summaries: Sequence[Summary], facts: Mapping[int, RankEvidence]) -> dict[str, Any]:
     """The journal's entry: culprits with their stacks, victims by what they do, and a line for each rank.
 
     Bounded, however many ranks there are: of those that are alike in what they do, some are named.
@@ -155,7 +154,7 @@ def as_event(found: Blame, summaries: Sequence[Summary], facts: Mapping[int, Map
         "culprits": culprits,
         "victims": _victims([by_rank[rank] for rank in found.victims if rank in by_rank]),
         "undecided": found.undecided,
-        "ranks": [_line(summary, facts.get(summary.rank, {})) for summary in order[:MAX_LINES]],
+        "ranks": [_line(summary, facts.get(summary.rank)) for summary in order[:MAX_LINES]],
         "ranks_left_out": max(0, len(order) - MAX_LINES),
     }
 
@@ -175,7 +174,7 @@ def _end_of(rank: Summary) -> str:
     return "has just ended" if rank.exit_code is None else f"ended with code {rank.exit_code}"
 
 
-def _line(rank: Summary, facts: Mapping[str, Any]) -> str:
+def _line(rank: Summary, facts: RankEvidence | None) -> str:
     parts = [f"rank {rank.rank} on {rank.node}: {rank.where.value}"]
     if rank.where is Where.DEAD:
         parts.append(_end_of(rank))
@@ -183,8 +182,8 @@ def _line(rank: Summary, facts: Mapping[str, Any]) -> str:
         parts.append(rank.doing)
     if rank.attached:
         parts.append(f"step {rank.step}")
-    if facts.get("process"):
-        parts.append(f"process {facts['pid']} in state {facts['process']}")
-    if facts.get("wchan"):
-        parts.append(f"kernel: {facts['wchan']}")
+    if facts is not None and facts.process:
+        parts.append(f"process {facts.pid} in state {facts.process}")
+    if facts is not None and facts.wchan:
+        parts.append(f"kernel: {facts.wchan}")
     return ", ".join(parts)

@@ -13,9 +13,10 @@ from typing import Any
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import SlurmftError
-from slurmft.ipc.channel import Message
+from slurmft.ipc.calls import AskSections
+from slurmft.ipc.reports import DurationsReport, HangReport
 from slurmft.policy.timing import learned_timeouts
-from slurmft.policy.timing.hangs import Exceeded, Hang, WorkerLook, find_culprit, look_of, narrowed
+from slurmft.policy.timing.hangs import Exceeded, Hang, WorkerLook, find_culprit, narrowed
 from slurmft.policy.verdicts.culprit import Blame
 from slurmft.storage.events import EventName
 from slurmft.storage.history import ft_state
@@ -77,9 +78,9 @@ class Hangs:
             self._limits = self._learned()
         return self._limits
 
-    def note(self, message: Message) -> None:
-        """Take in how long sections took on one node (a checked message of kind ``durations``)."""
-        for name, seconds in message["sections"]:
+    def note(self, report: DurationsReport) -> None:
+        """Take in how long sections took on one node."""
+        for name, seconds in report.sections:
             self._window[name] = max(self._window.get(name, 0.0), seconds)
         if time.monotonic() - self._window_at >= SAMPLE_S:
             self._take_sample()
@@ -105,13 +106,13 @@ class Hangs:
         except (OSError, SlurmftError) as error:
             log.warning("the learned timeouts were not written: %s", getattr(error, "what", error))
 
-    async def investigate(self, link: AgentLink, message: Message) -> Hang | None:
+    async def investigate(self, link: AgentLink, report: HangReport) -> Hang | None:
         """Find the culprit of the hang that this agent reports; None where one is being handled already."""
         if self._begun:
             return None
         self._begun = True
-        first = Exceeded(rank=message["rank"], section=message["section"], held_s=message["held_s"],
-                         limit_s=message["limit_s"], why=message["why"])  # fmt: skip
+        first = Exceeded(rank=report.rank, section=report.section, held_s=report.held_s,
+                         limit_s=report.limit_s, why=report.why)  # fmt: skip
         looks = await self._looks()
         if first.rank not in {look.rank for look in looks}:
             looks.append(WorkerLook(rank=first.rank, node=link.host))
@@ -175,9 +176,9 @@ async def _looks_at(link: AgentLink) -> list[WorkerLook]:
     looks: list[WorkerLook] = []
     with contextlib.suppress(AgentLost):
         while True:
-            answer = await link.call("sections", timeout_s=LOOK_TIMEOUT_S, first=len(looks))
-            looks += [look_of(facts, link.host) for facts in answer["workers"]]
-            if not answer["more"] or not answer["workers"]:
+            answer = await link.call(AskSections(first=len(looks)), timeout_s=LOOK_TIMEOUT_S)
+            looks += [worker.as_look(link.host) for worker in answer.workers]
+            if not answer.more or not answer.workers:
                 break
     return looks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from slurmft.ipc.channel import Message
+from slurmft.ipc.reports import WorkerFacts
 from slurmft.storage.history.timings import MAX_COSTS, MAX_SAVES, Timings
 
 SUSPENDED_S = 10.0
@@ -35,14 +35,14 @@ class Measurements:
         self._steps_to: tuple[float, int] | None = None
         self._start_s: float | None = None
 
-    def note(self, ranks: Sequence[Message], now_s: float) -> None:
+    def note(self, ranks: Sequence[WorkerFacts], now_s: float) -> None:
         """Take in one agent's report."""
         self._note_silence(now_s)
         for facts in ranks:
-            self._first_step_s = max(self._first_step_s, self._believed(facts["first_step_s"]))
-            self._longest_step_s = max(self._longest_step_s, self._believed(facts["longest_step_s"]))
+            self._first_step_s = max(self._first_step_s, self._believed(facts.first_step_s))
+            self._longest_step_s = max(self._longest_step_s, self._believed(facts.longest_step_s))
             self._note_saves(facts, now_s)
-        step = max((facts["step"] for facts in ranks), default=0)
+        step = max((facts.step for facts in ranks), default=0)
         if self._steps_from is not None and step > (self._steps_to or self._steps_from)[1]:
             self._steps_to = now_s - self._still_s, step
 
@@ -80,16 +80,16 @@ class Measurements:
             self._false_from_s = min(self._false_from_s, silent_s - REPORTS_S)
         self._heard_s = now_s
 
-    def _note_saves(self, facts: Message, now_s: float) -> None:
-        rank, number = facts["rank"], facts["saves"]
-        if rank == 0 and facts["save_cost_s"] != self._cost_s:
-            self._cost_s = facts["save_cost_s"]
+    def _note_saves(self, facts: WorkerFacts, now_s: float) -> None:
+        rank, number = facts.rank, facts.saves
+        if rank == 0 and facts.save_cost_s != self._cost_s:
+            self._cost_s = facts.save_cost_s
             self._costs_s = [*self._costs_s[-MAX_COSTS + 1 :], self._believed(self._cost_s)]
-        self._unfinished_s[rank] = self._believed(facts["saving_s"])
+        self._unfinished_s[rank] = self._believed(facts.saving_s)
         if number <= 0:
             return
-        self._saved_at_s[rank] = now_s - facts["since_saved_s"]
-        self._saves_s[number] = max(self._saves_s.get(number, 0.0), self._believed(facts["save_s"]))
+        self._saved_at_s[rank] = now_s - facts.since_saved_s
+        self._saves_s[number] = max(self._saves_s.get(number, 0.0), self._believed(facts.save_s))
         if len(self._saves_s) > MAX_SAVES:
             self._saves_s.pop(min(self._saves_s))
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from slurmft.errors import StorageError
-from slurmft.ipc.channel import Message
 from slurmft.ipc.pages.heartbeat import State
+from slurmft.ipc.reports import WorkerExited, WorkerFacts
 from slurmft.policy.verdicts.findings import WorkerEnd
 from slurmft.policy.verdicts.symptoms import last_words
 from slurmft.policy.verdicts.verdict import Action, steps_at_risk
@@ -42,7 +42,7 @@ class Observations:
     ) -> None:  # fmt: skip
         self._run, self._journal, self._attempt, self.world_size = run, journal, attempt, world_size
         self._workload, self._history = workload, history
-        self._ranks: dict[int, Message] = {}
+        self._ranks: dict[int, WorkerFacts] = {}
         self._first_step_seen = False
         self._saves = SaveWatch(journal, max_failed_saves)
         self._measured = Measurements(time.monotonic())
@@ -61,48 +61,49 @@ class Observations:
 
     def reached(self) -> tuple[int, int]:
         """First and newest step of the attempt that its ranks have reported; zeros before."""
-        told = [facts for facts in list(self._ranks.values()) if facts["resumed"] >= 0]
+        told = [facts for facts in list(self._ranks.values()) if facts.resumed >= 0]
         if not told:
             return 0, 0
-        return max(facts["resumed"] for facts in told), max(facts["step"] for facts in told)
+        return max(facts.resumed for facts in told), max(facts.step for facts in told)
 
     def until(self) -> int:
         """Total steps of the run, as its ranks have reported; 0 before."""
-        return max((facts["until"] for facts in list(self._ranks.values())), default=0)
+        return max((facts.until for facts in list(self._ranks.values())), default=0)
 
     def saved(self) -> int | None:
         """Newest step that every rank has saved, or one has committed for all; None when there is none."""
-        ranks = [facts for facts in self._ranks.values() if facts["attached"]]
-        by_all = min((facts["saved"] for facts in ranks), default=-1) if len(ranks) == self.world_size else -1
-        newest = max([by_all, *(facts["durable"] for facts in ranks)])
+        ranks = [facts for facts in self._ranks.values() if facts.attached]
+        by_all = min((facts.saved for facts in ranks), default=-1) if len(ranks) == self.world_size else -1
+        newest = max([by_all, *(facts.durable for facts in ranks)])
         return newest if newest >= 0 else None
 
     def all_answered(self, tick: int) -> bool:
         """Every rank has done what was agreed for ``tick``."""
-        return bool(self._ranks) and all(facts["answered"] >= tick for facts in self._ranks.values())
+        return bool(self._ranks) and all(facts.answered >= tick for facts in self._ranks.values())
 
-    def note_progress(self, ranks: Sequence[Message]) -> None:
+    def note_progress(self, ranks: Sequence[WorkerFacts]) -> None:
         """Take in one agent's report."""
-        self._ranks.update({facts["rank"]: facts for facts in ranks})
+        self._ranks.update({facts.rank: facts for facts in ranks})
         self._measured.note(ranks, time.monotonic())
         if (lead := self._ranks.get(0)) is not None:
             self._saves.note(lead)
         self._note_first_step()
 
-    def note_exit(self, host: str, message: Message) -> WorkerEnd:
+    def note_exit(self, host: str, report: WorkerExited) -> WorkerEnd:
         """Take in the end of one worker."""
-        rank = int(message["rank"])
-        self.note_progress([message])
+        facts = report.facts
+        rank = facts.rank
+        self.note_progress([facts])
         end = self.ends[rank] = WorkerEnd(
             rank=rank,
             node=host,
-            code=message["code"],
-            attached=message["attached"],
-            stopped=message["state"] == State.STOPPED,
-            finished=message["state"] == State.FINISHED,
-            killed=message["killed"],
-            error="" if message["code"] == 0 or message["killed"] else self._error_of(rank),
-            step=message["step"],
+            code=report.code,
+            attached=facts.attached,
+            stopped=facts.state == State.STOPPED,
+            finished=facts.state == State.FINISHED,
+            killed=report.killed,
+            error="" if report.code == 0 or report.killed else self._error_of(rank),
+            step=facts.step,
         )
         return end
 
@@ -155,25 +156,26 @@ class Observations:
         if time.monotonic() - self._timings_at_s > TIMINGS_EVERY_S:
             self.write_timings()
         ranks = list(self._ranks.values())  # another thread may add to it meanwhile
-        if not any(facts["attached"] for facts in ranks):
+        if not any(facts.attached for facts in ranks):
             # a script that does not use the session says nothing about its steps
             self._run.write_progress(at=time.time(), attempt=str(self._attempt), state="running")
             return
-        metric = self._ranks.get(0, {}).get("metric", math.nan)
+        lead = self._ranks.get(0)
+        metric = math.nan if lead is None else lead.metric
         self._run.write_progress(
             at=time.time(),
             attempt=str(self._attempt),
             resumed=self.reached()[0],
-            step=max(facts["step"] for facts in ranks),
-            until=max(facts["until"] for facts in ranks),
-            saved=max(facts["saved"] for facts in ranks),
-            state=State(min(facts["state"] for facts in ranks)).name.lower(),
+            step=max(facts.step for facts in ranks),
+            until=max(facts.until for facts in ranks),
+            saved=max(facts.saved for facts in ranks),
+            state=State(min(facts.state for facts in ranks)).name.lower(),
             metric=metric if math.isfinite(metric) else None,
             **self._saves.facts(),
         )
 
     def _note_first_step(self) -> None:
-        times = [facts["first_step_at"] for facts in self._ranks.values()]
+        times = [facts.first_step_at for facts in self._ranks.values()]
         if self._first_step_seen or len(times) < self.world_size or min(times) <= 0:
             return
         self._first_step_seen = True

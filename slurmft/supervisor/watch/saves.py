@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from slurmft.ipc.channel import Message
+from slurmft.ipc.reports import WorkerFacts
 from slurmft.policy.checkpoints.failing_saves import FailingSaves, News
 from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event, Journal
@@ -27,22 +27,22 @@ class SaveWatch:
         self._reason = ""
         self._saved = -1
 
-    def note(self, lead: Message) -> None:
+    def note(self, lead: WorkerFacts) -> None:
         """Take in a report."""
-        news = self._failing.note(failures=lead["save_failures"], done=lead["saves"])
-        self._saved = max(self._saved, lead["saved"])
+        news = self._failing.note(failures=lead.save_failures, done=lead.saves)
+        self._saved = max(self._saved, lead.saved)
         if news in (News.FAILED, News.KEEP_FAILING):
-            self._reason = _words(lead["save_errno"])
+            self._reason = _words(lead.save_errno)
             self._journal.append(
-                EventName.SAVE_FAILED, step=lead["step"], reason=self._reason, failures=lead["save_failures"]
+                EventName.SAVE_FAILED, step=lead.step, reason=self._reason, failures=lead.save_failures
             )
         if news is News.KEEP_FAILING:
             log.error("SAVES KEEP FAILING: %s", self._in_words(lead))
-            self._journal.append(EventName.SAVES_KEEP_FAILING, step=lead["step"], reason=self._in_words(lead),
+            self._journal.append(EventName.SAVES_KEEP_FAILING, step=lead.step, reason=self._in_words(lead),
                                  in_a_row=self._failing.in_a_row)  # fmt: skip
         elif news is News.WORK_AGAIN:
-            log.warning("saves work again: step %d is saved", lead["saved"])
-            self._journal.append(EventName.SAVES_WORK_AGAIN, step=lead["step"], saved=lead["saved"])
+            log.warning("saves work again: step %d is saved", lead.saved)
+            self._journal.append(EventName.SAVES_WORK_AGAIN, step=lead.step, saved=lead.saved)
 
     def facts(self) -> dict[str, Any]:
         """For the progress report: failures in a row and their reason; empty while nothing is wrong."""
@@ -50,10 +50,10 @@ class SaveWatch:
             return {}
         return {"failed_saves": self._failing.in_a_row, "save_problem": self._reason}
 
-    def _in_words(self, lead: Message) -> str:
+    def _in_words(self, lead: WorkerFacts) -> str:
         newest = f"the newest checkpoint of this attempt is of step {self._saved}"
         saved = newest if self._saved >= 0 else "this attempt has saved nothing"
-        return f"{self._failing.in_a_row} in a row, {self._reason}; {saved}, and the run is at step {lead['step']}"
+        return f"{self._failing.in_a_row} in a row, {self._reason}; {saved}, and the run is at step {lead.step}"
 
 
 def saves_told(events: Sequence[Event]) -> list[tuple[str, str]]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import StorageError
-from slurmft.ipc.channel import Message
+from slurmft.ipc.reports import TimingsReport
 from slurmft.policy.nodes.evidence import Suspect
 from slurmft.policy.verdicts.verdict import Cause
 from slurmft.storage.events import EventName
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from slurmft.supervisor.watch.stragglers import StragglerWatch
 
 
+log = logging.getLogger(__name__)
+
+
 class SlowNodes:
     """Collects the times that agents report of their ranks. Costs nothing before the first report."""
 
@@ -36,7 +40,7 @@ class SlowNodes:
         self.suspects: tuple[Suspect, ...] = ()
         """Nodes that the run is being moved away from."""
 
-    def note(self, host: str, message: Message) -> None:
+    def note(self, host: str, report: TimingsReport) -> None:
         """Take in one agent's report, and act on the verdict that it completes."""
         if self._watch is None:
             from slurmft.supervisor.watch.stragglers import StragglerWatch  # brings numpy, 0.1 s at every start
@@ -48,7 +52,7 @@ class SlowNodes:
                 self._start.journal,
                 workload=workload_of(self._config),
             )
-        self._watch.note(host, message)
+        self._watch.note(host, report)
         if (slow := self._watch.verdict()) is not None:
             self._judge(self._watch, slow)
 
@@ -77,6 +81,7 @@ class SlowNodes:
         if not moves:  # else the verdict says it
             self._accuser.add(slow.evidence(time.time(), step))
         elif self._stops.planned is None:
+            log.warning("Detected stragglers. Terminating training... on %s, to go on elsewhere", ", ".join(slow.nodes))
             self.suspects = tuple(Suspect(node=node) for node in slow.nodes)
             self._stops.stop_for(Cause.STRAGGLER, f"{slow.text}; {reason}")
 

@@ -1,7 +1,7 @@
 """The supervisor's side of straggler detection: reports of all nodes in, windows, scores and verdicts out.
 
 watch = StragglerWatch(config, run, journal)
-watch.note(link.host, message)          # each message of kind "timings"
+watch.note(link.host, message)          # each TimingsReport
 if (found := watch.verdict()) is not None: ...
 watch.write()                           # now and then, in the thread that may wait for the run folder
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from slurmft.config.config import RunConfig
-from slurmft.ipc.channel import Message
 from slurmft.ipc.pages.timing_page import CUDA, MAX_SECTIONS, STEP, WORK
+from slurmft.ipc.reports import RankTimings, TimingsReport
 from slurmft.policy.timing.straggler_verdict import ReportShape, StragglerVerdict, report
 from slurmft.policy.timing.stragglers import (
     Limits,
@@ -68,20 +68,20 @@ class StragglerWatch:
         self.last_report = ""
         """The newest report; empty before the first."""
 
-    def note(self, host: str, message: Message) -> None:
-        """Take in one agent's numbers (a checked message of kind ``timings``); judges the window that they complete.
+    def note(self, host: str, message: TimingsReport) -> None:
+        """Take in one agent's numbers; judges the window that they complete.
 
         The first number of a newer window closes the one before it: ranks without a report are not covered.
         """
-        window = int(message["window"])
+        window = message.window
         if window <= self._closed or window < self._window:
             return  # too late
         if window > self._window:
             if self._heard.any():
                 self._judge()
             self._window = window
-        for facts in message["ranks"]:
-            if 0 <= (rank := facts["rank"]) < self._world:
+        for facts in message.ranks:
+            if 0 <= (rank := facts.rank) < self._world:
                 self._take(rank, host, facts)
         if self._heard.all():
             self._judge()
@@ -115,16 +115,16 @@ class StragglerWatch:
         shape = (self._world, MAX_SECTIONS)
         return np.full(shape, np.nan), np.zeros(shape, np.int64)
 
-    def _take(self, rank: int, host: str, facts: Message) -> None:
+    def _take(self, rank: int, host: str, facts: RankTimings) -> None:
         self._heard[rank] = True
-        role = facts["role"]
+        role = facts.role
         cohort = self._roles.setdefault(role, len(self._roles))
         if self._hosts[rank] != host or self._cohorts[rank] != cohort:
             self._hosts[rank], self._cohorts[rank] = host, cohort
             self._node_of_rank[rank] = self._node_numbers.setdefault(host, len(self._node_numbers))
             self._past.place(rank, host, role)
-        self._is_gpu = self._is_gpu or facts["device"] == CUDA
-        for name, median_s, count in facts["sections"]:
+        self._is_gpu = self._is_gpu or facts.device == CUDA
+        for name, median_s, count in facts.sections:
             column = self._columns.get(name)
             if column is None:
                 if len(self._columns) == MAX_SECTIONS:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from slurmft.policy.nodes.evidence import Suspect
+from slurmft.policy.nodes.rerun_settings import RerunSettings
 from slurmft.policy.nodes.reruns import Injection, LossWindow, Phase, strikes
 from slurmft.worker.rerun.record import is_rejected, number_of
-from slurmft.worker.rerun.settings import RerunSettings
 
 RejectionFunction = Callable[[Any], Any]
 """Takes a result and says whether it is unexpected: a bool, or a tensor of which any element is true."""

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slurmft.policy.nodes.evidence import Suspect
+from slurmft.policy.nodes.rerun_settings import RerunSettings
 from slurmft.policy.nodes.reruns import MAX_ROUNDS_IN_PLACE, Outcome, Phase, Seen, after_rerun, on_suspects
 from slurmft.policy.verdicts.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED
 from slurmft.worker.rerun.agreement import Ranks
 from slurmft.worker.rerun.record import Pending, Rejection, suspects_of
 from slurmft.worker.rerun.reports import Departure, describe, report
-from slurmft.worker.rerun.settings import RerunSettings
 
 log = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,8 +30,10 @@ from torch import nn
 
 from slurmft.errors import UsageError
 from slurmft.policy.nodes.evidence import Suspect
+from slurmft.policy.nodes.rerun_settings import RerunSettings
 from slurmft.policy.nodes.reruns import Mode, Phase, Seen
 from slurmft.policy.verdicts.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED
+from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.worker.data.generators import IterationStart
 from slurmft.worker.rerun.agreement import Alone, ByLoop, Ranks, agreement_for
 from slurmft.worker.rerun.checks import Injector
@@ -38,7 +41,6 @@ from slurmft.worker.rerun.data import RerunDataIterator
 from slurmft.worker.rerun.model import ModelStart
 from slurmft.worker.rerun.proceedings import Proceedings, Row
 from slurmft.worker.rerun.reports import Departure
-from slurmft.worker.rerun.settings import RerunSettings
 from slurmft.worker.rerun.validation import Validation
 
 log = logging.getLogger(__name__)
@@ -75,7 +77,7 @@ class RerunStateMachine(Validation):
         carried_by_loop: bool = False,
         reads_late: bool | None = None,
     ) -> None:
-        settings = settings or RerunSettings.from_environment()
+        settings = settings or WorkerSettings.from_environment(os.environ).rerun
         device = next((one.device for one in model.parameters()), None) if model is not None else None
         late = device is not None and device.type == "cuda" if reads_late is None else reads_late
         hardware, ranks = own_hardware(device), Ranks()
@@ -147,6 +149,17 @@ class RerunStateMachine(Validation):
                 "the loop `while machine.should_run_forward_backward()` was left before it was over",
                 hint="let it run to its end: no break, and no exception that is caught outside of it",
             )
+
+    def change_mode(self, mode: Mode) -> None:
+        """Go on in another mode, from the next iteration on.
+
+        Raises:
+            UsageError: an iteration is under way.
+        """
+        self.check_is_over()
+        self.settings = replace(self.settings, mode=mode)
+        self._choose_path()
+        self._is_usual = self._twice is None and not self._off
 
     def should_checkpoint_and_exit(self) -> tuple[bool, bool, int]:
         """After the loop, before the optimizer's step: whether to save, whether to exit, and with which code.

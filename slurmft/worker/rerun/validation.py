@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from slurmft.policy.nodes.rerun_settings import RerunSettings
 from slurmft.policy.nodes.reruns import Mode, Phase, Seen, Variability, largest_difference, variability
 from slurmft.worker.rerun.agreement import Agreement, ByLoop
 from slurmft.worker.rerun.checks import Injector, LossChecks, RejectionFunction
 from slurmft.worker.rerun.record import Rejection, as_tensor, is_rejected, number_of, values_of
-from slurmft.worker.rerun.settings import RerunSettings
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,12 @@ class Validation:
         self._rejection: Rejection | None = None
         self._second = SecondLook()
         self._losses: list[float] = []
+
+    def _choose_path(self) -> None:
+        """After a change of the mode; statistics begin anew."""
+        settings = self.settings
+        self._twice = StepTwice(settings.report_interval_steps) if settings.mode is Mode.REPORT_STATS else None
+        self._is_quick = self._may_be_quick
 
     @property
     def _off(self) -> bool:

@@ -17,34 +17,49 @@ from slurmft.errors import UsageError
 
 log = logging.getLogger(__name__)
 
+DEFAULT_S = 60.0
 SLICE_S = 0.5
 OVERSLEPT_S = 1.0
 """A wait this much longer than requested is not a hang of the loop: the whole process was stopped, or starved."""
 
 
 class WatchdogTimer:
-    """Calls ``callback()`` once, in a thread of its own, when ``reset()`` was not called for ``timeout`` seconds.
+    """Calls ``on_timeout()`` once, in a thread of its own, when ``reset()`` was not called for ``timeout_seconds``.
 
         with WatchdogTimer(60, lambda: os._exit(1)) as watchdog:
             for batch in loader:
                 train(batch)
                 watchdog.reset()
 
-    Before the callback, the stacks of all threads go to ``file`` (standard error when not given). The thread does not
-    keep the process alive. Time in which the whole process was stopped (SIGSTOP, a suspended job) does not count. A
-    ``reset()`` after it has run out arms it again; a callback that raises ends it, as it ends any thread. Does not see
-    a hang in C code that never gives the GIL back: no Python thread runs then. Not inherited by a fork.
+    ``on_timeout`` calls ``callback`` unless a subclass overrides it. Before it, the stacks of all threads go to
+    ``file`` (standard error when not given). The thread does not keep the process alive. Time in which the whole
+    process was stopped (SIGSTOP, a suspended job) does not count. A ``reset()`` after it has run out arms it again,
+    also when ``on_timeout`` has raised, which is shown as any exception of a thread. Does not see a hang in C code that
+    never gives the GIL back: no Python thread runs then. Not inherited by a fork.
+
+    Args:
+        timeout_seconds: the same as ``timeout``, by the name that other packages give it.
 
     Raises:
-        UsageError: the timeout is not a positive number.
+        UsageError: the timeout is not a positive number, or there are two, or what is to be called cannot be.
     """
 
     def __init__(
-        self, timeout: float, callback: Callable[[], object] | None = None, *, file: IO[str] | None = None
+        self,
+        timeout: float = DEFAULT_S,
+        callback: Callable[[], object] | None = None,
+        *,
+        timeout_seconds: float | None = None,
+        file: IO[str] | None = None,
     ) -> None:
-        if not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-            raise UsageError(f"the timeout is {timeout!r}; it is a positive number of seconds")
-        self.timeout = timeout
+        if timeout_seconds is not None and timeout != DEFAULT_S:
+            raise UsageError("timeout and timeout_seconds are the same", hint="give one of them")
+        if callback is not None and not callable(callback):
+            raise UsageError(f"the callback is {callback!r:.60}, which cannot be called")
+        limit = timeout if timeout_seconds is None else timeout_seconds
+        if not isinstance(limit, int | float) or isinstance(limit, bool) or not 0 < limit < math.inf:
+            raise UsageError(f"the timeout is {limit!r:.60}; it is a positive number of seconds")
+        self.timeout = limit
         self._callback, self._file = callback, file
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -52,6 +67,21 @@ class WatchdogTimer:
         self._look_at_s = 0.0
         self._stopped = True
         self._fired = 0
+
+    @property
+    def timeout_seconds(self) -> float:
+        """The same as ``timeout``."""
+        return self.timeout
+
+    @property
+    def active(self) -> bool:
+        """Whether it has been started and not stopped."""
+        return not self._stopped
+
+    def on_timeout(self) -> None:
+        """The time is up, and the stacks are written: to be overridden; calls the callback."""
+        if self._callback is not None:
+            self._callback()
 
     @property
     def expired(self) -> bool:
@@ -65,8 +95,7 @@ class WatchdogTimer:
             self._deadline_s = self._look_at_s + self.timeout
             if self._thread is None or not self._thread.is_alive():
                 self._stopped, self._fired = False, 0
-                self._thread = threading.Thread(target=self._watch, daemon=True, name="slurmft-watchdog")
-                self._thread.start()
+                self._start_thread()
             self._changed.notify_all()
 
     def reset(self) -> None:
@@ -95,11 +124,21 @@ class WatchdogTimer:
     ) -> None:
         self.stop()
 
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="slurmft-watchdog")
+        self._thread.start()
+
     def _watch(self) -> None:
-        while self._wait():
-            self._run_out()
+        try:
+            while self._wait():
+                self._run_out()
+                with self._changed:
+                    self._look_at_s = time.monotonic()
+        finally:  # on_timeout has raised, which ends this thread: another one takes its place
             with self._changed:
-                self._look_at_s = time.monotonic()
+                if not self._stopped and self._thread is threading.current_thread():
+                    self._look_at_s = time.monotonic()
+                    self._start_thread()
 
     def _wait(self) -> bool:
         """Return True when the time is up, False when it will never be."""
@@ -121,10 +160,9 @@ class WatchdogTimer:
         return False
 
     def _run_out(self) -> None:
-        log.error("nothing has reset the watchdog for %g s; the stacks of all threads follow", self.timeout)
+        log.error("WATCHDOG TIMEOUT: nothing has reset the watchdog for %g s; all stacks follow", self.timeout)
         dump_stacks(self._file or sys.stderr)
-        if self._callback is not None:
-            self._callback()
+        self.on_timeout()
 
 
 def dump_stacks(file: IO[str]) -> None:

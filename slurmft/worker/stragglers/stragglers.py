@@ -22,12 +22,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from slurmft.ipc.pages.timing_page import CPU, CUDA, RING, STEP, TIMING_PAGE_VARIABLE, WORK, TimingPage, plain_name
+from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.trainer import streams
 from slurmft.worker.stragglers.device_time import DeviceSpans
 from slurmft.worker.stragglers.first_collective import FirstCollective
-
-ENABLED_VARIABLE = "SLURMFT_STRAGGLER_DETECTION"
-INTERVAL_VARIABLE = "SLURMFT_STRAGGLER_PROFILING_INTERVAL"
 
 WARM_UP_STEPS = 2
 """Steps of a process that are not timed: they compile, and fill caches."""
@@ -141,7 +139,7 @@ class StragglerDetector:
     @classmethod
     def from_environment(cls, device: torch.device | None = None) -> StragglerDetector:
         """As the run's configuration says; without an agent, the measurements are not read."""
-        path = os.environ.get(TIMING_PAGE_VARIABLE)
+        settings, path = WorkerSettings.from_environment(os.environ), os.environ.get(TIMING_PAGE_VARIABLE)
         page = None
         if path is not None:
             try:
@@ -149,8 +147,8 @@ class StragglerDetector:
             except (OSError, ValueError) as error:  # training matters more than its timings
                 log.warning("no timings: %s", error)
         return cls(
-            enabled=os.environ.get(ENABLED_VARIABLE, "1") == "1" and (page is not None or path is None),
-            profiling_interval=max(1, int(os.environ.get(INTERVAL_VARIABLE, "1"))),
+            enabled=settings.straggler_detection and (page is not None or path is None),
+            profiling_interval=settings.straggler_profiling_interval,
             device=device, page=page,
         )  # fmt: skip
 

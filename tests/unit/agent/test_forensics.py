@@ -22,14 +22,23 @@ from slurmft.agent.forensics import MAX_REPLY_BYTES, WAIT_SHARE, Forensics, as_r
 from slurmft.agent.kernel_view import view
 from slurmft.agent.workers import Workers
 from slurmft.ipc import stacks
-from slurmft.ipc.shapes import check_reply
+from slurmft.ipc.calls import TakeEvidence
+from slurmft.ipc.replies import EvidenceReply, RankEvidence
 from slurmft.policy.timing.stop import NOT_STARTED
+from slurmft.policy.verdicts.collectives import Progress
+from slurmft.policy.verdicts.whereabouts import Where
 
 WAIT_S = 20.0
 PATIENT_S = 5.0
 """On a machine that is busy; every wait ends as soon as it can."""
 
 pytestmark = pytest.mark.usefixtures("pages_of_its_own")
+
+
+def arrived(found: list[RankEvidence]) -> list[RankEvidence]:
+    """The evidence, as the supervisor reads it from a message."""
+    body = json.loads(json.dumps(EvidenceReply(ranks=tuple(found)).as_mapping()))
+    return list(TakeEvidence(within_s=1.0).reply_of(body).ranks)
 
 
 class Node:
@@ -58,10 +67,10 @@ class Node:
             while not condition():
                 await asyncio.sleep(0.002)
 
-    async def look(self, within_s: float = PATIENT_S) -> list[dict[str, Any]]:
+    async def look(self, within_s: float = PATIENT_S) -> list[RankEvidence]:
         workers = list(self.workers.by_rank.values())
         found = await self.forensics.take_evidence(workers, self.attempt, within_s)
-        check_reply("evidence", {"kind": "reply", "ranks": json.loads(json.dumps(found))})
+        assert arrived(found) == found
         self.forensics.finish(WAIT_S)
         return found
 
@@ -103,16 +112,16 @@ def test_a_worker_tells_its_stacks_quickly_and_goes_on(tmp_path):
         found = await node.look()
         assert time.monotonic() - began < PATIENT_S, "it waits no longer than it must"
         for rank, each in enumerate(found):
-            assert (each["rank"], each["pid"], each["kind"]) == (rank, node.pid(rank), "elsewhere")
-            assert each["doing"] == "is in load_a_batch (train.py:5)"
-            assert each["python_top"][0] == f"{tmp_path}/train.py:5 load_a_batch"
-            assert each["process"] == "S"
+            assert (each.rank, each.pid, each.kind) == (rank, node.pid(rank), "elsewhere")
+            assert each.doing == "is in load_a_batch (train.py:5)"
+            assert each.python_top[0] == f"{tmp_path}/train.py:5 load_a_batch"
+            assert each.process == "S"
             assert node.stacks(rank).count("load_a_batch") == 1
             assert "Thread 0x" in node.stacks(rank), "the other thread too"
             assert node.workers.by_rank[rank].alive
         facts = json.loads((node.attempt / "evidence-n1.json").read_text())
         assert [each["kernel"]["threads"][0]["state"] for each in facts["ranks"]] == ["S", "S"]
-        assert (await node.look())[0]["kind"] == "elsewhere"
+        assert (await node.look())[0].kind == "elsewhere"
         assert node.stacks().count("==== rank 0,") == node.stacks().count("load_a_batch") == 2
 
     on_a_node(tmp_path, work)
@@ -126,8 +135,8 @@ def test_a_stopped_worker_is_told_from_outside_at_once(tmp_path):
         began = time.monotonic()
         found = await node.look()
         assert time.monotonic() - began < PATIENT_S, "nobody waits for an answer that cannot come"
-        assert [each["kind"] for each in found] == ["elsewhere", "stopped"]
-        assert found[1]["python_top"] == []
+        assert [each.kind for each in found] == ["elsewhere", "stopped"]
+        assert found[1].python_top == ()
         assert node.stacks(1) == ""
 
     on_a_node(tmp_path, work)
@@ -144,10 +153,10 @@ def test_a_worker_that_is_no_python_of_ours_survives_the_look(tmp_path):
     async def work(node: Node) -> None:
         await node.start("", command=["bash", "-c", "echo ready; sleep 300; true"])
         (each,) = await node.look()
-        assert each["kind"] == "no answer"
-        assert each["process"] in ("R", "S", "D")
-        assert each["tick"] == NOT_STARTED
-        assert not each["attached"]
+        assert each.kind == "no answer"
+        assert each.process in ("R", "S", "D")
+        assert each.tick == NOT_STARTED
+        assert not each.attached
         assert view(node.pid()) is not None, "the signal would have ended it"
 
     on_a_node(tmp_path, work)
@@ -159,7 +168,7 @@ def test_one_that_blocks_the_signal_costs_no_more_than_the_limit(tmp_path):
         await node.start(f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [{number}])\n{SLEEPS}")
         began = time.monotonic()
         (each,) = await node.look(0.1)
-        assert each["kind"] == "no answer"
+        assert each.kind == "no answer"
         assert 0.1 <= time.monotonic() - began < PATIENT_S
 
     on_a_node(tmp_path, work)
@@ -171,7 +180,7 @@ def test_a_trainers_own_faulthandler_changes_nothing(tmp_path):
             "import faulthandler, signal; faulthandler.enable(); faulthandler.register(signal.SIGUSR1); "
             f"faulthandler.disable(){SLEEPS}"
         )
-        assert (await node.look())[0]["doing"] == "is in load_a_batch (train.py:5)"
+        assert (await node.look())[0].doing == "is in load_a_batch (train.py:5)"
 
     on_a_node(tmp_path, work)
 
@@ -192,8 +201,8 @@ def test_a_worker_deep_in_a_recursion_and_one_that_computes_answer(tmp_path):
             ranks=2,
         )
         for each in await node.look():
-            assert each["kind"] == "elsewhere"
-            assert "spin" in each["doing"]
+            assert each.kind == "elsewhere"
+            assert "spin" in each.doing
 
     on_a_node(tmp_path, work)
 
@@ -209,8 +218,8 @@ def test_a_crash_leaves_its_stack(tmp_path, number):
         node.forensics.keep_last_words(worker, node.attempt)
         (each,) = await node.look()
         assert worker.exit_code == -number
-        assert (each["kind"], each["exit_code"]) == ("dead", -number)
-        assert each["python_top"][0] == f"{tmp_path}/train.py:5 load_a_batch"
+        assert (each.kind, each.exit_code) == ("dead", -number)
+        assert each.python_top[0] == f"{tmp_path}/train.py:5 load_a_batch"
         assert node.stacks().count("Fatal Python error") == 1
         assert "load_a_batch" in node.stacks()
         assert "exit code -" in node.stacks()
@@ -234,7 +243,7 @@ def test_a_folder_that_cannot_be_written_costs_the_files_and_not_the_findings(tm
     async def work(node: Node) -> None:
         await node.start(SLEEPS)
         node.attempt = tmp_path / "no" / "such" / "folder"
-        assert (await node.look())[0]["doing"] == "is in load_a_batch (train.py:5)"
+        assert (await node.look())[0].doing == "is in load_a_batch (train.py:5)"
 
     on_a_node(tmp_path, work)
 
@@ -245,17 +254,21 @@ def test_a_worker_that_has_not_been_forked_yet(tmp_path):
         node.workers.start([0], [{}], command=["python", "train.py"], folder=tmp_path, logs=tmp_path,
                            verdicts=[tmp_path / "v"], generation=1)  # fmt: skip
         (each,) = await node.look(0.0)
-        assert (each["kind"], each["pid"]) == ("no answer", 0)
+        assert (each.kind, each.pid) == ("no answer", 0)
 
     on_a_node(tmp_path, work)
 
 
 def test_a_reply_fits_into_a_message_however_many_ranks_there_are():
-    group = {name: "z" * 100 for name in ("group", "description", "operation", "called_from")}
-    one = {"rank": 0, "doing": "x" * 200, "python_top": ["y" * 200] * stacks.MAX_FRAMES, "collectives": [group] * 16}
+    group = Progress(group="z" * 100, description="z" * 100, operation="z" * 100, called_from="z" * 100)
+    one = RankEvidence(
+        rank=0, pid=1, kind=Where.ELSEWHERE, doing="x" * 200, process="S", wchan="", attached=True, state=1, step=1,
+        tick=1, sections=(), python_top=("y" * 200,) * stacks.MAX_FRAMES, exit_code=None, killed=False,
+        collectives=(group,) * 16,
+    )  # fmt: skip
     for number in (1, 100, 300, 1024):
         reply = as_reply([one] * number)
-        assert len(json.dumps(reply)) <= MAX_REPLY_BYTES
+        assert len(json.dumps([each.as_mapping() for each in reply])) <= MAX_REPLY_BYTES
         assert len(reply) == number or number > 300
 
 
@@ -273,9 +286,9 @@ def test_open_sections_are_told_with_how_long_they_are_open(tmp_path):
             """
         )
         (each,) = await node.look()
-        assert each["attached"]
-        assert [section.rpartition(" (")[0] for section in each["sections"]][-2:] == ["step", "load data"]
-        assert all(section.endswith(" s)") for section in each["sections"])
+        assert each.attached
+        assert [section.rpartition(" (")[0] for section in each.sections][-2:] == ["step", "load data"]
+        assert all(section.endswith(" s)") for section in each.sections)
 
     on_a_node(tmp_path, work)
 
@@ -289,9 +302,9 @@ def test_the_dump_of_a_rank_that_torchs_watchdog_has_ended_is_read(tmp_path):
         await node.until(lambda: node.workers.by_rank[0].exit_code is not None)
         flight_recorder.dump_of(node.attempt, 0).write_bytes(DUMP_OF_TORCH.read_bytes())
         (dead,) = await node.look()
-        assert (dead["exit_code"], len(dead["collectives"])) == (-6, 2)
+        assert (dead.exit_code, len(dead.collectives)) == (-6, 2)
         (again,) = await node.look()
-        assert again["collectives"] == [], "it tells of what was, once"
+        assert again.collectives == (), "it tells of what was, once"
 
     on_a_node(tmp_path, work)
 
@@ -317,9 +330,9 @@ def test_dumps_of_flight_recorders_are_waited_for_until_they_are_there(tmp_path)
         found = await node.forensics.take_evidence(workers, node.attempt, PATIENT_S, 30.0)
         assert time.monotonic() - began < 60.0
         assert task.done()
-        check_reply("evidence", {"kind": "reply", "ranks": json.loads(json.dumps(found))})
-        assert [[each["entered"], each["done"]] for each in found[1]["collectives"]] == [[4, 3], [3, 3]]
-        assert found[0]["collectives"] == [], "its recorder has written nothing"
+        assert arrived(found) == found
+        assert [[each.entered, each.done] for each in found[1].collectives] == [[4, 3], [3, 3]]
+        assert found[0].collectives == (), "its recorder has written nothing"
         began = time.monotonic()
         await node.forensics.take_evidence(workers, node.attempt / "elsewhere", PATIENT_S, 0.3)
         assert 0.3 * WAIT_SHARE <= time.monotonic() - began < 60.0, "a dump that does not come costs what it may"

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from slurmft.agent.gpus import own_device
+from slurmft.policy.worker_settings import WORKER_VARIABLE
 from slurmft.supervisor.cluster import agents_environment
 from slurmft.worker.groups import ProcessGroups
 
@@ -43,7 +44,7 @@ def gpu_of(monkeypatch) -> Callable[[dict[str, str], int], str]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible()))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append(visible()[device.index]))
-    for name in ("RANK", "WORLD_SIZE", "SLURMFT_BACKEND"):
+    for name in ("RANK", "WORLD_SIZE", WORKER_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
     def gpu_of(environment: dict[str, str], local_rank: int) -> str:

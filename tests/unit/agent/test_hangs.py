@@ -17,11 +17,12 @@ import pytest
 
 from slurmft.agent.hangs import WORKERS_PER_MESSAGE, HangWatch, facts_of, mentions
 from slurmft.config.config import RunConfig
+from slurmft.ipc.calls import AskSections
 from slurmft.ipc.channel import BadMessage
 from slurmft.ipc.pages.heartbeat import Page, Slot
 from slurmft.ipc.pages.section_stack import Phase, SectionStack
-from slurmft.ipc.shapes import check_reply, check_report
-from slurmft.policy.timing.hangs import OUT_OF_SECTION, look_of
+from slurmft.ipc.reports import HangReport, parse_report
+from slurmft.policy.timing.hangs import OUT_OF_SECTION
 from slurmft.system.processes import is_stopped
 
 LIMITS = {"setup": 100, "step": 10, "load": 1000}
@@ -55,14 +56,14 @@ class Bench:
     watch: HangWatch
     workers: list[Worker]
     stacks: list[SectionStack]
-    reports: list[dict[str, Any]]
+    reports: list[HangReport]
     clock: Clock
 
     def told(self) -> list[tuple[int, str]]:
         self.watch.look()
         for report in self.reports:
-            check_report(report)
-        return [(report["rank"], report["section"]) for report in self.reports]
+            assert parse_report(report.as_mapping()) == report
+        return [(report.rank, report.section) for report in self.reports]
 
 
 @pytest.fixture
@@ -89,9 +90,9 @@ def test_a_worker_over_its_limit_is_reported_once(made: Bench):
     made.clock.ahead_s = 10.5
     assert made.told() == made.told() == [(1, "step")]
     (report,) = made.reports
-    assert report["limit_s"] == 10
-    assert 10.4 < report["held_s"] < 12
-    assert report["why"].startswith("rank 1 has been in section 'step' for 1")
+    assert report.limit_s == 10
+    assert 10.4 < report.held_s < 12
+    assert report.why.startswith("rank 1 has been in section 'step' for 1")
 
 
 def test_new_workers_are_told_of_anew(made: Bench):
@@ -201,7 +202,7 @@ async def main():
     settings = {"rank_section_timeouts": "step:1.5", "num_warmup_iterations": 0}
     config = RunConfig.model_validate({"command": "x", "run_folder": "r", "fault_tolerance": settings})
     told = asyncio.Event()
-    watch = HangWatch(config, lambda report: (print(report["held_s"], flush=True), told.set()))
+    watch = HangWatch(config, lambda report: (print(report.held_s, flush=True), told.set()))
     watch.begin([worker], learned={})
     task = asyncio.create_task(watch.run())
     print("ready", flush=True)
@@ -232,8 +233,8 @@ def test_a_stopped_process_is_seen_as_such(made: Bench):
             made.stacks[2].phase(Phase.STEP)
             made.clock.ahead_s = 11
             assert made.told() == [(2, "step")]
-            assert "stopped" in made.reports[0]["why"]
-            assert [each["stopped"] for each in made.watch.facts(0)["workers"]] == [False, False, True]
+            assert "stopped" in made.reports[0].why
+            assert [each.stopped for each in made.watch.facts(0).workers] == [False, False, True]
         finally:
             process.kill()
     assert not is_stopped(process.pid)
@@ -245,7 +246,7 @@ def test_a_hang_is_reported_within_a_tenth_of_a_second_of_its_limit(tmp_path):
         stack = SectionStack(Page.attach(tmp_path / "page"))
         told = asyncio.Event()
         config = configured(rank_section_timeouts="load:0.6", workload_check_interval=3600)
-        reports: list[dict[str, Any]] = []
+        reports: list[HangReport] = []
         watch = HangWatch(config, lambda report: (reports.append(report), told.set()))
         watch.begin([Worker(0, page)], learned={"load": 0.6})
         page[Slot.RESUMED], page[Slot.STEP] = 0, 5
@@ -256,7 +257,7 @@ def test_a_hang_is_reported_within_a_tenth_of_a_second_of_its_limit(tmp_path):
             await told.wait()
         task.cancel()
         page.close()
-        return float(reports[0]["held_s"])
+        return reports[0].held_s
 
     assert 0.6 < asyncio.run(work()) < 0.7
 
@@ -285,8 +286,8 @@ def test_durations_are_seen_from_outside(made: Bench):
     made.clock.ahead_s = 8.1
     message = made.watch.durations()
     assert message is not None
-    check_report(message)
-    assert {name: round(seconds) for name, seconds in message["sections"]} == {"step": 3, "load": 3}
+    assert parse_report(message.as_mapping()) == message
+    assert {name: round(seconds) for name, seconds in message.sections} == {"step": 3, "load": 3}
     assert made.watch.durations() is None
 
 
@@ -304,7 +305,7 @@ def test_first_steps_teach_nothing_about_steps(made: Bench):
     made.watch.look()
     message = made.watch.durations()
     assert message is not None
-    assert {name for name, _ in message["sections"]} == {"setup", "checkpointing"}
+    assert {name for name, _ in message.sections} == {"setup", "checkpointing"}
 
 
 @pytest.mark.parametrize("made", [{"num_warmup_iterations": 2}], indirect=True)
@@ -367,12 +368,13 @@ def test_what_is_told_the_supervisor_arrives_as_it_was(made: Bench):
     made.stacks[0].start("load")
     made.stacks[0].beat()
     for look in made.watch.looks():
-        again = look_of(facts_of(look), "n1")
+        again = facts_of(look).as_look("n1")
         assert (again.rank, again.attached, again.node) == (look.rank, look.attached, "n1")
         assert [name for name, _ in again.sections] == [name for name, _ in look.sections]
         assert again.quiet_s == pytest.approx(look.quiet_s, abs=0.001)
         assert (again.heartbeat_s is None) == (look.heartbeat_s is None)
-    check_reply("sections", made.watch.facts(0))
+    told = made.watch.facts(0)
+    assert AskSections().reply_of(told.as_mapping()) == told
 
 
 def test_many_workers_are_told_of_in_several_messages(made: Bench):
@@ -381,8 +383,8 @@ def test_many_workers_are_told_of_in_several_messages(made: Bench):
     told, more = [], True
     while more:
         answer = made.watch.facts(len(told))
-        told += [facts["rank"] for facts in answer["workers"]]
-        more = answer["more"]
+        told += [facts.rank for facts in answer.workers]
+        more = answer.more
     assert told == list(range(len(many)))
 
 
@@ -394,7 +396,8 @@ def test_any_page_gives_a_message_that_is_taken(made: Bench):
     page.view(64, 24)[:] = memoryview(bytes(range(192))).cast("q")
     made.clock.ahead_s = 1e6
     made.told()
-    check_reply("sections", made.watch.facts(0))
+    told = made.watch.facts(0)
+    assert AskSections().reply_of(told.as_mapping()) == told
 
 
 @pytest.mark.parametrize(
@@ -413,7 +416,7 @@ def test_any_page_gives_a_message_that_is_taken(made: Bench):
 )
 def test_a_report_of_another_shape_is_refused(message: dict[str, Any]):
     with pytest.raises(BadMessage):
-        check_report(message)
+        parse_report(message)
 
 
 @pytest.mark.parametrize(

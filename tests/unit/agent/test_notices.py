@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from slurmft.agent.metadata import NoAnswer, ask
 from slurmft.agent.notices import NoticeWatch, firmware_facts
 from slurmft.config import config as configuration
-from slurmft.ipc.shapes import check_report
+from slurmft.ipc.reports import NoticeReport, parse_report
 from slurmft.policy.site.notices import (
     AZURE_CHASSIS,
     LEAST_S,
@@ -234,13 +234,13 @@ GCP = "GET /computeMetadata/v1/instance/"
 
 
 def watched(
-    tmp_path: Path, environment: dict[str, str], until: Callable[[list[dict[str, Any]]], bool], within_s: float = 5.0,
+    tmp_path: Path, environment: dict[str, str], until: Callable[[list[NoticeReport]], bool], within_s: float = 5.0,
     **notices: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """What a watch has reported when ``until`` is true of it, or the time is up."""
     raw = {"command": ["true"], "run_folder": str(tmp_path / "run"), "notices": {"poll_seconds": 0.1, **notices}}
     config = configuration.validate(raw, source="test")
-    reports: list[dict[str, Any]] = []
+    reports: list[NoticeReport] = []
 
     async def watch() -> None:
         watching = asyncio.create_task(
@@ -254,8 +254,8 @@ def watched(
 
     asyncio.run(watch())
     for report in reports:
-        check_report(report)
-    return [{name: report[name] for name in ("source", "ends", "left_s")} for report in reports]
+        assert parse_report(report.as_mapping()) == report
+    return [{name: getattr(report, name) for name in ("source", "ends", "left_s")} for report in reports]
 
 
 def test_a_spot_notice_is_asked_for_with_a_token_and_told_once(service, tmp_path):

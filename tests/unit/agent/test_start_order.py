@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from slurmft.agent import agent
+from slurmft.ipc.calls import StartWorkers
 
 
 @pytest.mark.parametrize("held", [set(), {41}])
@@ -39,7 +40,10 @@ def test_workers_begin_when_the_memory_of_those_before_is_free(tmp_path, monkeyp
     monkeypatch.setattr(agent, "wait_until_free", wait_until_free)
     monkeypatch.setattr(agent, "worker_environment", lambda *_: {})
     monkeypatch.setattr(agent, "worker_command", lambda _: [])
+    call = StartWorkers(
+        attempt="7.0.0", cycle=0, generation=1, first_rank=0, nodes=1, master_addr="n1", master_port=1, limits={}
+    )
     with caplog.at_level(logging.ERROR):
-        asyncio.run(agent.Agent._start(node, {"attempt": "7.0.0", "generation": 1, "first_rank": 0, "nodes": 1}))
+        asyncio.run(agent.Agent._start(node, call))
     assert happened == ["ended", "free of [41, 42]", "begun"]
     assert ("41" in caplog.text) == bool(held)

@@ -17,8 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
+from slurmft.agent.environment import worker_environment
 from slurmft.agent.workers import Worker, Workers, reserve_port, zygote_arguments
-from slurmft.agent.zygote import why_not_to_fork
+from slurmft.agent.zygote import STOP_SIGNAL_VARIABLE, why_not_to_fork
+from slurmft.config.config import validate
 from slurmft.ipc.pages.heartbeat import Slot, State
 from slurmft.system import private_folder
 
@@ -427,6 +429,26 @@ def test_a_program_that_is_executed_has_the_signals_of_a_fresh_process(tmp_path)
 
 
 # signals and ends from outside
+
+
+@pytest.mark.parametrize(("stop_signal", "code"), [("SIGINT", 0), ("", 1)])
+def test_a_sigint_that_asks_for_a_stop_does_not_end_a_trainer(tmp_path, stop_signal, code):
+    async def work(node: Node) -> None:
+        node.script("import os, signal; os.kill(os.getpid(), signal.SIGINT); print('went' + ' on')")
+        command = [PYTHON, "train.py"]
+        assert (await node.run(command, SLURMFT_STOP_SIGNAL=stop_signal) == 0) is (code == 0), node.log()
+        assert ("went on" in node.log()) is (code == 0)
+
+    on_a_node(tmp_path, work)
+
+
+def test_the_worker_is_told_which_signal_asks_for_a_stop():
+    start = {"nodes": 1, "first_rank": 0, "master_addr": "n1", "master_port": 1, "cycle": 0, "generation": 1}
+    for value, told in (("SIGINT", "SIGINT"), ("SIGTERM", None)):
+        run = {"command": ["x"], "run_folder": "/runs/a", "preemption": {"signal": value}}
+        environment = worker_environment(validate(run, source="it"), {}, start, 0, "7.0.0")
+        assert environment.get(STOP_SIGNAL_VARIABLE) == told
+
 
 WAITING = """
 import os, signal, subprocess, sys, time

@@ -18,16 +18,17 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from worker_variable import set_settings
 
 from slurmft.checkpoint import Catalog, CheckpointManager
 from slurmft.checkpoint.format.shard_index import image_file, index_file
 from slurmft.checkpoint.staging.holding import Claim, is_claimed
 from slurmft.checkpoint.writer.fault_points import COMMIT_POINTS, ONCE_VARIABLE, STAGING_POINTS, VARIABLE, WRITER_POINTS
 from slurmft.errors import CheckpointError, DataError, DirectoryInUse, Fenced, UsageError
+from slurmft.policy.nodes.rerun_settings import RerunSettings
 from slurmft.system.files import write_json
 from slurmft.worker.data.loader import ByteCorpus, WindowLoader
 from slurmft.worker.rerun.data import RerunDataIterator
-from slurmft.worker.rerun.settings import RerunSettings
 from slurmft.worker.rerun.state_machine import RerunStateMachine
 
 
@@ -552,7 +553,7 @@ def test_loading_removes_nothing_and_trusts_no_left_over(three, run):
 
 
 def test_a_save_in_flight_survives_a_load_of_the_same_manager(tmp_path, run, monkeypatch):
-    monkeypatch.setenv("SLURMFT_CHECKPOINT_BANDWIDTH", "1000")  # it takes until a caller waits for it
+    set_settings(monkeypatch, checkpoint={"bandwidth": 1000})  # it takes until a caller waits for it
     checkpoints = CheckpointManager(tmp_path)
     checkpoints.save(run.model, run.optimizer, step=1, metrics={"loss": 1}, async_save=False, **run.parts)
     folder = checkpoints.save(run.model, run.optimizer, step=2, metrics={"loss": 2}, async_save=True, **run.parts)
@@ -640,7 +641,7 @@ def test_an_attempt_fenced_while_it_writes_commits_nothing(three, run, monkeypat
     run_folder = tmp_path_factory.mktemp("run")
     monkeypatch.setenv("SLURMFT_RUN_FOLDER", str(run_folder))
     monkeypatch.setenv("SLURMFT_GENERATION", "7")
-    monkeypatch.setenv("SLURMFT_CHECKPOINT_BANDWIDTH", "1000")  # it takes until a caller waits for it
+    set_settings(monkeypatch, checkpoint={"bandwidth": 1000})  # it takes until a caller waits for it
     three.close()
     checkpoints = CheckpointManager(three.directory)
     checkpoints.save(run.model, run.optimizer, step=4, async_save=False)

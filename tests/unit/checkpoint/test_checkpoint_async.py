@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from worker_variable import set_settings
 
 from slurmft.checkpoint import Catalog, CheckpointManager
 from slurmft.checkpoint.just_in_time import JustInTime
@@ -113,7 +114,7 @@ def listener():
 
 @pytest.fixture(autouse=True)
 def in_background(monkeypatch, synchronous_saves):
-    monkeypatch.setenv("SLURMFT_CHECKPOINT_ASYNC_SAVE", "1")
+    set_settings(monkeypatch, checkpoint={"async_save": True})
     yield
     SAVERS.save_begins(urgent=False)
 
@@ -246,7 +247,7 @@ def test_with_both_places_in_use_a_save_is_skipped(folder, run, writer, caplog):
 @pytest.mark.parametrize("why", ["when_busy", "urgent", "synchronous"])
 def test_a_save_that_must_not_be_skipped_waits(folder, run, writer, monkeypatch, why):
     if why == "when_busy":
-        monkeypatch.setenv("SLURMFT_CHECKPOINT_WHEN_BUSY", "wait")
+        set_settings(monkeypatch, checkpoint={"when_busy": "wait"})
     checkpoints = CheckpointManager(folder)
     checkpoints.save(*run.objects, step=1)
     writer.await_stop()
@@ -263,7 +264,7 @@ def test_a_disk_that_is_full_for_long_is_told_and_training_goes_on(
     folder, run, listener, monkeypatch, caplog, eventually
 ):
     monkeypatch.setenv(VARIABLE, f"image half written={errno.ENOSPC}")
-    monkeypatch.setenv("SLURMFT_CHECKPOINT_MAX_FAILED_SAVES", "2")
+    set_settings(monkeypatch, checkpoint={"max_failed_saves": 2})
     checkpoints = CheckpointManager(folder)
     for step in (1, 2):
         assert checkpoints.save(*run.objects, step=step)
@@ -460,7 +461,7 @@ def test_who_wants_a_place_does_not_wait_until_its_room_is_made_politely(tmp_pat
 def test_what_is_saved_beside_the_runs_own_checkpoints_never_meets_them(tmp_path, memory, monkeypatch):
     """An average of the weights, say: the same keys and steps, the same rank, another directory."""
     monkeypatch.setenv("SLURMFT_CHECKPOINT_DIR", str(tmp_path / "own"))
-    monkeypatch.setenv("SLURMFT_CHECKPOINT_WHEN_BUSY", "wait")
+    set_settings(monkeypatch, checkpoint={"when_busy": "wait"})
     run, average = Run(), Run(seed=1)
     managers = CheckpointManager(tmp_path / "own"), CheckpointManager(tmp_path / "average")
     for step in range(1, 4):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import slurmft
 from slurmft.checkpoint import Catalog, DistributedCheckpointManager, Entry
 from slurmft.checkpoint.retention import decide
-from slurmft.errors import UsageError
+from slurmft.errors import CheckpointError, UsageError
 
 
 @pytest.fixture
@@ -98,3 +98,86 @@ def test_the_first_checkpoint_since_every_multiple_stays_for_good(gaps, keep_eve
     firsts = {min(step for step in steps if step // keep_every == number) for number in
               {step // keep_every for step in steps} - {0}}  # fmt: skip
     assert present == firsts | set(steps[-max(2, keep_last_n) :])
+
+
+def test_a_script_that_counts_epochs_saves_and_resumes_by_them(tmp_path, trainee):
+    model, optimizer = trainee
+    checkpoints = DistributedCheckpointManager(checkpoint_dir=tmp_path)
+    state = checkpoints.load_checkpoint(model, optimizer)
+    assert not state and state.get("epoch", -1) == -1
+    with pytest.raises(KeyError):
+        state["epoch"]
+    for epoch in range(state["epoch"] + 1 if state else 0, 3):
+        with torch.no_grad():
+            model.weight.fill_(epoch)
+        checkpoints.save_checkpoint(model, optimizer, epoch, {"loss": 1 / (epoch + 1)})
+        checkpoints.wait()  # of saves that overlap, the newest is enough
+    checkpoints.save_checkpoint(model, optimizer, epoch=3, metrics={"loss": 0.1})
+    checkpoints.wait()
+    state = checkpoints.load_checkpoint(model, optimizer)
+    assert state and (state["epoch"], state["step"], dict(state["metrics"])) == (3, 3, {"loss": 0.1})
+    paths = {entry.step: entry.path for entry in Catalog(tmp_path).committed()}
+    assert {*state} == {"epoch", "step", "metrics", "path"} and state["path"] == paths[3]
+    state = checkpoints.load_checkpoint(model, optimizer, checkpoint_path=str(paths[1]))
+    assert (state["epoch"], dict(state["metrics"])) == (1, {"loss": 0.5})
+    assert model.weight.eq(1).all()
+    checkpoints.close()
+
+
+def test_an_epoch_of_its_own_beside_the_step(tmp_path, trainee):
+    checkpoints = DistributedCheckpointManager(tmp_path)
+    checkpoints.save_checkpoint(*trainee, step=400, epoch=2, extra={"note": "a"})
+    checkpoints.wait()
+    state = checkpoints.load_checkpoint(*trainee, None)
+    assert (state["step"], state["epoch"], state["note"]) == (400, 2, "a")
+    checkpoints.close()
+
+
+def test_a_checkpoint_of_another_folder_can_be_loaded_and_is_not_touched(tmp_path, trainee):
+    theirs = DistributedCheckpointManager(tmp_path / "theirs")
+    path = theirs.save_checkpoint(*trainee, 9)
+    theirs.wait()
+    theirs.close()
+    ours = DistributedCheckpointManager(tmp_path / "ours")
+    assert ours.load_checkpoint(*trainee, path)["step"] == 9
+    ours.save_checkpoint(*trainee, 1)
+    ours.wait()
+    assert [entry.commit for entry in Catalog(tmp_path / "ours").committed()] == [1]
+    ours.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "named"),
+    [
+        ("missing", CheckpointError, "there is no checkpoint missing"),
+        ("file.pt", CheckpointError, "is a file, and checkpoints of slurmft are folders"),
+        ("", UsageError, "checkpoint_path is ''"),
+        (7, UsageError, "checkpoint_path is 7"),
+    ],
+)
+def test_a_path_without_a_checkpoint_is_named(path, error, named, tmp_path, trainee, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.pt").write_bytes(b"not ours")
+    checkpoints = DistributedCheckpointManager(tmp_path / "run")
+    with pytest.raises(error, match=named):
+        checkpoints.load_checkpoint(*trainee, checkpoint_path=path)
+    checkpoints.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({}, "neither a step nor an epoch"),
+        ({"step": None, "epoch": None}, "neither a step nor an epoch"),
+        ({"step": "12"}, "step is '12'; it is an integer"),
+        ({"epoch": 1.5}, "epoch is 1.5; it is an integer"),
+        ({"step": True}, "step is True; it is an integer"),
+        ({"step": 1, "metrics": 0.3}, "metrics is 0.3; it is a dict of numbers"),
+    ],
+)
+def test_a_save_needs_a_number(arguments, named, tmp_path, trainee):
+    checkpoints = DistributedCheckpointManager(tmp_path)
+    with pytest.raises(UsageError, match=named):
+        checkpoints.save_checkpoint(*trainee, **arguments)
+    assert Catalog(tmp_path).committed() == []
+    checkpoints.close()

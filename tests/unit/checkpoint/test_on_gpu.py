@@ -20,10 +20,10 @@ from torch import nn
 from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.staging import snapshots
 from slurmft.checkpoint.staging.arena import Arena
+from slurmft.policy.nodes.rerun_settings import RerunSettings
 from slurmft.trainer import streams
 from slurmft.trainer.savers import SAVERS
 from slurmft.worker.checks.digest import weights_digest
-from slurmft.worker.rerun.settings import RerunSettings
 from slurmft.worker.rerun.state_machine import RerunStateMachine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_environment")]

@@ -23,7 +23,9 @@ from slurmft.agent.workers import Worker
 from slurmft.cli import inject as verb
 from slurmft.config import config as configuration
 from slurmft.errors import ConfigError, LaunchError, StorageError, UsageError
+from slurmft.ipc.calls import Inject
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, Page, Slot
+from slurmft.ipc.replies import Injected
 from slurmft.policy.faults import BY_SIGNAL, IN_SESSION, LAB_COMMAND, NOT_YET, Fault, Order, order_of
 from slurmft.storage.order_file import MAX_AGE_S, ORDER_FILE, give_order, is_pending, take_order
 from slurmft.storage.patience import FolderThread
@@ -126,7 +128,7 @@ def test_a_signal_meets_the_trainer_that_torchrun_has_started_and_no_strangers_n
             mine.page[Slot.PID] = other.pid
             # exec closes Popen's pipe a moment before the kernel shows the new environment
             eventually(lambda: Path(f"/proc/{other.pid}/environ").read_bytes())
-            assert strike([mine], order("kill"), None)["injected"] == [0]
+            assert strike([mine], order("kill"), None).injected == (0,)
             hit, spared = (other, holder) if is_trainer else (holder, other)
             assert hit.wait(10) == -signal.SIGKILL
             assert spared.poll() is None
@@ -141,10 +143,10 @@ def order(fault: str) -> dict[str, Any]:
 
 def test_a_session_fault_is_a_file_and_then_a_number(tmp_path):
     both = [worker(tmp_path, 0), worker(tmp_path, 1)]
-    assert strike(both, order("hang"), [1, 7]) == {"injected": [1], "refused": []}
+    assert strike(both, order("hang"), [1, 7]) == Injected(injected=(1,), refused=())
     assert [each.page[Slot.FAULT] for each in both] == [0, 1]
     assert json.loads((tmp_path / "rank-1.fault").read_text())["fault"] == "hang"
-    assert strike(both, order("nan"), None)["injected"] == [0, 1]
+    assert strike(both, order("nan"), None).injected == (0, 1)
     assert [each.page[Slot.FAULT] for each in both] == [1, 2]
 
 
@@ -152,12 +154,12 @@ def test_whom_a_fault_cannot_reach_is_told(tmp_path):
     alien, unborn = worker(tmp_path, 0, attached=False), worker(tmp_path, 1)
     unborn.pid = 0
     found = strike([alien, unborn], order("hang"), None)
-    assert found["injected"] == []
-    assert "uses no session; only kill, stop, segfault reach it" in found["refused"][0]
-    assert "rank 1 has not been forked yet" in found["refused"][1]
+    assert found.injected == ()
+    assert "uses no session; only kill, stop, segfault reach it" in found.refused[0]
+    assert "rank 1 has not been forked yet" in found.refused[1]
     gone = worker(tmp_path, 2, pid=2**22 + 1)
-    assert "cannot be reached" in strike([gone], order("kill"), None)["refused"][0]
-    assert strike([gone], {"fault": "node-loss"}, None)["refused"] == ["'node-loss' is not a fault of a rank"]
+    assert "cannot be reached" in strike([gone], order("kill"), None).refused[0]
+    assert strike([gone], {"fault": "node-loss"}, None).refused == ("'node-loss' is not a fault of a rank",)
 
 
 # inside a worker
@@ -170,7 +172,7 @@ def faults(tmp_path, monkeypatch):
     found = InjectedFaults(mine.page)
 
     def inject(fault: str) -> InjectedFaults:
-        assert strike([mine], order(fault), None)["injected"] == [0]
+        assert strike([mine], order(fault), None).injected == (0,)
         assert found.seen != mine.page[Slot.FAULT]
         return found
 
@@ -319,15 +321,14 @@ class Link:
 
     not_yet = 0
 
-    async def call(self, kind: str, *, order: dict[str, Any], ranks: list[int] | None) -> dict[str, Any]:
-        assert kind == "inject"
-        assert order_of(order)
+    async def call(self, call: Inject) -> Injected:
+        assert order_of(call.order)
         if self.not_yet:
             self.not_yet -= 1
-            return {"injected": [], "refused": [f"rank 0 {NOT_YET}"]}
-        mine = [rank for rank in self.ranks if ranks is None or rank in ranks]
-        self.asked.append({"fault": order["fault"], "ranks": mine})
-        return {"injected": mine, "refused": []}
+            return Injected(injected=(), refused=(f"rank 0 {NOT_YET}",))
+        mine = [rank for rank in self.ranks if call.ranks is None or rank in call.ranks]
+        self.asked.append({"fault": call.order["fault"], "ranks": mine})
+        return Injected(injected=tuple(mine), refused=())
 
 
 def orders(run: RunFolder, work: Any, members: int = 2, **section: Any) -> tuple[list[Any], list[Link]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -11,22 +13,24 @@ from slurmft.agent.environment import worker_environment
 from slurmft.config.checkpoint import CheckpointConfig
 from slurmft.config.config import RunConfig, validate
 from slurmft.errors import ConfigError
-from slurmft.policy.checkpoints.checkpoint_settings import MTBF_VARIABLE, CheckpointSettings
+from slurmft.ipc.calls import StartWorkers
+from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
+from slurmft.policy.worker_settings import WORKER_VARIABLE, WorkerSettings
 
-START = {"nodes": 2, "first_rank": 0, "master_addr": "n1", "master_port": 1, "cycle": 0, "generation": 1}
+START = StartWorkers(attempt="7.0.0", nodes=2, first_rank=0, master_addr="n1", master_port=1, cycle=0, generation=1)
 
 
 def run_with(**section: Any) -> RunConfig:
     return validate({"command": "x", "run_folder": "/r/n", "nodes": 2, "checkpoint": section}, source="t")
 
 
-def environment_of(config: RunConfig) -> dict[str, str]:
-    return worker_environment(config, {}, START, 0, "7.0.0")
+def of_a_worker(config: RunConfig) -> CheckpointSettings:
+    return WorkerSettings.from_environment(worker_environment(config, {}, START, 0, "7.0.0")).checkpoint
 
 
 def test_a_worker_has_the_defaults_of_the_configuration_without_any_variable():
-    alone = CheckpointSettings.from_variables({})
-    assert alone == CheckpointSettings.from_variables(environment_of(run_with()))
+    alone = WorkerSettings.from_environment({}).checkpoint
+    assert alone == of_a_worker(run_with())
     ours = {field.name for field in fields(CheckpointSettings)} - {"mtbf_s"}
     assert ours == set(CheckpointConfig.model_fields) - {"directory"}
 
@@ -39,7 +43,7 @@ def test_every_key_reaches_the_worker():
         "just_in_time": False, "stall_timeout_s": 5.0,
     }  # fmt: skip
     assert set(given) == set(CheckpointConfig.model_fields) - {"directory"}
-    got = CheckpointSettings.from_variables(environment_of(run_with(**given)))
+    got = of_a_worker(run_with(**given))
     assert {name: getattr(got, name) for name in given} == given
 
 
@@ -89,18 +93,18 @@ def test_what_makes_no_sense_is_refused(section, named):
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [("INTERVAL", "x"), ("KEEP_LAST_N", "0"), ("KEEP_EVERY", "1e3"), ("ASYNC_SAVE", "true"), ("MTBF_S", "nan"),
-     ("MTBF_S", "inf"), ("BANDWIDTH", "9" * 5000), ("INTERVAL_SECONDS", "-1")],
+    ("name", "value"),
+    [("interval", "x"), ("keep_last_n", 0), ("keep_every", 1e3), ("async_save", "true"), ("mtbf_s", math.nan),
+     ("mtbf_s", math.inf), ("bandwidth", 1 << 70), ("interval_seconds", -1)],
     ids=["interval", "keep", "every", "flag", "nan", "inf", "digits", "seconds"],
 )  # fmt: skip
-def test_a_variable_that_was_changed_by_hand_is_named(name, text):
-    with pytest.raises(ConfigError, match=f"SLURMFT_CHECKPOINT_{name} is"):
-        CheckpointSettings.from_variables({f"SLURMFT_CHECKPOINT_{name}": text})
+def test_a_setting_that_was_changed_by_hand_is_named(name, value):
+    with pytest.raises(ConfigError, match=f"{WORKER_VARIABLE} does not hold .*: {name} is"):
+        WorkerSettings.from_environment({WORKER_VARIABLE: json.dumps({"checkpoint": {name: value}})})
 
 
 def test_how_often_it_fails_comes_from_the_supervisor():
-    assert CheckpointSettings.from_variables({MTBF_VARIABLE: "86400.5"}).mtbf_s == 86400.5
+    assert CheckpointConfig().settings(86400.5).mtbf_s == 86400.5
 
 
 @pytest.mark.parametrize(

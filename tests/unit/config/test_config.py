@@ -88,7 +88,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(keys, message):
         ({"command": []}, "command: "),
         ({"command": ""}, "command: "),
         ({"checkpoint": {"interval_steps": -1}}, "checkpoint.interval_steps: "),
-        ({"preemption": {"signal": "SIGKILL"}}, "preemption.signal: Input should be 'SIGTERM', 'SIGUSR1' or 'SIGUSR2'"),
+        ({"preemption": {"signal": "SIGKILL"}}, "preemption.signal: Input should be 'SIGTERM', 'SIGINT', 'SIGUSR1' or"),
         ({"preemption": {"signal_lead_s": 65536}}, "preemption.signal_lead_s: "),
         ({"nccl": {"backend": "mpi"}}, "nccl.backend: "),
         ({"nccl": {"step_timeout_minutes": 0}}, "nccl.step_timeout_minutes: "),

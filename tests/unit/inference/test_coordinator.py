@@ -17,8 +17,11 @@ from slurmft.inference.coordinator import Coordinator
 from slurmft.inference.ledger import open_ledger, segments_of
 from slurmft.inference.requests import prepare
 from slurmft.inference.segments import SegmentWriter, runs_of
+from slurmft.ipc.calls import Lease
+from slurmft.ipc.reports import ReplicaDied, ReplicaPhase, RequestsAnswered, RequestsReturned, RequestsWanted
 
 TOTAL = 20
+REPORTS = {each.kind: each for each in (RequestsWanted, RequestsAnswered, RequestsReturned, ReplicaPhase, ReplicaDied)}
 
 
 class World:
@@ -40,7 +43,7 @@ class World:
             self.thread.submit,
             lambda event, **facts: self.events.append((event, facts)),
         )
-        self.sent: dict[int, list[dict]] = {}
+        self.sent: dict[int, list[Lease]] = {}
         self.epochs: dict[int, int] = {}
 
     def join(self, node: int) -> None:
@@ -48,10 +51,10 @@ class World:
         self.epochs[node] = self.coordinator.join(node, f"n{node}", self.sent[node].append)
 
     def report(self, node: int, kind: str, **facts: Any) -> bool:
-        return self.coordinator.on_report(node, {"kind": kind, "epoch": self.epochs[node], **facts})
+        return self.coordinator.on_report(node, REPORTS[kind](epoch=self.epochs[node], **facts))
 
     def leased(self, node: int) -> list[int]:
-        return [number for message in self.sent[node] for first, last in message["runs"]
+        return [number for lease in self.sent[node] for first, last in lease.runs
                 for number in range(first, last)]  # fmt: skip
 
     def write(self, node: int, *indexes: int, replica: int = 0, life: int = 1) -> tuple[str, int]:
@@ -103,7 +106,7 @@ def test_an_agent_that_was_lost_says_nothing_that_counts(in_loop):
         assert world.leased(1) == []
         assert world.coordinator.lose(0) == TOTAL
         assert world.leased(1) == [0, 1, 2, 3], "what was free goes to the one that waits"
-        late = {"kind": "answers", "epoch": epoch, "segment": segment, "end": end, "runs": [[5, 6]]}
+        late = RequestsAnswered(epoch=epoch, segment=segment, end=end, runs=((5, 6),))
         assert world.coordinator.on_report(0, late) is False
         world.join(0)
         assert world.coordinator.on_report(0, late) is False, "it is back, and the message is an old one"
@@ -122,14 +125,14 @@ def test_an_agent_that_was_lost_says_nothing_that_counts(in_loop):
 def test_answers_in_segments_of_others_do_not_count(in_loop, segment):
     async def story(world: World) -> None:
         world.join(0)
-        world.report(0, "answers", segment=segment, end=99, runs=[[0, 5]])
+        world.report(0, "answers", segment=segment, end=99, runs=((0, 5),))
         await world.coordinator.commit_now()
         assert world.coordinator.requests.done == 0
 
     in_loop(story)
 
 
-@pytest.mark.parametrize("runs", [[[0, 21]], [[-1, 1]], [[5, 5]], [[7, 3]]])
+@pytest.mark.parametrize("runs", [((0, 21),), ((0, 5), (20, 30))])
 def test_requests_that_do_not_exist_do_not_count(in_loop, runs):
     async def story(world: World) -> None:
         world.join(0)
@@ -145,12 +148,12 @@ def test_a_request_that_kills_two_replicas_alone_is_answered_with_an_error(in_lo
     async def story(world: World) -> None:
         world.join(0)
         world.report(0, "want", count=TOTAL)
-        facts = {"replica": 0, "how": "ended by SIGSEGV"}
-        world.report(0, "replica_died", name="n0/0#1", in_flight=[3, 4], **facts)
+        facts = {"replica": 0, "how": "ended by SIGSEGV", "code": -11, "was_ready": True, "answered": 1, "failures": 1}
+        world.report(0, "replica_died", name="n0/0#1", in_flight=(3, 4), **facts)
         for life in (2, 3):
             world.report(0, "want", count=2)
-            assert 3 in [index for message in world.sent[0] for index in message["alone"]]
-            world.report(0, "replica_died", name=f"n0/0#{life}", in_flight=[3], **facts)
+            assert 3 in [index for lease in world.sent[0] for index in lease.alone]
+            world.report(0, "replica_died", name=f"n0/0#{life}", in_flight=(3,), **facts)
         ((event, told),) = world.events
         assert event == "request given up" and told["request"] == 3
         async with asyncio.timeout(5):
@@ -197,7 +200,7 @@ def test_the_batch_is_given_up_when_every_replica_is_down(in_loop, phases, down)
         world.join(0)
         world.join(1)
         for node, phase in enumerate(phases):
-            world.report(node, "replica", replica=0, phase=phase, life=1, slots=0, why="")
+            world.report(node, "replica", replica=0, phase=phase, life=1)
         assert world.coordinator.all_down is down
 
     in_loop(story)

@@ -10,13 +10,16 @@ import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import pytest
 
 from slurmft.ipc import channel
-from slurmft.ipc.channel import MAX_LINE_BYTES, BadMessage, Channel, Message, accept, connect
+from slurmft.ipc.calls import Call, Kill, LookNow, Ping, Port, Propose
+from slurmft.ipc.channel import MAX_LINE_BYTES, BadMessage, Body, Channel, accept, connect
+from slurmft.ipc.shapes import Fields, Shape, is_number
 from slurmft.supervisor.fleet import agents
 from slurmft.supervisor.fleet.agents import AgentLost, AgentPool
 
@@ -57,7 +60,7 @@ class Server:
     def __init__(self) -> None:
         self.port = 0
         self.channels: list[Channel] = []
-        self.received: list[Message] = []
+        self.received: list[Body] = []
         self.refused: list[Exception] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -395,12 +398,33 @@ def test_nobody_listening_is_an_oserror():
 # the pool
 
 
+AnyNumber = Annotated[int | None, Shape(fits=is_number, optional=True)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answered(Fields):
+    """What these agents say."""
+
+    node: AnyNumber = None
+    n: AnyNumber = None
+    life: AnyNumber = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask(Call[Answered]):
+    """What they are asked."""
+
+    kind: ClassVar[str] = "ask"
+    reply: ClassVar[type[Answered]] = Answered
+    n: AnyNumber = None
+
+
 class Agent:
     """A node's agent as far as the pool can tell: says hello, answers calls."""
 
-    def __init__(self, client: Channel, node: int, answer: Callable[[Message], Message | None]) -> None:
+    def __init__(self, client: Channel, node: int, answer: Callable[[Body], Body | None]) -> None:
         self.client, self.node, self.answer = client, node, answer
-        self.calls: list[Message] = []
+        self.calls: list[Body] = []
 
     async def serve(self) -> None:
         while (message := await self.client.receive()) is not None:
@@ -421,7 +445,7 @@ async def pooling(expected: int) -> AsyncIterator[tuple[AgentPool, int]]:
 
 @contextlib.asynccontextmanager
 async def agent(
-    port: int, node: int, answer: Callable[[Message], Message | None] = lambda _: {}, **hello: Any
+    port: int, node: int, answer: Callable[[Body], Body | None] = lambda _: {}, **hello: Any
 ) -> AsyncIterator[Agent]:
     async with talking(port) as client:
         client.send({"kind": "hello", "node": node, "host": f"n{node}", "pid": 1, **hello})
@@ -436,7 +460,7 @@ async def agent(
 
 async def events_of(pool: AgentPool, count: int) -> list[tuple[int, str]]:
     async with asyncio.timeout(WAIT_S):
-        return [(link.node, message["kind"]) for link, message in [await pool.events.get() for _ in range(count)]]
+        return [(link.node, report.kind) for link, report in [await pool.events.get() for _ in range(count)]]
 
 
 def test_the_pool_is_complete_when_every_node_has_reported():
@@ -462,23 +486,23 @@ def test_all_nodes_are_asked_at_once_and_answer_in_their_order():
                 agent(port, 0, lambda m: {"node": 0, "n": m["n"]}),
             ):
                 await pool.complete.wait()
-                replies = await asyncio.gather(*(pool.call_all("ask", n=number) for number in range(40)))
-            assert [[reply["node"] for reply in both] for both in replies] == [[0, 1]] * 40
-            assert [both[0]["n"] for both in replies] == list(range(40))
+                replies = await asyncio.gather(*(pool.call_all(Ask(n=number)) for number in range(40)))
+            assert [[reply.node for reply in both] for both in replies] == [[0, 1]] * 40
+            assert [both[0].n for both in replies] == list(range(40))
 
     run(work())
 
 
 def test_replies_that_come_in_another_order_find_their_calls():
     async def work() -> None:
-        held: list[Message] = []
+        held: list[Body] = []
         async with pooling(1) as (pool, port), agent(port, 0, held.append) as node:
             await pool.complete.wait()
-            calls = [asyncio.create_task(pool.links[0].call("ask", n=n)) for n in range(3)]
+            calls = [asyncio.create_task(pool.links[0].call(Ask(n=n))) for n in range(3)]
             await until(lambda: len(held) == 3)
             for message in reversed(held):
                 node.client.send({"kind": "reply", "id": message["id"], "n": message["n"]})
-            assert [(await call)["n"] for call in calls] == [0, 1, 2]
+            assert [(await call).n for call in calls] == [0, 1, 2]
 
     run(work())
 
@@ -491,7 +515,7 @@ def test_replies_that_nobody_waits_for_change_nothing():
                 node.client.send({"kind": "reply", **odd})
             node.client.send({"kind": "progress", "ranks": []})
             assert await events_of(pool, 1) == [(0, "progress")]
-            assert await pool.links[0].call("ping") is not None
+            assert await pool.links[0].call(Ping()) is not None
 
     run(work())
 
@@ -515,7 +539,7 @@ def test_an_agent_that_does_not_answer_is_lost():
         async with pooling(1) as (pool, port), agent(port, 0, lambda _: None):
             await pool.complete.wait()
             with pytest.raises(AgentLost, match="the agent on n0 did not answer 'ask' within 0 s"):
-                await pool.links[0].call("ask", timeout_s=0.05)
+                await pool.links[0].call(Ask(), timeout_s=0.05)
 
     run(work())
 
@@ -526,14 +550,14 @@ def test_calls_fail_at_once_when_the_agent_goes():
             async with agent(port, 0, lambda _: None) as node:
                 await pool.complete.wait()
                 link = pool.links[0]
-                call = asyncio.create_task(link.call("ask", timeout_s=30))
+                call = asyncio.create_task(link.call(Ask(), timeout_s=30))
                 await until(lambda: node.calls)
             with pytest.raises(AgentLost, match="has gone"):
                 await call
             assert await events_of(pool, 1) == [(0, "disconnected")]
             with pytest.raises(AgentLost, match="is not connected"):
-                await link.call("ask")
-            await pool.tell_all("kill")  # nobody to tell is fine
+                await link.call(Ask())
+            await pool.tell_all(Kill())  # nobody to tell is fine
 
     run(work())
 
@@ -545,7 +569,7 @@ def test_a_node_that_reconnects_takes_its_place():
             first = pool.links[0]
             async with agent(port, 0, lambda _: {"life": 2}):
                 await until(lambda: pool.links[0] is not first and first.channel is None)
-                assert await pool.call_all("ask") == [{"kind": "reply", "id": 1, "life": 2}]
+                assert await pool.call_all(Ask()) == [Answered(life=2)]
                 assert pool.events.empty(), "the old connection's end is nobody's finding"
 
     run(work())
@@ -560,7 +584,7 @@ def test_an_agent_that_does_not_belong_is_refused(hello):
                 client.send({"kind": "hello", "node": 1, "host": "x", "pid": 1} | hello)
                 assert await client.receive() is None
             assert list(pool.links) == [0]
-            assert await pool.call_all("ping") != []
+            assert await pool.call_all(Ping()) != []
 
     run(work())
 
@@ -586,7 +610,7 @@ def test_strangers_do_not_disturb_the_others(nonsense):
                         writer.write_eof()
                     with contextlib.suppress(OSError):
                         assert len(await reader.read()) <= 33
-                assert (await pool.call_all("ask", n=number))[0]["n"] == number
+                assert (await pool.call_all(Ask(n=number)))[0].n == number
             assert pool.events.empty()
 
     run(work())
@@ -598,7 +622,7 @@ def test_a_forged_line_ends_its_own_connection_only():
             await pool.complete.wait()
             other.client._writer.write(b"f" * 64 + b' {"kind":"exited","code":1}\n')
             assert await events_of(pool, 1) == [(1, "disconnected")]
-            assert await pool.links[0].call("ping") is not None
+            assert await pool.links[0].call(Ping()) is not None
 
     run(work())
 
@@ -618,7 +642,7 @@ def test_of_too_many_strangers_the_oldest_goes_and_an_agent_is_let_in(monkeypatc
                     assert await crowd[0][0].read() == b""
                 async with agent(port, 1):
                     await asyncio.wait_for(pool.complete.wait(), WAIT_S)
-                    assert len(await pool.call_all("ping")) == 2
+                    assert len(await pool.call_all(Ping())) == 2
             assert pool.links[0].channel is not None
             for _, writer in crowd:
                 writer.close()
@@ -651,16 +675,16 @@ def test_the_secret_is_in_no_line():
 
 # authentic and malformed: whoever knows the secret may still be broken
 
-FACTS: Message = {
+FACTS: Body = {
     "rank": 0, "state": 2, "attached": True, "step": 5, "until": 9, "saved": -1, "durable": -1,
     "resumed": 0, "first_step_at": 1.5,
     "answered": -1, "metric": 0.25, "first_step_s": 0.5, "longest_step_s": 0.25, "saves": 0, "save_s": 0.0,
     "saving_s": 0.0, "since_saved_s": 1.0, "save_failures": 0, "save_errno": 0, "save_cost_s": 0.0,
 }  # fmt: skip
-EXITED: Message = {"kind": "exited", "code": 0, "killed": False, **FACTS}
+EXITED: Body = {"kind": "exited", "code": 0, "killed": False, **FACTS}
 
 
-def without(message: Message, key: str) -> Message:
+def without(message: Body, key: str) -> Body:
     return {name: value for name, value in message.items() if name != key}
 
 
@@ -711,6 +735,9 @@ BAD_BODIES = [
 ]  # fmt: skip
 
 
+CALLS: dict[str, Call[Any]] = {"port": Port(), "look": LookNow(), "propose": Propose(tick=1, action=1)}
+
+
 def write_body(client: Channel, body: bytes) -> None:
     """Any bytes, with the right proof."""
     client._writer.write(client._mac(client._mine, client._sent, body) + b" " + body + b"\n")
@@ -723,7 +750,7 @@ def test_well_formed_reports_are_passed_on():
             for report in GOOD_REPORTS:
                 node.client.send(report)
             assert await events_of(pool, len(GOOD_REPORTS)) == [(0, report["kind"]) for report in GOOD_REPORTS]
-            assert await pool.links[0].call("ping") is not None
+            assert await pool.links[0].call(Ping()) is not None
 
     run(work())
 
@@ -736,7 +763,7 @@ def test_a_malformed_report_closes_its_connection_and_goes_no_further(report):
             broken.client.send(report)
             assert await events_of(pool, 1) == [(1, "disconnected")]
             assert pool.events.empty()
-            assert await pool.links[0].call("ping") is not None
+            assert await pool.links[0].call(Ping()) is not None
 
     run(work())
 
@@ -762,9 +789,9 @@ def test_a_malformed_reply_fails_its_call_and_closes_its_connection(kind, reply)
         async with pooling(2) as (pool, port), agent(port, 0), agent(port, 1, lambda _: reply):
             await pool.complete.wait()
             with pytest.raises(AgentLost, match="has gone"):
-                await pool.links[1].call(kind)
+                await pool.links[1].call(CALLS[kind])
             assert await events_of(pool, 1) == [(1, "disconnected")]
-            assert await pool.links[0].call("ping") is not None
+            assert await pool.links[0].call(Ping()) is not None
 
     run(work())
 
@@ -778,12 +805,12 @@ def test_a_well_formed_reply_is_handed_over(kind, reply):
     async def work() -> None:
         async with pooling(1) as (pool, port), agent(port, 0, lambda _: reply):
             await pool.complete.wait()
-            assert (await pool.links[0].call(kind)).items() >= reply.items()
+            assert (await pool.links[0].call(CALLS[kind])).as_mapping() == reply
 
     run(work())
 
 
-HELLO: Message = {"kind": "hello", "node": 1, "host": "n1", "pid": 7}
+HELLO: Body = {"kind": "hello", "node": 1, "host": "n1", "pid": 7}
 BAD_HELLOS = [
     *(without(HELLO, key) for key in ("node", "host", "pid")),
     *(HELLO | {"node": value} for value in (-1, 2, 99, "1", 1.0, True, None, [1], 2**70)),
@@ -843,7 +870,7 @@ class Attacker:
             with contextlib.suppress(OSError):
                 assert len(await reader.read()) in (0, 33)
 
-    async def signed(self, messages: list[Message | bytes], secret: bytes = SECRET) -> None:
+    async def signed(self, messages: list[Body | bytes], secret: bytes = SECRET) -> None:
         async with talking(self.port, secret) as client:
             for message in messages:
                 write_body(client, message if isinstance(message, bytes) else json.dumps(message).encode())
@@ -896,11 +923,11 @@ def test_ten_thousand_malformed_messages_close_only_their_own_connections(monkey
             async def ask() -> None:
                 nonlocal answers
                 while True:
-                    assert (await steady.call("ask", n=answers, timeout_s=WAIT_S))["n"] == answers
+                    assert (await steady.call(Ask(n=answers), timeout_s=WAIT_S)).n == answers
                     answers += 1
                     while not pool.events.empty():
-                        link, message = pool.events.get_nowait()
-                        others.add((link.node, message["kind"]))
+                        link, report = pool.events.get_nowait()
+                        others.add((link.node, report.kind))
                     await asyncio.sleep(0.002)
 
             asking = asyncio.create_task(ask())

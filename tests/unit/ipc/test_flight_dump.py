@@ -23,13 +23,12 @@ from slurmft.ipc.flight_dump import (
     MAX_DUMP_BYTES,
     BadDump,
     as_json,
-    from_json,
     plain,
     progress_of,
     read_dump,
     read_new,
 )
-from slurmft.ipc.shapes import check_reply
+from slurmft.ipc.replies import EvidenceReply
 from slurmft.policy.verdicts.collectives import Progress, absent_ranks, stuck_collectives, stuck_told
 from slurmft.policy.verdicts.culprit import Summary, blame
 from slurmft.policy.verdicts.whereabouts import Where
@@ -313,9 +312,8 @@ def evidence(**changes: Any) -> dict[str, Any]:
 
 
 def test_progress_travels_as_it_is():
-    message = evidence()
-    check_reply("evidence", message)
-    assert from_json(message["ranks"][0]["collectives"][0]) == world(5, 4)
+    (found,) = EvidenceReply.parse(evidence(), "a reply").ranks
+    assert found.collectives == (world(5, 4),)
 
 
 @pytest.mark.parametrize(
@@ -325,7 +323,7 @@ def test_progress_travels_as_it_is():
 )  # fmt: skip
 def test_progress_of_another_shape_is_refused(changes):
     with pytest.raises(BadMessage):
-        check_reply("evidence", evidence(**changes))
+        EvidenceReply.parse(evidence(**changes), "a reply")
 
 
 def test_a_dump_is_read_once_and_an_old_one_never(tmp_path):

@@ -602,6 +602,7 @@ def test_no_time_limit_is_invented(run):
         ({"slurm": {"output": "/logs/%x-%j.out"}}, {}, (), {"output": "/logs/%x-%j.out"}),
         ({"slurm": {"wckey": "w"}}, {}, (), {"wckey": "w"}),
         ({"preemption": {"signal": "SIGUSR1", "signal_lead_s": 300}}, {}, (), {"signal": "SIGUSR1@300"}),
+        ({"preemption": {"signal": "SIGINT"}}, {}, (), {"signal": "SIGINT@120"}),
         ({"slurm": {"exclude": "n9"}}, {}, ("n2", "n1"), {"exclude": "n9,n[1-2]"}),
         ({}, {}, ("n2",), {"exclude": "n2"}),
         (

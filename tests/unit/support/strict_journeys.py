@@ -23,6 +23,7 @@ import torch
 import torch._dynamo  # what building an optimizer imports: here once, and not in every rank
 import torch.distributed as dist
 from torch import nn
+from worker_variable import worker_variable
 
 from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.replicas import supply
@@ -116,8 +117,9 @@ class Place:
                 "GROUP_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port),
                 PAGE_VARIABLE: str(self.root / f"rank-{rank}"), "SLURMFT_MEMORY_DIR": str(self.memory(rank)),
                 "SLURMFT_CHECKPOINT_DIR": str(self.root / "checkpoints"), "SLURMFT_GENERATION": str(self.generation),
-                "SLURMFT_CHECKPOINT_INTERVAL_STEPS": "3", "SLURMFT_BACKEND": strict_group.DEVICE,
-                "SLURMFT_INIT_TIMEOUT_MINUTES": "1", "SLURMFT_STEP_TIMEOUT_MINUTES": "1", "OMP_NUM_THREADS": "1",
+                **worker_variable(checkpoint={"interval_steps": 3}, backend=strict_group.DEVICE,
+                                  init_timeout_minutes=1, step_timeout_minutes=1),
+                "OMP_NUM_THREADS": "1",
                 "DIES": str(int(rank == dies)), "UNTIL": str(until), "PLACE": str(self.root),
             }  # fmt: skip
 

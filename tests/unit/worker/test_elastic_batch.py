@@ -6,6 +6,7 @@ import pytest
 
 from slurmft.agent.environment import worker_environment
 from slurmft.config.config import validate
+from slurmft.ipc.calls import StartWorkers
 from slurmft.worker.batches import Batches
 
 
@@ -26,7 +27,9 @@ def test_the_samples_of_a_step(policy: str, nodes: int, samples: int):
     config = validate(
         {"command": "true", "run_folder": "/r", "nodes": 4, "nproc_per_node": 2, "elastic": elastic}, source="here"
     )
-    start = {"first_rank": 2, "nodes": nodes, "generation": 1, "master_addr": "n1", "master_port": 1, "cycle": 0}
+    start = StartWorkers(
+        attempt="7.0.0", first_rank=2, nodes=nodes, generation=1, master_addr="n1", master_port=1, cycle=0
+    )
     environment = worker_environment(config, {}, start, 2, "7.0.0")
     del environment["SLURMFT_ERROR_DIR"]  # nothing is written here
     split = Batches(environment).split(64, int(environment["WORLD_SIZE"]), 8)

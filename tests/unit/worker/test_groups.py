@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+from worker_variable import worker_variable
 
 from slurmft.trainer.savers import SAVERS
 from slurmft.worker import groups
@@ -34,7 +35,7 @@ with start_session(seed=1) as session:
 def facts() -> dict:
     environment = os.environ | {
         "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
-        "SLURMFT_INIT_TIMEOUT_MINUTES": "7", "SLURMFT_STEP_TIMEOUT_MINUTES": "0.5", "SLURMFT_BACKEND": "gloo",
+        **worker_variable(init_timeout_minutes=7, step_timeout_minutes=0.5, backend="gloo"),
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=100, check=False

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from worker_variable import worker_variable
+
 SCRIPT = """
 import json, sys, time
 from pathlib import Path
@@ -31,7 +33,7 @@ def test_they_save_before_the_same_steps(tmp_path: Path):
         port = listener.getsockname()[1]
     common = os.environ | {
         "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-        "SLURMFT_CHECKPOINT_INTERVAL": "seconds", "SLURMFT_CHECKPOINT_INTERVAL_SECONDS": "0.4",
+        **worker_variable(checkpoint={"interval": "seconds", "interval_seconds": 0.4}),
     }  # fmt: skip
     ranks = [
         subprocess.Popen(

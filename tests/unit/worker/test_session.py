@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 import torch
+from worker_variable import set_settings
 
 from slurmft.ipc.pages.heartbeat import NOTHING, Page, Slot, State, StopAction
 from slurmft.policy.timing.stop import END, NEVER, NOT_STARTED, tick_of
@@ -65,7 +66,7 @@ class Training:
     ],
 )
 def test_when_it_saves(page, monkeypatch, interval, start, until, saves):
-    monkeypatch.setenv("SLURMFT_CHECKPOINT_INTERVAL_STEPS", str(interval))
+    set_settings(monkeypatch, checkpoint={"interval_steps": interval})
     with start_session() as session:
         training = Training(session).run(until, start)
     assert training.saves == saves

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from made_snapshots import KEY, flip_byte, stage
 from staging import until
+from worker_variable import worker_variable
 
 from slurmft.checkpoint.replicas import keeper as keeper_module
 from slurmft.checkpoint.replicas.keeper import Keeper
@@ -415,13 +416,13 @@ def test_killed_in_the_middle_it_leaves_nothing_that_could_be_believed(tmp_path,
 
 def test_peers_follow_from_the_place_in_the_run(tmp_path):
     environment = {
-        "SLURMFT_CHECKPOINT_PEER_COPIES": "1", "GROUP_WORLD_SIZE": "4", "GROUP_RANK": "2",
+        **worker_variable(checkpoint={"peer_copies": 1}), "GROUP_WORLD_SIZE": "4", "GROUP_RANK": "2",
         "SLURMFT_RUN_FOLDER": str(tmp_path), "SLURMFT_ATTEMPT": "7.0.1", "SLURMFT_MEMORY_DIR": str(tmp_path),
     }  # fmt: skip
     assert find_peers(environment) == [Peer(place=3, announcement=tmp_path / "attempts/7.0.1/keeper-3.json")]
     assert key_file(environment) == tmp_path / KEY_FILE
-    for changed in ({"SLURMFT_CHECKPOINT_PEER_COPIES": "0"}, {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"},
-                    {"GROUP_RANK": "9"}, {"GROUP_RANK": "x"}, {"SLURMFT_CHECKPOINT_PEER_COPIES": ""}):  # fmt: skip
+    for changed in (worker_variable(checkpoint={"peer_copies": 0}), {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"},
+                    {"GROUP_RANK": "9"}, {"GROUP_RANK": "x"}, {"SLURMFT_WORKER": ""}):  # fmt: skip
         assert find_peers(environment | changed) == []
     assert find_peers({}) == []
     assert key_file({}) is None

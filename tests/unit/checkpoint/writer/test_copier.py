@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from made_snapshots import stage
+from worker_variable import worker_variable
 
 from slurmft.checkpoint.replicas.keeper import Keeper
 from slurmft.checkpoint.replicas.local_tier import local_folder
@@ -21,9 +22,10 @@ from slurmft.storage.memory_folder import KEY_FILE, PEERS, announcement
 from slurmft.system.files import write_json
 
 
-def environment(tmp_path: Path, **more: str) -> dict[str, str]:
+def environment(tmp_path: Path, local_directory: str | None = None, **more: str) -> dict[str, str]:
     return {
-        "SLURMFT_CHECKPOINT_PEER_COPIES": "1", "GROUP_WORLD_SIZE": "2", "GROUP_RANK": "0", "SLURMFT_ATTEMPT": "1.0.0",
+        **worker_variable(checkpoint={"peer_copies": 1, "local_directory": local_directory}),
+        "GROUP_WORLD_SIZE": "2", "GROUP_RANK": "0", "SLURMFT_ATTEMPT": "1.0.0",
         "SLURMFT_RUN_FOLDER": str(tmp_path), "SLURMFT_MEMORY_DIR": str(tmp_path / "mine"), **more,
     }  # fmt: skip
 
@@ -51,7 +53,7 @@ def test_peers_and_the_local_disk_get_it(tmp_path):
         where = {"hosts": ["127.0.0.1"], "port": listener.getsockname()[1]}
         write_json(announcement(tmp_path / "attempts/1.0.0", 1), where, durable=False)
         disk = tmp_path / "local disk"
-        lane = CopyLane(environment(tmp_path, SLURMFT_CHECKPOINT_LOCAL_DIRECTORY=str(disk)))
+        lane = CopyLane(environment(tmp_path, local_directory=str(disk)))
         lane.offer(offered(tmp_path, 40))
         wait_until_idle(lane)
         listener.shutdown(socket.SHUT_RDWR)
@@ -87,7 +89,7 @@ def test_of_those_that_wait_the_newest_wins(tmp_path, monkeypatch):
     assert sent == ["shard-0.1.json", "shard-0.4.json", "shard-0.5.json"]
 
 
-@pytest.mark.parametrize("changes", [{"SLURMFT_CHECKPOINT_PEER_COPIES": "0"}, {"SLURMFT_MEMORY_DIR": ""}])
+@pytest.mark.parametrize("changes", [{"SLURMFT_WORKER": ""}, {"SLURMFT_MEMORY_DIR": ""}])
 def test_a_run_without_copies_pays_nothing(tmp_path, changes):
     before = threading.active_count()
     lane = CopyLane(environment(tmp_path, **changes))
@@ -100,7 +102,7 @@ def test_what_does_not_work_is_logged(tmp_path, caplog, monkeypatch):
     (tmp_path / "mine").mkdir()
     monkeypatch.setattr(copier, "find_peers", lambda _: [])
     (tmp_path / "a file").write_text("")
-    lane = CopyLane(environment(tmp_path, SLURMFT_CHECKPOINT_LOCAL_DIRECTORY=str(tmp_path / "a file")))
+    lane = CopyLane(environment(tmp_path, local_directory=str(tmp_path / "a file")))
     lane.offer(offered(tmp_path, 1))
     wait_until_idle(lane)
     assert "no copy in" in caplog.text

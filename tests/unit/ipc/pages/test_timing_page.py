@@ -22,7 +22,7 @@ from slurmft.ipc.pages.timing_page import (
     TimingPage,
     plain_name,
 )
-from slurmft.ipc.shapes import check_report
+from slurmft.ipc.reports import RankTimings, TimingsReport, parse_report
 
 
 @pytest.fixture
@@ -123,16 +123,16 @@ def test_a_window_is_reported_once_it_is_over(page):
     put(page, "data", *[2_000_000] * 4, 9_000_000)
     assert list(reports.due(workers, 109.9)) == []
     (message,) = reports.due(workers, 110.0)
-    assert message == {"kind": "timings", "window": 1, "ranks": [
-        {"rank": 3, "role": "", "device": 0, "sections": [["data", 0.002, 5]]}]}  # fmt: skip
-    check_report(message)
+    facts = RankTimings(rank=3, role="", device=0, sections=(("data", 0.002, 5),))
+    assert message == TimingsReport(window=1, ranks=(facts,))
+    assert parse_report(message.as_mapping()) == message
     assert list(reports.due(workers, 119.0)) == []
     put(page, "data", 4_000_000)
     (message,) = reports.due(workers, 145.0)
-    assert message["window"] == 4
-    assert message["ranks"][0]["sections"] == [["data", 0.004, MIN_SAMPLES]]  # with two older ones: 2, 9, 4
+    assert message.window == 4
+    assert message.ranks[0].sections == (("data", 0.004, MIN_SAMPLES),)  # with two older ones: 2, 9, 4
     (message,) = reports.due(workers, 150.0)
-    assert message["ranks"][0]["sections"] == []
+    assert message.ranks[0].sections == ()
 
 
 def test_a_report_fits_into_the_control_channel(tmp_path):
@@ -142,10 +142,10 @@ def test_a_report_fits_into_the_control_channel(tmp_path):
             put(page, f"{number:02}" + "\\" * MAX_NAME, 123_456_789_123, 2, 3)
         page.describe(role="\\" * 99, device=CPU)
     messages = list(TimingReports(1.0, 0.0).due([Worker(rank, page) for rank, page in enumerate(pages)], 1.5))
-    assert [len(message["ranks"]) for message in messages] == [32, 32, 6]
+    assert [len(message.ranks) for message in messages] == [32, 32, 6]
     for message in messages:
-        check_report(message)
-        assert len(json.dumps(message)) < MAX_LINE_BYTES - 100
+        assert parse_report(message.as_mapping()) == message
+        assert len(json.dumps(message.as_mapping())) < MAX_LINE_BYTES - 100
     for page in pages:
         page.close()
 
@@ -166,8 +166,8 @@ GOOD = {"rank": 0, "role": "", "device": 1, "sections": [["own work", 0.1, 5]]}
 )  # fmt: skip
 def test_a_report_of_another_shape_closes_its_connection(ranks):
     with pytest.raises(BadMessage):
-        check_report({"kind": "timings", "window": 1, "ranks": ranks})
-    check_report({"kind": "timings", "window": 1, "ranks": [GOOD]})
+        parse_report({"kind": "timings", "window": 1, "ranks": ranks})
+    parse_report({"kind": "timings", "window": 1, "ranks": [GOOD]})
 
 
 WORKER = """
@@ -200,9 +200,9 @@ def test_a_worker_of_another_process_is_reported(page, tmp_path):
         assert worker.stdout.readline() == "done\n"
         (message,) = TimingReports(1.0, 0.0).due([Worker(3, page)], 1.0)  # while it lives
         worker.kill()
-    (facts,) = message["ranks"]
-    assert (facts["rank"], facts["role"], facts["device"]) == (3, "stage 0", CPU)
-    sections = {name: (median_s, count) for name, median_s, count in facts["sections"]}
+    (facts,) = message.ranks
+    assert (facts.rank, facts.role, facts.device) == (3, "stage 0", CPU)
+    sections = {name: (median_s, count) for name, median_s, count in facts.sections}
     assert {name: count for name, (_, count) in sections.items()} == {
         "own work": 10, "step": 10, "data": 23, "never ends well": 1,
     }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from worker_variable import worker_variable
 
 from slurmft.errors import UsageError
 from slurmft.policy.checkpoints.oom import MAX_DIVISOR, Irreducible, Smaller, divisor_in, pieces, smaller
@@ -81,7 +82,10 @@ def test_a_damaged_journal_changes_nothing(values, divisor):
 
 
 def batches(tmp_path, divisor: str = "1", rank: str = "0") -> Batches:
-    return Batches({"SLURMFT_BATCH_DIVISOR": divisor, "SLURMFT_ERROR_DIR": str(tmp_path), "RANK": rank})
+    return Batches(
+        worker_variable({}, batch_divisor=int(divisor) if divisor.isdecimal() else divisor)
+        | {"SLURMFT_ERROR_DIR": str(tmp_path), "RANK": rank}
+    )
 
 
 def test_without_a_divisor_nothing_changes(tmp_path):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from slurmft.agent.environment import worker_environment
 from slurmft.config import config as configuration
+from slurmft.ipc.calls import StartWorkers
 from slurmft.policy.site.nccl import (
     HANDLING_VARIABLE,
     HEARTBEAT_VARIABLE,
@@ -23,7 +24,7 @@ from slurmft.policy.site.nccl import (
 )
 from slurmft.trainer import streams
 
-START = {"nodes": 2, "first_rank": 2, "master_addr": "n1", "master_port": 1, "cycle": 0, "generation": 1}
+START = StartWorkers(attempt="7.0.0", nodes=2, first_rank=2, master_addr="n1", master_port=1, cycle=0, generation=1)
 FABRIC = {
     "NCCL_P2P_LEVEL": "NVL", "NCCL_IB_HCA": "mlx5_0,mlx5_1", "NCCL_NVLS_ENABLE": "1", "NCCL_SOCKET_IFNAME": "ib0",
     "NCCL_NET_PLUGIN": "ofi", "UCX_TLS": "rc,cuda", "FI_PROVIDER": "efa", "NVSHMEM_DEBUG": "INFO",

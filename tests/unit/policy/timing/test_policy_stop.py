@@ -17,7 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from slurmft.ipc import calls
 from slurmft.ipc.pages.heartbeat import NOTHING, Slot, StopAction
+from slurmft.ipc.replies import Looks
 from slurmft.policy.timing.stop import (
     END,
     LAST_BATCH,
@@ -236,16 +238,15 @@ class Rank:
 class Call:
     """One message to all agents, as the supervisor awaits it."""
 
-    kind: str
-    fields: dict[str, Any]
+    asked: calls.Call[Any]
 
     def __await__(self) -> Generator[Call, list[Any], list[Any]]:
         return (yield self)
 
 
 class ModelPool:
-    def call_all(self, kind: str, **fields: Any) -> Call:
-        return Call(kind, fields)
+    def call_all(self, call: calls.Call[Any]) -> Call:
+        return Call(call)
 
 
 def agent_handles(call: Call, ranks: list[Rank], reply: dict[str, Any]) -> Step:
@@ -256,13 +257,13 @@ def agent_handles(call: Call, ranks: list[Rank], reply: dict[str, Any]) -> Step:
             yield
             rank.worker.page[slot] = value
 
-    if call.kind == "propose":
-        yield from write(Slot.ACTION, call.fields["action"])
+    if isinstance(call.asked, calls.Propose):
+        yield from write(Slot.ACTION, call.asked.action)
         yield from write(Slot.COMMITTED, NOTHING)
-        yield from write(Slot.PROPOSED, call.fields["tick"])
-    elif call.kind == "commit":
-        yield from write(Slot.COMMITTED, call.fields["tick"])
-    elif call.kind == "withdraw":
+        yield from write(Slot.PROPOSED, call.asked.tick)
+    elif isinstance(call.asked, calls.Commit):
+        yield from write(Slot.COMMITTED, call.asked.tick)
+    elif isinstance(call.asked, calls.Withdraw):
         yield from write(Slot.PROPOSED, NEVER)
     found = []
     for rank in ranks:
@@ -270,8 +271,8 @@ def agent_handles(call: Call, ranks: list[Rank], reply: dict[str, Any]) -> Step:
         for slot in (Slot.PID, Slot.TICK, Slot.HOLDING):
             yield
             look.append(page[slot])
-        found.append([look[0] != 0, look[1], True, look[2]])
-    reply["looks"] = found
+        found.append(Look(attached=look[0] != 0, tick=look[1], alive=True, holding=look[2]))
+    reply["looks"] = tuple(found)
 
 
 @dataclass
@@ -302,7 +303,7 @@ class World:
                 def advance() -> None:
                     nonlocal awaited
                     try:
-                        awaited = supervisor.send([dict(reply) for reply in replies] if awaited else None)
+                        awaited = supervisor.send([Looks(**reply) for reply in replies] if awaited else None)
                     except StopIteration as end:
                         self.plan, self.decided = end.value, True
                         return
@@ -496,10 +497,12 @@ class PoolThatSays:
         self._answers = list(answers)
         self.asked: list[tuple[str, int | None]] = []
 
-    async def call_all(self, kind: str, *, tick: int | None = None, **_fields: Any) -> list[dict[str, Any]]:
-        self.asked.append((kind, tick))
+    async def call_all(self, call: calls.Call[Any]) -> list[Looks]:
+        self.asked.append((call.kind, getattr(call, "tick", None)))
         ticks = self._answers.pop(0) if self._answers else []
-        return [{"looks": [[True, tick, True, holding] for tick, holding in ticks]}]
+        return [
+            Looks(looks=tuple(Look(attached=True, tick=tick, alive=True, holding=holding) for tick, holding in ticks))
+        ]
 
 
 def test_a_rank_that_leaves_its_evaluation_before_the_proposed_batch_moves_the_stop_to_a_boundary():

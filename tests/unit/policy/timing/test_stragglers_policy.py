@@ -290,16 +290,44 @@ def test_the_report_has_the_known_lines():
         "  Rank=7 Node=n1 Score=0.25",
         "  Rank=9 Node=n2 Score=0.33",
         "  Rank=3 Node=n0 Score=0.95",
+        " Best performing 3/20 ranks:",
+        "  Rank=0 Node=n0 Score=1.00",
+        "  Rank=1 Node=n0 Score=1.00",
+        "  Rank=2 Node=n0 Score=1.00",
         "STRAGGLER DETECTION WARNING: Some GPUs have worse relative performance. Affected ranks: [7, 9]",
         "GPU individual performance:",
         " Worst performing 3/20 ranks:",
         "  Rank=7 Node=n1 Score=0.25",
         "  Rank=9 Node=n2 Score=0.33",
         "  Rank=3 Node=n0 Score=0.95",
-        "STRAGGLER DETECTION WARNING: Some GPUs have worse individual performance. Affected ranks: [7, 9]",
+        " Best performing 3/20 ranks:",
+        "  Rank=0 Node=n0 Score=1.00",
+        "  Rank=1 Node=n0 Score=1.00",
+        "  Rank=2 Node=n0 Score=1.00",
+        "STRAGGLER DETECTION WARNING: Some GPUs performance dropped. Affected ranks: [7, 9]",
         "Section relative performance:",
         '  Section="own work" Rank=7 Node=n1 Score=0.25',
     ]
+
+
+@pytest.mark.parametrize(
+    ("worst", "headings"),
+    [
+        (2, [" Worst performing 2/5 ranks:", " Best performing 2/5 ranks:"]),
+        (4, [" Worst performing 4/5 ranks:", " Best performing 1/5 ranks:"]),
+        (5, [" Worst performing 5/5 ranks:"]),
+        (9, [" Worst performing 5/5 ranks:"]),
+    ],
+)
+def test_the_best_ranks_are_shown_too_and_none_twice(worst, headings):
+    shape = ReportShape(worst=worst, individual=False)
+    lines = report(scores_of([1.0, 2.0, 1.0, 1.5, 1.25]), ["a"] * 5, [], shape).split("\n")
+    assert [line for line in lines if "performing" in line] == headings
+    ranks = [line for line in lines if line.startswith("  Rank=")]
+    assert len(ranks) == len(set(ranks)) == min(5, 2 * worst)
+    assert ranks[0].startswith("  Rank=1 ")
+    scores = [float(line.rpartition("=")[2]) for line in ranks]
+    assert scores[:worst] == sorted(scores[:worst]) and scores[worst:] == sorted(scores[worst:], reverse=True)
 
 
 def test_the_report_tells_who_is_missing():

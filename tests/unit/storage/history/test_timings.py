@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slurmft.config.config import validate
+from slurmft.ipc.reports import WorkerFacts
 from slurmft.storage.history import timings
 from slurmft.storage.history.timings import (
     MAX_ATTEMPTS,
@@ -231,10 +234,14 @@ def test_a_first_step_counts_where_there_was_no_other(tmp_path):
 # measuring
 
 
-def report(rank: int = 0, **changes: float) -> dict[str, float]:
-    quiet = {"step": 0, "first_step_s": 0.0, "longest_step_s": 0.0, "saves": 0, "save_s": 0.0, "saving_s": 0.0,
-             "since_saved_s": 0.0, "save_cost_s": 0.0}  # fmt: skip
-    return {"rank": rank, **quiet, **changes}
+QUIET: dict[str, Any] = {
+    **{each.name: 0 for each in dataclasses.fields(WorkerFacts)}, "attached": True, "metric": 0.5,
+}  # fmt: skip
+del QUIET["rank"]
+
+
+def report(rank: int = 0, **changes: float) -> WorkerFacts:
+    return WorkerFacts(rank=rank, **(QUIET | changes))
 
 
 def test_the_slowest_rank_counts():

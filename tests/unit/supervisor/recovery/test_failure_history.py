@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -9,15 +10,14 @@ import pytest
 
 from slurmft.agent.environment import worker_environment
 from slurmft.config.config import validate
-from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
+from slurmft.ipc.calls import StartWorkers
 from slurmft.policy.timing.checkpoint_interval import FailureHistory, mtbf_s
+from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.journal import Event
 from slurmft.supervisor.recovery.failure_history import facts_for_workers, history_of
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
-START: dict[str, Any] = {
-    "nodes": 2, "first_rank": 0, "master_addr": "n1", "master_port": 1, "cycle": 0, "generation": 1
-}  # fmt: skip
+START = StartWorkers(attempt="7.0.0", nodes=2, first_rank=0, master_addr="n1", master_port=1, cycle=0, generation=1)
 
 
 def event(at_s: float, name: str, attempt: str = "7.0.0", **details: Any) -> Event:
@@ -59,5 +59,5 @@ def test_workers_learn_how_often_the_run_fails():
     told = facts_for_workers(history, config, nodes=2)
     expected = mtbf_s(FailureHistory(failures=1, node_s=2 * 86_400), 2)
     assert told == {"batch_divisor": 1, "mtbf_s": pytest.approx(expected, abs=0.1)}
-    environment = worker_environment(config, {}, START | told, 0, "7.0.1")
-    assert CheckpointSettings.from_variables(environment).mtbf_s == told["mtbf_s"]
+    environment = worker_environment(config, {}, replace(START, **told), 0, "7.0.1")
+    assert WorkerSettings.from_environment(environment).checkpoint.mtbf_s == told["mtbf_s"]

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from slurmft.ipc.calls import TakeEvidence
+from slurmft.ipc.replies import EvidenceReply
 from slurmft.policy.timing.stop import tick_of
 from slurmft.policy.verdicts.culprit import Blame, Named, Summary, blame
 from slurmft.policy.verdicts.findings import WorkerEnd
@@ -35,9 +37,8 @@ class Link:
     def __init__(self, node: int, ranks: list[dict[str, Any]] | None, takes_s: float = 0.0) -> None:
         self.node, self.host, self._ranks, self._takes_s = node, f"n{node}", ranks, takes_s
 
-    async def call(self, kind: str, *, timeout_s: float, within_s: float, dumps_within_s: float) -> dict[str, Any]:
-        assert kind == "evidence"
-        assert 0 < within_s + dumps_within_s < timeout_s
+    async def call(self, call: TakeEvidence, *, timeout_s: float) -> EvidenceReply:
+        assert 0 < call.within_s + call.dumps_within_s < timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.sleep(self._takes_s)
@@ -45,7 +46,7 @@ class Link:
             raise AgentLost("too late") from error
         if self._ranks is None:
             raise AgentLost("gone")
-        return {"ranks": self._ranks}
+        return EvidenceReply.parse({"ranks": self._ranks}, "a reply")
 
 
 class Pool:

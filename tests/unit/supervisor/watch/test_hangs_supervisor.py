@@ -11,6 +11,9 @@ import pytest
 
 from slurmft.agent.hangs import facts_of
 from slurmft.config.config import RunConfig
+from slurmft.ipc.calls import AskSections
+from slurmft.ipc.replies import SectionsReply
+from slurmft.ipc.reports import DurationsReport, HangReport
 from slurmft.policy.timing.hangs import WorkerLook
 from slurmft.policy.verdicts.culprit import Blame, Named
 from slurmft.storage.history import ft_state
@@ -20,7 +23,7 @@ from slurmft.supervisor.fleet.agents import AgentLost
 from slurmft.supervisor.watch import hangs
 from slurmft.supervisor.watch.hangs import Hangs
 
-REPORT = {"kind": "hung", "rank": 0, "section": "step", "held_s": 10.1, "limit_s": 10.0, "why": "rank 0 ..."}
+REPORT = HangReport(rank=0, section="step", held_s=10.1, limit_s=10.0, why="rank 0 ...")
 
 
 class Agent:
@@ -29,15 +32,15 @@ class Agent:
     def __init__(self, host: str, *workers: WorkerLook) -> None:
         self.host, self.workers, self.asked = host, workers, 0
 
-    async def call(self, kind: str, *, timeout_s: float, first: int) -> dict[str, Any]:
-        assert kind == "sections"
+    async def call(self, call: AskSections, *, timeout_s: float) -> SectionsReply:
         self.asked += 1
         await asyncio.sleep(0)
-        return {"workers": [facts_of(self.workers[first])], "more": first + 1 < len(self.workers)}
+        first = call.first
+        return SectionsReply(workers=(facts_of(self.workers[first]),), more=first + 1 < len(self.workers))
 
 
 class Lost(Agent):
-    async def call(self, kind: str, *, timeout_s: float, first: int) -> dict[str, Any]:
+    async def call(self, call: AskSections, *, timeout_s: float) -> SectionsReply:
         raise AgentLost("gone")
 
 
@@ -105,8 +108,8 @@ def test_stacks_narrow_down_what_pages_leave_open(tmp_path):
     assert found.found.ranks == (1,)
 
 
-def told(**seconds: float) -> dict[str, Any]:
-    return {"kind": "durations", "sections": [[name, each] for name, each in seconds.items()]}
+def told(**seconds: float) -> DurationsReport:
+    return DurationsReport(sections=tuple(seconds.items()))
 
 
 def test_limits_are_learned_kept_and_remembered(tmp_path, monkeypatch):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from slurmft.ipc.pages.heartbeat import State
+from slurmft.ipc.reports import WorkerFacts
 from slurmft.storage.history import timings
 from slurmft.storage.history.timings import Timings
 from slurmft.storage.run_folder import Attempt, RunFolder
@@ -17,6 +19,10 @@ from slurmft.supervisor.watch.observations import Observations
 
 WORK = "w0rk"
 ATTEMPT = Attempt(job="7", restart=0)
+
+
+def read(ranks: Sequence[dict]) -> list[WorkerFacts]:
+    return [WorkerFacts(**facts) for facts in ranks]
 
 
 def facts(rank: int, *, resumed: int = 0, step: int = 0, saved: int = -1, attached: bool = True) -> dict:
@@ -49,13 +55,13 @@ def seen(tmp_path: Path) -> Observations:
     ],
 )  # fmt: skip
 def test_how_far_the_attempt_is(seen, ranks, reached, saved):
-    seen.note_progress(ranks)
+    seen.note_progress(read(ranks))
     assert (seen.reached(), seen.saved()) == (reached, saved)
 
 
 def test_everybody_must_have_answered(seen):
     assert not seen.all_answered(3)
-    seen.note_progress([facts(0) | {"answered": 5}, facts(1) | {"answered": 2}])
+    seen.note_progress(read([facts(0) | {"answered": 5}, facts(1) | {"answered": 2}]))
     assert seen.all_answered(2)
     assert not seen.all_answered(3)
 
@@ -64,7 +70,7 @@ def test_everybody_must_have_answered(seen):
 
 
 def saving(seen: Observations, *ranks: dict) -> None:
-    seen.note_progress(list(ranks))
+    seen.note_progress(read(list(ranks)))
 
 
 def test_a_stop_is_saved_when_every_step_is_in_a_checkpoint_of_all_ranks(seen):
@@ -129,7 +135,7 @@ def test_a_run_folder_that_cannot_be_written_is_the_callers_to_tell(seen, tmp_pa
 
 
 def test_progress_tells_where_the_attempt_began(seen, tmp_path):
-    seen.note_progress([facts(0, resumed=5, step=9), facts(1, resumed=5, step=8)])
+    seen.note_progress(read([facts(0, resumed=5, step=9), facts(1, resumed=5, step=8)]))
     seen.write_progress()
     progress = RunFolder(tmp_path / "run").progress()
     assert progress is not None
@@ -152,7 +158,7 @@ def test_the_first_step_is_told_once_with_the_seconds_since_the_stop(tmp_path):
 
 
 def test_progress_of_a_plain_script_is_that_it_runs(seen, tmp_path):
-    seen.note_progress([facts(0, attached=False), facts(1, attached=False)])
+    seen.note_progress(read([facts(0, attached=False), facts(1, attached=False)]))
     seen.write_progress()
     progress = RunFolder(tmp_path / "run").progress()
     assert progress is not None

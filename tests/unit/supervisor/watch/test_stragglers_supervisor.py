@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from slurmft.config.config import RunConfig, validate
+from slurmft.ipc.reports import RankTimings, TimingsReport
 from slurmft.policy.timing.straggler_verdict import StragglerVerdict
 from slurmft.storage.history import straggler_history
 from slurmft.storage.journal import Journal
@@ -45,11 +46,11 @@ class Bench:
         self.clock.now += 300
         for node, host in enumerate(self.hosts):
             ranks = [
-                facts(rank, work[rank], step, role if isinstance(role, str) else role[rank])
+                facts(rank, own, step, role if isinstance(role, str) else role[rank])
                 for rank in range(node * self.nproc, (node + 1) * self.nproc)
-                if work[rank] is not None
+                if (own := work[rank]) is not None
             ]
-            self.watch.note(host, {"kind": "timings", "window": self.number, "ranks": ranks})
+            self.watch.note(host, timings(self.number, *ranks))
         return self.watch.verdict()
 
     def events(self, name: str) -> list[dict[str, Any]]:
@@ -63,9 +64,13 @@ def configured(folder: Path, *, nodes: int, nproc: int, **settings: Any) -> RunC
     )  # fmt: skip
 
 
-def facts(rank: int, work: float | None, step: float, role: str) -> dict[str, Any]:
-    sections = [["own work", work, 10], ["step", step, 10], ["data", FAST / 2, 10]]
-    return {"rank": rank, "role": role, "device": 1, "sections": sections}
+def facts(rank: int, work: float, step: float, role: str) -> RankTimings:
+    sections = (("own work", work, 10), ("step", step, 10), ("data", FAST / 2, 10))
+    return RankTimings(rank=rank, role=role, device=1, sections=sections)
+
+
+def timings(window: int, *ranks: RankTimings) -> TimingsReport:
+    return TimingsReport(window=window, ranks=ranks)
 
 
 @pytest.fixture
@@ -218,9 +223,9 @@ def test_without_a_session_named_sections_are_compared(tmp_path):
     found = None
     for number in range(1, 4):
         for rank, host in enumerate(bench.hosts):
-            sections = [["data", 1.0 if rank == 3 else 0.2, 9], ["math", 0.3, 9]]
-            message = {"rank": rank, "role": "", "device": 2, "sections": sections}
-            bench.watch.note(host, {"kind": "timings", "window": number, "ranks": [message]})
+            sections = (("data", 1.0 if rank == 3 else 0.2, 9), ("math", 0.3, 9))
+            message = RankTimings(rank=rank, role="", device=2, sections=sections)
+            bench.watch.note(host, timings(number, message))
         found = bench.watch.verdict() or found
     assert found is not None
     assert (found.nodes, found.step_s == found.step_s) == (("n4",), False)
@@ -232,7 +237,7 @@ def test_late_double_and_foreign_reports_change_nothing(bench):
     bench.window(FAST, FAST, SLOW, FAST)
     report = bench.watch.last_report
     for window, rank in ((1, 0), (0, 0), (-5, 1), (2, 4), (2, 10**6)):
-        message = {"kind": "timings", "window": window, "ranks": [facts(rank, 99.0, 1.0, "")]}
+        message = timings(window, facts(rank, 99.0, 1.0, ""))
         bench.watch.note("n1", message)
     assert bench.watch.last_report == report
     assert bench.window(FAST, FAST, SLOW, FAST) is None
@@ -250,9 +255,9 @@ def test_the_log_can_be_switched_off_and_named(tmp_path, caplog):
 def test_more_section_names_than_there_is_room_for(tmp_path):
     bench = Bench(tmp_path)
     for rank, host in enumerate(bench.hosts):
-        sections = [[f"{rank}.{number}", 1.0, 9] for number in range(30)]
-        message = {"rank": rank, "role": f"r{rank}", "device": 1, "sections": sections}
-        bench.watch.note(host, {"kind": "timings", "window": 1, "ranks": [message]})
+        sections = tuple((f"{rank}.{number}", 1.0, 9) for number in range(30))
+        message = RankTimings(rank=rank, role=f"r{rank}", device=1, sections=sections)
+        bench.watch.note(host, timings(1, message))
     assert bench.watch.verdict() is None
 
 

@@ -20,7 +20,7 @@ import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from slurmft.worker.rerun.state_machine import RerunStateMachine
 from slurmft.worker.rerun.data import RerunDataIterator
-from slurmft.worker.rerun.settings import RerunSettings
+from slurmft.policy.nodes.rerun_settings import RerunSettings
 
 root, rank = Path(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(1)

@@ -17,14 +17,15 @@ from torch import nn
 from slurmft.config.reruns import RerunConfig
 from slurmft.errors import ConfigError, UsageError
 from slurmft.policy.nodes.evidence import Kind, Suspect
+from slurmft.policy.nodes.rerun_settings import RerunSettings
 from slurmft.policy.nodes.reruns import Injection, Mode, Phase, Seen
+from slurmft.policy.worker_settings import WORKER_VARIABLE, WorkerSettings
 from slurmft.storage.verdicts import EVIDENCE_VARIABLE, VERDICT_VARIABLE, read_evidence, read_verdict
 from slurmft.trainer import rng
 from slurmft.worker.data.generators import IterationStart
 from slurmft.worker.rerun.data import RerunDataIterator, batch_hash
 from slurmft.worker.rerun.proceedings import Proceedings, Row
 from slurmft.worker.rerun.record import Rejection
-from slurmft.worker.rerun.settings import SETTINGS_VARIABLE, RerunSettings
 from slurmft.worker.rerun.state_machine import RerunStateMachine
 
 Spoil = Callable[[int, int, torch.Tensor], torch.Tensor]
@@ -33,7 +34,7 @@ Spoil = Callable[[int, int, torch.Tensor], torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch, tmp_path) -> Iterator[None]:
-    for name in ("RANK", "SLURMD_NODENAME", SETTINGS_VARIABLE):
+    for name in ("RANK", "SLURMD_NODENAME", WORKER_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     monkeypatch.setenv(EVIDENCE_VARIABLE, str(tmp_path / "evidence"))
@@ -540,18 +541,18 @@ def test_errors_are_injected_in_all_three_kinds_by_rate(clean):
 
 
 def test_the_settings_are_those_of_the_configuration():
-    config = RerunConfig()
-    assert RerunSettings() == RerunSettings.from_environment({SETTINGS_VARIABLE: config.model_dump_json()})
-    assert RerunSettings() == RerunSettings.from_environment({})
+    assert RerunSettings() == RerunSettings.from_json(RerunConfig().model_dump(mode="json"))
+    assert RerunSettings() == WorkerSettings.from_environment({}).rerun
     changed = RerunConfig(mode="report_stats", error_injection_step=4, error_injection_node="n 1")
-    settings = RerunSettings.from_environment({SETTINGS_VARIABLE: changed.model_dump_json()})
+    text = WorkerSettings(rerun=RerunSettings.from_json(changed.model_dump(mode="json"))).as_text()
+    settings = WorkerSettings.from_environment({WORKER_VARIABLE: text}).rerun
     assert {name: getattr(settings, name) for name in type(changed).model_fields} == changed.model_dump()
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '{"mode": "sometimes"}', "7"])
+@pytest.mark.parametrize("text", ["{", "[1]", '{"rerun": {"mode": "sometimes"}}', '{"rerun": 7}', "7"])
 def test_a_variable_that_was_changed_by_hand_is_refused(text):
-    with pytest.raises(ConfigError, match="SLURMFT_RERUN"):
-        RerunSettings.from_environment({SETTINGS_VARIABLE: text})
+    with pytest.raises(ConfigError, match=WORKER_VARIABLE):
+        WorkerSettings.from_environment({WORKER_VARIABLE: text})
 
 
 # data

@@ -39,8 +39,10 @@ def start(folder, nodes, settings, arguments, breaks):
         if (child := os.fork()) == 0:
             os.environ.update(
                 RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(len(nodes)), SLURMD_NODENAME=node,
-                SLURMFT_CHECKPOINT_DIR=folder + "/checkpoints", SLURMFT_CHECKPOINT_INTERVAL_STEPS="0",
-                SLURMFT_RERUN=json.dumps(settings), SLURMFT_EVIDENCE_FILE=f"{folder}/evidence-{number}-{rank}",
+                SLURMFT_CHECKPOINT_DIR=folder + "/checkpoints",
+                SLURMFT_WORKER=json.dumps(
+                    {"checkpoint": {"interval_steps": 0, "async_save": False}, "rerun": settings}),
+                SLURMFT_EVIDENCE_FILE=f"{folder}/evidence-{number}-{rank}",
                 SLURMFT_VERDICT_FILE=f"{folder}/verdict-{number}-{rank}")
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
             os.environ["MASTER_PORT"] = str(port)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -108,6 +109,61 @@ def test_a_process_that_was_stopped_has_not_hung():
 def test_it_does_not_keep_the_process_alive():
     script = f"from slurmft import WatchdogTimer; WatchdogTimer({NEVER_S}).start()"
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
+
+
+class Told(WatchdogTimer):
+    """As other packages have it: a subclass that says what follows."""
+
+    def __init__(self, timeout_seconds: float = 60, *, error: Exception | None = None) -> None:
+        super().__init__(timeout_seconds=timeout_seconds, file=io.StringIO())
+        self.calls: queue.Queue[bool] = queue.Queue()
+        self.error = error
+
+    def on_timeout(self) -> None:
+        self.calls.put(self.active)
+        if self.error is not None:
+            self.reset()
+            raise self.error
+
+
+def test_a_subclass_says_what_follows(caplog):
+    assert WatchdogTimer().timeout_seconds == Told().timeout_seconds == 60
+    watchdog = Told(timeout_seconds=SOON_S)
+    assert not watchdog.active
+    watchdog.start()
+    assert watchdog.calls.get(timeout=10) is True
+    assert watchdog.calls.empty(), "once, until it is reset"
+    watchdog.stop()
+    assert not watchdog.active and "WATCHDOG TIMEOUT" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_follows_may_fail_and_the_next_hang_is_seen_too():
+    watchdog = Told(SOON_S, error=OSError("no mail was sent"))
+    with watchdog:
+        for _ in range(3):
+            assert watchdog.calls.get(timeout=10)
+    assert watchdog.expired
+    for thread in (each for each in threading.enumerate() if each.name == "slurmft-watchdog"):
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"timeout_seconds": 0}, "the timeout is 0"),
+        ({"timeout_seconds": -5}, "the timeout is -5"),
+        ({"timeout_seconds": "60"}, "the timeout is '60'"),
+        ({"timeout_seconds": True}, "the timeout is True"),
+        ({"timeout_seconds": float("nan")}, "the timeout is nan"),
+        ({"timeout": 1, "timeout_seconds": 1}, "are the same"),
+        ({"timeout_seconds": 1, "callback": 7}, "cannot be called"),
+    ],
+)
+def test_a_timeout_that_is_none_is_named(arguments, named):
+    with pytest.raises(UsageError, match=named):
+        WatchdogTimer(**arguments)
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from slurmft.errors import ConfigError
 from slurmft.policy.nodes.reruns import Injection, Mode
-
-SETTINGS_VARIABLE = "SLURMFT_RERUN"
-"""The whole section, as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,24 +58,15 @@ class RerunSettings:
         return self.error_injection_rate > 0 or self.error_injection_step is not None
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> RerunSettings:
-        """The settings from the agent; the defaults where there is no agent. Unknown keys are ignored.
+    def from_json(cls, given: Mapping[str, Any]) -> RerunSettings:
+        """The settings of the section as JSON; keys that are missing have their defaults, unknown ones are ignored.
 
         Raises:
-            ConfigError: the variable was changed by hand and cannot be read.
+            ValueError: a value is of another type.
         """
-        text = (os.environ if environment is None else environment).get(SETTINGS_VARIABLE, "")
-        if not text:
-            return cls()
-        try:
-            given = json.loads(text)
-            known = {field.name for field in dataclasses.fields(cls)}
-            values = {key: value for key, value in given.items() if key in known}
-            for name, kind in (("mode", Mode), ("error_injection_type", Injection)):
-                if name in values:
-                    values[name] = kind(values[name])
-            return cls(**values)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"{SETTINGS_VARIABLE} is not the section rerun: as JSON ({error})", hint="leave it to slurmft submit"
-            ) from error
+        known = {field.name for field in dataclasses.fields(cls)}
+        values = {key: value for key, value in given.items() if key in known}
+        for name, kind in (("mode", Mode), ("error_injection_type", Injection)):
+            if name in values:
+                values[name] = kind(values[name])
+        return cls(**values)

@@ -1,0 +1,128 @@
+"""Configurations of nvidia-resiliency-ext, Megatron Bridge and NeMo-Run's plugins, as parts of one of this package.
+
+Sources: ``nvidia_resiliency_ext.fault_tolerance.config`` (also of older versions), ``megatron.bridge.training.config``,
+``megatron.bridge.recipes.run_plugins`` and ``nemo.lightning.run.plugins``; option by option in
+docs/how-to/coming-from.md.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from slurmft.compat.options import AlwaysOn, Options, Rule, To, Without
+
+_FT = "fault_tolerance"
+_MEMORY = "a worker's memory is free when its process is gone, which is waited for"
+_PROBES = "probes of the node find that: slurmft health, slurmft sweep, Slurm's hooks"
+
+
+def _same(section: str, *names: str) -> dict[str, Rule]:
+    return {name: To(f"{section}.{name}") for name in names}
+
+
+def _cycles(value: Any) -> Any:
+    """NVRx switches the check off with 0."""
+    if isinstance(value, int) and value < 1:
+        raise ValueError("it cannot be switched off; the default stays")
+    return value
+
+
+def _cycles_of_restarts(value: Any) -> Any:
+    """The first start is a cycle as well."""
+    return _cycles(value) + 1 if type(value) is int else value
+
+
+class FaultToleranceConfig(Options):
+    """Options of nvidia-resiliency-ext's and of Megatron Bridge's class of this name."""
+
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        **_same(
+            _FT, "rank_section_timeouts", "rank_out_of_section_timeout", "initial_rank_heartbeat_timeout",
+            "rank_heartbeat_timeout", "workload_check_interval", "safety_factor", "num_warmup_iterations",
+            "calc_ft_timeouts", "simulate_fault", "simulated_fault_type", "simulated_fault_rank",
+            "simulated_fault_base_delay",
+        ),
+        "max_no_progress_cycles": To(f"{_FT}.max_no_progress_cycles", _cycles),
+        "max_no_progress_restarts": To(f"{_FT}.max_no_progress_cycles", _cycles_of_restarts),
+        "enable_ft_package": AlwaysOn("faults are always detected and answered"),
+        "skip_section_response": AlwaysOn("sections are notes in shared memory, which no process answers"),
+        "check_remaining_processes": Without("left-over processes of a rank are always looked for, and killed"),
+        "install_exception_hook": Without("the agent reports exceptions of its workers; elsewhere: @slurmft.record"),
+        "rank_termination_signal": Without("a rank that hangs is killed with SIGKILL, after its stacks are taken"),
+        "log_level": Without("slurmft -v shows more"),
+        "min_progress_iterations": Without("progress is a newly saved step"),
+        "checkpoint_iteration_file": Without("progress is a newly saved step"),
+        "progress_update_interval": Without("progress is a newly saved step"),
+        "restart_check_interval": Without("the supervisor is told at once"),
+        "node_health_check_interval": Without(_PROBES),
+        "enable_nic_monitor": Without(_PROBES),
+        "enable_nic_healthcheck": Without(_PROBES),
+        "link_down_path_template": Without(_PROBES),
+        "link_state_path_template": Without(_PROBES),
+        "pci_topo_file": Without(_PROBES),
+        "enable_dist_storage_healthcheck": Without(_PROBES),
+        "storage_healthcheck_path": Without("filesystems: in health.yaml names the paths to probe"),
+        "segment_health_check_dir": Without(_PROBES),
+        "segment": Without("Slurm places nodes: slurm.switches, or slurm.segment where it has that option"),
+        "numa_bind_strict": Without("slurm.srun_args: [--mem-bind=...]"),
+        "gpu_memory_reclaim_timeout": Without(_MEMORY),
+        "gpu_memory_tolerance_mb": Without(_MEMORY),
+        "gpu_memory_poll_interval": Without(_MEMORY),
+        "attribution_endpoint": Without("verdicts come from evidence: slurmft explain"),
+        "attribution_stop_action": Without("verdicts come from evidence: slurmft explain"),
+        "attribution_export_url": Without("verdicts come from evidence: slurmft explain"),
+        "attrsvc_host": Without("verdicts come from evidence: slurmft explain"),
+        "attrsvc_port": Without("verdicts come from evidence: slurmft explain"),
+        "cycle_info_dir": Without("the journal in the run folder: slurmft explain"),
+    }  # fmt: skip
+
+    def _take(self, key: str, value: Any, rule: Rule) -> str:
+        if key == "rank_termination_signal" and value in (signal.SIGKILL, "SIGKILL", "KILL"):
+            return ""  # as here
+        if key == "rank_section_timeouts" and value is None:
+            return ""
+        return super()._take(key, value, rule)
+
+
+class NVRxStragglerDetectionConfig(Options):
+    """Options of Megatron Bridge's class of this name, and of the callback for Lightning. Off unless ``enabled``."""
+
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        **_same(
+            "straggler_detection", "enabled", "report_time_interval", "calc_relative_gpu_perf",
+            "calc_individual_gpu_perf", "num_gpu_perf_scores_to_print", "gpu_relative_perf_threshold",
+            "gpu_individual_perf_threshold", "stop_if_detected", "enable_logging", "profiling_interval", "logger_name",
+        ),
+        "enable_ptl_logging": Without("reports go to the supervisor's log, and to no logger of Lightning"),
+    }  # fmt: skip
+    THEIRS: ClassVar[Mapping[str, Any]] = {"enabled": False}
+
+
+class FaultTolerancePlugin(Options):
+    """Options of the plugin for NeMo-Run. Timeouts are ours unless they are given: its own end healthy runs."""
+
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        **_same(
+            _FT, "calc_ft_timeouts", "num_in_job_restarts", "num_job_retries_on_failure",
+            "initial_rank_heartbeat_timeout", "rank_heartbeat_timeout",
+        ),
+        "enable_ft_package": AlwaysOn("faults are always detected and answered"),
+        "callbacks": Without("no callback is needed; session.section and session.heartbeat report to the agent"),
+        "script_args_converter_fn": Without("nothing is added to the command"),
+    }  # fmt: skip
+    THEIRS: ClassVar[Mapping[str, Any]] = {"calc_ft_timeouts": True}
+
+
+class PreemptionPlugin(Options):
+    """Options of the plugin for NeMo-Run: ``preempt_time`` is ``preemption.signal_lead_s``, and 60 as there."""
+
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        "preempt_time": To("preemption.signal_lead_s"),
+        "enable_exit_handler": AlwaysOn("a stop always saves first"),
+        "enable_exit_handler_for_data_loader": Without("processes of data loaders are always shielded from the signal"),
+        "callbacks": Without("no callback is needed; session.steps saves and stops"),
+        "script_args_converter_fn": Without("nothing is added to the command"),
+    }
+    THEIRS: ClassVar[Mapping[str, Any]] = {"preempt_time": 60}

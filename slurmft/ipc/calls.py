@@ -1,0 +1,269 @@
+"""What a supervisor asks of an agent, which answers with one of ``replies``. Each is checked once, at the socket.
+
+    looks = await link.call(Propose(tick=7, action=1))      # Looks
+    match call: case Propose(tick=tick): ...                # in the agent
+
+``BadMessage`` only closes the connection by which the malformed message came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
+
+from slurmft.ipc.channel import BadMessage, Body
+from slurmft.ipc.replies import Done, EvidenceReply, Injected, Looks, Rescued, ReservedPort, SectionsReply, Started
+from slurmft.ipc.shapes import (
+    Count,
+    Fields,
+    Message,
+    Name,
+    Rank,
+    Requests,
+    Runs,
+    Seconds,
+    Shape,
+    SlotValue,
+    integer,
+    is_limits,
+    is_ranks,
+    is_time,
+    texts,
+)
+
+Answer = TypeVar("Answer", bound=Fields)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_choice(value: Any) -> bool:
+    return value is None or is_ranks(value)
+
+
+def _chosen(value: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if value is None else tuple(value)
+
+
+def _as_choice(value: Sequence[int] | None) -> list[int] | None:
+    return None if value is None else list(value)
+
+
+class Call(Message, Generic[Answer]):
+    """Something that an agent is to do, or to say."""
+
+    __slots__ = ()
+
+    @property
+    def reply(self) -> type[Answer]:
+        """The class of the reply."""
+        raise NotImplementedError
+
+    def reply_of(self, mapping: Body) -> Answer:
+        """The agent's reply.
+
+        Raises:
+            BadMessage: it is malformed.
+        """
+        return self.reply.parse(mapping, f"the reply to {self.kind!r}")
+
+    def as_call(self, number: int) -> Body:
+        """The call, as the channel takes it; the reply bears its number."""
+        return {"kind": self.kind, "id": number, **Fields.as_mapping(self)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartWorkers(Call[Started]):
+    """Start the workers of an attempt."""
+
+    kind: ClassVar[str] = "start"
+    reply: ClassVar[type[Started]] = Started
+    suspect_gpus: Annotated[tuple[str, ...], Shape(fits=texts(1 << 20, 255), read=tuple, write=list)] = ()
+    """To be left out."""
+
+    batch_divisor: SlotValue = 1
+    mtbf_s: Annotated[float | None, Shape(fits=is_time, optional=True)] = None
+    attempt: Name
+    cycle: SlotValue
+    first_rank: Rank
+    nodes: Rank
+    generation: SlotValue
+    master_addr: Name
+    master_port: Annotated[int, Shape(fits=integer(1, 65535))]
+    limits: Annotated[Mapping[str, float] | None, Shape(fits=is_limits, optional=True)] = None
+    """Seconds, by section: those learned, in place of the configured ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Port(Call[ReservedPort]):
+    """Reserve a port for the rendezvous."""
+
+    kind: ClassVar[str] = "port"
+    reply: ClassVar[type[ReservedPort]] = ReservedPort
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ping(Call[Done]):
+    """The supervisor lives."""
+
+    kind: ClassVar[str] = "ping"
+    reply: ClassVar[type[Done]] = Done
+    limits: Annotated[Mapping[str, float] | None, Shape(fits=is_limits, optional=True)] = None
+    """As in ``StartWorkers``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LookNow(Call[Looks]):
+    """How far is every worker?"""
+
+    kind: ClassVar[str] = "look"
+    reply: ClassVar[type[Looks]] = Looks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Propose(Call[Looks]):
+    """Offer the workers a tick at which all of them may act."""
+
+    kind: ClassVar[str] = "propose"
+    reply: ClassVar[type[Looks]] = Looks
+    tick: SlotValue
+    action: SlotValue
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit(Call[Done]):
+    """Have them act at it."""
+
+    kind: ClassVar[str] = "commit"
+    reply: ClassVar[type[Done]] = Done
+    tick: SlotValue
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Withdraw(Call[Done]):
+    """Take the offer back."""
+
+    kind: ClassVar[str] = "withdraw"
+    reply: ClassVar[type[Done]] = Done
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassOnTerm(Call[Done]):
+    """Send every worker SIGTERM."""
+
+    kind: ClassVar[str] = "signal"
+    reply: ClassVar[type[Done]] = Done
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskSections(Call[SectionsReply]):
+    """Which sections are open? Of the workers from the ``first`` on."""
+
+    kind: ClassVar[str] = "sections"
+    reply: ClassVar[type[SectionsReply]] = SectionsReply
+    first: Rank = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TakeEvidence(Call[EvidenceReply]):
+    """What does every worker do? Within so many seconds, and more for dumps of flight recorders."""
+
+    kind: ClassVar[str] = "evidence"
+    reply: ClassVar[type[EvidenceReply]] = EvidenceReply
+    within_s: Seconds
+    dumps_within_s: Seconds = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RescueState(Call[Rescued]):
+    """Keep the newest complete step."""
+
+    kind: ClassVar[str] = "rescue"
+    reply: ClassVar[type[Rescued]] = Rescued
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inject(Call[Injected]):
+    """Inject a fault."""
+
+    kind: ClassVar[str] = "inject"
+    reply: ClassVar[type[Injected]] = Injected
+    order: Annotated[Mapping[str, Any], Shape(fits=_is_object)]
+    """``policy.faults.Order`` as JSON, which the agent checks itself, and may refuse."""
+
+    ranks: Annotated[tuple[int, ...] | None, Shape(fits=_is_choice, read=_chosen, write=_as_choice)]
+    """None: all of the node."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kill(Call[Done]):
+    """Kill the workers."""
+
+    kind: ClassVar[str] = "kill"
+    reply: ClassVar[type[Done]] = Done
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shutdown(Call[Done]):
+    """End, with all workers."""
+
+    kind: ClassVar[str] = "shutdown"
+    reply: ClassVar[type[Done]] = Done
+
+
+# Inference: what an agent does under one epoch is void when it is lost, and comes back with another
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BeginReplicas(Call[Done]):
+    """Take part in answering requests."""
+
+    kind: ClassVar[str] = "replicas"
+    reply: ClassVar[type[Done]] = Done
+    attempt: Name
+    epoch: Count
+    generation: SlotValue
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease(Call[Done]):
+    """Answer these requests; those ``alone`` each on a replica that does nothing else."""
+
+    kind: ClassVar[str] = "lease"
+    reply: ClassVar[type[Done]] = Done
+    epoch: Count
+    runs: Runs
+    alone: Requests = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drain(Call[Done]):
+    """Finish what is in flight within this time, and give the rest back."""
+
+    kind: ClassVar[str] = "drain"
+    reply: ClassVar[type[Done]] = Done
+    within_s: Seconds
+
+
+_CALLS: Mapping[str, type[Call[Any]]] = {
+    each.kind: each
+    for each in (
+        StartWorkers, Port, Ping, LookNow, Propose, Commit, Withdraw, PassOnTerm, AskSections, TakeEvidence,
+        RescueState, Inject, Kill, Shutdown, BeginReplicas, Lease, Drain,
+    )
+}  # fmt: skip
+
+
+def parse_call(mapping: Body) -> tuple[int, Call[Any] | None]:
+    """A call and its number; None where its kind is of a newer version.
+
+    Raises:
+        BadMessage: it is malformed.
+    """
+    kind, number = mapping["kind"], mapping.get("id")
+    if type(number) is not int:
+        raise BadMessage(f"a call has the id {str(number)[:40]!r}")
+    found = _CALLS.get(kind)
+    return number, None if found is None else found.parse(mapping, f"the call {kind!r}")

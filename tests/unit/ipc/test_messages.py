@@ -1,0 +1,179 @@
+"""Messages of the control channel: the bytes that older versions sent, and back and forth between bytes and values."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurmft.ipc import calls, reports
+from slurmft.ipc.calls import Call, parse_call
+from slurmft.ipc.channel import BadMessage
+from slurmft.ipc.replies import as_reply
+from slurmft.ipc.reports import Hello, Sent, parse_hello, parse_report
+from slurmft.ipc.shapes import Fields
+from slurmft.policy.timing.stop import Look
+from slurmft.policy.verdicts.collectives import Progress
+
+RECORDED = [
+    line.split("\t")
+    for line in Path(__file__).with_name("recorded_messages.tsv").read_text(encoding="utf-8").splitlines()
+]
+"""The kind, and the bytes: most of them from a run of an earlier version on one machine."""
+
+CALLS: dict[str, type[Call[Any]]] = {
+    each.kind: each
+    for each in vars(calls).values()
+    if isinstance(each, type) and issubclass(each, Call) and each is not Call
+}
+REPORTS: list[type[Sent]] = [
+    each for each in vars(reports).values() if isinstance(each, type) and issubclass(each, Sent) and each is not Sent
+]
+
+
+def made(kind: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Parsed and made again."""
+    if kind.startswith("reply to "):
+        call = object.__new__(CALLS[kind.removeprefix("reply to ")])
+        return as_reply(body["id"], call.reply_of(body))
+    if "id" in body:
+        number, found = parse_call(body)
+        assert found is not None
+        return found.as_call(number)
+    if kind == "hello":
+        return parse_hello(body).as_mapping()
+    found = parse_report(body)
+    assert isinstance(found, Sent)
+    return found.as_mapping()
+
+
+@pytest.mark.parametrize(("kind", "body"), RECORDED, ids=lambda text: text[:60])
+def test_the_bytes_on_the_wire_are_those_of_the_version_before(kind, body):
+    assert json.dumps(made(kind, json.loads(body)), separators=(",", ":")) == body
+
+
+def test_every_kind_of_message_was_recorded():
+    found = {kind for kind, _ in RECORDED}
+    assert found >= {*CALLS, "hello", *(each.kind for each in REPORTS)}
+    with_reply = {kind for kind, call in CALLS.items() if dataclasses.fields(call.reply)} - {"propose"}  # looks, too
+    assert found >= {f"reply to {kind}" for kind in with_reply}
+
+
+# any values that fit
+
+FEW = settings(max_examples=25, deadline=None)
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False, width=32)
+NAMES = st.text(st.characters(categories=("L", "N")), min_size=1, max_size=40)
+SLOTS = st.integers(-(2**63), 2**63 - 1)
+SMALL = st.integers(0, 1)
+HELD = st.lists(st.tuples(NAMES, NUMBERS), max_size=2).map(tuple)
+PROGRESS = st.builds(
+    Progress, group=NAMES, description=NAMES, members=st.just(((0, 3), (5, 5))), entered=SMALL, done=SMALL,
+    operation=NAMES, called_from=NAMES,
+)  # fmt: skip
+BY_NAME: dict[str, st.SearchStrategy[Any]] = {
+    "code": st.integers(-128, 255), "state": SMALL, "device": SMALL, "left_s": st.floats(0, 1e9), "why": NAMES,
+    "port": st.integers(1, 65535), "master_port": st.integers(1, 65535), "process": st.sampled_from(["", "S"]),
+    "exit_code": st.none() | st.integers(-128, 255), "ranks": st.none() | st.lists(SMALL).map(tuple),
+    "order": st.just({"fault": "kill"}), "limits": st.none() | st.dictionaries(NAMES, NUMBERS, max_size=3),
+    "save_errno": SMALL, "injected": st.lists(SMALL).map(tuple),
+}  # fmt: skip
+
+
+def values(kind: type[Any]) -> st.SearchStrategy[Any]:
+    """Any message of this kind."""
+    hints = typing.get_type_hints(kind)
+    return st.builds(kind, **{one.name: one_value(one.name, hints[one.name]) for one in dataclasses.fields(kind)})
+
+
+def one_value(name: str, hint: Any) -> st.SearchStrategy[Any]:
+    arguments = typing.get_args(hint)
+    if arguments and isinstance(arguments[0], type) and issubclass(arguments[0], Fields):
+        return st.lists(values(arguments[0]), max_size=2).map(tuple)
+    if isinstance(hint, type) and issubclass(hint, Fields):
+        return values(hint)
+    if name in BY_NAME:
+        return BY_NAME[name]
+    if type(None) in arguments:
+        return st.none() | one_value(name, arguments[0])
+    special = {
+        tuple[Look, ...]: st.lists(st.builds(Look, attached=st.booleans(), tick=SLOTS, alive=st.booleans(),
+                                             holding=SLOTS)).map(tuple),
+        tuple[Progress, ...]: st.lists(PROGRESS, max_size=2).map(tuple),
+        tuple[str, ...]: st.lists(NAMES, min_size=1, max_size=3).map(tuple),
+        tuple[tuple[str, float], ...]: HELD,
+        tuple[tuple[str, float, int], ...]: st.lists(st.tuples(NAMES, NUMBERS, st.integers(1, 9))).map(tuple),
+        int: st.integers(0, 2**31 - 1), float: NUMBERS, str: NAMES, bool: st.booleans(),
+    }  # fmt: skip
+    return special.get(hint, st.from_type(hint))
+
+
+def over_the_wire(body: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(body))
+    return found
+
+
+@pytest.mark.parametrize("kind", [Hello, *REPORTS], ids=lambda kind: kind.__name__)
+@FEW
+@given(data=st.data())
+def test_what_an_agent_says_arrives_as_it_was(kind, data):
+    message = data.draw(values(kind))
+    parse = parse_hello if kind is Hello else parse_report
+    assert parse(over_the_wire(message.as_mapping())) == message
+    assert parse({**over_the_wire(message.as_mapping()), "of a newer version": [1], "new_s": 2.5}) == message
+
+
+@pytest.mark.parametrize("kind", CALLS.values(), ids=lambda kind: kind.__name__)
+@FEW
+@given(data=st.data())
+def test_a_call_and_its_reply_arrive_as_they_were(kind, data):
+    call, reply = data.draw(values(kind)), data.draw(values(kind.reply))
+    assert parse_call(over_the_wire(call.as_call(7))) == (7, call)
+    assert call.reply_of(over_the_wire(as_reply(7, reply))) == reply
+
+
+@pytest.mark.parametrize("kind", [Hello, *REPORTS, *CALLS.values()], ids=lambda kind: kind.__name__)
+@FEW
+@given(data=st.data())
+def test_of_a_message_with_other_values_only_the_connection_ends(kind, data):
+    """Anything in place of a field, and any field missing: it is understood, or refused."""
+    body = data.draw(values(kind)).as_mapping()
+    body = {**body, "id": 1} if issubclass(kind, Call) else body
+    name = data.draw(st.sampled_from([each for each in body if each != "kind"] or ["new_s"]))
+    odd = st.recursive(st.none() | st.booleans() | SLOTS | st.floats() | st.text(), st.lists, max_leaves=5)
+    changed = data.draw(st.one_of(odd.map(lambda value: {**body, name: value}), st.just(without(body, name))))
+    parse = parse_call if issubclass(kind, Call) else parse_hello if kind is Hello else parse_report
+    try:
+        parse(over_the_wire(changed))
+    except BadMessage as error:
+        assert "\n" not in str(error)
+
+
+def without(body: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in body.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ({"kind": "propose", "id": 1, "action": 1}, "the call 'propose' has tick='nothing'"),
+        ({"kind": "propose", "id": 1, "action": 1, "tick": "7"}, "the call 'propose' has tick='7'"),
+        ({"kind": "ping", "id": 0, "limits": {"step": "long"}}, "the call 'ping' has limits="),
+        ({"kind": "ping", "id": "0"}, "a call has the id '0'"),
+        ({"kind": "ping"}, "a call has the id 'None'"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_malformed_call_is_refused(body, error):
+    with pytest.raises(BadMessage, match=error):
+        parse_call(body)
+
+
+def test_a_call_of_a_newer_version_is_none_of_ours():
+    assert parse_call({"kind": "a kind of tomorrow", "id": 3, "x": None}) == (3, None)
