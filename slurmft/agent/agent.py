@@ -22,6 +22,7 @@ from slurmft.agent.hangs import HangWatch
 from slurmft.agent.just_in_time import rescue_on_node
 from slurmft.agent.keeper import Keeping, look_after_regularly
 from slurmft.agent.notices import NoticeWatch
+from slurmft.agent.replicas import Replicas, preload_of
 from slurmft.agent.stragglers import TimingReports
 from slurmft.agent.torchrun import worker_command
 from slurmft.agent.workers import Worker, Workers, reserve_port
@@ -97,6 +98,10 @@ class Agent:
         self._generation = 0
         self._address: tuple[list[str], int, bytes] | None = None
         self._forensics = Forensics(self._host)
+        self._replicas: Replicas | None = None
+        if config.inference is not None:
+            self._replicas = Replicas(config, environment, self._workers, node=self._index, host=self._host,
+                                      report=self._report)  # fmt: skip
 
     async def run(self) -> int:
         """Serve until shut down, or until the supervisor is gone for longer than the lease."""
@@ -105,9 +110,7 @@ class Agent:
             loop.add_signal_handler(number, self._note_signal, signal.Signals(number).name)
         is_signal = self._config.preemption.signal == "SIGINT"  # else it is a Ctrl-C, which the supervisor answers to
         loop.add_signal_handler(signal.SIGINT, *((self._note_signal, "SIGINT") if is_signal else (lambda: None,)))
-        self._workers.start_zygote(
-            common_environment(self._config, self._environment), self._config.fault_tolerance.preload
-        )
+        self._workers.start_zygote(common_environment(self._config, self._environment), preload_of(self._config))
         reports = asyncio.create_task(self._report_regularly())
         serving = asyncio.create_task(self._serve())
         lease = asyncio.create_task(self._watch_lease())
@@ -122,6 +125,8 @@ class Agent:
         finally:
             for task in (reports, serving, lease, hangs, keeping, notices):
                 task.cancel()
+            if self._replicas is not None:
+                await self._replicas.close()
             await asyncio.gather(notices, return_exceptions=True)  # a plug-in is ended with it
             self._keeping.close()
             self._workers.close()
@@ -179,7 +184,8 @@ class Agent:
                     return
                 self._last_heard = time.monotonic()
                 number, call = parse_call(message)
-                answer = await self._handle(call)
+                is_for_replicas = self._replicas is not None and await self._replicas.handle(call)
+                answer = Done() if is_for_replicas else await self._handle(call)
                 if number != UNANSWERED:
                     channel.send(as_reply(number, answer))
             await channel.drain()
@@ -304,7 +310,10 @@ class Agent:
 
     def _note_signal(self, name: str) -> None:
         self._term_count += 1
-        if self._lender:  # its job ends, not the run: the workers stop with all others, at an agreed step
+        if self._replicas is not None:  # its engines finish what they have, or give it back
+            self._replicas.note_signal()
+            self._taken_back = bool(self._lender)
+        elif self._lender:  # its job ends, not the run: the workers stop with all others, at an agreed step
             self._taken_back = True
         else:
             self._pass_on_term()
@@ -320,6 +329,9 @@ class Agent:
             self._workers.signal(signal.SIGTERM)
 
     def _report_exit(self, worker: Worker) -> None:
+        if self._replicas is not None:
+            self._replicas.on_exit(worker)
+            return
         self._forensics.keep_last_words(worker, self._run.attempts / self._attempt)
         own = self._generation
         self._report(

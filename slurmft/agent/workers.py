@@ -128,12 +128,12 @@ class Workers:
         self.memory.mkdir(mode=0o700)
         self._zygote: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._zygote_began_with: tuple[Mapping[str, str], bool] = {}, False
+        self._zygote_began_with: tuple[Mapping[str, str], Sequence[str]] = {}, ()
         self._signal_at_start: int | None = None
         self.ready = asyncio.Event()
 
-    def start_zygote(self, environment: Mapping[str, str], preload: bool) -> None:
-        """Begin importing torch; returns at once."""
+    def start_zygote(self, environment: Mapping[str, str], preload: Sequence[str]) -> None:
+        """Begin importing the modules of ``preload``; returns at once."""
         self._zygote_began_with = environment, preload
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -143,7 +143,7 @@ class Workers:
                 "-m",
                 "slurmft.agent.zygote",
                 str(theirs.fileno()),
-                *(PRELOAD if preload else ()),
+                *preload,
             ]
             self._zygote = subprocess.Popen(
                 argv, pass_fds=[theirs.fileno()], env=dict(environment), stdin=subprocess.DEVNULL
@@ -158,28 +158,55 @@ class Workers:
     ) -> None:  # fmt: skip
         """Fork one worker for each rank; the zygote takes the requests as soon as it is ready."""
         self._forget()
-        arguments = zygote_arguments(command)
         for rank, environment, verdict in zip(ranks, environments, verdicts, strict=True):
-            path = self.folder / f"rank-{rank}"
-            page = Page.create(path, rank=rank, generation=generation)
-            worker = Worker(rank=rank, page=page, stacks=path.with_suffix(STACKS_SUFFIX))
-            worker.stacks.unlink(missing_ok=True)
-            self.by_rank[rank] = worker
-            pages = {PAGE_VARIABLE: str(path), MEMORY_VARIABLE: str(self.memory)}
-            pages |= self._timing_page(worker, generation) if timed else {}
-            pages[PIPE_VARIABLE] = environment.get(PIPE_VARIABLE) or pipe_prefix(self.folder)
-            self._send(
-                {
-                    "rank": rank,
-                    "environment": environment | pages,
-                    "python": arguments is not None,
-                    "argv": arguments or list(command),
-                    "folder": str(folder),
-                    "log": str(logs / f"rank-{rank}.log"),
-                    "verdict": str(verdict),
-                    "stacks": str(worker.stacks),
-                }
-            )
+            self._fork(rank, environment, command=command, folder=folder, logs=logs, verdict=verdict,
+                       generation=generation, timed=timed)  # fmt: skip
+
+    def start_one(
+        self, rank: int, environment: dict[str, str], *, command: Sequence[str], folder: Path, logs: Path,
+        verdict: Path, generation: int,
+    ) -> None:  # fmt: skip
+        """Fork one worker while others of the node go on; an earlier one of this rank must have ended."""
+        if (earlier := self.by_rank.get(rank)) is not None:
+            if earlier.alive:
+                raise RuntimeError(f"rank {rank} is alive")
+            earlier.close()
+        self._signal_at_start = None
+        self._need_zygote()
+        self._fork(rank, environment, command=command, folder=folder, logs=logs, verdict=verdict,
+                   generation=generation, timed=False)  # fmt: skip
+
+    def kill_one(self, rank: int) -> None:
+        """SIGKILL one worker and all that it started in its own session; nothing where it has ended."""
+        worker = self.by_rank.get(rank)
+        if worker is not None and worker.alive and worker.pid:
+            self._kill(worker)
+
+    def _fork(
+        self, rank: int, environment: dict[str, str], *, command: Sequence[str], folder: Path, logs: Path,
+        verdict: Path, generation: int, timed: bool,
+    ) -> None:  # fmt: skip
+        arguments = zygote_arguments(command)
+        path = self.folder / f"rank-{rank}"
+        page = Page.create(path, rank=rank, generation=generation)
+        worker = Worker(rank=rank, page=page, stacks=path.with_suffix(STACKS_SUFFIX))
+        worker.stacks.unlink(missing_ok=True)
+        self.by_rank[rank] = worker
+        pages = {PAGE_VARIABLE: str(path), MEMORY_VARIABLE: str(self.memory)}
+        pages |= self._timing_page(worker, generation) if timed else {}
+        pages[PIPE_VARIABLE] = environment.get(PIPE_VARIABLE) or pipe_prefix(self.folder)
+        self._send(
+            {
+                "rank": rank,
+                "environment": environment | pages,
+                "python": arguments is not None,
+                "argv": arguments or list(command),
+                "folder": str(folder),
+                "log": str(logs / f"rank-{rank}.log"),
+                "verdict": str(verdict),
+                "stacks": str(worker.stacks),
+            }
+        )
 
     def _forget(self) -> None:
         """Leave the workers of an earlier attempt behind; their zygote goes on, or a new one begins."""
@@ -188,6 +215,9 @@ class Workers:
         for worker in self.by_rank.values():
             worker.close()
         self.by_rank, self._signal_at_start = {}, None
+        self._need_zygote()
+
+    def _need_zygote(self) -> None:
         if self._socket is None or self._zygote is None or self._zygote.poll() is not None:
             self.ready.clear()
             self._leave_zygote()

@@ -29,6 +29,7 @@ VERBS = {
     "ft-launch": ("ft_launch", "Submit a run by the command line of ft_launcher or torchrun"),
     "health": ("health", "Check this node: GPUs, memory, disks, filesystems, network, host, own probes"),
     "hooks": ("hooks", "Slurm's hooks: show the lines for slurm.conf"),
+    "infer": ("infer", "Answer a batch of requests, or continue one that has stopped"),
     "inject": ("inject", "Inject a fault into a running RUN, to see what follows"),
     "join": ("join", "Lend nodes to a run: submit a job on whose nodes it trains too, from its next checkpoint on"),
     "lab": ("lab", "A real Slurm cluster on this machine, for tests and for trying things out (needs root)"),

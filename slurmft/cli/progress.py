@@ -9,7 +9,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from slurmft.cli.arguments import oldest_first
 from slurmft.cli.output import console, say
 from slurmft.operations.status import Overview, overviews
-from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
+from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY, GOES_ON
 from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
 from slurmft.storage.progress import progress_of
@@ -25,6 +25,9 @@ PLAIN_LINE_S = 10.0
 
 GIVE_UP_S = 30.0
 """A run without a decision and without a job for this long counts as failed."""
+
+NEXT_START_S = 10.0
+"""How long a run that was decided to go on may have no process."""
 
 _TOLD = frozenset(
     {
@@ -122,11 +125,19 @@ class Watcher:
         if view.state == "waiting" and view.detail != self._waiting_for:
             self._waiting_for = view.detail
             self._console.print(f"{time.strftime('%H:%M:%S')} {one_line(view.detail)}", highlight=False, markup=False)
-        decided = any(event.event == EventName.DECISION for event in events)
-        if view.state == "finished" or (view.state == "stopped" and decided):
+        if view.state == "finished" or (view.state == "stopped" and _is_over(events)):
             return view
         late = time.time() - self._began > GIVE_UP_S
         return view if view.state in ("stopped", "new", "damaged") and late else None
+
+
+def _is_over(events: list[Event]) -> bool:
+    """Whether nothing follows the newest decision; a run that goes on has no process for a moment."""
+    decisions = [event for event in events if event.event == EventName.DECISION]
+    if not decisions:
+        return False
+    goes_on = decisions[-1].details.get("action") in GOES_ON and events[-1].event != EventName.NOT_CONTINUED
+    return not goes_on or time.time() - events[-1].seconds() > NEXT_START_S
 
 
 def _told(event: Event) -> str:

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -30,6 +30,7 @@ from slurmft.config.checkpoint import CheckpointConfig
 from slurmft.config.elastic import ElasticConfig
 from slurmft.config.exclusions import ExclusionsConfig
 from slurmft.config.fault_tolerance import FaultToleranceConfig
+from slurmft.config.inference import InferenceConfig
 from slurmft.config.nccl import NcclConfig
 from slurmft.config.notices import NoticesConfig
 from slurmft.config.oom import OomConfig
@@ -108,8 +109,9 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1
 class RunConfig(_Section):
     """One run: what to train, where, and how it survives."""
 
-    command: Annotated[tuple[Text, ...], BeforeValidator(_as_argv), Field(min_length=1)]
-    """The trainer: a list of arguments, or one string that is split like a shell would, without running one."""
+    command: Annotated[tuple[Text, ...], BeforeValidator(_as_argv)] = ()
+    """The trainer: a list of arguments, or one string that is split like a shell would, without running one. Needed,
+    unless there is a section ``inference``."""
 
     run_folder: Annotated[Path, BeforeValidator(plain.usable_run_folder)]
     """Folder of this run on the shared filesystem; its last part is the run's name. Relative to where you submit."""
@@ -145,6 +147,9 @@ class RunConfig(_Section):
     exclusions: ExclusionsConfig = Field(default_factory=ExclusionsConfig)
     straggler_detection: StragglerDetectionConfig = Field(default_factory=StragglerDetectionConfig)
 
+    inference: InferenceConfig | None = None
+    """Answer a batch of requests instead of training; ``slurmft infer`` submits it."""
+
     ignore_nonlead_status: bool = False
     """Only rank 0's end counts: other ranks may fail without ending or restarting anything. false: any rank's failure
     restarts all."""
@@ -157,7 +162,7 @@ class RunConfig(_Section):
     @field_validator("command")
     @classmethod
     def _program_is_named(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if not value[0].strip():
+        if value and not value[0].strip():
             raise ValueError("its first word, the program, is empty")
         if why := second_owner(value):
             raise ValueError(why)
@@ -170,6 +175,14 @@ class RunConfig(_Section):
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise ValueError(f"{name!r} is not the name of an environment variable")
         return value
+
+    @model_validator(mode="after")
+    def _has_one_task(self) -> Self:
+        if bool(self.command) == (self.inference is not None):
+            raise ValueError(
+                "command and inference: give one of the two" if self.command else "command: a trainer is needed"
+            )
+        return self
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
@@ -195,7 +208,7 @@ class RunConfig(_Section):
     @property
     def survives_nodes(self) -> bool:
         """Whether the allocation outlives one of its nodes (``--no-kill``): the run can go on without it."""
-        return self.slurm.no_kill or self.spare_nodes > 0 or self.size.is_elastic
+        return self.slurm.no_kill or self.spare_nodes > 0 or self.size.is_elastic or self.inference is not None
 
     @property
     def name(self) -> str:
@@ -371,6 +384,18 @@ def _known_keys(model: type[BaseModel], section: Sequence[Any]) -> list[str]:
     return list(model.model_fields)
 
 
+def _absolute_inference(
+    section: InferenceConfig | None, absolute: Callable[[Path | None], Path | None]
+) -> InferenceConfig | None:
+    if section is None:
+        return None
+    engine = section.engine.model_copy(update={"token_file": absolute(section.engine.token_file)})
+    paths = {"output": absolute(section.output), "input": section.input}
+    if not section.from_stdin:
+        paths["input"] = absolute(section.input)
+    return section.model_copy(update={"engine": engine, **paths})
+
+
 def _absolute(config: RunConfig, *, source: str) -> RunConfig:
     base = Path.cwd()
 
@@ -387,6 +412,7 @@ def _absolute(config: RunConfig, *, source: str) -> RunConfig:
                 "working_directory": absolute(config.working_directory or Path()),
                 "checkpoint": checkpoint,
                 "exclusions": exclusions,
+                "inference": _absolute_inference(config.inference, absolute),
             }
         )
     except RuntimeError as error:  # ~name of an unknown user

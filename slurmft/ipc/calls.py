@@ -15,10 +15,13 @@ from typing import Annotated, Any, ClassVar, Generic, TypeVar
 from slurmft.ipc.channel import BadMessage, Body
 from slurmft.ipc.replies import Done, EvidenceReply, Injected, Looks, Rescued, ReservedPort, SectionsReply, Started
 from slurmft.ipc.shapes import (
+    Count,
     Fields,
     Message,
     Name,
     Rank,
+    Requests,
+    Runs,
     Seconds,
     Shape,
     SlotValue,
@@ -210,11 +213,45 @@ class Shutdown(Call[Done]):
     reply: ClassVar[type[Done]] = Done
 
 
+# Inference: what an agent does under one epoch is void when it is lost, and comes back with another
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BeginReplicas(Call[Done]):
+    """Take part in answering requests."""
+
+    kind: ClassVar[str] = "replicas"
+    reply: ClassVar[type[Done]] = Done
+    attempt: Name
+    epoch: Count
+    generation: SlotValue
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease(Call[Done]):
+    """Answer these requests; those ``alone`` each on a replica that does nothing else."""
+
+    kind: ClassVar[str] = "lease"
+    reply: ClassVar[type[Done]] = Done
+    epoch: Count
+    runs: Runs
+    alone: Requests = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drain(Call[Done]):
+    """Finish what is in flight within this time, and give the rest back."""
+
+    kind: ClassVar[str] = "drain"
+    reply: ClassVar[type[Done]] = Done
+    within_s: Seconds
+
+
 _CALLS: Mapping[str, type[Call[Any]]] = {
     each.kind: each
     for each in (
         StartWorkers, Port, Ping, LookNow, Propose, Commit, Withdraw, PassOnTerm, AskSections, TakeEvidence,
-        RescueState, Inject, Kill, Shutdown,
+        RescueState, Inject, Kill, Shutdown, BeginReplicas, Lease, Drain,
     )
 }  # fmt: skip
 

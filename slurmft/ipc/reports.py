@@ -19,14 +19,18 @@ from slurmft.ipc.pages.section_stack import MAX_NAMES
 from slurmft.ipc.pages.timing_page import CUDA, MAX_NAME, MAX_SECTIONS
 from slurmft.ipc.shapes import (
     SLOT,
+    Count,
     Fields,
     Flag,
     Message,
     Name,
     Rank,
+    Requests,
+    Runs,
     Seconds,
     Shape,
     SlotValue,
+    Words,
     as_lists,
     as_tuples,
     integer,
@@ -251,6 +255,92 @@ class NoticeReport(Sent):
     at: SentAt = None
 
 
+# Inference
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InferenceReport(Sent):
+    """About requests and replicas; void under another epoch than the agent's present one."""
+
+    epoch: Count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestsWanted(InferenceReport):
+    """So many more requests can be used."""
+
+    kind: ClassVar[str] = "want"
+    told_as: ClassVar[str] = "a wish for requests"
+    count: Count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestsAnswered(InferenceReport):
+    """Answers that are on the disk: those of ``segment`` up to byte ``end``."""
+
+    kind: ClassVar[str] = "answers"
+    told_as: ClassVar[str] = "a report of answers"
+    segment: Name
+    end: Count
+    runs: Runs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestsReturned(InferenceReport):
+    """Requests that the agent will not answer."""
+
+    kind: ClassVar[str] = "returned"
+    told_as: ClassVar[str] = "a report of returned requests"
+    runs: Runs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drained(InferenceReport):
+    """No replica of the node works any more, and all that was answered was reported."""
+
+    kind: ClassVar[str] = "drained"
+    told_as: ClassVar[str] = "the end of a drain"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaPhase(InferenceReport):
+    """A replica has another phase."""
+
+    kind: ClassVar[str] = "replica"
+    told_as: ClassVar[str] = "a replica's phase"
+    replica: Rank
+    phase: Name
+    life: Rank
+    why: Words = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaDied(InferenceReport):
+    """A replica has ended without being asked to, with these requests in flight."""
+
+    kind: ClassVar[str] = "replica_died"
+    told_as: ClassVar[str] = "a replica's end"
+    replica: Rank
+    name: Name
+    code: Annotated[int, Shape(fits=_CODE)]
+    how: Words
+    in_flight: Requests
+    was_ready: Flag
+    answered: Count
+    failures: Count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaSmaller(InferenceReport):
+    """A replica was out of memory, and gets fewer requests at a time."""
+
+    kind: ClassVar[str] = "smaller"
+    told_as: ClassVar[str] = "a smaller replica"
+    replica: Rank
+    slots: Count
+    why: Words
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Connected(Report):
     """Not a message: a lent or lost agent has connected."""
@@ -275,8 +365,11 @@ class UnknownReport(Report):
 
 _REPORTS: Mapping[str, type[Sent]] = {
     each.kind: each
-    for each in (WorkerExited, ProgressReport, TimingsReport, HangReport, DurationsReport, SignalReport, NoticeReport)
-}
+    for each in (
+        WorkerExited, ProgressReport, TimingsReport, HangReport, DurationsReport, SignalReport, NoticeReport,
+        RequestsWanted, RequestsAnswered, RequestsReturned, Drained, ReplicaPhase, ReplicaDied, ReplicaSmaller,
+    )
+}  # fmt: skip
 
 
 def parse_hello(mapping: Body) -> Hello:

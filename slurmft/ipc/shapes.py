@@ -199,6 +199,16 @@ def is_ranks(value: Any) -> bool:
     return isinstance(value, list) and all(map(RANK, value))
 
 
+def is_runs(value: Any) -> bool:
+    """Numbers of requests: pairs of the first, and the one behind the last."""
+    return rows(MAX_RUNS, (REQUEST, REQUEST))(value) and all(first < last for first, last in value)
+
+
+def is_requests(value: Any) -> bool:
+    """A list of numbers of requests."""
+    return isinstance(value, list) and len(value) <= MAX_RUNS and all(map(REQUEST, value))
+
+
 def as_tuples(value: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
     """From rows of JSON."""
     return tuple(map(tuple, value))
@@ -214,6 +224,12 @@ SLOT = integer(-(2**63), 2**63 - 1)
 
 RANK = integer(0, 2**31 - 1)
 
+MAX_RUNS = 100_000
+"""In one message; a line of the channel has room for less."""
+
+REQUEST = integer(0, 2**40)
+"""The number of a request, or the one behind the last."""
+
 # Types of fields that occur more than once
 
 Rank = Annotated[int, Shape(fits=RANK)]
@@ -222,3 +238,7 @@ Seconds = Annotated[float, Shape(fits=is_time)]
 Flag = Annotated[bool, Shape(fits=is_flag)]
 Name = Annotated[str, Shape(fits=is_name)]
 Ranks = Annotated[tuple[int, ...], Shape(fits=is_ranks, read=tuple, write=list)]
+Count = Annotated[int, Shape(fits=integer(0, 2**62))]
+Words = Annotated[str, Shape(fits=text(4000))]
+Runs = Annotated[tuple[tuple[int, int], ...], Shape(fits=is_runs, read=as_tuples, write=as_lists)]
+Requests = Annotated[tuple[int, ...], Shape(fits=is_requests, read=tuple, write=list)]

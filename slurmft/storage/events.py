@@ -100,3 +100,14 @@ class EventName(StrEnum):
     EXCLUSION_ESCAPED = "exclusion_escaped"
     EXCLUSIONS_REFUSED = "exclusions refused"
     EXCLUSIONS_DROPPED = "exclusions dropped"
+
+    # inference
+    REQUESTS_OPENED = "requests opened"
+    NODE_ANSWERS = "node answers"
+    REPLICA_READY = "replica ready"
+    REPLICA_DIED = "replica died"
+    REPLICA_DOWN = "replica down"
+    REPLICA_SMALLER = "replica smaller"
+    REQUEST_GIVEN_UP = "request given up"
+    ANSWERS_UNREADABLE = "answers unreadable"
+    OUTPUT_WRITTEN = "output written"

@@ -10,6 +10,7 @@ from typing import Self
 from slurmft.config.config import RunConfig
 from slurmft.supervisor.attempt import AttemptRunner
 from slurmft.supervisor.fleet.crew import Crew
+from slurmft.supervisor.inference import InferenceAttempt
 from slurmft.supervisor.recovery.act import Ending
 from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.recovery.node_choice import settle
@@ -48,7 +49,8 @@ class Attempts:
         log.info("run %s, attempt %s; workers write to %s", self._config.name, attempt, where)
         if self._crew is None:
             self._crew = Crew(self._config, start)
-        supervisor = AttemptRunner(self._config, start, accuser, self._crew)
+        runner = AttemptRunner if self._config.inference is None else InferenceAttempt
+        supervisor = runner(self._config, start, accuser, self._crew)
         verdict = self._runner.run(supervisor.run())
         self._lost = bool(start.cluster.lost)
         ending.ends_at_s = supervisor.stops.ends_at_s

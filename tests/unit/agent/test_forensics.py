@@ -85,7 +85,7 @@ class Node:
 def on_a_node(folder: Path, work: Callable[[Node], Awaitable[Any]]) -> None:
     async def limited() -> None:
         node = Node(folder)
-        node.workers.start_zygote(dict(os.environ), preload=False)
+        node.workers.start_zygote(dict(os.environ), preload=())
         try:
             async with asyncio.timeout(60):
                 await work(node)

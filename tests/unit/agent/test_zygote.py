@@ -76,7 +76,7 @@ class Node:
 @contextlib.asynccontextmanager
 async def node_in(folder: Path) -> AsyncIterator[Node]:
     node = Node(folder)
-    node.workers.start_zygote(dict(os.environ), preload=False)
+    node.workers.start_zygote(dict(os.environ), preload=())
     try:
         yield node
     finally:
@@ -581,7 +581,7 @@ def test_an_agent_that_is_killed_takes_its_workers_along(tmp_path):
 
             async def main():
                 node = workers.Workers(print)
-                node.start_zygote(dict(os.environ), preload=False)
+                node.start_zygote(dict(os.environ), preload=())
                 node.start([0], [dict(os.environ)], command=["python", "train.py"], folder=here, logs=here,
                            verdicts=[here / "v"], generation=1)
                 while not node.by_rank[0].pid:

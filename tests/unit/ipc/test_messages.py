@@ -33,8 +33,9 @@ CALLS: dict[str, type[Call[Any]]] = {
     if isinstance(each, type) and issubclass(each, Call) and each is not Call
 }
 REPORTS: list[type[Sent]] = [
-    each for each in vars(reports).values() if isinstance(each, type) and issubclass(each, Sent) and each is not Sent
-]
+    each for each in vars(reports).values()
+    if isinstance(each, type) and issubclass(each, Sent) and each not in (Sent, reports.InferenceReport)
+]  # fmt: skip
 
 
 def made(kind: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -72,6 +73,9 @@ NUMBERS = st.floats(allow_nan=False, allow_infinity=False, width=32)
 NAMES = st.text(st.characters(categories=("L", "N")), min_size=1, max_size=40)
 SLOTS = st.integers(-(2**63), 2**63 - 1)
 SMALL = st.integers(0, 1)
+TIMED = st.tuples(NAMES, NUMBERS, st.integers(1, 9))
+FIRSTS = st.integers(0, 2**40 - 9)
+RUNS = FIRSTS.map(lambda first: (first, first + 9))
 HELD = st.lists(st.tuples(NAMES, NUMBERS), max_size=2).map(tuple)
 PROGRESS = st.builds(
     Progress, group=NAMES, description=NAMES, members=st.just(((0, 3), (5, 5))), entered=SMALL, done=SMALL,
@@ -108,7 +112,9 @@ def one_value(name: str, hint: Any) -> st.SearchStrategy[Any]:
         tuple[Progress, ...]: st.lists(PROGRESS, max_size=2).map(tuple),
         tuple[str, ...]: st.lists(NAMES, min_size=1, max_size=3).map(tuple),
         tuple[tuple[str, float], ...]: HELD,
-        tuple[tuple[str, float, int], ...]: st.lists(st.tuples(NAMES, NUMBERS, st.integers(1, 9))).map(tuple),
+        tuple[tuple[str, float, int], ...]: st.lists(TIMED, max_size=3).map(tuple),
+        tuple[tuple[int, int], ...]: st.lists(RUNS, max_size=3).map(tuple),
+        tuple[int, ...]: st.lists(st.integers(0, 2**40), max_size=3).map(tuple),
         int: st.integers(0, 2**31 - 1), float: NUMBERS, str: NAMES, bool: st.booleans(),
     }  # fmt: skip
     return special.get(hint, st.from_type(hint))

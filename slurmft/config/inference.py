@@ -1,0 +1,139 @@
+"""The section ``inference`` of the configuration: a batch of requests instead of a trainer."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+
+from slurmft.config.types import Count, Folder, Positive, Seconds, Section, Text
+from slurmft.policy import plain_values as plain
+
+MAX_CONCURRENCY = 4096
+PORT_WORD = "{port}"
+
+
+def _as_argv(value: Any) -> Any:
+    return shlex.split(value) if isinstance(value, str) else value
+
+
+class EngineConfig(Section):
+    """What answers the requests. Exactly one of ``command``, ``callable`` and ``url``."""
+
+    command: Annotated[tuple[Text, ...] | None, BeforeValidator(_as_argv)] = None
+    """A server that each replica starts for itself; ``{port}`` becomes a free port of the node, ``{replica}`` the
+    replica's number on it. vLLM, SGLang, TGI and llama.cpp are known by name."""
+
+    callable: Text | None = None
+    """``package.module:name`` of a function that takes a list of requests and returns a list of answers in the same
+    order, or of a class: it is built once with the device as its argument, and called the same way."""
+
+    url: Text | None = None
+    """A service that is there already, such as ``http://host:8000``; slurmft starts and ends nothing."""
+
+    ready_path: Text | None = None
+    """Path that answers 200 once the engine can work; known engines have theirs, others ``/health``."""
+
+    request_path: Text | None = None
+    """Path for requests that name none themselves (``url`` in OpenAI's batch form)."""
+
+    progress_metric: Text | None = None
+    """A counter on ``metrics_path`` that grows while the engine makes tokens; known engines have theirs. Without one
+    only completed requests are progress."""
+
+    metrics_path: Text | None = None
+    """Where the engine shows its counters."""
+
+    token_file: Folder | None = None
+    """A file of mode 0600 with the token that the engine asks for; sent as ``Authorization: Bearer``."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        given = [name for name in ("command", "callable", "url") if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(f"give one of command, callable and url; given: {', '.join(given) or 'none'}")
+        if self.command is not None and not any(PORT_WORD in word for word in self.command):
+            raise ValueError(f"command must hold {PORT_WORD}: each replica listens on a port of its own")
+        return self
+
+    @field_validator("callable")
+    @classmethod
+    def _names_an_object(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", value):
+            raise ValueError(f"{value!r} is not of the form package.module:name")
+        return value
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"https?://[^\s/@]+(/\S*)?", value):
+            raise ValueError(f"{value!r} is not of the form http://host:port; a token belongs into token_file")
+        return value.rstrip("/") if value else value
+
+    @field_validator("ready_path", "request_path", "metrics_path")
+    @classmethod
+    def _begins_with_a_slash(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"/[^\s#]*", value):
+            raise ValueError(f"{value!r} is not a path such as /health")
+        return value
+
+
+class InferenceConfig(Section):
+    """Requests from files, answered by replicas of an engine, every one exactly once."""
+
+    input: Folder
+    """A file of requests (``.jsonl``, also ``.gz`` and ``.zst``; ``.parquet``), a folder of such files, or ``-`` for
+    standard input. Each line is a request in OpenAI's batch form, or any object, which is then the body."""
+
+    output: Folder | None = None
+    """Folder for ``answers.jsonl`` and ``errors.jsonl``, in the order of the input; ``output`` in the run folder when
+    empty."""
+
+    engine: EngineConfig
+    replicas_per_node: Annotated[Positive, AfterValidator(plain.at_most(1024))] = 1
+    """Engines on each node."""
+
+    gpus_per_replica: Annotated[Count, AfterValidator(plain.at_most(64))] = Field(default=1, ge=0)
+    """GPUs that each engine sees, where the node has any; 0: all of them. One engine over several nodes: not here."""
+
+    concurrency: Annotated[Positive, AfterValidator(plain.at_most(MAX_CONCURRENCY))] = 32
+    """Requests at a time for each replica; for a callable the longest list. Halved when it runs out of memory."""
+
+    on_bad_input: Literal["refuse", "report"] = "refuse"
+    """A line that is no request: refuse the whole input before anything starts, or report it in errors.jsonl."""
+
+    request_timeout_s: Annotated[Seconds, Field(gt=0)] = 3600.0
+    """Seconds that one try of a request may take."""
+
+    max_retries: Count = Field(default=3, ge=0)
+    """Further tries of a request that fails without an answer: connection, time-out, 429, 5xx."""
+
+    base_delay_s: Annotated[Seconds, Field(ge=0)] = 1.0
+    """Seconds before the second try; doubled for each further one, with jitter."""
+
+    max_delay_s: Annotated[Seconds, Field(ge=0)] = 30.0
+    """The longest pause between two tries."""
+
+    max_restarts: Count = Field(default=3, ge=0)
+    """Restarts of a replica without a completed request in between; then it stays down."""
+
+    startup_timeout_s: Annotated[Seconds, Field(gt=0)] = 2400.0
+    """Seconds an engine may take until it is ready: large models need 2 to 40 minutes."""
+
+    hang_timeout_s: Annotated[Seconds, Field(gt=0)] = 600.0
+    """Seconds without a completed request and without a new token, while requests are in flight, that count as a
+    hang."""
+
+    tail_after_s: Annotated[Seconds, Field(gt=0)] = 60.0
+    """At the end of the batch: seconds after which a request in flight is also given to an idle replica."""
+
+    commit_interval_s: Annotated[Seconds, Field(gt=0)] = 0.25
+    """Seconds between two commits of a replica's answers."""
+
+    @property
+    def from_stdin(self) -> bool:
+        """Requests come from standard input."""
+        return self.input == Path("-")

@@ -1,0 +1,262 @@
+"""The coordinator: in the supervisor, it leases requests to agents and commits their answers.
+
+It knows agents by a number and an epoch. An agent that is lost gets another epoch when it comes back; what it still
+says under the old one does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from slurmft.config.inference import InferenceConfig
+from slurmft.errors import StorageError, StorageUnavailable
+from slurmft.inference.leases import RequestRedistributor
+from slurmft.inference.ledger import SEGMENT_NAME, Ledger, segments_of
+from slurmft.inference.requests import Batch, Requests
+from slurmft.inference.segments import SegmentWriter
+from slurmft.ipc.calls import Lease
+from slurmft.ipc.reports import (
+    InferenceReport,
+    ReplicaDied,
+    ReplicaPhase,
+    RequestsAnswered,
+    RequestsReturned,
+    RequestsWanted,
+)
+
+COORDINATOR = 999_999
+"""The node number in the names of the coordinator's own segments: answers that no engine gave."""
+
+STORAGE_PAUSE_S = 1.0
+TAIL_LOOK_S = 0.25
+MAX_RUNS = 2000
+"""Runs in one message; the rest follows in further ones."""
+
+Send = Callable[[Lease], None]
+Submit = Callable[[Callable[[], Any]], "Future[Any]"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Agent:
+    node: int
+    host: str
+    epoch: int
+    send: Send
+    wanted: int = 0
+    replicas: dict[int, str] = field(default_factory=dict)
+    """The phase of each replica that has said something."""
+
+
+class Coordinator:
+    """All requests of a batch, and the agents that answer them.
+
+    Args:
+        submit: does blocking work of the run folder in order, in a thread.
+        note: writes an event of inference into the journal.
+    """
+
+    def __init__(
+        self, config: InferenceConfig, batch: Batch, ledger: Ledger, submit: Submit, note: Callable[..., None]
+    ) -> None:
+        self._config, self.batch, self.ledger = config, batch, ledger
+        self._submit, self._note = submit, note
+        self.requests = RequestRedistributor(ledger.done, tail_after_s=config.tail_after_s)
+        self.agents: dict[int, _Agent] = {}
+        self._epochs = itertools.count(1)
+        self._parts: list[tuple[str, int, Sequence[tuple[int, int]]]] = []
+        self._have_parts = asyncio.Event()
+        self.committed = asyncio.Event()
+        """Set after each commit; cleared by the one that waits for it."""
+
+        self._own: SegmentWriter | None = None
+        self._stopping = False
+        self.answered_here = 0
+        """Requests answered in this attempt."""
+
+    # Agents come and go
+
+    def join(self, node: int, host: str, send: Send) -> int:
+        """An agent takes part; returns the epoch under which it does."""
+        if node in self.agents:
+            self.lose(node)
+        epoch = next(self._epochs)
+        self.agents[node] = _Agent(node, host, epoch, send)
+        return epoch
+
+    def lose(self, node: int) -> int:
+        """An agent is gone: its requests are open again, and what it wrote so far is looked at. Returns how many."""
+        if (agent := self.agents.pop(node, None)) is None:
+            return 0
+        count = self.requests.lose(node)
+        self._submit(lambda: self._salvage(agent))
+        self._serve_others()
+        return count
+
+    def _salvage(self, agent: _Agent) -> None:
+        prefix, suffix = f"g{self.ledger.generation:06d}-n{agent.node}-", f"-{agent.epoch}.jsonl"
+        try:
+            found = self.ledger.salvage(lambda name: name.startswith(prefix) and name.endswith(suffix))
+        except StorageError as error:
+            log.warning("what the agent on %s has left behind cannot be read: %s", agent.host, error)
+            return
+        if found:
+            log.info("%d answers of the lost agent on %s were on the disk already", found, agent.host)
+
+    def adopt_salvaged(self) -> None:
+        """Bring the leases in line with the ledger, which may have more answers than agents reported."""
+        if self.ledger.count > self.requests.done:
+            self.requests.answered_as_in(self.ledger.done)
+
+    # Reports
+
+    def on_report(self, node: int, report: InferenceReport) -> bool:
+        """Handle a report; whether it belongs to a lease that counts."""
+        agent = self.agents.get(node)
+        if agent is None or report.epoch != agent.epoch:
+            return False
+        match report:
+            case RequestsWanted():
+                agent.wanted += report.count
+                self._serve(agent)
+            case RequestsAnswered():
+                self._take(agent, report)
+            case RequestsReturned():
+                self.requests.give_back(self._known(report.runs))
+                self._serve_others()
+            case ReplicaPhase():
+                agent.replicas[report.replica] = report.phase
+            case ReplicaDied():
+                agent.replicas[report.replica] = "waiting"
+                self._on_death(agent, report)
+        return True
+
+    def stop(self) -> None:
+        """Lease nothing more."""
+        self._stopping = True
+
+    @property
+    def all_down(self) -> bool:
+        """Every replica of every agent has given up."""
+        phases = [phase for agent in self.agents.values() for phase in agent.replicas.values()]
+        return len(phases) >= self._config.replicas_per_node * len(self.agents) > 0 and set(phases) == {"down"}
+
+    def count(self, phase: str) -> int:
+        """Replicas in this phase."""
+        return sum(each == phase for agent in self.agents.values() for each in agent.replicas.values())
+
+    def _known(self, runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [(first, last) for first, last in runs if last <= self.batch.total]
+
+    def _take(self, agent: _Agent, report: RequestsAnswered) -> None:
+        segment = report.segment
+        prefix, suffix = f"g{self.ledger.generation:06d}-n{agent.node}-", f"-{agent.epoch}.jsonl"
+        is_own = SEGMENT_NAME.fullmatch(segment) and segment.startswith(prefix) and segment.endswith(suffix)
+        if not is_own or len(self._known(report.runs)) < len(report.runs):
+            log.error("the agent on %s reports answers in %s, which is not its own; they do not count", agent.host,
+                      segment[:80])  # fmt: skip
+            return
+        self._parts.append((segment, report.end, report.runs))
+        self._have_parts.set()
+
+    def _on_death(self, agent: _Agent, report: ReplicaDied) -> None:
+        in_flight = [index for index in report.in_flight if index < self.batch.total]
+        given_up = self.requests.died(in_flight, report.name, report.how)
+        for index, why in given_up:
+            self._answer_with_error(index, "poison_request", why)
+        self._serve_others()
+
+    def _answer_with_error(self, index: int, code: str, why: str) -> None:
+        def write() -> tuple[str, int]:
+            if self._own is None:
+                generation = self.ledger.generation
+                name = f"g{generation:06d}-n{COORDINATOR}-r0-1-0.jsonl"
+                self._own = SegmentWriter(segments_of(self.batch.folder) / name, {"generation": generation})
+            end = self._own.append([{"index": index, "error": {"code": code, "message": why}}])
+            self._own.sync()
+            return self._own.path.name, end
+
+        async def work() -> None:
+            while True:
+                try:
+                    name, end = await asyncio.wrap_future(self._submit(write))
+                    break
+                except (OSError, StorageError) as error:
+                    log.warning("the error of request %d cannot be written, trying again: %s", index, error)
+                    await asyncio.sleep(STORAGE_PAUSE_S)
+            self._parts.append((name, end, [(index, index + 1)]))
+            self._have_parts.set()
+
+        with Requests(self.batch.folder) as requests:
+            custom_id = requests.get(index)["id"]
+        self._note("request given up", request=index, custom_id=custom_id[:200], reason=why)
+        self._task = asyncio.ensure_future(work())
+
+    # Leases
+
+    def serve_waiting(self) -> None:
+        """Give what has become free to agents that wait; called now and then, for the tail."""
+        self._serve_others()
+
+    def _serve_others(self) -> None:
+        for agent in self.agents.values():
+            self._serve(agent)
+
+    def _serve(self, agent: _Agent) -> None:
+        if self._stopping or agent.wanted <= 0:
+            return
+        now_s = time.monotonic()
+        alone: list[int] = []
+        while agent.wanted > len(alone) and (index := self.requests.lease_alone(agent.node, now_s)) is not None:
+            alone.append(index)
+        runs = self.requests.lease(agent.node, agent.wanted - len(alone), now_s)
+        if not runs and not alone:
+            return
+        agent.wanted = max(0, agent.wanted - len(alone) - sum(last - first for first, last in runs))
+        for some in _in_parts(runs):
+            agent.send(Lease(epoch=agent.epoch, runs=tuple(some), alone=tuple(alone)))
+            alone = []
+
+    # Commits
+
+    async def commit_regularly(self) -> None:
+        """Commit what agents report, as it comes; a disk that is full holds this up and loses nothing."""
+        while True:
+            await self._have_parts.wait()
+            await self.commit_now()
+
+    async def commit_now(self) -> None:
+        """Commit everything that was reported."""
+        self._have_parts.clear()
+        parts, self._parts = self._parts, []
+        while parts:
+            try:
+                new = await asyncio.wrap_future(self._submit(lambda: self.ledger.commit(parts)))
+                break
+            except StorageUnavailable as error:
+                log.warning("answers cannot be committed, trying again: %s", error)
+                await asyncio.sleep(STORAGE_PAUSE_S)
+        else:
+            return
+        self.answered_here += new
+        self.requests.answered(run for _, _, runs in parts for run in runs)
+        self.committed.set()
+
+    async def watch_tail(self) -> None:
+        """Look again and again whether something has become free for agents that wait."""
+        while True:
+            await asyncio.sleep(TAIL_LOOK_S)
+            self.adopt_salvaged()
+            self._serve_others()
+
+
+def _in_parts(runs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    return [list(runs[at : at + MAX_RUNS]) for at in range(0, len(runs), MAX_RUNS)] or [[]]

@@ -1,0 +1,325 @@
+"""The driver of one replica: starts its engine, asks it what the agent hands over, and writes the answers.
+
+    python -m slurmft.inference.driver      (forked by the agent's zygote)
+
+It speaks with its agent over a Unix socket in a private folder, one JSON object a line. Every answer is in the
+segment before the agent hears of it, and on the disk before it is reported as ``answered``. When the engine ends, the
+driver ends with its code; when the agent is gone, so is the driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from slurmft.config.config import load
+from slurmft.config.inference import InferenceConfig
+from slurmft.errors import SlurmftError, StorageError
+from slurmft.inference.engines import Answer, Engine, OutOfMemory, default_device, engine_of
+from slurmft.inference.ledger import segments_of
+from slurmft.inference.requests import Requests, folder_of
+from slurmft.inference.retrying import Again, RetryManager
+from slurmft.inference.segments import SegmentWriter
+from slurmft.policy.inference.slots import Slots
+from slurmft.system.processes import die_with_parent
+
+SETTINGS_VARIABLE = "SLURMFT_REPLICA"
+MAX_LINE_BYTES = 4 << 20
+COMMIT_AFTER = 512
+"""Answers after which a commit does not wait for its interval."""
+
+STORAGE_PAUSE_S = 1.0
+TOKENS_LOOKS = 8
+"""How often the engine's counter is read within the time that counts as a hang."""
+
+EXIT_SICK = 70
+"""EX_SOFTWARE of sysexits.h: the engine lives, and fails every request."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaSettings:
+    """What the agent tells a driver."""
+
+    socket: str
+    config: str
+    """The run's configuration."""
+
+    generation: int
+    node: int
+    replica: int
+    life: int
+    """How often this replica was started by this agent; part of its segments' names."""
+
+    device: str
+    """For a callable; empty: whatever there is."""
+
+    def as_text(self) -> str:
+        """For the environment."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """As ``as_text`` wrote it."""
+        return cls(**json.loads(text))
+
+
+class Driver:
+    """One replica, from its engine's start to its end."""
+
+    def __init__(self, settings: ReplicaSettings, config: InferenceConfig, run_folder: Path) -> None:
+        self._settings, self._config = settings, config
+        self._folder = folder_of(run_folder)
+        self._requests = Requests(self._folder)
+        self._engine: Engine = engine_of(config, settings.replica, settings.device or default_device())
+        self._slots = Slots.full(config.concurrency)
+        self._retries = RetryManager(config.max_retries, config.base_delay_s, config.max_delay_s)
+        self._waiting: deque[tuple[int, int]] = deque()
+        self._running: set[asyncio.Task[None]] = set()
+        self._more = asyncio.Event()
+        self._segment: SegmentWriter | None = None
+        self._epoch = -1
+        self._uncommitted: list[int] = []
+        self._commit_now = asyncio.Event()
+        self._draining = False
+        self._good = 0
+        """Answers in this life."""
+
+        self._sick: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def run(self) -> int:
+        """Work until the agent says so or the engine ends; returns the exit code.
+
+        Raises:
+            SlurmftError: the engine cannot be started.
+        """
+        reader, self._writer = await asyncio.open_unix_connection(self._settings.socket, limit=MAX_LINE_BYTES)
+        self._send(kind="hello", replica=self._settings.replica, life=self._settings.life)
+        hearing = asyncio.create_task(self._hear(reader))
+        await self._engine.start()
+        self._send(kind="ready", slots=self._slots.now)
+        ended = asyncio.create_task(self._engine.ended())
+        tasks = [asyncio.create_task(work()) for work in (self._dispatch, self._commit_regularly, self._watch_tokens)]
+        waits: list[asyncio.Future[Any]] = [hearing, ended, self._sick, *tasks]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+        if ended.done():
+            sys.stderr.write(f"slurmft: the engine has ended with {ended.result()}\n")
+            return _exit_code(ended.result())
+        if self._sick.done():
+            sys.stderr.write(f"slurmft: the engine fails every request: {self._sick.result()}\n")
+            return EXIT_SICK
+        await self._commit()
+        await self._engine.close()
+        return 0
+
+    async def _hear(self, reader: asyncio.StreamReader) -> None:
+        """Return when there is nothing more to do: the agent is gone, or all that was in flight is finished."""
+        while line := await reader.readline():
+            message = json.loads(line)
+            if message["kind"] == "do" and not self._draining:
+                self._waiting.extend((index, message["epoch"]) for index in message["indexes"])
+                self._more.set()
+            elif message["kind"] == "drain":
+                self._draining = True
+                while self._waiting or self._running:
+                    await asyncio.wait(self._running or {asyncio.create_task(asyncio.sleep(0.01))})
+                return
+
+    async def _dispatch(self) -> None:
+        """Keep the engine as busy as it may be."""
+        while True:
+            await self._more.wait()
+            self._more.clear()
+            if self._engine.at_once > 1:
+                while self._waiting:
+                    await self._answer_together()
+                continue
+            while self._waiting and len(self._running) < self._slots.now:
+                task = asyncio.create_task(self._answer_one(*self._waiting.popleft()))
+                self._running.add(task)
+                task.add_done_callback(self._one_is_over)
+
+    def _one_is_over(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self._more.set()
+        if not task.cancelled() and (error := task.exception()) is not None and not self._sick.done():
+            self._sick.set_exception(error)
+
+    async def _answer_together(self) -> None:
+        """One list for the callable; where that fails, each request of it alone."""
+        taken = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._slots.now))]
+        task = asyncio.ensure_future(self._answer_list(taken))
+        self._running.add(task)
+        try:
+            await task
+        finally:
+            self._running.discard(task)
+
+    async def _answer_list(self, taken: Sequence[tuple[int, int]]) -> None:
+        if len(taken) > 1:
+            try:
+                answers = await self._engine.answer([self._requests.get(index) for index, _ in taken])
+            except OutOfMemory as error:
+                self._shrink(str(error))
+                self._waiting.extendleft(reversed(taken))
+                return
+            except Again as error:
+                log.info("a list of %d requests failed, each is tried alone: %s", len(taken), error)
+            else:
+                await self._keep([(*each, answer) for each, answer in zip(taken, answers, strict=True)])
+                return
+        for index, epoch in taken:
+            await self._answer_one(index, epoch)
+
+    async def _answer_one(self, index: int, epoch: int) -> None:
+        request = await asyncio.to_thread(self._requests.get, index)
+        good_before = self._good
+
+        async def attempt() -> Answer:
+            try:
+                return (await self._engine.answer([request]))[0]
+            except OutOfMemory as error:
+                self._shrink(str(error))
+                raise
+
+        try:
+            answer = await self._retries.call(attempt)
+        except Again as error:
+            if self._good == good_before:  # nothing at all works: it is the engine's fault until another one has tried
+                if not self._sick.done():
+                    self._sick.set_result(str(error))
+                return
+            tries = self._config.max_retries + 1
+            answer = {"error": {"code": "no_answer", "message": f"{tries} tries failed, the last: {error}"}}
+            await self._keep([(index, epoch, answer)], is_good=False)
+            return
+        await self._keep([(index, epoch, answer)])
+
+    def _shrink(self, why: str) -> None:
+        smaller = self._slots.out_of_memory()
+        if smaller.now < self._slots.now:
+            self._send(kind="slots", now=smaller.now, why=why[:500])
+        self._slots = smaller
+
+    async def _keep(self, answers: Sequence[tuple[int, int, Answer]], *, is_good: bool = True) -> None:
+        """Write answers (number, epoch, answer), then say that they are there.
+
+        A disk that is full holds everything up, and loses nothing.
+        """
+        for epoch in dict.fromkeys(epoch for _, epoch, _ in answers):
+            records = [{"index": index, **answer} for index, at, answer in answers if at == epoch]
+            indexes = [record["index"] for record in records]
+            if epoch >= self._epoch:  # else its lease was revoked, and another agent has the request
+                while not self._write(records, epoch):
+                    await asyncio.sleep(STORAGE_PAUSE_S)
+                self._uncommitted += indexes
+            self._send(kind="completed", indexes=indexes, epoch=epoch)
+        self._good += len(answers) * is_good
+        raised = self._slots.ended_well(len(answers))
+        if raised.now > self._slots.now:
+            self._send(kind="slots", now=raised.now, why="")
+        self._slots = raised
+        if len(self._uncommitted) >= COMMIT_AFTER:
+            self._commit_now.set()
+
+    def _write(self, records: Sequence[Mapping[str, Any]], epoch: int) -> bool:
+        try:
+            self._segment_of(epoch).append(records)
+        except (OSError, StorageError) as error:
+            log.warning("%d answers cannot be written, trying again: %s", len(records), error)
+            return False
+        return True
+
+    def _segment_of(self, epoch: int) -> SegmentWriter:
+        """Each lease epoch has a segment of its own: what belongs to a lost one never counts."""
+        if self._segment is None or epoch != self._epoch:
+            mine = self._settings
+            name = f"g{mine.generation:06d}-n{mine.node}-r{mine.replica}-{mine.life}-{epoch}.jsonl"
+            header = {"generation": mine.generation, "node": mine.node, "replica": mine.replica, "life": mine.life}
+            segment = SegmentWriter(segments_of(self._folder) / name, {**header, "epoch": epoch})
+            self._segment, self._epoch, self._uncommitted = segment, epoch, []
+        return self._segment
+
+    async def _commit_regularly(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._commit_now.wait(), self._config.commit_interval_s)
+            self._commit_now.clear()
+            await self._commit()
+
+    async def _commit(self) -> None:
+        segment, indexes, epoch = self._segment, self._uncommitted, self._epoch
+        if segment is None or not indexes:
+            return
+        end, self._uncommitted = segment.end, []
+        while True:
+            try:
+                await asyncio.to_thread(segment.sync)
+                break
+            except OSError as error:
+                log.warning("answers cannot be made durable, trying again: %s", error)
+                await asyncio.sleep(STORAGE_PAUSE_S)
+        self._send(kind="answered", segment=segment.path.name, end=end, indexes=indexes, epoch=epoch)
+
+    async def _watch_tokens(self) -> None:
+        """Tell the agent of tokens: a long answer is no hang."""
+        last, pause_s = None, max(0.05, min(5.0, self._config.hang_timeout_s / TOKENS_LOOKS))
+        while True:
+            await asyncio.sleep(pause_s)
+            if self._running and (count := await self._engine.tokens()) is not None:
+                if last is not None and count > last:
+                    self._send(kind="tokens", count=count)
+                last = count
+
+    def _send(self, **message: Any) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+
+
+def _exit_code(code: int) -> int:
+    """As a shell has it: 128 and the signal; an engine that ends without being asked to never ends well."""
+    return 128 - code if code < 0 else code or 1
+
+
+async def _main(settings: ReplicaSettings) -> int:
+    config = load(Path(settings.config))
+    assert config.inference is not None
+    driver = Driver(settings, config.inference, config.run_folder)
+    began_s = time.monotonic()
+    code = await driver.run()
+    log.info("the replica ends with %d after %.1f s", code, time.monotonic() - began_s)
+    return code
+
+
+def main() -> int:
+    """Run the driver that the environment describes."""
+    logging.basicConfig(level=logging.INFO, format="slurmft: %(message)s")
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):  # the agent says when to stop; the engine must not inherit "ignored"
+        signal.signal(number, lambda _number, _frame: None)
+    settings = ReplicaSettings.from_text(os.environ.pop(SETTINGS_VARIABLE))
+    try:
+        return asyncio.run(_main(settings))
+    except SlurmftError as error:
+        sys.stderr.write(f"slurmft: {error}\n")
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    os._exit(main())  # threads of an engine that does not answer must not hold the end up

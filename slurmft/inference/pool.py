@@ -1,0 +1,435 @@
+"""A node's replicas, owned by its agent: started, fed, watched, restarted, each without the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from slurmft.config.inference import InferenceConfig
+from slurmft.errors import StorageError
+from slurmft.inference.driver import MAX_LINE_BYTES
+from slurmft.inference.ledger import segments_of
+from slurmft.inference.replica_health import AutoRestartManager, WorkerHealthMonitor
+from slurmft.inference.requests import folder_of, load
+from slurmft.inference.segments import answers_in, runs_of
+from slurmft.ipc.reports import (
+    Drained,
+    ReplicaDied,
+    ReplicaPhase,
+    ReplicaSmaller,
+    RequestsAnswered,
+    RequestsReturned,
+    RequestsWanted,
+    Sent,
+)
+from slurmft.policy.verdicts.verdict import EXIT_USAGE
+from slurmft.system.opening import opened
+from slurmft.system.sleeping import overslept_s
+
+LOOK_S = 0.1
+PREFETCH = 2
+"""Requests that a node holds for each slot of its replicas, those in flight included."""
+
+DRAIN_MARGIN_S = 2.0
+MAX_TOLD = 2000
+
+Report = Callable[[Sent], None]
+
+log = logging.getLogger(__name__)
+
+
+class Phase(StrEnum):
+    """A replica's state."""
+
+    STARTING = "starting"
+    READY = "ready"
+    WAITING = "waiting"
+    """For its next start."""
+
+    DOWN = "down"
+    """It stays so until the next attempt."""
+
+
+@dataclass(slots=True)
+class Replica:
+    """One engine of this node."""
+
+    number: int
+    phase: Phase = Phase.WAITING
+    life: int = 0
+    slots: int = 0
+    writer: asyncio.StreamWriter | None = None
+    in_flight: dict[int, float] = field(default_factory=dict)
+    """Requests that it has, and since when (monotonic)."""
+
+    void: int = 0
+    """Requests that it still works on although their lease was revoked."""
+
+    alone: bool = False
+    """It works on a suspect, and gets nothing else until that is over."""
+
+    answered: int = 0
+    """Requests completed in this life."""
+
+    ends: dict[str, int] = field(default_factory=dict)
+    """Its segments of this life, and up to where they were reported."""
+
+    why: str = ""
+    """What it is killed for."""
+
+    @property
+    def free(self) -> int:
+        """Requests that it can take now."""
+        if self.phase is not Phase.READY or self.alone:
+            return 0
+        return max(0, self.slots - len(self.in_flight) - self.void)
+
+
+class ReplicaPool:
+    """The pool of one agent.
+
+    Args:
+        start: starts the driver of a replica; its end is told by ``on_exit``.
+        kill: kills a replica's driver with everything that it started.
+        last_words: the last line of a replica's log.
+        report: sends a report to the supervisor.
+    """
+
+    def __init__(
+        self, config: InferenceConfig, *, run_folder: Path, folder: Path, node: int, host: str,
+        start: Callable[[int, str, int], None], kill: Callable[[int], None], last_words: Callable[[int], str],
+        report: Report,
+    ) -> None:  # fmt: skip
+        self._config, self._batch_folder, self._node, self._host = config, folder_of(run_folder), node, host
+        self.socket = folder / "replicas.sock"
+        self._start, self._kill, self._report, self._last_words = start, kill, report, last_words
+        self.replicas = [Replica(number) for number in range(config.replicas_per_node)]
+        self._monitor = WorkerHealthMonitor(
+            hang_timeout_s=config.hang_timeout_s, startup_timeout_s=config.startup_timeout_s
+        )
+        self._manager = AutoRestartManager(config.max_restarts)
+        self._queue: deque[int] = deque()
+        self._suspects: deque[int] = deque()
+        self._wanted = 0
+        self._epoch = self.generation = 0
+        self._total = 0
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._draining = False
+        self._signalled_s = -1e9
+        self._drained_told = False
+
+    async def begin(self, *, epoch: int, generation: int) -> None:
+        """Take part from now on: what was leased before is void, replicas that are down start again."""
+        self._epoch, self.generation = epoch, generation
+        self._queue.clear()
+        self._suspects.clear()
+        for replica in self.replicas:
+            replica.void, replica.in_flight, replica.alone = replica.void + len(replica.in_flight), {}, False
+        self._wanted, self._draining, self._drained_told = 0, False, False
+        if (batch := await asyncio.to_thread(load, self._batch_folder)) is not None:
+            self._total = batch.total
+        if self._server is None:
+            self._server = await asyncio.start_unix_server(self._serve, self.socket, limit=MAX_LINE_BYTES)
+            self._begin_task(self._watch())
+        self._manager = AutoRestartManager(self._config.max_restarts)
+        for replica in self.replicas:
+            if replica.phase in (Phase.WAITING, Phase.DOWN):
+                self._start_replica(replica)
+        self._ask_for_more()
+
+    def lease(self, runs: Sequence[Sequence[int]], alone: Sequence[int], epoch: int) -> None:
+        """Requests to answer; those ``alone`` one at a time on a replica that does nothing else."""
+        if epoch != self._epoch:
+            return
+        for first, last in runs:
+            self._queue.extend(range(first, last))
+            self._wanted -= last - first
+        self._suspects.extend(alone)
+        self._wanted = max(0, self._wanted)
+        if self._draining:
+            self._give_back()
+        self._feed()
+
+    def on_exit(self, number: int, code: int) -> None:
+        """A replica's driver has ended."""
+        replica = self.replicas[number]
+        self._monitor.gone(number)
+        replica.writer = None
+        self._begin_task(self._bury(replica, code))
+
+    def note_signal(self) -> None:
+        """This node got a signal that asks for a stop; engines may have got it too."""
+        self._signalled_s = time.monotonic()
+
+    async def drain(self, within_s: float) -> None:
+        """Finish what is in flight within this time, give everything else back, and end the replicas."""
+        self._draining = True
+        self._give_back()
+        for replica in self.replicas:
+            if replica.phase is Phase.READY:
+                self._tell(replica, kind="drain")
+            elif replica.phase is Phase.STARTING:
+                self._kill_for(replica, "the run stops")
+        deadline_s = time.monotonic() + max(0.0, within_s - DRAIN_MARGIN_S)
+        while any(each.phase in (Phase.STARTING, Phase.READY) for each in self.replicas):
+            if time.monotonic() > deadline_s:
+                for replica in self.replicas:
+                    if replica.phase in (Phase.STARTING, Phase.READY):
+                        self._kill_for(replica, "the time of the stop is up")
+            await asyncio.sleep(0.02)
+        if not self._drained_told:
+            self._drained_told = True
+            self._report(Drained(epoch=self._epoch))
+
+    async def close(self) -> None:
+        """Stop watching; the drivers are killed by the agent."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._server is not None:
+            self._server.close()
+
+    # One replica's life
+
+    def _start_replica(self, replica: Replica) -> None:
+        replica.life += 1
+        replica.phase, replica.slots, replica.answered, replica.alone = Phase.STARTING, 0, 0, False
+        replica.in_flight, replica.void, replica.ends, replica.why = {}, 0, {}, ""
+        self._monitor.started(replica.number, time.monotonic())
+        try:
+            self._start(replica.number, str(self.socket), replica.life)
+        except (OSError, ValueError) as error:
+            self._monitor.gone(replica.number)
+            replica.phase = Phase.DOWN
+            self._tell_state(replica, str(error))
+            return
+        self._tell_state(replica)
+
+    async def _bury(self, replica: Replica, code: int) -> None:
+        """What a dead replica has answered counts; what it was working on goes elsewhere, and makes suspects."""
+        answered: list[int] = []
+        with contextlib.suppress(OSError, StorageError):  # what cannot be read now is found at the next start
+            answered = await self._salvage(replica)
+        lost = [index for index in replica.in_flight if index not in answered]
+        was_ready, asked = replica.phase is Phase.READY, self._draining or replica.why == "the run stops"
+        how = replica.why or _how(code)
+        if not replica.why and code > 0 and (words := await asyncio.to_thread(self._last_words, replica.number)):
+            how += f"; its last words: {words}"
+        by_signal = code in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+        replica.phase, replica.in_flight, replica.alone = Phase.WAITING, {}, False
+        if asked or (by_signal and time.monotonic() - self._signalled_s < 10.0):
+            self._return(lost)
+            replica.phase = Phase.WAITING if not asked else Phase.DOWN
+            if not asked:
+                self._later(replica, 1.0)
+            return
+        name = f"{self._host}/{replica.number}#{replica.life}"
+        delay_s = self._manager.failed(replica.number)
+        if code == EXIT_USAGE and not was_ready:  # it fails again wherever it is tried
+            delay_s = None
+        died = ReplicaDied(
+            epoch=self._epoch, replica=replica.number, name=name, code=code, how=how[:MAX_TOLD],
+            in_flight=tuple(sorted(lost)), was_ready=was_ready, answered=replica.answered,
+            failures=self._manager.failures(replica.number),
+        )  # fmt: skip
+        self._report(died)
+        if delay_s is None:
+            replica.phase = Phase.DOWN
+            self._tell_state(replica, how)
+        else:
+            self._later(replica, delay_s)
+        if not any(each.phase is not Phase.DOWN for each in self.replicas):
+            self._give_back()
+
+    def _later(self, replica: Replica, delay_s: float) -> None:
+        async def start() -> None:
+            await asyncio.sleep(delay_s)
+            if replica.phase is Phase.WAITING and not self._draining:
+                self._start_replica(replica)
+
+        self._begin_task(start())
+
+    async def _salvage(self, replica: Replica) -> list[int]:
+        """Report the whole answers that it has written and did not live to report."""
+        name = f"g{self.generation:06d}-n{self._node}-r{replica.number}-{replica.life}-{self._epoch}.jsonl"
+        path, start = segments_of(self._batch_folder) / name, replica.ends.get(name, 0)
+
+        def read() -> tuple[list[int], int]:
+            if not path.exists():
+                return [], start
+            with opened(path) as descriptor:
+                os.fsync(descriptor)
+            return answers_in(path, start, self._total)
+
+        epoch = self._epoch
+        indexes, end = await asyncio.to_thread(read)
+        if indexes and epoch == self._epoch:
+            self._report_answers(name, end, indexes)
+        return indexes
+
+    def _kill_for(self, replica: Replica, why: str) -> None:
+        if not replica.why:
+            replica.why = why
+            self._kill(replica.number)
+
+    # Work for the replicas
+
+    def _feed(self) -> None:
+        """Hand out what there is: suspects to idle replicas that have proved to work, the rest to all that are free."""
+        ready = [each for each in self.replicas if each.phase is Phase.READY]
+        now_s = time.monotonic()
+        for replica in ready:
+            is_proven = replica.answered > 0 or not self._queue
+            if self._suspects and not replica.in_flight and not replica.alone and is_proven:
+                self._hand_over(replica, [self._suspects.popleft()], now_s)
+                replica.alone = True
+        waiting = len(self._suspects)
+        for replica in sorted(ready, key=lambda each: -each.free):
+            if waiting and replica.answered > 0:  # it runs empty for a suspect
+                waiting -= 1
+                continue
+            if count := min(replica.free, len(self._queue)):
+                self._hand_over(replica, [self._queue.popleft() for _ in range(count)], now_s)
+        if not self._queue:
+            self._double_the_tail(ready, now_s)
+        self._ask_for_more()
+
+    def _double_the_tail(self, ready: Sequence[Replica], now_s: float) -> None:
+        """What a slow replica has had for long is also given to one with nothing to do; the first answer counts."""
+        idle = [each for each in ready if not each.in_flight and not each.alone]
+        if not idle:
+            return
+        held: dict[int, int] = {}
+        for replica in ready:
+            for index in replica.in_flight:
+                held[index] = held.get(index, 0) + 1
+        for replica in ready:
+            for index, since_s in replica.in_flight.items():
+                if idle and held[index] == 1 and not replica.alone and now_s - since_s > self._config.tail_after_s:
+                    held[index] += 1
+                    self._hand_over(idle[-1], [index], now_s)
+                    if not idle[-1].free:
+                        idle.pop()
+
+    def _hand_over(self, replica: Replica, indexes: list[int], now_s: float) -> None:
+        replica.in_flight.update(dict.fromkeys(indexes, now_s))
+        self._monitor.dispatched(replica.number, len(indexes), now_s)
+        self._tell(replica, kind="do", indexes=indexes, epoch=self._epoch)
+
+    def _ask_for_more(self) -> None:
+        """Keep as much at hand as the replicas that are ready will soon need."""
+        if self._draining:
+            return
+        slots = sum(each.slots for each in self.replicas if each.phase is Phase.READY)
+        held = sum(len(each.in_flight) for each in self.replicas) + len(self._queue)
+        short = PREFETCH * slots - held - self._wanted
+        if short > 0 and (short >= slots // 2 or not self._queue):
+            self._wanted += short
+            self._report(RequestsWanted(epoch=self._epoch, count=short))
+
+    def _give_back(self) -> None:
+        indexes = [*self._queue, *self._suspects]
+        self._queue.clear()
+        self._suspects.clear()
+        self._return(indexes)
+
+    def _return(self, indexes: Sequence[int]) -> None:
+        if indexes:
+            self._report(RequestsReturned(epoch=self._epoch, runs=runs_of(indexes)))
+
+    # Talk with drivers and supervisor
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ValueError, KeyError, TypeError, IndexError, OSError, asyncio.CancelledError):
+            hello = json.loads(await reader.readline())
+            replica = self.replicas[hello["replica"]]
+            if hello["life"] != replica.life or replica.phase is not Phase.STARTING:
+                return
+            replica.writer = writer
+            while line := await reader.readline():
+                self._handle(replica, json.loads(line))
+        writer.close()
+
+    def _handle(self, replica: Replica, message: Mapping[str, Any]) -> None:
+        now_s = time.monotonic()
+        match message["kind"]:
+            case "ready":
+                replica.phase, replica.slots = Phase.READY, message["slots"]
+                self._monitor.ready(replica.number, now_s)
+                self._tell_state(replica)
+                if self._draining:
+                    self._tell(replica, kind="drain")
+                self._feed()
+            case "completed":
+                for index in message["indexes"]:
+                    if message["epoch"] == self._epoch:
+                        replica.in_flight.pop(index, None)
+                    else:
+                        replica.void = max(0, replica.void - 1)
+                replica.alone = replica.alone and bool(replica.in_flight)
+                replica.answered += len(message["indexes"])
+                self._manager.succeeded(replica.number)
+                self._monitor.progressed(replica.number, now_s, completed=len(message["indexes"]))
+                self._feed()
+            case "answered":
+                if message["epoch"] == self._epoch:
+                    replica.ends[message["segment"]] = message["end"]
+                    self._report_answers(message["segment"], message["end"], message["indexes"])
+            case "tokens":
+                self._monitor.progressed(replica.number, now_s)
+            case "slots":
+                replica.slots = message["now"]
+                if message["why"]:
+                    self._report(ReplicaSmaller(epoch=self._epoch, replica=replica.number, slots=replica.slots,
+                                                why=message["why"]))  # fmt: skip
+                self._feed()
+
+    async def _watch(self) -> None:
+        while True:
+            if asleep_s := await overslept_s(LOOK_S):
+                self._monitor.asleep(asleep_s)
+            for number, why in self._monitor.overdue(time.monotonic()).items():
+                self._kill_for(self.replicas[number], why)
+            if not self._queue:
+                self._feed()
+
+    def _tell(self, replica: Replica, **message: Any) -> None:
+        if replica.writer is not None and not replica.writer.is_closing():
+            replica.writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+
+    def _tell_state(self, replica: Replica, why: str = "") -> None:
+        self._report(ReplicaPhase(epoch=self._epoch, replica=replica.number, phase=replica.phase.value,
+                                  life=replica.life, why=why[:MAX_TOLD]))  # fmt: skip
+
+    def _report_answers(self, segment: str, end: int, indexes: Sequence[int]) -> None:
+        self._report(RequestsAnswered(epoch=self._epoch, segment=segment, end=end, runs=runs_of(indexes)))
+
+    def _begin_task(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_is_over)
+
+    def _task_is_over(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the replica pool: %r", error)
+
+
+def _how(code: int) -> str:
+    if code < 0 or 128 < code < 160:
+        number = -code if code < 0 else code - 128
+        with contextlib.suppress(ValueError):
+            return f"ended by {signal.Signals(number).name}"
+    return f"exit code {code}"

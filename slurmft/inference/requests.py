@@ -1,0 +1,395 @@
+"""The requests of a batch: read once from the user's files, checked, and kept in the run folder.
+
+``requests.jsonl`` has one line for each request, in the order of the input; ``requests.offsets`` the byte at which each
+begins (unsigned 64-bit, little endian, one more for the end); ``input.json`` is written last and makes them valid. So
+whatever the input is compressed with or read from, a replica gets any request by its number, and an input that changes
+later changes nothing.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import struct
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+import xxhash
+
+from slurmft.config.inference import InferenceConfig
+from slurmft.errors import ConfigError, StorageError, UsageError
+from slurmft.inference.segments import runs_of
+from slurmft.storage.patience import writing
+from slurmft.system.files import fsync_folder, read_json, write_json
+from slurmft.system.opening import UnsafeFile, open_regular, trusted_owners
+
+FORMAT = 1
+MAX_REQUEST_BYTES = 16 << 20
+"""Of one line; a longer one is a broken line."""
+
+MAX_ID_LENGTH = 512
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+TOLD_LINES = 5
+_PAIR = struct.Struct("<QQ")
+
+Progress = Callable[[int], None]
+"""Called with the number of requests read so far, now and then."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """The requests in a run folder."""
+
+    folder: Path
+    total: int
+    bad: tuple[tuple[int, int], ...]
+    """Lines that are no requests, as runs: the first, and the one behind the last. Error records from the start."""
+
+    digest: str
+    """SHA-256 over the names and contents of the files that they were read from."""
+
+
+def folder_of(run_folder: Path) -> Path:
+    """Where a run keeps what belongs to inference."""
+    return run_folder / "inference"
+
+
+def load(folder: Path) -> Batch | None:
+    """The batch that ``prepare`` has left; None when it has not, or not to the end.
+
+    Raises:
+        StorageError: the files are damaged, of a newer version, or another user's.
+    """
+    facts = read_json(folder / "input.json", owners=trusted_owners(folder)) if folder.is_dir() else None
+    if facts is None:
+        return None
+    try:
+        bad = tuple((int(first), int(last)) for first, last in facts["bad"])
+        return Batch(folder=folder, total=int(facts["total"]), bad=bad, digest=str(facts["digest"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise StorageError(f"{folder / 'input.json'} is damaged: {error!r}") from error
+
+
+def prepare(config: InferenceConfig, folder: Path, progress: Progress = lambda count: None) -> Batch:
+    """Read the input into ``folder``, unless it was already; the input must not have changed then.
+
+    Raises:
+        UsageError: the input is not there, holds no request, has changed, or holds an id twice.
+        ConfigError: a line is no request, and ``on_bad_input`` is ``refuse``; names the first ones.
+        StorageError: it cannot be kept.
+    """
+    if (before := load(folder)) is not None:
+        _refuse_changed(config, before)
+        return before
+    with writing(folder):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    with writing(folder / "requests.jsonl"), _Writer(folder) as writer:
+        digest, files = hashlib.sha256(), []
+        for source in _sources(config):
+            files.append(_take(source, writer, digest, progress))
+        writer.finish()
+    if writer.bad and config.on_bad_input == "refuse":
+        raise ConfigError(
+            f"{len(writer.bad)} of {writer.total} lines are no requests: " + "; ".join(writer.problems),
+            hint="correct them, or inference.on_bad_input: report puts them into errors.jsonl",
+        )
+    if not writer.total:
+        raise UsageError(f"inference.input: {config.input} holds no request")
+    _refuse_duplicates(folder, writer.hashes)
+    writer.keep()
+    bad = [(first, last) for first, last in runs_of(writer.bad)]
+    facts = {"version": FORMAT, "total": writer.total, "bad": bad, "digest": digest.hexdigest(), "files": files}
+    with writing(folder / "input.json"):
+        write_json(folder / "input.json", facts)
+    return Batch(folder=folder, total=writer.total, bad=tuple(bad), digest=digest.hexdigest())
+
+
+class Requests:
+    """Reads requests by number, from any process of the run; close it after use."""
+
+    def __init__(self, folder: Path) -> None:
+        owners = trusted_owners(folder)
+        self._offsets = open_regular(folder / "requests.offsets", owners=owners)
+        self._lines = open_regular(folder / "requests.jsonl", owners=owners)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        os.close(self._offsets)
+        os.close(self._lines)
+
+    def get(self, index: int) -> dict[str, Any]:
+        """Request number ``index``: ``id`` and ``body``, or ``id`` and ``bad``; ``url`` where it names one.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        try:
+            first, last = _PAIR.unpack(os.pread(self._offsets, _PAIR.size, 8 * index))
+            value: dict[str, Any] = json.loads(os.pread(self._lines, last - first, first))
+        except (OSError, ValueError, struct.error) as error:
+            raise StorageError(f"request {index} of {self._lines} cannot be read: {error}") from error
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    name: str
+    path: Path | None
+    """None: standard input."""
+
+
+def _sources(config: InferenceConfig) -> list[_Source]:
+    if config.from_stdin:
+        return [_Source("stdin", None)]
+    path = config.input
+    if not path.is_dir():
+        if not path.exists():
+            raise UsageError(f"inference.input: there is no {path}")
+        return [_Source(path.name, path)]
+    found = sorted(each for each in path.rglob("*") if each.name.endswith(SUFFIXES) and not each.name.startswith("."))
+    if not found:
+        raise UsageError(f"inference.input: no file in {path} ends in {', '.join(SUFFIXES)}")
+    return [_Source(each.relative_to(path).as_posix(), each) for each in found]
+
+
+class _Hashing(io.RawIOBase):
+    """Passes bytes on and hashes them."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self.sha, self.size = stream, hashlib.sha256(), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._stream.read(len(buffer))
+        buffer[: len(data)] = data
+        self.sha.update(data)
+        self.size += len(data)
+        return len(data)
+
+    def drain(self) -> None:
+        """Read what a decompressor has left, so that the digest is that of the file."""
+        while self.read(1 << 20):
+            pass
+
+
+def _take(source: _Source, writer: _Writer, digest: Any, progress: Progress) -> dict[str, Any]:
+    try:
+        raw = sys.stdin.buffer if source.path is None else io.FileIO(open_regular(source.path), "rb")
+    except (UnsafeFile, OSError) as error:
+        raise UsageError(f"inference.input: cannot read {source.path}: {error.strerror or error}") from error
+    with _Hashing(raw) as hashing:
+        try:
+            for number, value in _values(source, hashing):
+                writer.add(value, f"{source.name}:{number}")
+                if writer.total % 10_000 == 0:
+                    progress(writer.total)
+            hashing.drain()
+        except (OSError, EOFError, ValueError) as error:
+            raise UsageError(f"inference.input: {source.name} cannot be read: {error}",
+                             hint="is it complete, and what its name says?") from error  # fmt: skip
+        finally:
+            if source.path is not None:
+                raw.close()
+        digest.update(f"{source.name}\0{hashing.size}\0".encode(errors="surrogateescape") + hashing.sha.digest())
+        return {"name": source.name, "bytes": hashing.size, "sha256": hashing.sha.hexdigest()}
+
+
+def _values(source: _Source, hashing: _Hashing) -> Iterator[tuple[int, bytes | Mapping[str, Any]]]:
+    """Lines, numbered from 1; of a table its rows."""
+    if source.name.endswith(".parquet"):
+        yield from _rows(hashing)
+        return
+    stream: Any = io.BufferedReader(hashing, 1 << 20)
+    if source.name.endswith(".gz"):
+        stream = io.BufferedReader(gzip.GzipFile(fileobj=stream), 1 << 20)
+    elif source.name.endswith(".zst"):
+        stream = _unzstd(stream)
+    number = 0
+    while line := stream.readline(MAX_REQUEST_BYTES + 1):
+        number += 1
+        while len(line) > MAX_REQUEST_BYTES and not line.endswith(b"\n"):
+            rest = stream.readline(MAX_REQUEST_BYTES)
+            line = line[: MAX_REQUEST_BYTES + 1]
+            if not rest or rest.endswith(b"\n"):
+                break
+        if line.strip():
+            yield number, line
+
+
+def _unzstd(stream: Any) -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise UsageError("inference.input: .zst needs the package zstandard",
+                         hint="pip install 'slurmft[inference]'") from error  # fmt: skip
+    return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True), 1 << 20)
+
+
+def _rows(hashing: _Hashing) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UsageError("inference.input: .parquet needs the package pyarrow", hint="pip install pyarrow") from error
+    content = io.BufferedReader(hashing, 1 << 20).read()  # a table's index is at its end
+    number = 0
+    try:
+        for batch in pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)).iter_batches(1024):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except pyarrow.ArrowException as error:
+        raise ValueError(str(error)) from error
+
+
+class _Writer:
+    """Writes the files under temporary names; ``keep`` gives them their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._streams: dict[str, io.BufferedWriter] = {}
+        self.total = self._at = 0
+        self.bad: list[int] = []
+        self.problems: list[str] = []
+        self.hashes = np.empty(1024, dtype=np.uint64)
+
+    def __enter__(self) -> Self:
+        for name in ("requests.jsonl", "requests.offsets"):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            raw = io.FileIO(open_regular(self._folder / f".{name}.tmp", flags, follow=False), "w")
+            self._streams[name] = io.BufferedWriter(raw, 1 << 20)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self._streams.values():
+            stream.close()
+
+    def add(self, value: bytes | Mapping[str, Any], where: str) -> None:
+        try:
+            record = request_of(value, where)
+        except ValueError as error:
+            self.bad.append(self.total)
+            if len(self.problems) < TOLD_LINES:
+                self.problems.append(f"{where}: {error}")
+            record = {"id": where, "bad": str(error)[:500]}
+        line = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass") + b"\n"
+        if self.total == len(self.hashes):
+            self.hashes = np.concatenate([self.hashes, np.empty_like(self.hashes)])
+        self.hashes[self.total] = xxhash.xxh3_64_intdigest(record["id"].encode(errors="surrogatepass"))
+        self._streams["requests.offsets"].write(struct.pack("<Q", self._at))
+        self._streams["requests.jsonl"].write(line)
+        self._at += len(line)
+        self.total += 1
+
+    def finish(self) -> None:
+        self._streams["requests.offsets"].write(struct.pack("<Q", self._at))
+        self.hashes = self.hashes[: self.total]
+        for stream in self._streams.values():
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def keep(self) -> None:
+        for name in self._streams:
+            (self._folder / f".{name}.tmp").rename(self._folder / name)
+        fsync_folder(self._folder)
+
+
+def request_of(value: bytes | Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A line, or a row of a table, as a request; ``where`` is its id unless it has a ``custom_id``.
+
+    Raises:
+        ValueError: says why it is none.
+    """
+    if isinstance(value, bytes):
+        if len(value) > MAX_REQUEST_BYTES:
+            raise ValueError(f"longer than {MAX_REQUEST_BYTES >> 20} MiB")
+        try:
+            value = json.loads(value, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not JSON ({error})"[:200]) from None
+    if not isinstance(value, Mapping):
+        raise ValueError("not an object")
+    custom_id = value.get("custom_id", where)
+    if isinstance(custom_id, int) and not isinstance(custom_id, bool):
+        custom_id = str(custom_id)
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_LENGTH:
+        raise ValueError(f"its custom_id is not a text of 1 to {MAX_ID_LENGTH} characters")
+    if "body" not in value:
+        return {"id": custom_id, "body": {key: each for key, each in value.items() if key != "custom_id"}}
+    body, url, method = value["body"], value.get("url"), value.get("method", "POST")
+    if not isinstance(body, Mapping):
+        raise ValueError("its body is not an object")
+    if method != "POST":
+        raise ValueError(f"its method is {str(method)[:20]!r}; only POST is known")
+    if url is None:
+        return {"id": custom_id, "body": body}
+    if not isinstance(url, str) or not url.startswith("/") or url.startswith("//") or not url.isprintable():
+        raise ValueError("its url is not a path such as /v1/chat/completions")
+    return {"id": custom_id, "url": url, "body": body}
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _refuse_duplicates(folder: Path, hashes: np.ndarray[Any, np.dtype[np.uint64]]) -> None:
+    order = np.argsort(hashes, kind="stable")
+    ordered = hashes[order]
+    same = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if not len(same):
+        return
+    names = [folder / f".{name}.tmp" for name in ("requests.offsets", "requests.jsonl")]
+    with _RequestsAt(*names) as requests:
+        for place in same[:1000].tolist():
+            first, second = int(order[place]), int(order[place + 1])
+            if requests.get(first)["id"] == requests.get(second)["id"]:
+                raise UsageError(
+                    f"inference.input holds the id {requests.get(first)['id'][:80]!r} twice: requests {first + 1} and "
+                    f"{second + 1} of {len(hashes)}; answers are found by their ids",
+                    hint="give each request a custom_id of its own",
+                )
+
+
+class _RequestsAt(Requests):
+    """The same, under the names of files that are not kept yet."""
+
+    def __init__(self, offsets: Path, lines: Path) -> None:
+        self._offsets, self._lines = open_regular(offsets), open_regular(lines)
+
+
+def _refuse_changed(config: InferenceConfig, before: Batch) -> None:
+    """An input that is gone is no harm: the run has its own copy."""
+    if config.from_stdin or not config.input.exists():
+        return
+    digest = hashlib.sha256()
+    for source in _sources(config):
+        sha, size = hashlib.sha256(), 0
+        assert source.path is not None
+        try:
+            with io.FileIO(open_regular(source.path), "rb") as raw:
+                while part := raw.read(1 << 20):
+                    sha.update(part)
+                    size += len(part)
+        except OSError as error:
+            raise UsageError(f"inference.input: cannot read {source.path}: {error.strerror or error}") from error
+        digest.update(f"{source.name}\0{size}\0".encode(errors="surrogateescape") + sha.digest())
+    if digest.hexdigest() != before.digest:
+        raise UsageError(
+            f"inference.input: {config.input} is not what this run was started with",
+            hint="choose another run_folder for other requests, or put the old input back",
+        )

@@ -1,0 +1,481 @@
+"""One attempt of an inference run: agents with replicas come and go, and it ends when every request is answered.
+
+Where training needs all ranks at once, here every node, agent and replica lives alone: a lost one costs its share of
+the speed. What is decided about an end, and how the run goes on after it, is the same as for training; a step is a
+request, and what is saved is what is committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections import Counter
+from typing import Any
+
+from slurmft.config.config import RunConfig
+from slurmft.errors import LaunchError, SlurmftError, StorageError
+from slurmft.inference.answers import Output, write_output
+from slurmft.inference.coordinator import Coordinator
+from slurmft.inference.ledger import Ledger, open_ledger
+from slurmft.inference.requests import folder_of, load, prepare
+from slurmft.ipc.calls import BeginReplicas, Drain, Kill, Lease, Ping, Shutdown
+from slurmft.ipc.channel import UNANSWERED
+from slurmft.ipc.reports import (
+    Disconnected,
+    Drained,
+    InferenceReport,
+    ReplicaDied,
+    ReplicaPhase,
+    ReplicaSmaller,
+    SignalReport,
+)
+from slurmft.policy.nodes.evidence import Evidence, Kind, Suspect
+from slurmft.policy.timing.fleet import longest_silence_s, ping_interval_s
+from slurmft.policy.timing.grace import REQUEUE_COST_S, cause_of_signal, seconds_for_stop
+from slurmft.policy.verdicts.verdict import EXIT_USAGE, Cause, Verdict
+from slurmft.storage import signs_of_life
+from slurmft.storage.events import EventName
+from slurmft.supervisor.attempt_folder import AttemptFolder
+from slurmft.supervisor.cluster import Cluster
+from slurmft.supervisor.fleet.agents import AgentLink, AgentLost
+from slurmft.supervisor.fleet.crew import Crew
+from slurmft.supervisor.job_state import SlurmsWord
+from slurmft.supervisor.recovery.exclusions import Accuser
+from slurmft.supervisor.signals import hearing
+from slurmft.supervisor.start import Start
+from slurmft.system.background import Background
+from slurmft.system.sleeping import overslept_s
+
+POLL_S = 0.25
+PROGRESS_S = 1.0
+BROKEN_S = 1.0
+BEGIN_S = 40.0
+LOOKS_PER_TIMEOUT = 12
+COMMIT_MARGIN_S = 3.0
+"""Kept free at the end of a stop, for the last commits."""
+
+LENT_S = 20.0
+"""What a lent node has for what is in flight: Slurm's default KillWait is 30 s."""
+
+DEATHS_OF_A_GPU = 3
+"""Engines that must die on one replica's GPUs, without a request that explains it, before the node is suspected."""
+
+log = logging.getLogger(__name__)
+
+
+class Stop:
+    """A stop of the attempt: its cause, and when it must be over; the first one counts."""
+
+    def __init__(self) -> None:
+        self.planned: Cause | None = None
+        self.reason = ""
+        self.ends_at_s: float | None = None
+        """Monotonic time at which Slurm will have ended the job, as far as a stop has shown it."""
+
+        self.began = asyncio.Event()
+
+
+class InferenceAttempt:
+    """Runs one attempt, with agents that may have seen others before it."""
+
+    def __init__(self, config: RunConfig, start: Start, accuser: Accuser, crew: Crew) -> None:
+        if config.inference is None:
+            raise TypeError("this configuration has no section inference")
+        self._config, self._section, self._start, self._accuser, self._crew = (
+            config, config.inference, start, accuser, crew,
+        )  # fmt: skip
+        self._cluster: Cluster = start.cluster
+        self._run, self._journal, self._pool = start.run, start.journal, crew.pool
+        self._slurm = SlurmsWord(self._cluster, start.journal)
+        self._over = asyncio.Event()
+        self._folder = AttemptFolder(start, on_superseded=self._over.set)
+        self._background = Background(self._on_error)
+        self.stops = Stop()
+        self._ledger: Ledger | None = None
+        self._coordinator: Coordinator | None = None
+        self._joined: dict[int, AgentLink] = {}
+        self._drained: set[int] = set()
+        self._lost: list[str] = []
+        self._deaths: Counter[tuple[str, int]] = Counter()
+        self._last_death = ""
+        self._is_hopeless = False
+        """The last engine that did not start cannot be started, wherever it is tried."""
+
+        self._problem = ""
+        self._output: Output | None = None
+        self._first = 0
+        self._stopping: asyncio.Task[None] | None = None
+
+    async def run(self) -> Verdict:
+        """Run the attempt to its end.
+
+        Raises:
+            SlurmftError: nothing could be started.
+        """
+        loop = asyncio.get_running_loop()
+
+        def on_signal(number: int) -> None:
+            loop.call_soon_threadsafe(self._on_own_signal, signal.Signals(number).name)
+
+        with hearing(on_signal):
+            try:
+                await self._open()
+                await self._work()
+            except (SlurmftError, OSError) as error:
+                self._problem = str(error)
+            finally:
+                await self._wind_down()
+        return self._verdict()
+
+    async def _open(self) -> None:
+        folder = folder_of(self._run.path)
+        # slurmft infer has read them; a batch script that somebody wrote by hand has not
+        batch = await self._in_folder(lambda: load(folder) or prepare(self._section, folder))
+        self._ledger = await self._in_folder(lambda: open_ledger(batch, self._start.generation))
+        self._coordinator = Coordinator(self._section, batch, self._ledger, self._start.thread.submit, self._note)
+        self._first = self._ledger.count
+        self._journal.append(EventName.REQUESTS_OPENED, total=batch.total, answered=self._ledger.count)
+
+    async def _work(self) -> None:
+        assert self._coordinator is not None
+        while not self._over.is_set():
+            if self._coordinator.requests.finished:
+                await self._finish()
+                continue
+            if not self._joined:
+                await self._crew.muster(self._cluster)
+                work = (
+                    self._slurm.read_terms, self._watch_requests, self._handle_events, self._watch_agents,
+                    self._watch_processes, self._coordinator.commit_regularly, self._coordinator.watch_tail,
+                    self._accuser.watch,
+                )  # fmt: skip
+                for each in work:
+                    self._background.start(each())
+                await self._first_agent()
+            finished = asyncio.ensure_future(self._coordinator.committed.wait())
+            over = asyncio.ensure_future(self._over.wait())
+            await asyncio.wait([finished, over], return_when=asyncio.FIRST_COMPLETED)
+            self._coordinator.committed.clear()
+            finished.cancel()
+            over.cancel()
+
+    async def _first_agent(self) -> None:
+        timeout_s = self._config.fault_tolerance.launch_timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        while not self._joined and not self._over.is_set():
+            if time.monotonic() > deadline_s:
+                raise LaunchError(f"no agent reported within {timeout_s:.0f} s (fault_tolerance.launch_timeout_s)",
+                                  hint=f"see srun.err in {self._folder.path}")  # fmt: skip
+            await asyncio.sleep(POLL_S)
+
+    async def _finish(self) -> None:
+        """Write the output; what turns out to be unreadable is asked for again."""
+        assert self._coordinator is not None and self._ledger is not None
+        ledger, folder = self._ledger, self._section.output or self._run.path / "output"
+        batch = self._coordinator.batch
+        # minutes for millions of answers: signs of life must not wait for it
+        found = await asyncio.to_thread(write_output, batch, ledger, folder)
+        if isinstance(found, Output):
+            self._output = found
+            self._journal.append(EventName.OUTPUT_WRITTEN, folder=str(folder), answers=found.answers,
+                                 errors=found.errors)  # fmt: skip
+            self._over.set()
+            return
+        log.error("%d answers cannot be read back and are asked for again, the first: request %d", len(found), found[0])
+        self._journal.append(EventName.ANSWERS_UNREADABLE, count=len(found), first=found[0])
+        ledger.forget(found)
+        self._coordinator.requests.reopen(found)
+
+    # Agents
+
+    async def _watch_agents(self) -> None:
+        """Take agents in as they report, and note those that are gone or silent."""
+        section, agents = self._config.fault_tolerance, max(1, self._cluster.size(self._config))
+        timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
+        pause_s, ping_s = min(POLL_S, timeout_s / LOOKS_PER_TIMEOUT), ping_interval_s(
+            agents, lease_s=section.supervisor_lease_s)  # fmt: skip
+        pinged_s = 0.0
+        while not self._over.is_set():
+            for node, link in list(self._pool.links.items()):
+                if link.channel is not None and not link.dropped and node not in self._joined:
+                    await self._take_in(link)
+            if asleep_s := await overslept_s(pause_s):
+                for link in self._pool.links.values():
+                    link.last_heard += asleep_s
+            now_s = time.monotonic()
+            if now_s - pinged_s > ping_s:
+                pinged_s = now_s
+                self._pool.ping(Ping())
+            for link in self._pool.silent_for(timeout_s, now_s):
+                self._lose(link, f"nothing was heard from {link.host} for {now_s - link.last_heard:.1f} s",
+                           hung_up=False)  # fmt: skip
+
+    async def _take_in(self, link: AgentLink) -> None:
+        assert self._coordinator is not None
+
+        def send(lease: Lease) -> None:
+            current = self._pool.links.get(link.node)
+            if current is not None and current.channel is not None:
+                current.channel.send(lease.as_call(UNANSWERED))
+
+        self._joined[link.node] = link
+        epoch = self._coordinator.join(link.node, link.host, send)
+        try:
+            begin = BeginReplicas(attempt=str(self._cluster.attempt), epoch=epoch, generation=self._start.generation)
+            await link.call(begin, timeout_s=BEGIN_S)
+        except AgentLost as error:
+            self._lose(link, str(error), hung_up=False)
+            return
+        self._cluster.lost.discard(link.host)
+        self._journal.append(EventName.NODE_ANSWERS, node=link.host)
+
+    def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
+        """Go on without this agent: its requests go to others."""
+        if link.dropped or self._coordinator is None:
+            return
+        self._pool.drop(link)
+        self._joined.pop(link.node, None)
+        count = self._coordinator.lose(link.node)
+        if self.stops.planned is None:
+            self._crew.reviver.lost(link, hung_up=hung_up)
+        if not link.lender:
+            self._cluster.lost.add(link.host)
+        self._lost.append(link.host)
+        self._journal.append(EventName.AGENT_LEFT if link.leaving else EventName.AGENT_LOST, node=link.host,
+                             reason=reason, requests=count)  # fmt: skip
+
+    def _let_go(self, link: AgentLink) -> None:
+        """The job that lends this node ends: its requests are finished in the time it has, or go to others."""
+        link.leaving = True
+        if link.channel is not None:
+            link.channel.send(Drain(within_s=LENT_S).as_call(UNANSWERED))
+
+    async def _part_with(self, link: AgentLink) -> None:
+        with contextlib.suppress(AgentLost):
+            await link.call(Shutdown())
+        self._lose(link, f"the job {link.lender}, which lent {link.host}, ends", hung_up=False)
+
+    async def _on_disconnect(self, link: AgentLink) -> None:
+        """Give a connection that broke the time to come back."""
+        await asyncio.sleep(BROKEN_S)
+        current = self._pool.links.get(link.node)
+        if current is not link and current is not None and link.node in self._joined and current.pid == link.pid:
+            self._joined[link.node] = current
+            return
+        if not self._over.is_set():  # another process may be connected by now: it is taken in as a new agent
+            self._lose(link, f"the agent on {link.host} is gone", hung_up=True)
+
+    async def _watch_processes(self) -> None:
+        codes = await self._crew.all_ended()
+        if not self._over.is_set():
+            await asyncio.sleep(POLL_S)
+            await self._slurm.is_ending()
+            self._journal.append(EventName.AGENTS_GONE, exit_codes=codes)
+            if self.stops.planned is None and self._slurm.outside is None:
+                self._problem = self._problem or f"all agents ended, with {codes}{self._folder.last_words()}"
+            self._over.set()
+
+    # Reports
+
+    async def _handle_events(self) -> None:
+        assert self._coordinator is not None
+        while True:
+            link, report = await self._pool.events.get()
+            match report:
+                case SignalReport() if link.lender:
+                    self._let_go(link)
+                case SignalReport():
+                    self._on_signal(report.name, link.host)
+                case Disconnected():
+                    self._background.start(self._on_disconnect(link))
+                case Drained() if link.leaving:
+                    self._background.start(self._part_with(link))
+                case Drained():
+                    self._drained.add(link.node)
+                case InferenceReport():
+                    if self._coordinator.on_report(link.node, report):
+                        self._tell(link, report)
+            if self._coordinator.all_down and self.stops.planned is None and not self._over.is_set():
+                self._problem = f"no replica is left: {self._last_death}"
+                self._over.set()
+
+    def _tell(self, link: AgentLink, report: InferenceReport) -> None:
+        match report:
+            case ReplicaPhase(phase="ready"):
+                self._journal.append(EventName.REPLICA_READY, node=link.host, replica=report.replica, start=report.life)
+            case ReplicaPhase(phase="down"):
+                if report.why:
+                    self._last_death = f"{link.host}, replica {report.replica}: {report.why}"
+                self._journal.append(EventName.REPLICA_DOWN, node=link.host, replica=report.replica,
+                                     start=report.life, reason=report.why)  # fmt: skip
+            case ReplicaDied():
+                self._last_death = f"{link.host}, replica {report.replica}: {report.how}"
+                self._is_hopeless = report.code == EXIT_USAGE and not report.was_ready
+                self._journal.append(EventName.REPLICA_DIED, node=link.host, replica=report.replica, reason=report.how,
+                                     in_flight=len(report.in_flight), answered=report.answered,
+                                     failures=report.failures)  # fmt: skip
+                self._suspect(link, report)
+            case ReplicaSmaller():
+                self._journal.append(EventName.REPLICA_SMALLER, node=link.host, replica=report.replica,
+                                     concurrency=report.slots, reason=report.why)  # fmt: skip
+
+    def _suspect(self, link: AgentLink, report: ReplicaDied) -> None:
+        """Engines that die again and again on one node, while others work, are evidence against it."""
+        where = link.host, report.replica
+        self._deaths[where] += len(report.in_flight) != 1  # one alone is more likely the request's fault
+        others = any(each.host != link.host for each in self._joined.values())
+        if self._deaths[where] == DEATHS_OF_A_GPU and others:
+            what = f"replica {report.replica} died {DEATHS_OF_A_GPU} times, the last: {report.how}"
+            self._accuser.add([Evidence(kind=Kind.CRASH, suspect=Suspect(node=link.host), message=what[:1000],
+                                        at=time.time())])  # fmt: skip
+
+    # Stops
+
+    def _on_own_signal(self, name: str) -> None:
+        if self._cluster.name == "local" and name == "SIGINT":
+            self._stop_for(Cause.STOPPED_BY_USER, "stopped with Ctrl-C")
+        else:
+            self._background.start(self._judge_own_signal(name))
+
+    async def _judge_own_signal(self, name: str) -> None:
+        await self._slurm.is_ending()
+        self._on_signal(name, "the supervisor")
+
+    def _on_signal(self, name: str, where: str) -> None:
+        if self.stops.planned is None:
+            self.stops.planned, self.stops.reason = Cause.SIGNALLED, f"{name} at {where}"
+            self._background.start(self._stop_for_signal(time.monotonic()))
+
+    async def _stop_for_signal(self, at_s: float) -> None:
+        if self._coordinator is not None:
+            self._coordinator.stop()  # at once; Slurm's answers only say why, and how long there is
+        times, ending = await asyncio.gather(self._slurm.times(), self._slurm.is_ending())
+        section = self._config.preemption
+        lead_s = float(section.signal_lead_s)
+        if self._cluster.name == "local":
+            cause, left_s = Cause.PREEMPTED, section.stop_timeout_s
+        elif ending and self._slurm.outside is not None:
+            cause, left_s = self._slurm.outside[0], max(1.0, self._slurm.kill_at_s - at_s)
+        else:
+            now = self._slurm.terms.clock.at(at_s)
+            cause = cause_of_signal(times, now=now, lead_s=lead_s)
+            left_s = seconds_for_stop(times, cause=cause, now=now, lead_s=lead_s, timeout_s=section.stop_timeout_s)
+        if self.stops.planned is not Cause.STOPPED_BY_USER:
+            self.stops.planned = cause
+        if cause in (Cause.PREEMPTED, Cause.TIME_LIMIT):
+            self.stops.ends_at_s = at_s + left_s + REQUEUE_COST_S
+        await self._drain(left_s)
+
+    def _stop_for(self, cause: Cause, reason: str) -> None:
+        if self.stops.planned is None:
+            self.stops.planned, self.stops.reason = cause, reason
+            self._background.start(self._drain(self._config.preemption.stop_timeout_s))
+        elif cause is Cause.STOPPED_BY_USER:
+            self.stops.planned, self.stops.reason = cause, reason
+            self._journal.append(EventName.WILL_NOT_CONTINUE, reason=reason)
+
+    async def _drain(self, left_s: float) -> None:
+        """Nothing new; what is in flight is finished in time or given back, and what is answered is committed."""
+        cause = self.stops.planned
+        self._journal.append(EventName.STOP_REQUESTED, cause=cause.value if cause else "", reason=self.stops.reason,
+                             signal_at=time.time(), seconds_left=round(left_s, 3))  # fmt: skip
+        if self._coordinator is not None and self._joined:
+            self._coordinator.stop()
+            deadline_s = time.monotonic() + max(0.5, left_s - COMMIT_MARGIN_S)
+            within_s = max(0.5, left_s - COMMIT_MARGIN_S)
+            for link in self._joined.values():
+                current = self._pool.links.get(link.node, link)
+                if current.channel is not None:
+                    current.channel.send(Drain(within_s=within_s).as_call(UNANSWERED))
+            while not self._over.is_set() and self._joined.keys() - self._drained and time.monotonic() < deadline_s:
+                await asyncio.sleep(0.02)
+            await self._coordinator.commit_now()
+            self._journal.append(EventName.STOP_SAVED, step=self._coordinator.requests.done)
+        self._over.set()
+
+    async def _watch_requests(self) -> None:
+        assert self._coordinator is not None
+        told_s = 0.0
+        while not self._over.is_set():
+            await asyncio.sleep(POLL_S)
+            if time.monotonic() - told_s > PROGRESS_S:
+                told_s = time.monotonic()
+                await self._tell_progress()
+            for kind, who in (await self._folder.requests(ready=True)).items():
+                if kind == "KILL":
+                    self._stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
+                elif kind == "REQUEUE":
+                    self._stop_for(Cause.REQUEUED_BY_USER, f"requeued by {who}")
+                else:  # every answer is saved within a second
+                    await self._coordinator.commit_now()
+                    self._journal.append(EventName.SAVE_REQUESTED, who=who, step=self._coordinator.requests.done)
+
+    async def _tell_progress(self) -> None:
+        self._journal.retry()
+        try:
+            await self._in_folder(lambda: signs_of_life.touch(self._run, self._cluster.attempt))
+            await self._in_folder(self._write_progress)
+            owner = await self._in_folder(self._run.owner)
+        except (OSError, StorageError):
+            return
+        if owner is not None and owner.generation > self._start.generation:
+            self._over.set()
+
+    def _write_progress(self) -> None:
+        if self._coordinator is None:
+            return
+        done, total = self._coordinator.requests.done, self._coordinator.batch.total
+        self._run.write_progress(at=time.time(), attempt=str(self._cluster.attempt), resumed=self._first, step=done,
+                                 until=total, saved=done, state="running")  # fmt: skip
+
+    # The end
+
+    async def _wind_down(self) -> None:
+        self._over.set()
+        if self._coordinator is not None:
+            await self._pool.tell_all(Kill())
+            await self._coordinator.commit_now()
+        await self._background.cancel_all()
+        if self._coordinator is not None:
+            self._start.thread.submit(self._last_words)
+
+    def _last_words(self) -> None:
+        try:
+            self._write_progress()
+        except (OSError, StorageError) as error:
+            log.debug("the last progress: %s", error)
+
+    def _verdict(self) -> Verdict:
+        done = self._coordinator.requests.done if self._coordinator is not None else 0
+        facts: dict[str, Any] = {"first_step": self._first, "last_step": done, "saved_step": done}
+        if self._output is not None:
+            told = f"{self._output.answers} requests are answered, {self._output.errors} ended with an error"
+            return Verdict(cause=Cause.FINISHED, reason=told, **facts)
+        outside = self._slurm.outside
+        if outside is not None and (self.stops.planned is None or outside[0] in (Cause.CANCELLED, Cause.REQUEUED)):
+            return Verdict(cause=outside[0], reason=outside[1], **facts)
+        if self.stops.planned is not None:
+            return Verdict(cause=self.stops.planned, reason=self.stops.reason, **facts)
+        suspects = tuple(Suspect(node=host) for host in dict.fromkeys(self._lost))
+        if suspects and not self._joined:
+            names = ", ".join(each.node for each in suspects)
+            return Verdict(cause=Cause.NODE_LOST, reason=f"the agents are gone: {names}; {self._problem}",
+                           suspects=suspects, **facts)  # fmt: skip
+        if self._coordinator is not None and self._coordinator.all_down:
+            code = EXIT_USAGE if self._is_hopeless else 1
+            return Verdict(cause=Cause.WORKER_ERROR, reason=self._problem, exit_code=code, **facts)
+        return Verdict(cause=Cause.LAUNCH_FAILURE, reason=self._problem or "unknown", **facts)
+
+    def _note(self, event: str, **details: Any) -> None:
+        self._journal.append(EventName(event), **details)
+
+    async def _in_folder(self, work: Any) -> Any:
+        return await asyncio.wrap_future(self._start.thread.submit(work))
+
+    def _on_error(self, error: BaseException) -> None:
+        self._problem = self._problem or f"internal error: {error!r}"
+        log.error("internal error", exc_info=error)
+        self._over.set()

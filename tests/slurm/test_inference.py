@@ -1,0 +1,241 @@
+"""Batches of requests on a real cluster: whatever dies, every one is answered exactly once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slurm.conftest import Run, eventually, preempt
+from slurmft.inference.ledger import segments_of
+from slurmft.inference.requests import folder_of
+from slurmft.inference.segments import read
+from slurmft.lab.cluster import Lab
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+
+NewBatch = Callable[..., "BatchRun"]
+ENGINE = Path(__file__).with_name("inference_engine.py")
+CONCURRENCY, REPLICAS, NODES = 4, 2, 2
+IN_FLIGHT = CONCURRENCY * REPLICAS * NODES
+
+
+class BatchRun(Run):
+    """A batch of requests whose right answers are known."""
+
+    prompts: list[str]
+
+    def submit(self, *options: str) -> str:
+        output = self.slurmft("infer", str(self.config), *options)
+        return output.split(" as job ")[1].split()[0]
+
+    @property
+    def output_folder(self) -> Path:
+        return self.path / "output"
+
+    def answers(self, name: str = "answers.jsonl") -> list[dict]:
+        return [json.loads(line) for line in (self.output_folder / name).read_text().splitlines()]
+
+    def wait_for_answers(self, count: int) -> None:
+        self.wait_for_step(count)
+
+    def assert_exactly_once(self, *, errors: tuple[int, ...] = ()) -> None:
+        """Each request has its one right answer, in the order of the input."""
+        self.wait_until_done()
+        right = [
+            {
+                "id": f"batch_req_{index}", "custom_id": f"q{index}", "error": None,
+                "response": {"status_code": 200, "request_id": f"req_{index}",
+                             "body": {"text": hashlib.sha256(prompt.encode()).hexdigest()}},
+            }
+            for index, prompt in enumerate(self.prompts) if index not in errors
+        ]  # fmt: skip
+        assert self.answers() == right, self.story()
+        assert [record["custom_id"] for record in self.answers("errors.jsonl")] == [f"q{index}" for index in errors]
+
+    def repeated(self) -> int:
+        """Answers that were computed more than once."""
+        seen: Counter[int] = Counter()
+        for path in segments_of(folder_of(self.path)).iterdir():
+            seen.update(record.value["index"] for record in read(path) if "index" in record.value)
+        return sum(count - 1 for count in seen.values())
+
+    def kill_processes(self, node: str, pattern: str, signal: str = "KILL") -> None:
+        pids = self.lab.run_on_as_admin(node, ["pgrep", "-f", pattern], check=False).stdout.split()
+        assert pids, f"no process like {pattern} on {node}\n{self.story()}"
+        self.lab.run_on_as_admin(node, ["kill", f"-{signal}", pids[0]])
+
+    @property
+    def nodes(self) -> list[str]:
+        return [event.details["node"] for event in self.events("node answers")]
+
+
+@pytest.fixture
+def new_batch(lab: Lab, request: pytest.FixtureRequest) -> NewBatch:
+    def make(count: int = 300, *, pause: float = 0.2, special: dict[int, str] | None = None, **changes) -> BatchRun:
+        name = request.node.name.replace("[", "-").replace("]", "").replace(" ", "-")
+        name += "-again" * (getattr(request.node, "execution_count", 1) > 1)
+        folder = lab.home / "batches" / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        shutil.copy(ENGINE, folder / "engine.py")
+        run = BatchRun(lab, folder / "run", folder / "batch.yaml")
+        run.prompts = [(special or {}).get(index, f"prompt {index}") for index in range(count)]
+        lines = [{"custom_id": f"q{index}", "prompt": prompt} for index, prompt in enumerate(run.prompts)]
+        (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        section = {
+            "input": str(folder / "prompts.jsonl"), "replicas_per_node": REPLICAS, "concurrency": CONCURRENCY,
+            "engine": {"command": ["python", str(folder / "engine.py"), "{port}", str(pause)]},
+            "hang_timeout_s": 5, "base_delay_s": 0.1, **changes.pop("inference", {}),
+        }  # fmt: skip
+        config = {
+            "run_folder": str(run.path), "nodes": NODES, "inference": section, "slurm": {"partition": "low"},
+            "fault_tolerance": {"agent_timeout_s": 3, "supervisor_lease_s": 6, "retry_delay_s": 0}, **changes,
+        }  # fmt: skip
+        run.config.write_text(yaml.safe_dump(config))
+        for path in (folder.parent, folder, *folder.iterdir()):
+            os.chown(path, lab.uid, lab.gid)
+        return run
+
+    return make
+
+
+def test_a_calm_batch_has_every_answer_once(new_batch: NewBatch) -> None:
+    run = new_batch()
+    run.submit()
+    run.assert_exactly_once()
+    assert run.repeated() == 0
+    assert len(run.nodes) == NODES and len(run.events("replica ready")) == NODES * REPLICAS
+
+
+@pytest.mark.parametrize("victim", ["engine", "driver", "zygote"])
+def test_a_dead_replica_is_restarted_while_the_others_go_on(new_batch: NewBatch, victim: str) -> None:
+    run = new_batch()
+    run.submit()
+    run.wait_for_answers(40)
+    node = run.nodes[0]
+    if victim == "engine":
+        run.kill_processes(node, "^[^ ]*python[^ ]* [^ ]*/engine.py")
+    elif victim == "driver":
+        run.kill(node, min(run.pids(node)))
+    else:
+        run.kill_processes(node, "[s]lurmft.agent.zygote")
+    run.assert_exactly_once()
+    assert run.events("replica died"), run.story()
+    assert len([event for event in run.events() if event.event == "attempt started"]) == 1
+    assert run.repeated() <= CONCURRENCY * (REPLICAS if victim == "zygote" else 1)
+
+
+@pytest.mark.parametrize("victim", ["engine", "driver"])
+def test_a_stopped_replica_is_found_by_its_missing_progress(new_batch: NewBatch, victim: str) -> None:
+    run = new_batch(inference={"hang_timeout_s": 2})
+    run.submit()
+    run.wait_for_answers(40)
+    node = run.nodes[0]
+    if victim == "engine":
+        run.kill_processes(node, "^[^ ]*python[^ ]* [^ ]*/engine.py", "STOP")
+    else:
+        run.kill(node, min(run.pids(node)), signal="STOP")
+    run.assert_exactly_once()
+    assert "hang_timeout_s" in run.events("replica died")[0].details["reason"]
+
+
+def test_a_dead_agent_and_a_dead_node_cost_their_own_work_only(lab: Lab, new_batch: NewBatch) -> None:
+    run = new_batch(600)
+    run.submit()
+    run.wait_for_answers(60)
+    agent = f"^[^ ]*python[^ ]* .*slurmft agent {run.path}"
+    run.kill_processes(run.nodes[-1], agent)
+    run.wait_for("node answers", NODES + 1)
+    run.wait_for_answers(250)
+    batch_host = run.events("attempt started")[0].details["host"]
+    victim = next(node for node in run.nodes if node != batch_host)
+    lab.kill_node(victim)
+    try:
+        run.assert_exactly_once()
+    finally:
+        lab.start_node(victim)
+    assert len(run.events("agent lost")) == 2
+    assert len(run.events("attempt started")) == 1
+    assert run.repeated() <= 2 * CONCURRENCY * REPLICAS
+
+
+def test_a_node_that_is_cut_off_answers_nothing_that_counts(lab: Lab, new_batch: NewBatch) -> None:
+    run = new_batch(500)
+    run.submit()
+    run.wait_for_answers(60)
+    batch_host = run.events("attempt started")[0].details["host"]
+    victim = next(node for node in run.nodes if node != batch_host)
+    lab.partition(victim)
+    try:
+        run.wait_for("agent lost")
+    finally:
+        lab.heal(victim)
+    run.assert_exactly_once()
+
+
+@pytest.mark.parametrize("how", ["preempted", "requeued", "supervisor killed"])
+def test_the_next_start_repeats_no_finished_request(lab: Lab, new_batch: NewBatch, how: str) -> None:
+    run = new_batch(400)
+    job = run.submit()
+    run.wait_for_answers(60)
+    match how:
+        case "preempted":
+            preempt(lab)
+        case "requeued":
+            run.slurmft("requeue", str(run.path))
+        case _:
+            host = run.events("attempt started")[0].details["host"]
+            pids = lab.run_on_as_admin(host, ["pgrep", "-f", f"slurmft run {run.path}"]).stdout.split()
+            lab.run_on_as_admin(host, ["kill", "-KILL", max(pids, key=int)])
+    run.wait_for("requests opened", 2)
+    assert run.events("requests opened")[1].details["answered"] >= 60
+    run.assert_exactly_once()
+    assert run.repeated() <= (IN_FLIGHT if how == "supervisor killed" else 0), f"job {job}\n{run.story()}"
+
+
+def test_a_stopped_batch_goes_on_when_it_is_submitted_again(new_batch: NewBatch) -> None:
+    run = new_batch(300)
+    job = run.submit()
+    run.wait_for_answers(40)
+    run.slurmft("stop", str(run.path))
+    run.wait_until_out_of_queue(job)
+    assert run.events("decision")[-1].details["action"] == "stop"
+    run.submit()
+    run.assert_exactly_once()
+    assert run.repeated() == 0
+
+
+def test_bad_requests_end_in_errors_and_hurt_no_other(new_batch: NewBatch) -> None:
+    """Two that kill the engine, one that hangs it, one that it refuses, and some that want it for themselves."""
+    special = {20: "POISON a", 150: "POISON b", 80: "HANG c", 30: "BAD d", 60: "OOM e", 61: "OOM f"}
+    run = new_batch(240, special=special, inference={"hang_timeout_s": 2, "max_retries": 8})
+    run.submit()
+    run.assert_exactly_once(errors=(20, 30, 80, 150))
+    found = {record["custom_id"]: record for record in run.answers("errors.jsonl")}
+    assert found["q30"]["response"]["status_code"] == 400
+    for name, words in (("q20", "SIGSEGV"), ("q150", "SIGSEGV"), ("q80", "hang_timeout_s")):
+        assert found[name]["error"]["code"] == "poison_request"
+        assert words in found[name]["error"]["message"]
+    assert run.events("replica smaller"), run.story()
+
+
+def test_an_engine_that_cannot_start_ends_the_run_with_its_reason(new_batch: NewBatch) -> None:
+    run = new_batch(inference={"max_restarts": 1}, fault_tolerance={"num_job_retries_on_failure": 0,
+                                                                     "num_in_job_restarts": 0})  # fmt: skip
+    config = yaml.safe_load(run.config.read_text())
+    config["inference"]["engine"]["command"] = ["false", "{port}"]
+    run.config.write_text(yaml.safe_dump(config))
+    job = run.submit()
+    run.wait_until_out_of_queue(job)
+    (verdict,) = run.events("verdict")
+    assert "no replica is left" in verdict.details["reason"]
+    assert run.events("decision")[-1].details["action"] == "stop"
+    eventually(lambda: not (run.output_folder / "answers.jsonl").exists(), 1, "no output of an unfinished batch")

@@ -1,0 +1,206 @@
+"""The coordinator believes agents as far as their leases go, and loses nothing when one of them is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmft.config.inference import InferenceConfig
+from slurmft.errors import StorageUnavailable
+from slurmft.inference.coordinator import Coordinator
+from slurmft.inference.ledger import open_ledger, segments_of
+from slurmft.inference.requests import prepare
+from slurmft.inference.segments import SegmentWriter, runs_of
+from slurmft.ipc.calls import Lease
+from slurmft.ipc.reports import ReplicaDied, ReplicaPhase, RequestsAnswered, RequestsReturned, RequestsWanted
+
+TOTAL = 20
+REPORTS = {each.kind: each for each in (RequestsWanted, RequestsAnswered, RequestsReturned, ReplicaPhase, ReplicaDied)}
+
+
+class World:
+    """A coordinator with agents that are lists of what they were sent."""
+
+    def __init__(self, folder: Path, **changes: object) -> None:
+        source = folder / "in.jsonl"
+        source.write_text("".join(json.dumps({"prompt": str(number)}) + "\n" for number in range(TOTAL)))
+        self.config = InferenceConfig.model_validate(
+            {"input": str(source), "engine": {"callable": "a:b"}, "replicas_per_node": 1, **changes}
+        )
+        batch = prepare(self.config, folder / "inference")
+        self.thread, self.events = ThreadPoolExecutor(1), []
+        self.ledger = open_ledger(batch, 1)
+        self.coordinator = Coordinator(
+            self.config,
+            batch,
+            self.ledger,
+            self.thread.submit,
+            lambda event, **facts: self.events.append((event, facts)),
+        )
+        self.sent: dict[int, list[Lease]] = {}
+        self.epochs: dict[int, int] = {}
+
+    def join(self, node: int) -> None:
+        self.sent[node] = []
+        self.epochs[node] = self.coordinator.join(node, f"n{node}", self.sent[node].append)
+
+    def report(self, node: int, kind: str, **facts: Any) -> bool:
+        return self.coordinator.on_report(node, REPORTS[kind](epoch=self.epochs[node], **facts))
+
+    def leased(self, node: int) -> list[int]:
+        return [number for lease in self.sent[node] for first, last in lease.runs
+                for number in range(first, last)]  # fmt: skip
+
+    def write(self, node: int, *indexes: int, replica: int = 0, life: int = 1) -> tuple[str, int]:
+        name = f"g000001-n{node}-r{replica}-{life}-{self.epochs[node]}.jsonl"
+        writer = SegmentWriter(segments_of(self.ledger.batch.folder) / name, {"generation": 1})
+        writer.append({"index": index, "response": {"status_code": 200, "body": {}}} for index in indexes)
+        return name, writer.end
+
+    def answer(self, node: int, *indexes: int, **place: int) -> None:
+        segment, end = self.write(node, *indexes, **place)
+        self.report(node, "answers", segment=segment, end=end, runs=runs_of(indexes))
+
+
+@pytest.fixture
+def in_loop(tmp_path: Path) -> Callable[[Callable[[World], Coroutine[Any, Any, None]]], None]:
+    def run(story: Callable[[World], Coroutine[Any, Any, None]]) -> None:
+        async def main() -> None:
+            await story(World(tmp_path))
+
+        asyncio.run(main())
+
+    return run
+
+
+def test_requests_are_leased_committed_and_finished(in_loop):
+    async def story(world: World) -> None:
+        world.join(0)
+        world.report(0, "want", count=15)
+        assert world.leased(0) == list(range(15))
+        world.answer(0, *range(15))
+        await world.coordinator.commit_now()
+        assert world.coordinator.requests.done == 15 and world.ledger.count == 15
+        world.report(0, "want", count=15)
+        world.answer(0, *range(15, 20), life=2)
+        await world.coordinator.commit_now()
+        assert world.coordinator.requests.finished and world.coordinator.answered_here == TOTAL
+
+    in_loop(story)
+
+
+def test_an_agent_that_was_lost_says_nothing_that_counts(in_loop):
+    async def story(world: World) -> None:
+        world.join(0)
+        world.join(1)
+        world.report(0, "want", count=TOTAL)
+        segment, end = world.write(0, 1, 2)
+        epoch = world.epochs[0]
+        world.report(1, "want", count=4)
+        assert world.leased(1) == []
+        assert world.coordinator.lose(0) == TOTAL
+        assert world.leased(1) == [0, 1, 2, 3], "what was free goes to the one that waits"
+        late = RequestsAnswered(epoch=epoch, segment=segment, end=end, runs=((5, 6),))
+        assert world.coordinator.on_report(0, late) is False
+        world.join(0)
+        assert world.coordinator.on_report(0, late) is False, "it is back, and the message is an old one"
+        world.thread.shutdown(wait=True)
+        assert sorted(world.ledger.done.nonzero()[0]) == [1, 2], "what it had written before is not lost"
+        world.coordinator.adopt_salvaged()
+        assert world.coordinator.requests.done == 2
+
+    in_loop(story)
+
+
+@pytest.mark.parametrize(
+    "segment",
+    ["g000001-n1-r0-1-1.jsonl", "g000002-n0-r0-1-1.jsonl", "g000001-n0-r0-1-9.jsonl", "../../x", "ledger-000001.jsonl"],
+)
+def test_answers_in_segments_of_others_do_not_count(in_loop, segment):
+    async def story(world: World) -> None:
+        world.join(0)
+        world.report(0, "answers", segment=segment, end=99, runs=((0, 5),))
+        await world.coordinator.commit_now()
+        assert world.coordinator.requests.done == 0
+
+    in_loop(story)
+
+
+@pytest.mark.parametrize("runs", [((0, 21),), ((0, 5), (20, 30))])
+def test_requests_that_do_not_exist_do_not_count(in_loop, runs):
+    async def story(world: World) -> None:
+        world.join(0)
+        segment, end = world.write(0, 0)
+        world.report(0, "answers", segment=segment, end=end, runs=runs)
+        await world.coordinator.commit_now()
+        assert world.coordinator.requests.done == 0
+
+    in_loop(story)
+
+
+def test_a_request_that_kills_two_replicas_alone_is_answered_with_an_error(in_loop):
+    async def story(world: World) -> None:
+        world.join(0)
+        world.report(0, "want", count=TOTAL)
+        facts = {"replica": 0, "how": "ended by SIGSEGV", "code": -11, "was_ready": True, "answered": 1, "failures": 1}
+        world.report(0, "replica_died", name="n0/0#1", in_flight=(3, 4), **facts)
+        for life in (2, 3):
+            world.report(0, "want", count=2)
+            assert 3 in [index for lease in world.sent[0] for index in lease.alone]
+            world.report(0, "replica_died", name=f"n0/0#{life}", in_flight=(3,), **facts)
+        ((event, told),) = world.events
+        assert event == "request given up" and told["request"] == 3
+        async with asyncio.timeout(5):
+            while not world.ledger.done[3]:
+                await world.coordinator.commit_now()
+                await asyncio.sleep(0.01)
+
+    in_loop(story)
+
+
+def test_a_full_disk_holds_commits_up_and_loses_none(in_loop, monkeypatch):
+    async def story(world: World) -> None:
+        world.join(0)
+        world.report(0, "want", count=5)
+        commit, failures = world.ledger.commit, [StorageUnavailable("full"), StorageUnavailable("full")]
+
+        def fail_first(parts: Any) -> int:
+            if failures:
+                raise failures.pop()
+            return commit(parts)
+
+        monkeypatch.setattr(world.ledger, "commit", fail_first)
+        monkeypatch.setattr("slurmft.inference.coordinator.STORAGE_PAUSE_S", 0.0)
+        world.answer(0, 0, 1)
+        await world.coordinator.commit_now()
+        assert world.coordinator.requests.done == 2 and not failures
+
+    in_loop(story)
+
+
+def test_nothing_is_leased_while_the_run_stops(in_loop):
+    async def story(world: World) -> None:
+        world.join(0)
+        world.coordinator.stop()
+        world.report(0, "want", count=5)
+        assert world.leased(0) == []
+
+    in_loop(story)
+
+
+@pytest.mark.parametrize(("phases", "down"), [(["down", "down"], True), (["down", "ready"], False), (["down"], False)])
+def test_the_batch_is_given_up_when_every_replica_is_down(in_loop, phases, down):
+    async def story(world: World) -> None:
+        world.join(0)
+        world.join(1)
+        for node, phase in enumerate(phases):
+            world.report(node, "replica", replica=0, phase=phase, life=1)
+        assert world.coordinator.all_down is down
+
+    in_loop(story)

@@ -1,0 +1,111 @@
+"""Hangs are found by progress, restarts are bounded, tries are spaced."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from slurmft.inference.replica_health import AutoRestartManager, WorkerHealthMonitor
+from slurmft.inference.retrying import Again, RetryManager
+
+
+def monitor() -> WorkerHealthMonitor:
+    found = WorkerHealthMonitor(hang_timeout_s=10.0, startup_timeout_s=100.0)
+    found.started(0, 0.0)
+    return found
+
+
+def test_a_replica_that_is_not_ready_in_time_is_overdue():
+    watch = monitor()
+    assert watch.overdue(99.0) == {}
+    assert "startup_timeout_s" in watch.overdue(101.0)[0]
+
+
+def test_only_work_without_progress_is_a_hang():
+    watch = monitor()
+    watch.ready(0, 50.0)
+    assert watch.overdue(1000.0) == {}, "idle for long"
+    watch.dispatched(0, 2, 1000.0)
+    assert watch.overdue(1009.0) == {}
+    watch.progressed(0, 1009.0)
+    assert watch.overdue(1018.0) == {}, "a token"
+    watch.progressed(0, 1018.0, completed=1)
+    assert watch.overdue(1027.0) == {}, "an answer"
+    assert "with 1 in flight" in watch.overdue(1028.5)[0]
+    watch.progressed(0, 1029.0, completed=1)
+    assert watch.overdue(2000.0) == {}, "nothing is left in flight"
+
+
+def test_a_sleep_of_the_watcher_is_not_a_hang():
+    watch = monitor()
+    watch.ready(0, 0.0)
+    watch.dispatched(0, 1, 0.0)
+    watch.asleep(500.0)
+    assert watch.overdue(505.0) == {}
+    assert watch.overdue(511.0)
+
+
+def test_a_replica_that_is_gone_is_not_watched():
+    watch = monitor()
+    watch.gone(0)
+    watch.dispatched(0, 1, 0.0)
+    assert watch.overdue(1e6) == {}
+
+
+def test_each_replica_has_its_own_restarts_and_a_success_gives_them_back():
+    manager = AutoRestartManager(max_restarts=2, first_delay_s=1.0)
+    assert [manager.failed(0), manager.failed(0), manager.failed(0)] == [0.0, 1.0, None]
+    assert manager.failed(1) == 0.0
+    manager.succeeded(1)
+    assert manager.failures(1) == 0
+    assert [manager.failed(1), manager.failed(1), manager.failed(1)] == [0.0, 1.0, None]
+
+
+class Flaky:
+    def __init__(self, failures: int, **facts: float) -> None:
+        self.failures, self.calls, self.facts = failures, 0, facts
+
+    async def __call__(self) -> str:
+        self.calls += 1
+        if self.calls <= self.failures:
+            raise Again(f"failure {self.calls}", **self.facts)
+        return "answer"
+
+
+def waits(manager: RetryManager, work: Flaky, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    slept: list[float] = []
+
+    async def note(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr("slurmft.inference.retrying.asyncio.sleep", note)
+    assert asyncio.run(manager.call(work)) == "answer"
+    return slept
+
+
+def test_tries_are_spaced_by_a_doubled_pause_with_jitter(monkeypatch):
+    slept = waits(RetryManager(5, base_delay_s=1.0, max_delay_s=6.0), Flaky(5), monkeypatch)
+    for seconds, base in zip(slept, [1, 2, 4, 6, 6], strict=True):
+        assert base <= seconds <= min(6.0, base + 1.0) + 1e-9
+
+
+def test_the_other_side_may_ask_for_a_pause(monkeypatch):
+    assert waits(RetryManager(2, max_delay_s=30.0), Flaky(2, after_s=7.0), monkeypatch) == [7.0, 7.0]
+    assert waits(RetryManager(1, max_delay_s=5.0), Flaky(1, after_s=70.0), monkeypatch) == [5.0]
+
+
+@pytest.mark.parametrize(("retries", "calls"), [(0, 1), (2, 3)])
+def test_the_last_failure_is_raised(retries, calls):
+    work = Flaky(99)
+    with pytest.raises(Again, match=f"failure {calls}"):
+        asyncio.run(RetryManager(retries, 0.0, 0.0).call(work))
+    assert work.calls == calls
+
+
+def test_other_errors_are_not_tried_again():
+    async def broken() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        asyncio.run(RetryManager(3).call(broken))

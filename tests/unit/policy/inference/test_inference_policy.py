@@ -1,0 +1,132 @@
+"""The decisions of inference, as tables of values."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmft.policy.inference.answers import Outcome, counts_against_replica, outcome_of_status, retry_after_s
+from slurmft.policy.inference.devices import devices_of
+from slurmft.policy.inference.engines import counter_in, engine_kind
+from slurmft.policy.inference.poison import Death, evidence_of, is_poison
+from slurmft.policy.inference.restarts import Restarts
+from slurmft.policy.inference.slots import RAISE_AFTER, Slots
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "outcome"),
+    [
+        (200, "", Outcome.ANSWER), (201, "", Outcome.ANSWER), (301, "", Outcome.ANSWER), (400, "", Outcome.ANSWER),
+        (404, "", Outcome.ANSWER), (422, "out of memory", Outcome.ANSWER), (408, "", Outcome.RETRY),
+        (429, "", Outcome.RETRY), (500, "oops", Outcome.RETRY), (503, "", Outcome.RETRY),
+        (500, "torch.OutOfMemoryError: CUDA out of memory", Outcome.SMALLER),
+        (503, "KV cache is full", Outcome.SMALLER),
+    ],
+)  # fmt: skip
+def test_what_follows_a_status(status, text, outcome):
+    assert outcome_of_status(status, text) is outcome
+
+
+@pytest.mark.parametrize(("status", "counts"), [(None, True), (500, True), (503, True), (400, False), (429, False)])
+def test_what_counts_against_a_replica(status, counts):
+    assert counts_against_replica(status) is counts
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [(None, None), ("3", 3.0), ("0", 0.0), ("1e9", 30.0), ("-1", None), ("nan", None), ("inf", None), ("soon", None),
+     ("Wed, 21 Oct 2015 07:28:00 GMT", None)],
+)  # fmt: skip
+def test_retry_after(header, seconds):
+    assert retry_after_s(header, longest_s=30.0) == seconds
+
+
+@given(st.integers(1, 4096), st.lists(st.booleans(), max_size=200))
+def test_slots_stay_between_one_and_their_limit(limit, ends):
+    slots = Slots.full(limit)
+    for is_good in ends:
+        before = slots
+        slots = slots.ended_well() if is_good else slots.out_of_memory()
+        assert 1 <= slots.now <= limit
+        assert slots.now <= before.now + 1
+
+
+def test_slots_halve_at_once_and_grow_slowly():
+    slots = Slots.full(8).out_of_memory()
+    assert slots.now == 4
+    for _ in range(4 * RAISE_AFTER - 1):
+        slots = slots.ended_well()
+    assert slots.now == 4
+    assert slots.ended_well().now == 5
+
+
+@pytest.mark.parametrize(
+    ("deaths", "poison"),
+    [
+        ([], False), ([("a", False)] * 5, False), ([("a", True)], False), ([("a", True), ("a", True)], False),
+        ([("a", True), ("b", False)], False), ([("a", True), ("b", True)], True),
+        ([("a", False), ("b", True), ("c", True)], True),
+    ],
+)  # fmt: skip
+def test_only_a_request_that_killed_two_alone_is_poison(deaths, poison):
+    found = [Death(replica, alone=alone, how="SIGSEGV") for replica, alone in deaths]
+    assert is_poison(found) is poison
+    if poison:
+        assert "2 times" in evidence_of(found) and "SIGSEGV" in evidence_of(found)
+
+
+def test_restarts_have_a_pause_that_doubles_and_an_end():
+    restarts, delays = Restarts(max_restarts=4, first_delay_s=1.0, longest_delay_s=3.0), []
+    for _ in range(4):
+        restarts = restarts.failed()
+        assert not restarts.exhausted
+        delays.append(restarts.delay_s)
+    assert delays == [0.0, 1.0, 2.0, 3.0]
+    assert restarts.failed().exhausted
+    assert not restarts.succeeded().failed().exhausted
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["vllm", "serve", "m"], "vllm"), (["python", "-m", "vllm.entrypoints.openai.api_server"], "vllm"),
+        (["/opt/bin/llama-server", "-m", "x.gguf"], "llama-server"),
+        (["python3", "-m", "sglang.launch_server"], "sglang"),
+        (["text-generation-launcher"], "text-generation-launcher"), (["python", "server.py", "vllm.py"], "vllm"),
+        (["python", "own.py"], "another"), ([], "another"),
+    ],
+)  # fmt: skip
+def test_engines_are_known_by_name(command, name):
+    assert engine_kind(command).name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", None), ("other 3", None), ("made_total 3", 3.0),
+        ('made_total{a="b c"} 3\nmade_total{a="d"} 4.5 17\n', 7.5),
+        ("made_total_created 9", None), ("made_total{} x\nmade_total 2", 2.0),
+        ("# HELP made_total x\nmade_total", None),
+    ],
+)  # fmt: skip
+def test_a_counter_is_summed_over_its_labels(text, value):
+    assert counter_in(text, "made_total") == value
+
+
+@pytest.mark.parametrize(
+    ("visible", "replica", "per_replica", "devices"),
+    [
+        ([], 3, 2, ()),
+        (["0", "1"], 1, 1, ("1",)),
+        (["a", "b", "c", "d"], 1, 2, ("c", "d")),
+        (["a", "b"], 5, 0, ("a", "b")),
+    ],
+)
+def test_the_gpus_of_a_replica(visible, replica, per_replica, devices):
+    assert devices_of(visible, replica, per_replica) == devices
+
+
+def test_too_few_gpus_are_told():
+    with pytest.raises(ValueError, match="replica 1 needs GPUs 2 to 3, but there are 3"):
+        devices_of(["0", "1", "2"], 1, 2)
