@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slurmft.agent.container.inside import Outside, limits_here
 from slurmft.agent.environment import LENDER_VARIABLE, common_environment, worker_environment
 from slurmft.agent.faults import strike
 from slurmft.agent.forensics import Forensics
@@ -34,6 +35,7 @@ from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.files import read_json
 from slurmft.system.opening import read_bytes, trusted_owners
+from slurmft.system.processes import birth_of
 from slurmft.system.sleeping import overslept_s
 
 RECONNECT_PAUSE_S = 0.2
@@ -60,6 +62,7 @@ class Agent:
         self._index = int(environment.get("SLURMFT_NODE_INDEX", environment.get("SLURM_NODEID", "0")))
         self._host = environment.get("SLURMD_NODENAME") or socket.gethostname()
         self._lender = environment.get(LENDER_VARIABLE, "")
+        self._birth = birth_of(os.getpid())
         self._taken_back = False
         self._workers = Workers(self._report_exit)
         self._keeping = Keeping(self._workers.memory, config.checkpoint.peer_copies)
@@ -75,13 +78,16 @@ class Agent:
         self._generation = 0
         self._address: tuple[list[str], int, bytes] | None = None
         self._forensics = Forensics(self._host)
+        self._outside = Outside(self._note_signal)
 
     async def run(self) -> int:
         """Serve until shut down, or until the supervisor is gone for longer than the lease."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-            loop.add_signal_handler(number, self._note_signal, signal.Signals(number).name)
+            loop.add_signal_handler(number, self._note_own_signal, signal.Signals(number).name)
         loop.add_signal_handler(signal.SIGINT, lambda: None)
+        if self._config.container.runtime != "none":
+            self._settle_in_container()
         self._workers.start_zygote(
             common_environment(self._config, self._environment), self._config.fault_tolerance.preload
         )
@@ -89,15 +95,16 @@ class Agent:
         serving = asyncio.create_task(self._serve())
         lease = asyncio.create_task(self._watch_lease())
         hangs = asyncio.create_task(self._hangs.run())
+        alone = asyncio.create_task(self._outside.gone.wait())
         notices = asyncio.create_task(NoticeWatch(self._config, self._environment, self._report).run())
         keeping = asyncio.create_task(look_after_regularly(self._keeping, KEEPER_LOOK_S))
         try:
-            await asyncio.wait([serving, lease], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([serving, lease, alone], return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
                 return EXIT_TEMPORARY if self._taken_back else serving.result()
             return LaunchError.exit_code
         finally:
-            for task in (reports, serving, lease, hangs, keeping, notices):
+            for task in (reports, serving, lease, hangs, keeping, notices, alone):
                 task.cancel()
             await asyncio.gather(notices, return_exceptions=True)  # a plug-in is ended with it
             self._keeping.close()
@@ -105,6 +112,16 @@ class Agent:
             self._forensics.finish(LAST_FILES_S)
             if self._channel is not None:
                 self._channel.close()  # only now: it shows the supervisor that nothing of this node is left
+
+    def _settle_in_container(self) -> None:
+        """Listen to the process outside, and report what is missing in here."""
+        self._outside.listen()
+        limits = list(limits_here(self._config, self._environment))
+        if not self._config.container.is_started_by_srun and not self._outside.is_heard:
+            limits.append("it does not pass standard input on: a stop reaches this node by the supervisor alone")
+        for limit in limits:
+            log.warning("in the container on %s: %s", self._host, limit)
+            self._report({"kind": "limit", "what": limit})
 
     async def _watch_lease(self) -> None:
         """Return when the supervisor was silent for the lease: the run may go on elsewhere, and two must never train.
@@ -144,7 +161,9 @@ class Agent:
     async def _serve_one_connection(self) -> None:
         channel = await self._connect_any(*self._where())
         lent = {"lender": self._lender} if self._lender else {}
-        channel.send({"kind": "hello", "node": self._index, "host": self._host, "pid": os.getpid(), **lent})
+        # in containers with process ids of their own, every agent may have the same one
+        own = {"pid": os.getpid(), "birth": self._birth}
+        channel.send({"kind": "hello", "node": self._index, "host": self._host, **own, **lent})
         self._channel = channel
         for report in self._unreported:
             channel.send(report)
@@ -223,7 +242,7 @@ class Agent:
             ranks,
             [worker_environment(config, environment, message, rank, self._attempt) for rank in ranks],
             command=worker_command(config),
-            folder=config.working_directory or Path.cwd(),
+            folder=config.trainer_directory,
             logs=folder,
             verdicts=[self._run.verdicts / f"{self._attempt}.rank-{rank}.json" for rank in ranks],
             generation=message["generation"],
@@ -279,6 +298,10 @@ class Agent:
     def _looks(self) -> dict[str, Any]:
         looks = [worker.look() for worker in self._workers.by_rank.values()]
         return {"looks": [[look.attached, look.tick, look.alive, look.holding] for look in looks]}
+
+    def _note_own_signal(self, name: str) -> None:
+        if not self._outside.is_heard:  # the process outside has got the same one
+            self._note_signal(name)
 
     def _note_signal(self, name: str) -> None:
         self._term_count += 1

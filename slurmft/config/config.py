@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -27,6 +26,7 @@ from pydantic import (
 )
 
 from slurmft.config.checkpoint import CheckpointConfig
+from slurmft.config.container import ContainerConfig
 from slurmft.config.elastic import ElasticConfig
 from slurmft.config.exclusions import ExclusionsConfig
 from slurmft.config.fault_tolerance import FaultToleranceConfig
@@ -36,12 +36,13 @@ from slurmft.config.oom import OomConfig
 from slurmft.config.preemption import PreemptionConfig
 from slurmft.config.reruns import RerunConfig
 from slurmft.config.stragglers import StragglerDetectionConfig
-from slurmft.config.types import Count, Folder, Text
+from slurmft.config.types import Count, Folder, Text, Words
 from slurmft.config.types import Positive as _Positive
 from slurmft.config.types import Section as _Section
 from slurmft.errors import ConfigError
 from slurmft.policy import plain_values as plain
 from slurmft.policy.nodes.membership import Size
+from slurmft.policy.site.container import Container, problem_of
 from slurmft.policy.site.sbatch_section import option_value, unknown_options
 from slurmft.policy.verdicts.exit_actions import ExitAction, lists_as_texts, unambiguous
 from slurmft.system.opening import UnsafeFile, read_bytes, read_pipe
@@ -55,10 +56,6 @@ MAX_NODES, MAX_NPROC_PER_NODE = 65_536, 1024
 
 Own = TypeVar("Own", bound=BaseModel)
 """A section that has a file of its own."""
-
-
-def _as_argv(value: Any) -> Any:
-    return shlex.split(value) if isinstance(value, str) else value
 
 
 class _Loader(yaml.SafeLoader):
@@ -159,7 +156,7 @@ class SlurmConfig(_Section):
 class RunConfig(_Section):
     """One run: what to train, where, and how it survives."""
 
-    command: Annotated[tuple[Text, ...], BeforeValidator(_as_argv), Field(min_length=1)]
+    command: Annotated[Words, Field(min_length=1)]
     """The trainer: a list of arguments, or one string that is split like a shell would, without running one."""
 
     run_folder: Annotated[Path, BeforeValidator(plain.usable_run_folder)]
@@ -185,6 +182,7 @@ class RunConfig(_Section):
     """Where the trainer starts; where you submit when empty."""
 
     slurm: SlurmConfig = Field(default_factory=SlurmConfig)
+    container: ContainerConfig = Field(default_factory=ContainerConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     fault_tolerance: FaultToleranceConfig = Field(default_factory=FaultToleranceConfig)
     preemption: PreemptionConfig = Field(default_factory=PreemptionConfig)
@@ -261,6 +259,23 @@ class RunConfig(_Section):
         """Where checkpoints live."""
         return self.checkpoint.directory or self.run_folder / "checkpoints"
 
+    @property
+    def trainer_directory(self) -> Path:
+        """Where the trainer starts, inside of its container."""
+        return self.container.workdir or self.working_directory or Path.cwd()
+
+    def contained(self) -> Container | None:
+        """The container of its agents and workers; None where there is none.
+
+        Raises:
+            ValueError: the container cannot show the run what it needs.
+        """
+        needed = filter(None, [self.run_folder, self.checkpoint_dir, self.checkpoint.local_directory])
+        found = self.container.plan([*needed], self.working_directory or Path.cwd())
+        if found is not None and (problem := problem_of(found)):
+            raise ValueError(problem)
+        return found
+
     def placed_in(self, folder: Path) -> Self:
         """The same run in ``folder``: paths inside of the run folder move there."""
         directory = self.checkpoint.directory
@@ -286,7 +301,12 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         _apply(raw, override)
     source = " ".join([str(path), *(f"--set {plain.shown(override)}" for override in overrides)])
-    return _absolute(validate(raw, source=source), source=source)
+    config = _absolute(validate(raw, source=source), source=source)
+    try:
+        config.contained()
+    except ValueError as error:
+        raise ConfigError(f"{source}: container.{error}", hint="see docs/how-to/containers.md") from error
+    return config
 
 
 def load_section(path: Path, model: type[Own]) -> Own:
@@ -406,12 +426,14 @@ def _absolute(config: RunConfig, *, source: str) -> RunConfig:
         folders = {name: absolute(getattr(config.checkpoint, name)) for name in ("directory", "local_directory")}
         checkpoint = config.checkpoint.model_copy(update=folders)
         exclusions = config.exclusions.model_copy(update={"path": absolute(config.exclusions.path)})
+        mounts = tuple(each.model_copy(update={"source": absolute(each.source)}) for each in config.container.mounts)
         return config.model_copy(
             update={
                 "run_folder": absolute(config.run_folder),
                 "working_directory": absolute(config.working_directory or Path()),
                 "checkpoint": checkpoint,
                 "exclusions": exclusions,
+                "container": config.container.model_copy(update={"mounts": mounts}),
             }
         )
     except RuntimeError as error:  # ~name of an unknown user

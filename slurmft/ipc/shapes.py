@@ -90,6 +90,7 @@ _DOING: Mapping[str, Check] = {
 _NOTICE: Mapping[str, Check] = {
     "source": _name, "ends": _flag, "what": _name, "left_s": lambda value: _time(value) and value >= 0,
 }  # fmt: skip
+_LIMIT: Mapping[str, Check] = {"what": _name}
 _LOOK = (_flag, _SLOT, _flag, _SLOT)
 _CODE = _integer(-128, 255)
 
@@ -198,6 +199,8 @@ def check_report(message: Message) -> None:
             _require(message, _SIGNAL, "a signal's report")
         case "notice":
             _require(message, _NOTICE, "a notice")
+        case "limit":
+            _require(message, _LIMIT, "a container's limit")
         case "hello" | "connected" | "disconnected" as kind:
             raise BadMessage(f"{kind!r} is not a report")
 

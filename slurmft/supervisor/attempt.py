@@ -167,7 +167,8 @@ class AttemptRunner:
         if how == "Terminated":  # TERM ends an agent that is still starting; that is not a failure
             self.stops.on_signal("SIGTERM", f"the agent on {node}, which was still starting")
         else:
-            raise LaunchError(f"the agent on {node} ended before it had reported: {how}")
+            words = self._crew.folder.own_words()
+            raise LaunchError(f"the agent on {node} ended before it had reported: {how}{words}")
 
     async def _start_workers(self) -> None:
         members = await self._crew.enlist(self._cluster.nodes, self._over)
@@ -232,16 +233,22 @@ class AttemptRunner:
                     self._background.start(self._on_hang(link, message))
                 case "durations":
                     self._hangs.note(message)
+                case "limit":
+                    self._journal.append(EventName.CONTAINER_LIMIT, node=link.host, reason=message["what"])
                 case "notice":
                     self._reclaimed.note(link, message)
-                case "signal" if link.lender:
-                    self._resizing.leave(link)
                 case "signal":
-                    self.stops.on_signal(message["name"], link.host)
+                    self._on_signal(link, message["name"])
                 case "connected":
                     self._background.start(self._on_connect(link))
                 case "disconnected":
                     self._background.start(self._on_disconnect(link))
+
+    def _on_signal(self, link: AgentLink, name: str) -> None:
+        if link.lender:
+            self._resizing.leave(link)
+        else:
+            self.stops.on_signal(name, link.host)
 
     def _on_exit(self, link: AgentLink, message: Message) -> None:
         end = self._seen.note_exit(link.host, message)

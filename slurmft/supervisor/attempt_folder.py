@@ -25,6 +25,7 @@ PROGRESS_S = 1.0
 """How often progress is written."""
 
 SRUN_ERRORS_BYTES = 1 << 20
+MAX_WORDS = 6
 
 Result = TypeVar("Result")
 
@@ -113,6 +114,14 @@ class AttemptFolder:
         except OSError:
             return ""
         return f"; srun: {lines[-1][:300]}" if lines else ""
+
+    def own_words(self) -> str:
+        """The reasons that agents which could not start have left among srun's errors; empty when there is none."""
+        try:
+            lines = [line for line in self._srun_errors().splitlines() if line.startswith(("slurmft: ", "  hint: "))]
+        except OSError:
+            return ""
+        return f"; {'; '.join(dict.fromkeys(line.strip()[:300] for line in lines[-MAX_WORDS:]))}" if lines else ""
 
     def _srun_errors(self) -> str:
         return read_part(self.path / "srun.err", -SRUN_ERRORS_BYTES, SRUN_ERRORS_BYTES).decode(errors="replace")

@@ -42,6 +42,9 @@ class AgentLink:
         self.node: int = hello["node"]
         self.host: str = hello["host"]
         self.pid: int = hello["pid"]
+        self.birth = str(hello.get("birth", ""))[:100]
+        """Distinguishes it from others with its process id, of which each container may have its own."""
+
         self.address = channel.peer
         self.channel: Channel | None = channel
         self.lender: str = hello.get("lender", "")
@@ -53,6 +56,10 @@ class AgentLink:
         self.last_heard = time.monotonic()
         self._next_id = 0
         self._waiting: dict[int, tuple[str, asyncio.Future[Message]]] = {}
+
+    def is_same(self, other: AgentLink) -> bool:
+        """Whether both are connections of one agent."""
+        return (self.pid, self.birth) == (other.pid, other.birth)
 
     async def call(self, kind: str, *, timeout_s: float = CALL_TIMEOUT_S, **fields: Any) -> Message:
         """Ask the agent for something and wait for its reply.
@@ -222,7 +229,7 @@ class AgentPool:
         finally:
             self._strangers.forget(writer)
         old = self.links.get(link.node)
-        if old is not None and not old.dropped and old.channel is not None and old.pid != link.pid:
+        if old is not None and not old.dropped and old.channel is not None and not old.is_same(link):
             # a lost agent that was replaced: the two would take the connection from each other for ever
             self._tell_refusal(f"{link.host} has another agent, process {old.pid}")
             channel.send({"kind": "shutdown", "id": UNANSWERED})

@@ -1,0 +1,172 @@
+"""Agents and workers in containers, on a real cluster: every journey ends with the weights of a run without one."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm.conftest import Run, eventually, preempt
+from slurm.test_spares import agent_of, pids_on
+from slurmft.lab.cluster import Lab
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+
+NewRun = Callable[..., Run]
+RESTARTS = {"num_in_job_restarts": 3}
+HANGS = Path(__file__).parent / "trainers" / "hangs.py"
+
+BUBBLEWRAP = [
+    "bwrap", "--unshare-pid", "--unshare-ipc", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev",
+    "--tmpfs", "/dev/shm", "--tmpfs", "/tmp", "--perms", "0700", "--dir", "/tmp/own", "{mounts}", "--chdir", "{workdir}",
+]  # fmt: skip
+"""Process ids, mounts, and System V memory of its own; nothing but the mounts can be written to."""
+
+
+def bubblewrap(*words: str, **changes: Any) -> dict[str, Any]:
+    return {"runtime": "command", "command": [*BUBBLEWRAP, *words], "python": sys.executable, **changes}
+
+
+@pytest.fixture
+def contained(lab: Lab, new_run: NewRun) -> NewRun:
+    """Makes runs in bubblewrap; their working directory is one that can be written to."""
+    if lab.run(["bwrap", "--ro-bind", "/", "/", "true"], check=False).returncode:
+        pytest.skip("bubblewrap is missing, or may not make namespaces here")
+
+    def make(*words: str, container: dict[str, Any] | None = None, **changes: Any) -> Run:
+        changes = {"working_directory": str(lab.home), **changes}
+        return new_run(container=container or bubblewrap(*words), **changes)
+
+    return make
+
+
+def namespaces(run: Run, node: str) -> set[str]:
+    """The namespaces of process ids that its workers and the node's first process have."""
+    pids = ["1", *run.pids(node).values()]
+    links = [f"/proc/{pid}/ns/pid" for pid in pids]
+    return set(run.lab.run_on_as_admin(node, ["readlink", *links]).stdout.split())
+
+
+def nothing_is_left(run: Run) -> None:
+    """No process of the run on any node, and no memory."""
+
+    def left() -> list[str]:
+        found = [run.lab.run_on_as_admin(node, ["pgrep", "-af", f"slurmft.*{run.path}"], check=False).stdout
+                 for node in ("n1", "n2", "n3", "n4")]  # fmt: skip
+        return [line for text in found for line in text.splitlines() if "pgrep" not in line]
+
+    eventually(lambda: not left(), 20, lambda: "\n".join(left()))
+
+
+def test_it_trains_to_the_same_weights(contained: NewRun, undisturbed: str) -> None:
+    run = contained()
+    run.submit()
+    run.wait_for_step(5)
+    assert len(namespaces(run, "n1")) == 2, "the workers have process ids of their own"
+    run.wait_until_done()
+    assert run.digest() == undisturbed
+    assert run.events("container limit") == []
+    nothing_is_left(run)
+
+
+def test_a_killed_worker_comes_back_in_the_same_container(contained: NewRun, undisturbed: str) -> None:
+    run = contained(fault_tolerance=RESTARTS)
+    job = run.submit()
+    run.wait_for_step(28)
+    before = namespaces(run, "n1")
+    run.kill_between_steps("n1", 1)
+    run.wait_for("first step", 2)
+    assert namespaces(run, "n1") == before
+    run.wait_until_done()
+    assert [event.attempt for event in run.events("attempt started")] == [f"{job}.0.0", f"{job}.0.1"]
+    kept, first = run.events("state kept just in time")[0].details, run.events("first step")[1].details
+    assert kept["step"] >= 28 and first["resumed_from"] == kept["step"], "memory was read"
+    assert run.digest() == undisturbed
+
+
+@pytest.mark.parametrize("victim", ["agent", "runtime", "process outside"])
+def test_a_node_whose_agent_or_container_is_killed_gets_another(
+    contained: NewRun, undisturbed: str, victim: str
+) -> None:
+    """No --die-with-parent: what is inside of a container would outlive its command, if the agent did not notice."""
+    run = contained(fault_tolerance=RESTARTS)
+    run.submit()
+    run.wait_for_step(28)
+    workers = run.pids("n2")
+    pattern = {"agent": agent_of(run), "runtime": f"^bwrap .*{run.path}",
+               "process outside": f"[s]lurmft.agent.container.outside .*{run.path}"}[victim]  # fmt: skip
+    (pid,) = pids_on(run, "n2", pattern)
+    run.lab.run_on_as_admin("n2", ["kill", "-KILL", pid])
+    eventually(lambda: not set(run.pids("n2").values()) & set(workers.values()), 5, "the workers died with it")
+    run.wait_until_done(180)
+    assert len(run.folder.jobs()) == 1 and not run.events("requeueing"), run.story()
+    assert [event.details["node"] for event in run.events("agent back")] == ["n2"]
+    assert run.digest() == undisturbed
+    nothing_is_left(run)
+
+
+@pytest.mark.parametrize("how", ["preempted", "signalled"])
+def test_a_stop_saves_and_resumes(lab: Lab, contained: NewRun, undisturbed: str, how: str) -> None:
+    """This Slurm signals each process of the step: bubblewrap would die of it, and end the save with it."""
+    run = contained()
+    job = run.submit()
+    run.wait_for_step(10)
+    if how == "preempted":
+        preempt(lab)
+    else:
+        lab.run(["scancel", "--signal=TERM", job])
+    run.wait_until_done()
+    (stop,) = [event.details for event in run.events("verdict") if event.details["cause"] == how]
+    assert stop["saved_step"] == stop["last_step"] >= 10, run.story()
+    assert run.events("first step")[1].details["resumed_from"] == stop["saved_step"]
+    assert run.digest() == undisturbed
+    nothing_is_left(run)
+
+
+@pytest.mark.parametrize("swallows", ["by pids", "whole"])
+def test_a_signal_to_the_step_alone_reaches_the_agent_by_the_pipe(
+    contained: NewRun, undisturbed: str, swallows: str
+) -> None:
+    """What a cluster does where cgroups track processes: only the process that srun has started gets it."""
+    run = contained() if swallows == "by pids" else contained("sh", "-c", 'trap "" TERM; exec "$@"', "sh")
+    run.submit()
+    run.wait_for_step(10)
+    (pid,) = pids_on(run, "n2", f"[s]lurmft.agent.container.outside .*{run.path}")
+    run.lab.run_on_as_admin("n2", ["kill", "-TERM", pid])
+    run.wait_until_done()
+    assert run.events("stop requested")[0].details["reason"] == "SIGTERM at n2"
+    saved = run.events("verdict")[0].details["saved_step"]
+    assert run.events("first step")[1].details["resumed_from"] == saved >= 10
+    assert run.digest() == undisturbed
+
+
+def test_a_node_dies_and_the_spare_takes_over(lab: Lab, contained: NewRun, undisturbed: str) -> None:
+    run = contained(spare_nodes=1, fault_tolerance=RESTARTS, checkpoint={"interval_steps": 10, "peer_copies": 1})
+    run.submit()
+    run.wait_for_step(28)
+    lab.kill_node("n2")
+    try:
+        run.wait_until_done(180)
+    finally:
+        lab.start_node("n2")
+    assert len(run.folder.jobs()) == 1
+    assert run.events("first step")[1].details["resumed_from"] >= 20, "its peer had a copy of its memory"
+    assert run.digest() == undisturbed
+
+
+def test_a_hang_is_found_with_its_stacks(contained: NewRun) -> None:
+    run = contained(
+        command=["python", str(HANGS), "--steps", "100", "--rank", "1", "--kind", "sleep", "--at", "30"],
+        checkpoint={"interval_steps": 10},
+        fault_tolerance={**RESTARTS, "num_warmup_iterations": 3, "rank_section_timeouts": "step:4"},
+    )
+    run.submit()
+    hung = run.wait_for("worker hung", within_s=60)
+    assert hung.details["rank"] == 1
+    run.wait_until_done()
+    (stacks,) = run.folder.attempts.glob("*.0.0/stacks-rank-1.txt")
+    assert "hangs.py" in stacks.read_text()
