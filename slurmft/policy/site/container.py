@@ -254,11 +254,15 @@ try:
     torch = importlib.metadata.version("torch")
 except importlib.metadata.PackageNotFoundError:
     torch = ""
-found = re.match(r"(\\d+)\\.(\\d+)", torch)
+found = re.match(r"(\\d+)[.](\\d+)", torch)
 if found and (int(found[1]), int(found[2])) < {LEAST_TORCH}:
     sys.exit(where + "slurmft needs torch {LEAST_TORCH[0]}.{LEAST_TORCH[1]} or newer, and it has " + torch)
 if len(sys.argv) > 3:
     os.execv(sys.executable, [sys.executable, "-P", "-u", "-m", "slurmft"] + sys.argv[3:])
-print(python + ", slurmft " + slurmft.__version__ + ", torch " + torch)
+try:
+    import torch
+except Exception as error:
+    sys.exit(where + "torch cannot be imported by " + python + ": " + str(error).strip().split("\\n")[-1])
+print("Python " + python + ", slurmft " + slurmft.__version__ + ", torch " + torch.__version__)
 """.strip()
-"""Run by the Python inside; without arguments for slurmft it only says what it has found."""
+"""Run by the Python inside. Without arguments for slurmft it imports torch, and says what it has found."""

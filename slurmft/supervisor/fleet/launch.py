@@ -52,7 +52,7 @@ def launch_of(config: RunConfig, attempt: Attempt, *, with_srun: bool) -> Launch
     if not with_srun:
         raise UsageError(f"container.runtime {container.runtime} is started by srun, and there is none without Slurm",
                          hint="submit to a cluster; on one machine: runtime apptainer or command")  # fmt: skip
-    bundle = str(bundle_for(config, container)) if container.runtime == "oci" else ""
+    bundle = str(bundle_for(container, config.run_folder / BUNDLE)) if container.runtime == "oci" else ""
     return Launch(srun_options=tuple(policy.srun_options(container, bundle=bundle)), argv=tuple(inner))
 
 
@@ -63,13 +63,13 @@ def outside(config: RunConfig, container: Container) -> list[str]:
             "" if local is None else str(local), "--", *policy.command_prefix(container)]  # fmt: skip
 
 
-def bundle_for(config: RunConfig, container: Container) -> Path:
-    """A bundle in the run folder: that of the image, with the run's mounts.
+def bundle_for(container: Container, own: Path) -> Path:
+    """A bundle in the folder ``own``: that of the image, with the run's mounts.
 
     Raises:
         LaunchError: the image is no bundle.
     """
-    named, own = Path(container.image) / "config.json", config.run_folder / BUNDLE
+    named = Path(container.image) / "config.json"
     try:
         spec = read_json(named)
         if spec is None:
