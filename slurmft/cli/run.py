@@ -45,5 +45,6 @@ def agent(*, config: Path, attempt: str) -> int:
     if (container := settings.contained()) is None:
         return asyncio.run(serve(settings, attempt, os.environ))
     inside.become_first_process()
-    inside.refuse_unusable(container, attempt, os.environ)
-    return asyncio.run(serve(settings, attempt, inside.usable_environment(os.environ)))
+    environment = inside.usable_environment(os.environ, os.uname().nodename)
+    inside.refuse_unusable(container, attempt, environment)
+    return asyncio.run(serve(settings, attempt, environment))

@@ -167,7 +167,7 @@ class AttemptRunner:
         if how == "Terminated":  # TERM ends an agent that is still starting; that is not a failure
             self.stops.on_signal("SIGTERM", f"the agent on {node}, which was still starting")
         else:
-            words = self._crew.folder.own_words()
+            words = self._crew.folder.last_words()
             raise LaunchError(f"the agent on {node} ended before it had reported: {how}{words}")
 
     async def _start_workers(self) -> None:

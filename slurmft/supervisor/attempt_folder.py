@@ -26,6 +26,9 @@ PROGRESS_S = 1.0
 
 SRUN_ERRORS_BYTES = 1 << 20
 MAX_WORDS = 6
+_OF_NO_USE = ("srun: ", "slurmstepd", "slurmft ")
+"""Beginnings of lines that say how a task ended, or are of an agent's log."""
+
 
 Result = TypeVar("Result")
 
@@ -108,20 +111,21 @@ class AttemptFolder:
         self._thread.submit(work)
 
     def last_words(self) -> str:
-        """The last line of srun's errors, with what it is; empty when there is none."""
-        try:
-            lines = self._srun_errors().strip().splitlines()
-        except OSError:
-            return ""
+        """Why agents could not start, in their own words or else in those of what starts them; empty when unknown."""
+        lines = [*self._lines("agents.log"), *self._lines("srun.err")]
+        own = [line.strip() for line in lines if line.startswith(("slurmft: ", "  hint: "))]
+        if own:
+            return f"; {'; '.join(dict.fromkeys(line[:300] for line in own[-MAX_WORDS:]))}"
+        if others := [line for line in lines if not line.startswith(_OF_NO_USE)]:
+            return f"; {others[-1].strip()[:300]}"
         return f"; srun: {lines[-1][:300]}" if lines else ""
 
-    def own_words(self) -> str:
-        """The reasons that agents which could not start have left among srun's errors; empty when there is none."""
+    def _lines(self, name: str) -> list[str]:
         try:
-            lines = [line for line in self._srun_errors().splitlines() if line.startswith(("slurmft: ", "  hint: "))]
+            text = read_part(self.path / name, -SRUN_ERRORS_BYTES, SRUN_ERRORS_BYTES).decode(errors="replace")
         except OSError:
-            return ""
-        return f"; {'; '.join(dict.fromkeys(line.strip()[:300] for line in lines[-MAX_WORDS:]))}" if lines else ""
+            return []
+        return [line for line in text.splitlines() if line.strip()]
 
     def _srun_errors(self) -> str:
         return read_part(self.path / "srun.err", -SRUN_ERRORS_BYTES, SRUN_ERRORS_BYTES).decode(errors="replace")

@@ -17,6 +17,7 @@ from slurmft.agent.container.outside import GREETING
 from slurmft.config.config import RunConfig
 from slurmft.errors import LaunchError
 from slurmft.policy.site.container import SHARED_MEMORY, Container
+from slurmft.scheduler.parsing.parsing import expand_hostlist
 from slurmft.storage.jobs_file import LOCAL_PREFIX
 
 STANDARD_INPUT = 0
@@ -97,12 +98,21 @@ def refuse_unusable(container: Container, attempt: str, environment: Mapping[str
         )
 
 
-def usable_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without a folder for temporary files that is not in here."""
-    return {
+def usable_environment(environment: Mapping[str, str], host: str) -> dict[str, str]:
+    """The environment without a folder for temporary files that is not in here, and with the node's name and number.
+
+    Slurm gives ``--container`` the variables of the step, and not those of its tasks (seen on 22.05): ``host``, this
+    machine's name, is looked for among the step's nodes.
+    """
+    usable = {
         name: value for name, value in environment.items()
         if not (name in ("TMPDIR", "TMP", "TEMP") and not os.access(value, os.W_OK | os.X_OK))
     }  # fmt: skip
+    with contextlib.suppress(ValueError):
+        nodes = expand_hostlist(environment.get("SLURM_STEP_NODELIST", ""))
+        node = host if host in nodes else host.partition(".")[0]
+        usable = {"SLURM_NODEID": str(nodes.index(node)), "SLURMD_NODENAME": node, **usable}
+    return usable
 
 
 def limits_here(config: RunConfig, environment: Mapping[str, str]) -> Iterator[str]:

@@ -194,15 +194,21 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
     return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), word)
 
 
-def with_mounts(spec: Mapping[str, Any], container: Container) -> dict[str, Any]:
-    """The config.json of an OCI bundle (``spec``) with this container's mounts and working directory.
+ROOT = "rootfs"
 
-    Its relative root is looked for in the bundle's folder, ``container.image``. Mounts of its own with one of our
-    targets are left out, such as its /dev/shm.
+
+def with_mounts(spec: Mapping[str, Any], container: Container) -> tuple[dict[str, Any], str]:
+    """The config.json of an OCI bundle (``spec``) with this container's mounts and working directory, and its root.
+
+    The root must be found as ``ROOT`` beside the new file: Slurm 22.05 looks for it there whatever the file says. The
+    old one is relative to the bundle's folder, ``container.image``. Mounts of its own with one of our targets are left
+    out, such as its /dev/shm.
 
     Raises:
         ValueError: it is not a bundle's.
     """
+    if not isinstance(spec, dict):
+        raise ValueError("it is not an object")
     root, mounts, process = spec.get("root"), spec.get("mounts") or [], spec.get("process") or {}
     if not isinstance(root, dict) or not isinstance(root.get("path"), str):
         raise ValueError("it has no root.path")
@@ -217,12 +223,13 @@ def with_mounts(spec: Mapping[str, Any], container: Container) -> dict[str, Any]
          "options": ["rbind", "ro" if each.read_only else "rw"]}
         for each in container.mounts
     ]  # fmt: skip
-    return {
+    made = {
         **spec,
-        "root": {**root, "path": posixpath.join(container.image, root["path"])},
+        "root": {**root, "path": ROOT},
         "mounts": [*kept, *added],
         "process": {**process, "cwd": container.workdir, "terminal": False},
     }
+    return made, posixpath.join(container.image, root["path"])
 
 
 def starting(container: Container, *, version: str, arguments: Sequence[str]) -> list[str]:

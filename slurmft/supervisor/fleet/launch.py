@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,13 +14,15 @@ from slurmft.config.config import RunConfig
 from slurmft.errors import LaunchError, UsageError
 from slurmft.policy.site import container as policy
 from slurmft.policy.site.container import Container
-from slurmft.storage.run_folder import Attempt
-from slurmft.system.files import read_json, write_json
+from slurmft.storage.run_folder import Attempt, RunFolder
+from slurmft.system.files import replace_atomically, replace_link
+from slurmft.system.opening import read_bytes
 
-BUNDLE = "container"
-"""The folder in the run folder with config.json of the bundle that Slurm is given (``runtime: oci``)."""
-
-_OF_ANOTHER_PYTHON = ("PYTHONHOME",)
+_OF_ANOTHER_PYTHON = frozenset({"PYTHONHOME"})
+_OF_THE_BATCH_TASK = frozenset({
+    "SLURM_NODEID", "SLURMD_NODENAME", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_TASK_PID", "SLURM_TOPOLOGY_ADDR",
+})  # fmt: skip
+"""Slurm gives ``--container`` no variables of its tasks (seen on 22.05), so that those around srun would be taken."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +55,7 @@ def launch_of(config: RunConfig, attempt: Attempt, *, with_srun: bool) -> Launch
     if not with_srun:
         raise UsageError(f"container.runtime {container.runtime} is started by srun, and there is none without Slurm",
                          hint="submit to a cluster; on one machine: runtime apptainer or command")  # fmt: skip
-    bundle = str(bundle_for(container, config.run_folder / BUNDLE)) if container.runtime == "oci" else ""
+    bundle = str(bundle_for(container, RunFolder(config.run_folder).bundle)) if container.runtime == "oci" else ""
     return Launch(srun_options=tuple(policy.srun_options(container, bundle=bundle)), argv=tuple(inner))
 
 
@@ -71,20 +74,22 @@ def bundle_for(container: Container, own: Path) -> Path:
     """
     named = Path(container.image) / "config.json"
     try:
-        spec = read_json(named)
-        if spec is None:
-            raise LaunchError(
-                f"container.image {container.image} is no OCI bundle: there is no config.json in it",
-                hint="make one (podman export, then crun spec); see docs/how-to/containers.md",
-            )
+        spec, root = policy.with_mounts(json.loads(read_bytes(named)), container)
         own.mkdir(exist_ok=True)
-        write_json(own / "config.json", policy.with_mounts(spec, container))
+        replace_link(own / policy.ROOT, root)
+        replace_atomically(own / "config.json", json.dumps(spec, indent=1))
+    except FileNotFoundError as error:
+        raise LaunchError(
+            f"container.image {container.image} is no OCI bundle: there is no config.json in it",
+            hint="make one (podman export, then crun spec); see docs/how-to/containers.md",
+        ) from error
     except (ValueError, OSError) as error:
         raise LaunchError(f"the bundle {container.image} cannot be used: {error}") from error
     return own
 
 
 def environment_for(config: RunConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of an agent: in a container without what only concerns the Python outside."""
-    left_out = () if config.container.runtime == "none" else _OF_ANOTHER_PYTHON
+    """The environment of an agent: in a container without what only concerns the process that starts it."""
+    left_out = frozenset() if config.container.runtime == "none" else _OF_ANOTHER_PYTHON
+    left_out |= _OF_THE_BATCH_TASK if config.container.runtime == "oci" else frozenset()
     return {name: value for name, value in environment.items() if name not in left_out}

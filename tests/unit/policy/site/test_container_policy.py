@@ -163,8 +163,8 @@ def test_the_bundle_of_a_run_has_its_mounts():
         "ociVersion": "1.0.0", "root": {"path": "rootfs", "readonly": True}, "process": {"args": ["sh"], "cwd": "/"},
         "mounts": [{"destination": "/proc", "type": "proc"}, {"destination": "/in/", "type": "tmpfs"}],
     }  # fmt: skip
-    made = with_mounts(spec, container("oci"))
-    assert made["root"] == {"path": "/images/torch/rootfs", "readonly": True}
+    made, root = with_mounts(spec, container("oci"))
+    assert (root, made["root"]) == ("/images/torch/rootfs", {"path": "rootfs", "readonly": True})
     assert made["process"] == {"args": ["sh"], "cwd": "/work", "terminal": False}
     assert [(each["destination"], each.get("source"), each.get("options")) for each in made["mounts"]] == [
         ("/proc", None, None),
@@ -175,13 +175,13 @@ def test_the_bundle_of_a_run_has_its_mounts():
 
 
 def test_a_root_elsewhere_stays_there():
-    assert with_mounts({"root": {"path": "/r"}}, container("oci"))["root"]["path"] == "/r"
+    assert with_mounts({"root": {"path": "/r"}}, container("oci"))[1] == "/r"
 
 
-@pytest.mark.parametrize("spec", [{}, {"root": []}, {"root": {"path": 1}}, {"root": {"path": "r"}, "mounts": [1]},
+@pytest.mark.parametrize("spec", [{}, [], {"root": []}, {"root": {"path": 1}}, {"root": {"path": "r"}, "mounts": [1]},
                                   {"root": {"path": "r"}, "process": [1]}])  # fmt: skip
-def test_a_damaged_bundle_is_refused(spec: dict[str, Any]):
-    with pytest.raises(ValueError, match=r"root\.path|mounts|process"):
+def test_a_damaged_bundle_is_refused(spec: Any):
+    with pytest.raises(ValueError, match=r"root\.path|mounts|process|not an object"):
         with_mounts(spec, container("oci"))
 
 
