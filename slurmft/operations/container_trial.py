@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import shlex
 import shutil
 import subprocess
 import tempfile
@@ -45,7 +44,7 @@ def look_at_container(config: RunConfig, environment: Mapping[str, str]) -> Cont
     if not container.is_started_by_srun:
         return _tried(facts, [*command_prefix(trial), *look], environment)
     if "SLURM_JOB_ID" not in environment:
-        return replace(facts, to_try=shlex.join(["salloc", "-N1", "slurmft", "doctor", "CONFIG"]))
+        return replace(facts, to_try=containers.TRY_ON_A_NODE)
     return _tried_by_srun(facts, config, trial, look)
 
 

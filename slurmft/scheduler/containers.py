@@ -9,6 +9,10 @@ from collections.abc import Sequence
 from slurmft.scheduler import command
 
 
+TRY_ON_A_NODE = "salloc --nodes=1 slurmft doctor CONFIG"
+"""For a person: the command that tries on a node what cannot be tried elsewhere."""
+
+
 def srun_knows(option: str) -> bool:
     """Whether srun's help names the long option; a plug-in's options are among them.
 

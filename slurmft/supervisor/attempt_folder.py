@@ -26,6 +26,7 @@ PROGRESS_S = 1.0
 
 SRUN_ERRORS_BYTES = 1 << 20
 MAX_WORDS = 6
+_OWN = ("slurmft: ", "  hint: ")
 _OF_NO_USE = ("srun: ", "slurmstepd", "slurmft ")
 """Beginnings of lines that say how a task ended, or are of an agent's log."""
 
@@ -113,11 +114,10 @@ class AttemptFolder:
     def last_words(self) -> str:
         """Why agents could not start, in their own words or else in those of what starts them; empty when unknown."""
         lines = [*self._lines("agents.log"), *self._lines("srun.err")]
-        own = [line.strip() for line in lines if line.startswith(("slurmft: ", "  hint: "))]
-        if own:
-            return f"; {'; '.join(dict.fromkeys(line[:300] for line in own[-MAX_WORDS:]))}"
-        if others := [line for line in lines if not line.startswith(_OF_NO_USE)]:
-            return f"; {others[-1].strip()[:300]}"
+        own = [line for line in lines if line.startswith(_OWN)]
+        others = [line for line in lines if not line.startswith((*_OWN, *_OF_NO_USE))]
+        if words := dict.fromkeys(line.strip()[:300] for line in (*others[-1:], *own[-MAX_WORDS:])):
+            return f"; {'; '.join(words)}"
         return f"; srun: {lines[-1][:300]}" if lines else ""
 
     def _lines(self, name: str) -> list[str]:

@@ -179,7 +179,7 @@ def test_a_killed_worker_comes_back_in_the_same_container(contained: NewRun, und
 @pytest.mark.parametrize(
     ("runtime", "victim"),
     [("bubblewrap", "agent"), ("bubblewrap", "runtime"), ("bubblewrap", "process outside"), ("oci", "agent"),
-     ("oci", "first process"), ("oci", "runtime")],
+     ("oci", "first process")],
 )  # fmt: skip
 def test_a_node_whose_agent_or_container_is_killed_gets_another(
     contained: NewRun, undisturbed: str, runtime: str, victim: str
@@ -192,7 +192,6 @@ def test_a_node_whose_agent_or_container_is_killed_gets_another(
     pattern = {
         ("bubblewrap", "runtime"): f"^bwrap .*{run.path}",
         ("bubblewrap", "process outside"): f"[s]lurmft.agent.container.outside .*{run.path}",
-        ("oci", "runtime"): "^crun .* run ",
     }.get((runtime, victim), agent_of(run))
     pid = pids_of(run, "n2", pattern, newest=victim == "agent")
     run.lab.run_on_as_admin("n2", ["kill", "-KILL", pid])
@@ -200,6 +199,17 @@ def test_a_node_whose_agent_or_container_is_killed_gets_another(
     run.wait_until_done(180)
     assert len(run.folder.jobs()) == 1 and not run.events("requeueing"), run.story()
     assert [event.details["node"] for event in run.events("agent back")] == ["n2"]
+    assert run.digest() == undisturbed
+    nothing_is_left(run)
+
+
+def test_a_container_goes_on_without_its_crun(contained: NewRun, undisturbed: str) -> None:
+    """Slurm has lost it then, and slurmft has not: the agent ends with the run."""
+    run = contained("oci")
+    run.submit()
+    run.wait_for_step(10)
+    run.lab.run_on_as_admin("n2", ["kill", "-KILL", pids_of(run, "n2", "^crun .* run ", newest=False)])
+    run.wait_until_done()
     assert run.digest() == undisturbed
     nothing_is_left(run)
 
@@ -276,3 +286,13 @@ def test_a_hang_is_found_with_its_stacks(contained: NewRun, new_run: NewRun, run
     outside.submit()
     outside.wait_until_done()
     assert run.digest() == outside.digest()
+
+
+@pytest.mark.parametrize("runtime", ["bubblewrap", "oci"])
+def test_the_doctor_starts_the_python_inside(lab: Lab, contained: NewRun, runtime: str) -> None:
+    run = contained(runtime)
+    command = ["slurmft", "doctor", str(run.config)]
+    said = lab.run(command if runtime == "bubblewrap" else ["salloc", "--nodes=1", *command], check=False, timeout=120)
+    assert "OK       container python: " in said.stdout and ", torch " in said.stdout, said.stdout + said.stderr
+    assert not run.path.exists()
+    assert not list(run.path.parent.glob(".slurmft-doctor-*"))
