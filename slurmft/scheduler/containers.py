@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from slurmft.scheduler import command
 
-
 TRY_ON_A_NODE = "salloc --nodes=1 slurmft doctor CONFIG"
 """For a person: the command that tries on a node what cannot be tried elsewhere."""
 

@@ -147,6 +147,15 @@ def test_it_trains_to_the_same_weights(contained: NewRun, undisturbed: str, runt
     nothing_is_left(run)
 
 
+def test_a_container_in_which_the_user_is_called_root(contained: NewRun, undisturbed: str) -> None:
+    run = contained("bubblewrap", "--unshare-user", "--uid", "0", "--gid", "0", launcher="torchrun")
+    run.submit()
+    run.wait_until_done()
+    assert run.digest() == undisturbed
+    assert run.events("container limit") == []
+    nothing_is_left(run)
+
+
 @pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
 def test_stand_ins_that_take_documented_options_alone(contained: NewRun, undisturbed: str, runtime: str) -> None:
     run = contained(runtime)

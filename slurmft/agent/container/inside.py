@@ -24,6 +24,9 @@ STANDARD_INPUT = 0
 LITTLE_MEMORY_BYTES = 256 << 20
 """docker's and podman's /dev/shm has 64 MiB unless they are told otherwise."""
 
+MACHINES_PROCESS_IDS = "pid:[4026531836]"
+"""The first namespace of process ids has a number that never changes (PROC_PID_INIT_INO in Linux' proc_ns.h)."""
+
 log = logging.getLogger(__name__)
 
 
@@ -124,12 +127,22 @@ def limits_here(config: RunConfig, environment: Mapping[str, str]) -> Iterator[s
                    "data-loader workers may not fit")  # fmt: skip
     if not os.path.ismount(SHARED_MEMORY):
         yield f"{SHARED_MEMORY} is no filesystem in memory: heartbeat pages and snapshots lie on a disk"
-    if any(Path("/dev").glob("nvidia[0-9]*")) and shutil.which("nvidia-smi", path=environment.get("PATH")) is None:
-        yield "nvidia-smi is not there: single suspect GPUs cannot be left out, nor GPU memory waited for"
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        if shutil.which("nvidia-smi", path=environment.get("PATH")) is None:
+            yield "nvidia-smi is not there: single suspect GPUs cannot be left out, nor GPU memory waited for"
+        elif has_own_process_ids():
+            yield "it has process ids of its own: GPU memory that killed workers still hold cannot be waited for"
     if config.notices.enabled == "auto" and not Path("/sys/class").is_dir():
         yield "/sys is not there: the cloud's notices that it takes a node away are only found with notices.plugin"
     if config.notices.plugin and shutil.which(config.notices.plugin[0], path=environment.get("PATH")) is None:
         yield f"the command of notices.plugin ({config.notices.plugin[0]}) is not there"
+
+
+def has_own_process_ids() -> bool:
+    """Whether process ids in here are others than the machine's. False where that is not known."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid") != MACHINES_PROCESS_IDS  # noqa: PTH115 - no path
+    return False
 
 
 def become_first_process() -> None:

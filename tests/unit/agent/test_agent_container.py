@@ -185,6 +185,11 @@ def namespaces() -> None:
 
 
 @pytest.mark.usefixtures("namespaces")
+def test_process_ids_of_its_own_are_known():
+    assert as_first("print(inside.has_own_process_ids())").communicate(timeout=30)[0] == "True\n"
+
+
+@pytest.mark.usefixtures("namespaces")
 def test_the_first_process_reaps_orphans_and_ends_as_the_agent_does():
     then = """
 print(os.getpid() > 1)
