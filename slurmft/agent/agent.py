@@ -121,7 +121,7 @@ class Agent:
             limits.append("it does not pass standard input on: a stop reaches this node by the supervisor alone")
         for limit in limits:
             log.warning("in the container on %s: %s", self._host, limit)
-            self._report({"kind": "limit", "what": limit})
+            self._report({"kind": "limit", "what": limit[:255]})
 
     async def _watch_lease(self) -> None:
         """Return when the supervisor was silent for the lease: the run may go on elsewhere, and two must never train.

@@ -42,19 +42,21 @@ def main(arguments: Sequence[str]) -> int:
         with contextlib.suppress(OSError):  # its reader has ended, and this process will notice
             os.write(tells, f"{signal.Signals(number).name}\n".encode())
 
+    def ignore() -> None:
+        for number in PASSED_ON:
+            signal.signal(number, signal.SIG_IGN)
+
     for number in PASSED_ON:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, tell)
     try:
         # not a session of its own: where Slurm follows process groups, the container stays in the step's
-        process = subprocess.Popen(command, stdin=told_by, env=_environment())
+        process = subprocess.Popen(command, stdin=told_by, env=_environment(), preexec_fn=ignore)  # noqa: PLW1509
     except OSError as error:
         reason = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_STARTED
         _say(name, f"cannot be started on {_node()}: {command[0]!r}: {error.strerror}")
         return reason
     finally:
         os.close(told_by)
-    for number in PASSED_ON:
-        signal.signal(number, tell)
     code = process.wait()
     if code < 0:
         _say(name, f"was ended by {signal.Signals(-code).name} on {_node()}")
