@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slurmft.agent.container.inside import Outside, limits_here
 from slurmft.agent.environment import LENDER_VARIABLE, common_environment, worker_environment
 from slurmft.agent.faults import strike
 from slurmft.agent.forensics import Forensics
@@ -49,7 +50,16 @@ from slurmft.ipc.calls import (
 from slurmft.ipc.channel import UNANSWERED, BadMessage, Channel, connect
 from slurmft.ipc.pages.heartbeat import NOTHING, Slot
 from slurmft.ipc.replies import Done, EvidenceReply, Looks, Rescued, ReservedPort, Started, as_reply
-from slurmft.ipc.reports import HangReport, Hello, ProgressReport, Sent, SignalReport, WorkerExited, WorkerFacts
+from slurmft.ipc.reports import (
+    HangReport,
+    Hello,
+    LimitReport,
+    ProgressReport,
+    Sent,
+    SignalReport,
+    WorkerExited,
+    WorkerFacts,
+)
 from slurmft.ipc.shapes import Fields
 from slurmft.policy.timing.fleet import report_interval_s
 from slurmft.policy.timing.stop import NEVER
@@ -57,6 +67,7 @@ from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.files import read_json
 from slurmft.system.opening import read_bytes, trusted_owners
+from slurmft.system.processes import birth_of
 from slurmft.system.sleeping import overslept_s
 
 RECONNECT_PAUSE_S = 0.2
@@ -83,6 +94,7 @@ class Agent:
         self._index = int(environment.get("SLURMFT_NODE_INDEX", environment.get("SLURM_NODEID", "0")))
         self._host = environment.get("SLURMD_NODENAME") or socket.gethostname()
         self._lender = environment.get(LENDER_VARIABLE, "")
+        self._birth = birth_of(os.getpid())
         self._taken_back = False
         self._workers = Workers(self._report_exit)
         self._keeping = Keeping(self._workers.memory, config.checkpoint.peer_copies)
@@ -102,28 +114,33 @@ class Agent:
         if config.inference is not None:
             self._replicas = Replicas(config, environment, self._workers, node=self._index, host=self._host,
                                       report=self._report)  # fmt: skip
+        self._outside = Outside(self._note_signal)
 
     async def run(self) -> int:
         """Serve until shut down, or until the supervisor is gone for longer than the lease."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-            loop.add_signal_handler(number, self._note_signal, signal.Signals(number).name)
+            loop.add_signal_handler(number, self._note_own_signal, signal.Signals(number).name)
         is_signal = self._config.preemption.signal == "SIGINT"  # else it is a Ctrl-C, which the supervisor answers to
-        loop.add_signal_handler(signal.SIGINT, *((self._note_signal, "SIGINT") if is_signal else (lambda: None,)))
+        heard = (self._note_own_signal, "SIGINT") if is_signal else (lambda: None,)
+        loop.add_signal_handler(signal.SIGINT, *heard)
+        if self._config.container.runtime != "none":
+            self._settle_in_container()
         self._workers.start_zygote(common_environment(self._config, self._environment), preload_of(self._config))
         reports = asyncio.create_task(self._report_regularly())
         serving = asyncio.create_task(self._serve())
         lease = asyncio.create_task(self._watch_lease())
         hangs = asyncio.create_task(self._hangs.run())
+        alone = asyncio.create_task(self._outside.gone.wait())
         notices = asyncio.create_task(NoticeWatch(self._config, self._environment, self._report).run())
         keeping = asyncio.create_task(look_after_regularly(self._keeping, KEEPER_LOOK_S))
         try:
-            await asyncio.wait([serving, lease], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([serving, lease, alone], return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
                 return EXIT_TEMPORARY if self._taken_back else serving.result()
             return LaunchError.exit_code
         finally:
-            for task in (reports, serving, lease, hangs, keeping, notices):
+            for task in (reports, serving, lease, hangs, keeping, notices, alone):
                 task.cancel()
             if self._replicas is not None:
                 await self._replicas.close()
@@ -133,6 +150,16 @@ class Agent:
             self._forensics.finish(LAST_FILES_S)
             if self._channel is not None:
                 self._channel.close()  # only now: it shows the supervisor that nothing of this node is left
+
+    def _settle_in_container(self) -> None:
+        """Listen to the process outside, and report what is missing in here."""
+        self._outside.listen()
+        limits = list(limits_here(self._config, self._environment))
+        if not self._config.container.is_started_by_srun and not self._outside.is_heard:
+            limits.append("it does not pass standard input on: a stop reaches this node by the supervisor alone")
+        for limit in limits:
+            log.warning("in the container on %s: %s", self._host, limit)
+            self._report(LimitReport(what=limit[:255]))
 
     async def _watch_lease(self) -> None:
         """Return when the supervisor was silent for the lease: the run may go on elsewhere, and two must never train.
@@ -171,7 +198,11 @@ class Agent:
 
     async def _serve_one_connection(self) -> None:
         channel = await self._connect_any(*self._where())
-        hello = Hello(node=self._index, host=self._host, pid=os.getpid(), lender=self._lender or None)
+        # in containers with process ids of their own, every agent may have the same one
+        hello = Hello(
+            node=self._index, host=self._host, pid=os.getpid(), birth=self._birth[:100] or None,
+            lender=self._lender or None,
+        )  # fmt: skip
         channel.send(hello.as_mapping())
         self._channel = channel
         for report in self._unreported:
@@ -252,7 +283,7 @@ class Agent:
             ranks,
             [worker_environment(config, environment, call, rank, self._attempt) for rank in ranks],
             command=worker_command(config),
-            folder=config.working_directory or Path.cwd(),
+            folder=config.trainer_directory,
             logs=folder,
             verdicts=[self._run.verdicts / f"{self._attempt}.rank-{rank}.json" for rank in ranks],
             generation=call.generation,
@@ -307,6 +338,10 @@ class Agent:
 
     def _looks(self) -> Looks:
         return Looks(looks=tuple(worker.look() for worker in self._workers.by_rank.values()))
+
+    def _note_own_signal(self, name: str) -> None:
+        if not self._outside.is_heard:  # the process outside has got the same one
+            self._note_signal(name)
 
     def _note_signal(self, name: str) -> None:
         self._term_count += 1

@@ -83,7 +83,7 @@ class HangWatch:
         self._calls_slurmft = self._counts_steps = False
         self._durations, self._told_durations_s = SectionDurations(), clock()
         self._news = asyncio.Event()
-        self._command, self._folder = config.command, config.working_directory or Path.cwd()
+        self._command, self._folder = config.command, config.trainer_directory
 
     def begin(self, workers: Sequence[Watched], *, learned: Mapping[str, float]) -> None:
         """Look at these workers from now on."""

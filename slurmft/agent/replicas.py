@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from slurmft.agent.environment import common_environment
@@ -109,7 +108,7 @@ class Replicas:
         )  # fmt: skip
         environment[SETTINGS_VARIABLE] = settings.as_text()
         self._workers.start_one(
-            rank, environment, command=COMMAND, folder=self._config.working_directory or Path.cwd(),
+            rank, environment, command=COMMAND, folder=self._config.trainer_directory,
             logs=self._run.attempts / self._attempt, verdict=self._run.verdicts / f"{self._attempt}.rank-{rank}.json",
             generation=self._pool.generation,
         )  # fmt: skip

@@ -38,6 +38,13 @@ def run(*, config: Path, after_loss: int | None) -> int:
 def agent(*, config: Path, attempt: str) -> int:
     """Run one node's agent (started by the supervisor with srun)."""
     from slurmft.agent.agent import serve
+    from slurmft.agent.container import inside
 
     refuse_foreign_configuration(config)
-    return asyncio.run(serve(load_given(config), attempt, os.environ))
+    settings = load_given(config)
+    if (container := settings.contained()) is None:
+        return asyncio.run(serve(settings, attempt, os.environ))
+    inside.become_first_process()
+    environment = inside.usable_environment(os.environ, os.uname().nodename)
+    inside.refuse_unusable(container, attempt, environment)
+    return asyncio.run(serve(settings, attempt, environment))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 from pydantic import BaseModel
@@ -37,9 +37,19 @@ def configuration_schema() -> dict[str, Any]:
 
 
 def _models() -> list[type[BaseModel]]:
-    """The configuration and its sections."""
-    sections = (field.annotation for field in RunConfig.model_fields.values())
-    return [RunConfig, *(each for each in sections if isinstance(each, type) and issubclass(each, BaseModel))]
+    """The configuration, its sections, and the parts of these."""
+    found: list[type[BaseModel]] = [RunConfig]
+    for model in found:  # grows meanwhile
+        found += [
+            part for field in model.model_fields.values() for part in _parts(field.annotation) if part not in found
+        ]
+    return found
+
+
+def _parts(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [part for each in get_args(annotation) for part in _parts(each)]
 
 
 def _with_bases(model: type[BaseModel]) -> list[type[BaseModel]]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -27,6 +26,7 @@ from pydantic import (
 )
 
 from slurmft.config.checkpoint import CheckpointConfig
+from slurmft.config.container import ContainerConfig
 from slurmft.config.elastic import ElasticConfig
 from slurmft.config.exclusions import ExclusionsConfig
 from slurmft.config.fault_tolerance import FaultToleranceConfig
@@ -38,12 +38,13 @@ from slurmft.config.preemption import PreemptionConfig
 from slurmft.config.reruns import RerunConfig
 from slurmft.config.slurm import SlurmConfig
 from slurmft.config.stragglers import StragglerDetectionConfig
-from slurmft.config.types import Count, Folder, Text
+from slurmft.config.types import Count, Folder, Text, Words
 from slurmft.config.types import Section as _Section
 from slurmft.errors import ConfigError
 from slurmft.policy import plain_values as plain
 from slurmft.policy.nodes.membership import Size
 from slurmft.policy.site import other_spellings
+from slurmft.policy.site.container import Container, problem_of
 from slurmft.policy.site.nested_launchers import second_owner
 from slurmft.policy.site.sbatch_section import unknown_options
 from slurmft.policy.verdicts.exit_actions import ExitAction, lists_as_texts, unambiguous
@@ -60,10 +61,6 @@ log = logging.getLogger(__name__)
 
 Own = TypeVar("Own", bound=BaseModel)
 """A section that has a file of its own."""
-
-
-def _as_argv(value: Any) -> Any:
-    return shlex.split(value) if isinstance(value, str) else value
 
 
 class _Loader(yaml.SafeLoader):
@@ -109,7 +106,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1
 class RunConfig(_Section):
     """One run: what to train, where, and how it survives."""
 
-    command: Annotated[tuple[Text, ...], BeforeValidator(_as_argv)] = ()
+    command: Words = ()
     """The trainer: a list of arguments, or one string that is split like a shell would, without running one. Needed,
     unless there is a section ``inference``."""
 
@@ -136,6 +133,7 @@ class RunConfig(_Section):
     """Where the trainer starts; where you submit when empty."""
 
     slurm: SlurmConfig = Field(default_factory=SlurmConfig)
+    container: ContainerConfig = Field(default_factory=ContainerConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     fault_tolerance: FaultToleranceConfig = Field(default_factory=FaultToleranceConfig)
     preemption: PreemptionConfig = Field(default_factory=PreemptionConfig)
@@ -225,6 +223,23 @@ class RunConfig(_Section):
         """Where checkpoints live."""
         return self.checkpoint.directory or self.run_folder / "checkpoints"
 
+    @property
+    def trainer_directory(self) -> Path:
+        """Where the trainer starts, inside of its container."""
+        return self.container.workdir or self.working_directory or Path.cwd()
+
+    def contained(self) -> Container | None:
+        """The container of its agents and workers; None where there is none.
+
+        Raises:
+            ValueError: the container cannot show the run what it needs.
+        """
+        needed = filter(None, [self.run_folder, self.checkpoint_dir, self.checkpoint.local_directory])
+        found = self.container.plan([*needed], self.working_directory or Path.cwd())
+        if found is not None and (problem := problem_of(found)):
+            raise ValueError(problem)
+        return found
+
     def placed_in(self, folder: Path) -> Self:
         """The same run in ``folder``: paths inside of the run folder move there."""
         directory = self.checkpoint.directory
@@ -256,7 +271,12 @@ def from_values(raw: dict[str, Any], overrides: Sequence[str] = (), *, source: s
     for override in overrides:
         _apply(raw, override)
     source = " ".join([source, *(f"--set {plain.shown(override)}" for override in overrides)])
-    return _absolute(validate(raw, source=source), source=source)
+    config = _absolute(validate(raw, source=source), source=source)
+    try:
+        config.contained()
+    except ValueError as error:
+        raise ConfigError(f"{source}: container.{error}", hint="see docs/how-to/containers.md") from error
+    return config
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -384,18 +404,6 @@ def _known_keys(model: type[BaseModel], section: Sequence[Any]) -> list[str]:
     return list(model.model_fields)
 
 
-def _absolute_inference(
-    section: InferenceConfig | None, absolute: Callable[[Path | None], Path | None]
-) -> InferenceConfig | None:
-    if section is None:
-        return None
-    engine = section.engine.model_copy(update={"token_file": absolute(section.engine.token_file)})
-    paths = {"output": absolute(section.output), "input": section.input}
-    if not section.from_stdin:
-        paths["input"] = absolute(section.input)
-    return section.model_copy(update={"engine": engine, **paths})
-
-
 def _absolute(config: RunConfig, *, source: str) -> RunConfig:
     base = Path.cwd()
 
@@ -406,13 +414,15 @@ def _absolute(config: RunConfig, *, source: str) -> RunConfig:
         folders = {name: absolute(getattr(config.checkpoint, name)) for name in ("directory", "local_directory")}
         checkpoint = config.checkpoint.model_copy(update=folders)
         exclusions = config.exclusions.model_copy(update={"path": absolute(config.exclusions.path)})
+        mounts = tuple(each.model_copy(update={"source": absolute(each.source)}) for each in config.container.mounts)
         return config.model_copy(
             update={
                 "run_folder": absolute(config.run_folder),
                 "working_directory": absolute(config.working_directory or Path()),
                 "checkpoint": checkpoint,
                 "exclusions": exclusions,
-                "inference": _absolute_inference(config.inference, absolute),
+                "inference": config.inference and config.inference.with_paths(absolute),
+                "container": config.container.model_copy(update={"mounts": mounts}),
             }
         )
     except RuntimeError as error:  # ~name of an unknown user

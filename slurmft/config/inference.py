@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import re
-import shlex
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from slurmft.config.types import Count, Folder, Positive, Seconds, Section, Text
+from slurmft.config.types import Count, Folder, Positive, Seconds, Section, Text, Words
 from slurmft.policy import plain_values as plain
 
 MAX_CONCURRENCY = 4096
 PORT_WORD = "{port}"
 
 
-def _as_argv(value: Any) -> Any:
-    return shlex.split(value) if isinstance(value, str) else value
-
-
 class EngineConfig(Section):
     """What answers the requests. Exactly one of ``command``, ``callable`` and ``url``."""
 
-    command: Annotated[tuple[Text, ...] | None, BeforeValidator(_as_argv)] = None
+    command: Words | None = None
     """A server that each replica starts for itself; ``{port}`` becomes a free port of the node, ``{replica}`` the
     replica's number on it. vLLM, SGLang, TGI and llama.cpp are known by name."""
 
@@ -132,6 +128,12 @@ class InferenceConfig(Section):
 
     commit_interval_s: Annotated[Seconds, Field(gt=0)] = 0.25
     """Seconds between two commits of a replica's answers."""
+
+    def with_paths(self, absolute: Callable[[Path | None], Path | None]) -> Self:
+        """The same section with its paths made ``absolute``."""
+        engine = self.engine.model_copy(update={"token_file": absolute(self.engine.token_file)})
+        paths = {"output": absolute(self.output), "input": self.input if self.from_stdin else absolute(self.input)}
+        return self.model_copy(update={"engine": engine, **paths})
 
     @property
     def from_stdin(self) -> bool:

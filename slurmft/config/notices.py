@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from slurmft.config.types import Section, Text
+from slurmft.config.types import Section, Words
 from slurmft.policy import plain_values as plain
-
-
-def _as_argv(value: Any) -> Any:
-    return shlex.split(value) if isinstance(value, str) else value
 
 
 class NoticesConfig(Section):
@@ -25,6 +20,6 @@ class NoticesConfig(Section):
     poll_seconds: Annotated[float, Field(ge=0.1, le=60), BeforeValidator(plain.no_bool)] = 5.0
     """Seconds between two looks."""
 
-    plugin: Annotated[tuple[Text, ...], BeforeValidator(_as_argv)] = ()
+    plugin: Words = ()
     """A command that runs on every node and prints one line for each notice:
     ``{"ends": true, "what": "evicted", "left_s": 90}``; started again poll_seconds after it has ended."""

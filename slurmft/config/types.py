@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -15,6 +16,14 @@ MAX_COUNT = 10**15 - 1
 
 Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) in (int, float) else value)]
 """A string that YAML may have read as a number."""
+
+
+def _as_argv(value: Any) -> Any:
+    return shlex.split(value) if isinstance(value, str) else value
+
+
+Words = Annotated[tuple[Text, ...], BeforeValidator(_as_argv)]
+"""A list of arguments, or one string that is split as a shell would split it."""
 
 Count = Annotated[int, BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_COUNT))]
 Positive = Annotated[int, Field(ge=1), BeforeValidator(plain.no_bool), AfterValidator(plain.at_most(MAX_COUNT))]

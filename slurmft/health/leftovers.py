@@ -21,7 +21,7 @@ from slurmft.system.private_folder import MAX_DEPTH, is_left_over
 SETTLED_S = 60.0
 """Younger objects may be about to be used."""
 
-OURS = re.compile(r"slurmft-(?:memory-)?(\d+)-")
+OURS = re.compile(r"slurmft-(?:memory-)?\d+-")
 LIBRARIES = re.compile(
     r"(?:torch_\d+_|sem\.mp-|psm_[0-9a-f]{8}$|nccl-[A-Za-z0-9]{6}$|sem\.loky-|psm[23]_shm\.|ucx_shm_|cuda\.shm\.|"
     r"__KMP_REGISTERED_LIB_|vader_segment\.|osc_rdma\.)"
@@ -111,7 +111,7 @@ def orphaned_memory(scene: Scene, *, uid: int | None = None) -> list[tuple[Path,
             if scene.now - max(facts.st_mtime, facts.st_ctime) < SETTLED_S and uid is None:
                 continue
             ours = OURS.match(path.name)
-            if ours and stat.S_ISDIR(facts.st_mode) and ours[1] == str(facts.st_uid):
+            if ours and stat.S_ISDIR(facts.st_mode):  # its number is that of the user in a container, of one from there
                 if is_left_over(path, owner=facts.st_uid):
                     found.append((path, _size(path)))
             elif LIBRARIES.match(path.name) and stat.S_ISREG(facts.st_mode) and facts.st_uid not in alive:

@@ -98,6 +98,9 @@ class Hello(Message):
     node: Rank
     host: Name
     pid: Rank
+    birth: Annotated[str | None, Shape(fits=is_name, optional=True)] = None
+    """Of its process: in containers with process ids of their own, every agent may have the same id."""
+
     lender: Annotated[str | None, Shape(fits=is_name, optional=True)] = None
     """The job that lends the node; None for one of the run's own."""
 
@@ -255,6 +258,15 @@ class NoticeReport(Sent):
     at: SentAt = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LimitReport(Sent):
+    """Something does not work in the agent's container as it does outside."""
+
+    kind: ClassVar[str] = "limit"
+    told_as: ClassVar[str] = "a container's limit"
+    what: Name
+
+
 # Inference
 
 
@@ -367,7 +379,8 @@ _REPORTS: Mapping[str, type[Sent]] = {
     each.kind: each
     for each in (
         WorkerExited, ProgressReport, TimingsReport, HangReport, DurationsReport, SignalReport, NoticeReport,
-        RequestsWanted, RequestsAnswered, RequestsReturned, Drained, ReplicaPhase, ReplicaDied, ReplicaSmaller,
+        LimitReport, RequestsWanted, RequestsAnswered, RequestsReturned, Drained, ReplicaPhase, ReplicaDied,
+        ReplicaSmaller,
     )
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import LabUnavailable, SlurmError, SlurmUnavailable
+from slurmft.operations.container_trial import look_at_container
 from slurmft.policy.site import doctor as policy
 from slurmft.policy.site.doctor import AdminFacts, Finding, FolderFacts, Level, PartitionFacts, Wishes
 from slurmft.policy.timing.grace import Severity
@@ -39,6 +40,8 @@ def diagnose(config: RunConfig | None, environment: Mapping[str, str], *, here: 
     """Look at the site around us, for this run or for any; ``here`` stands for its folder where there is no run."""
     folder = try_folder(here if config is None else config.run_folder)
     found = [*policy.judge_folder(folder)]
+    container = None if config is None else look_at_container(config, environment)
+    found += [] if container is None else policy.judge_container(container)
     offsets = {} if folder.error else {"the run folder's filesystem": folder.clock_offset_s}
     code = 0
     if not slurm.available():

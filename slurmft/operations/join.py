@@ -18,7 +18,8 @@ from slurmft.operations.run_configuration import configuration_of
 from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
 from slurmft.scheduler.environment import SlurmJob, current_job
 from slurmft.storage.run_folder import Attempt, RunFolder
-from slurmft.supervisor.cluster import agent_argv, srun_argv
+from slurmft.supervisor.cluster import agents_argv
+from slurmft.supervisor.fleet.launch import environment_for
 
 LOOK_S = 2.0
 PATIENCE_S = 1800.0
@@ -67,12 +68,12 @@ def crew_of(run: RunFolder) -> Attempt | None:
 
 
 def _serve(config: RunConfig, crew: Attempt, job: SlurmJob, environment: Mapping[str, str]) -> int:
-    argv = [*srun_argv(config, environment, job.node_count), *agent_argv(config, crew)]
+    argv = agents_argv(config, environment, job.node_count, crew)
     log.info("lending %s to run %s", job.nodes, config.name)
     try:
         with subprocess.Popen(
             argv,
-            env={**os.environ, LENDER_VARIABLE: job.job_id},
+            env={**environment_for(config, os.environ), LENDER_VARIABLE: job.job_id},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         ) as process:

@@ -33,6 +33,7 @@ class EventName(StrEnum):
     SHRUNK = "shrunk"
     NOT_SHRUNK = "not shrunk"
     NOTICE = "notice"
+    CONTAINER_LIMIT = "container limit"
 
     # failures
     WORKER_FAILED = "worker failed"

@@ -101,6 +101,7 @@ class RunFolder:
         self.verdicts = path / "verdicts"
         self.submissions = path / "submissions"
         self.logs = path / "logs"
+        self.bundle = path / "container"
         self._owner = path / OWNER_FILE
         self._done = path / "done.json"
         self._progress = path / "progress.json"

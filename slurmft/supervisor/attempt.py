@@ -17,6 +17,7 @@ from slurmft.ipc.reports import (
     Disconnected,
     DurationsReport,
     HangReport,
+    LimitReport,
     NoticeReport,
     ProgressReport,
     SignalReport,
@@ -178,7 +179,8 @@ class AttemptRunner:
         if how == "Terminated":  # TERM ends an agent that is still starting; that is not a failure
             self.stops.on_signal("SIGTERM", f"the agent on {node}, which was still starting")
         else:
-            raise LaunchError(f"the agent on {node} ended before it had reported: {how}")
+            words = self._crew.folder.last_words()
+            raise LaunchError(f"the agent on {node} ended before it had reported: {how}{words}")
 
     async def _start_workers(self) -> None:
         members = await self._crew.enlist(self._cluster.nodes, self._over)
@@ -244,12 +246,12 @@ class AttemptRunner:
                     self._background.start(self._on_hang(link, report))
                 case DurationsReport():
                     self._hangs.note(report)
+                case LimitReport():
+                    self._journal.append(EventName.CONTAINER_LIMIT, node=link.host, reason=report.what)
                 case NoticeReport():
                     self._reclaimed.note(link, report)
-                case SignalReport() if link.lender:
-                    self._resizing.leave(link)
-                case SignalReport():
-                    self.stops.on_signal(report.name, link.host)
+                case SignalReport(name=name):
+                    self._resizing.leave(link) if link.lender else self.stops.on_signal(name, link.host)
                 case Connected():
                     self._background.start(self._on_connect(link))
                 case Disconnected():

@@ -25,6 +25,11 @@ PROGRESS_S = 1.0
 """How often progress is written."""
 
 SRUN_ERRORS_BYTES = 1 << 20
+MAX_WORDS = 6
+_OWN = ("slurmft: ", "  hint: ")
+_OF_NO_USE = ("srun: ", "slurmstepd", "slurmft ")
+"""Beginnings of lines that say how a task ended, or are of an agent's log."""
+
 
 Result = TypeVar("Result")
 
@@ -107,12 +112,20 @@ class AttemptFolder:
         self._thread.submit(work)
 
     def last_words(self) -> str:
-        """The last line of srun's errors, with what it is; empty when there is none."""
-        try:
-            lines = self._srun_errors().strip().splitlines()
-        except OSError:
-            return ""
+        """Why agents could not start, in their own words or else in those of what starts them; empty when unknown."""
+        lines = [*self._lines("agents.log"), *self._lines("srun.err")]
+        own = [line for line in lines if line.startswith(_OWN)]
+        others = [line for line in lines if not line.startswith((*_OWN, *_OF_NO_USE))]
+        if words := dict.fromkeys(line.strip()[:300] for line in (*others[-1:], *own[-MAX_WORDS:])):
+            return f"; {'; '.join(words)}"
         return f"; srun: {lines[-1][:300]}" if lines else ""
+
+    def _lines(self, name: str) -> list[str]:
+        try:
+            text = read_part(self.path / name, -SRUN_ERRORS_BYTES, SRUN_ERRORS_BYTES).decode(errors="replace")
+        except OSError:
+            return []
+        return [line for line in text.splitlines() if line.strip()]
 
     def _srun_errors(self) -> str:
         return read_part(self.path / "srun.err", -SRUN_ERRORS_BYTES, SRUN_ERRORS_BYTES).decode(errors="replace")

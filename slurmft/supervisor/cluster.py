@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from slurmft.scheduler.parsing.parsing import JobEnding
 from slurmft.storage.jobs_file import LOCAL_PREFIX
 from slurmft.storage.patience import writing
 from slurmft.storage.run_folder import Attempt
+from slurmft.supervisor.fleet.launch import environment_for, launch_of
 from slurmft.supervisor.signals import keep_across_exec
 from slurmft.system.opening import appending
 
@@ -101,11 +101,6 @@ class Cluster(Protocol):
         """Slurm's states of the allocation's nodes, as far as it reports them; blocking."""
 
 
-def agent_argv(config: RunConfig, attempt: Attempt) -> list[str]:
-    """The agent's command; the secret's place follows from the attempt, the secret itself is in no argument."""
-    return [sys.executable, "-P", "-u", "-m", "slurmft", "agent", str(config.run_folder / "config.yaml"), str(attempt)]
-
-
 class SlurmCluster:
     """Inside a Slurm job's batch step."""
 
@@ -151,9 +146,10 @@ class SlurmCluster:
 
         Raises:
             SlurmUnavailable: there is no srun.
+            LaunchError: the container's bundle cannot be used.
         """
-        argv = [*srun_argv(config, os.environ, self.size(config)), *agent_argv(config, self.attempt)]
-        return [await self._srun(argv, log_folder, agents_environment(os.environ))]
+        argv = agents_argv(config, os.environ, self.size(config), self.attempt)
+        return [await self._srun(argv, log_folder, environment_for(config, agents_environment(os.environ)))]
 
     async def start_agent(
         self, config: RunConfig, log_folder: Path, attempt: Attempt, *, host: str, index: int
@@ -162,9 +158,10 @@ class SlurmCluster:
 
         Raises:
             SlurmUnavailable: there is no srun.
+            LaunchError: the container's bundle cannot be used.
         """
-        argv = [*srun_argv(config, os.environ, 1), "--nodelist", host, *agent_argv(config, attempt)]
-        environment = agents_environment(os.environ)
+        argv = agents_argv(config, os.environ, 1, attempt, host=host)
+        environment = environment_for(config, agents_environment(os.environ))
         return await self._srun(argv, log_folder, {**environment, "SLURMFT_NODE_INDEX": str(index)})
 
     def give_back(self, host: str) -> str:
@@ -245,8 +242,14 @@ def _for_srun(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name != "SLURM_CLUSTERS"}
 
 
-def srun_argv(config: RunConfig, environment: Mapping[str, str], count: int) -> list[str]:
-    """The srun that starts the agents: one task on each of ``count`` nodes; no task's end ends the others."""
+def agents_argv(
+    config: RunConfig, environment: Mapping[str, str], count: int, attempt: Attempt, *, host: str = ""
+) -> list[str]:
+    """The srun that starts the agents: one task on each of ``count`` nodes; no task's end ends the others.
+
+    Raises:
+        LaunchError: the container's bundle cannot be used.
+    """
     nodes = str(count)
     argv = ["srun", "--overlap", "--kill-on-bad-exit=0", "--export=ALL", "--mpi=none", "--input=none"]
     argv += ["--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1"]
@@ -255,7 +258,9 @@ def srun_argv(config: RunConfig, environment: Mapping[str, str], count: int) -> 
         argv += ["--cpus-per-task", cpus]
     if config.survives_nodes:
         argv.append("--no-kill")
-    return [*argv, *config.slurm.srun_args]
+    argv += ["--nodelist", host] if host else []
+    launch = launch_of(config, attempt, with_srun=True)
+    return [*argv, *config.slurm.srun_args, *launch.srun_options, *launch.argv]
 
 
 def agents_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -300,10 +305,15 @@ class LocalCluster:
     async def start_agent(
         self, config: RunConfig, log_folder: Path, attempt: Attempt, *, host: str, index: int
     ) -> asyncio.subprocess.Process:
-        """A process."""
+        """A process.
+
+        Raises:
+            UsageError: only srun could start the run's container.
+        """
+        launch = launch_of(config, attempt, with_srun=False)
         with writing(log_folder / "agents.log"), appending(log_folder / "agents.log") as log:
             return await asyncio.create_subprocess_exec(
-                *agent_argv(config, attempt),
+                *launch.argv,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -174,8 +174,10 @@ def _begin(config: RunConfig, cluster: Cluster, run: RunFolder, thread: FolderTh
         journal.append(EventName.CLAIM_OVERRULED, outcome=overruled)
     if (secret := claim.secret) is None:
         secret = read_bytes(run.new_secret(cluster.attempt), owners={os.geteuid()})
+    container = config.contained()
     journal.append(EventName.ATTEMPT_STARTED, generation=generation, cluster=cluster.name, host=os.uname().nodename,
-                   nodes=os.environ.get("SLURM_JOB_NODELIST", ""), folder=str(Path.cwd()))  # fmt: skip
+                   nodes=os.environ.get("SLURM_JOB_NODELIST", ""), folder=str(Path.cwd()),
+                   **({"container": container.name} if container else {}))  # fmt: skip
     if cluster.attempt.cycle == 0:
         _drop_stale_requests(run, journal)
     return Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=generation, history=history,

@@ -95,6 +95,17 @@ def replace_atomically(
         fsync_folder(path.parent)
 
 
+def replace_link(path: Path, target: str) -> None:
+    """Make ``path`` a symbolic link to ``target``; atomic. A link that is there already is replaced.
+
+    Raises:
+        OSError: something else than a link or a file is there, or it cannot be written.
+    """
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        (link := Path(folder) / "link").symlink_to(target)
+        link.replace(path)
+
+
 def write_json(path: Path, value: Mapping[str, Any], *, mode: int = 0o600, durable: bool = True) -> None:
     """Replace ``path`` by ``value`` with the format version added; atomic, and durable unless that is not asked for.
 

@@ -96,6 +96,57 @@ class AdminFacts:
     why: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContainerFacts:
+    """The run's container, as this machine sees it."""
+
+    name: str
+    runtime: str
+    starter: str
+    """The program that starts it, or the option of srun that does."""
+
+    has_starter: bool
+    image: str = ""
+    """Its path, where it is one; else empty."""
+
+    has_image: bool = True
+    missing_mounts: tuple[str, ...] = ()
+    tried: str = ""
+    """What the Python inside has said of itself; empty where it did not, or was not tried."""
+
+    error: str = ""
+    """Why it did not."""
+
+    to_try: str = ""
+    """The command that tries it, where that can only be done on a node."""
+
+
+def judge_container(facts: ContainerFacts) -> Iterator[Finding]:
+    """Findings on the run's container."""
+    check = "container"
+    if not facts.has_starter:
+        by_srun = facts.starter.startswith("--")
+        what = f"srun has no option {facts.starter}" if by_srun else f"there is no {facts.starter} on this machine"
+        remedy = {"pyxis": "an administrator: install pyxis and enroot; or use another container.runtime",
+                  "oci": "Slurm 21.08 or newer with oci.conf; or use another container.runtime"}  # fmt: skip
+        yield Finding(check=check, level=Level.PROBLEM, text=f"{facts.runtime}: {what}", remedy=remedy.get(
+            facts.runtime, "install it on all nodes; where only they have it: srun slurmft doctor CONFIG"))  # fmt: skip
+    if not facts.has_image:
+        yield Finding(check=f"{check} image", level=Level.PROBLEM, text=f"there is no {facts.image}",
+                      remedy="set container.image to one that every node sees")  # fmt: skip
+    if facts.missing_mounts:
+        yield Finding(check=f"{check} mounts", level=Level.PROBLEM, remedy="correct container.mounts, or make them",
+                      text=f"not on this machine: {', '.join(facts.missing_mounts)}")  # fmt: skip
+    if facts.tried:
+        yield Finding(check=f"{check} python", level=Level.OK, text=f"{facts.name}: {facts.tried}")
+    elif facts.error:
+        yield Finding(check=f"{check} python", level=Level.PROBLEM, text=facts.error,
+                      remedy="set container.python to one with slurmft and torch; or see to the image")  # fmt: skip
+    elif facts.has_starter and facts.has_image:
+        yield Finding(check=f"{check} python", level=Level.NOTE, text="it can be tried in a job only",
+                      remedy=facts.to_try)  # fmt: skip
+
+
 def judge_cluster(conf: Mapping[str, str], wishes: Wishes) -> Iterator[Finding]:
     """Findings on ``scontrol show config``; a key that is not there causes no finding."""
     for look in (_preemption, _kill_wait, _requeue, _requeue_delay, _proctrack, _silent_nodes, _accounting, _exits,

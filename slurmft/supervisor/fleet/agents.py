@@ -38,6 +38,9 @@ class AgentLink:
 
     def __init__(self, channel: Channel, hello: Hello) -> None:
         self.node, self.host, self.pid = hello.node, hello.host, hello.pid
+        self.birth = hello.birth or ""
+        """Distinguishes it from others with its process id, of which each container may have its own."""
+
         self.address = channel.peer
         self.channel: Channel | None = channel
         self.lender = hello.lender or ""
@@ -49,6 +52,10 @@ class AgentLink:
         self.last_heard = time.monotonic()
         self._next_id = 0
         self._waiting: dict[int, tuple[Call[Any], asyncio.Future[Any]]] = {}
+
+    def is_same(self, other: AgentLink) -> bool:
+        """Whether both are connections of one agent."""
+        return (self.pid, self.birth) == (other.pid, other.birth)
 
     async def call(self, call: Call[Answer], *, timeout_s: float = CALL_TIMEOUT_S) -> Answer:
         """Ask the agent for something and wait for its reply.
@@ -220,7 +227,7 @@ class AgentPool:
         finally:
             self._strangers.forget(writer)
         old = self.links.get(link.node)
-        if old is not None and not old.dropped and old.channel is not None and old.pid != link.pid:
+        if old is not None and not old.dropped and old.channel is not None and not old.is_same(link):
             # a lost agent that was replaced: the two would take the connection from each other for ever
             self._tell_refusal(f"{link.host} has another agent, process {old.pid}")
             channel.send(Shutdown().as_call(UNANSWERED))

@@ -275,13 +275,15 @@ def test_left_over_memory_goes_and_links_are_not_followed(node, tmp_path):
     (shm / "torch_1_a_2").touch()
     (shm / "slurmft-4321-dead").mkdir()
     (shm / "slurmft-4321-dead" / "lock").touch()
+    (shm / "slurmft-0-inside").mkdir()  # of a container in which the user is called root
+    (shm / "slurmft-0-inside" / "lock").touch()
     (shm / "slurmft-4321-dead" / "link").symlink_to(keep)
     (shm / "slurmft-4321-link").symlink_to(keep)
     (shm / "dataset").touch()
     for path in [keep, *keep.iterdir(), *shm.rglob("*")]:
         os.chown(path, UID, UID, follow_symlinks=False)
     found = clean(node, "7", UID)
-    assert {Path(path).name for path in found.paths} == {"torch_1_a_2", "slurmft-4321-dead"}
+    assert {Path(path).name for path in found.paths} == {"torch_1_a_2", "slurmft-4321-dead", "slurmft-0-inside"}
     assert {path.name for path in shm.iterdir()} == {"slurmft-4321-link", "dataset"}
     assert (keep / "data").exists()
 
