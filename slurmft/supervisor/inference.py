@@ -262,7 +262,7 @@ class InferenceAttempt:
         """Give a connection that broke the time to come back."""
         await asyncio.sleep(BROKEN_S)
         current = self._pool.links.get(link.node)
-        if current is not link and current is not None and link.node in self._joined and current.pid == link.pid:
+        if current is not link and current is not None and link.node in self._joined and current.is_same(link):
             self._joined[link.node] = current
             return
         if not self._over.is_set():  # another process may be connected by now: it is taken in as a new agent
