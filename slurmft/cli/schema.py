@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from slurmft.cli.output import say_json
 from slurmft.config.config import RunConfig
+from slurmft.config.types import section_of
 
 
 @click.command()
@@ -33,13 +34,17 @@ def configuration_schema() -> dict[str, Any]:
         for key, facts in parts[model.__name__].get("properties", {}).items():
             if text := next(filter(None, (texts.get((each.__name__, key)) for each in _with_bases(model))), None):
                 facts["description"] = text
+    value["oneOf"] = [{"required": ["command"]}, {"required": ["inference"]}]
     return value
 
 
-def _models() -> list[type[BaseModel]]:
-    """The configuration and its sections."""
-    sections = (field.annotation for field in RunConfig.model_fields.values())
-    return [RunConfig, *(each for each in sections if isinstance(each, type) and issubclass(each, BaseModel))]
+def _models(of: type[BaseModel] = RunConfig) -> list[type[BaseModel]]:
+    """The configuration and its sections, those that need not be there as well."""
+    found = [of]
+    for field in of.model_fields.values():
+        if (section := section_of(field.annotation)) is not None:
+            found += _models(section)
+    return found
 
 
 def _with_bases(model: type[BaseModel]) -> list[type[BaseModel]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -37,7 +37,7 @@ from slurmft.config.oom import OomConfig
 from slurmft.config.preemption import PreemptionConfig
 from slurmft.config.reruns import RerunConfig
 from slurmft.config.stragglers import StragglerDetectionConfig
-from slurmft.config.types import Count, Folder, Text
+from slurmft.config.types import Count, Folder, Text, section_of
 from slurmft.config.types import Positive as _Positive
 from slurmft.config.types import Section as _Section
 from slurmft.errors import ConfigError
@@ -227,10 +227,10 @@ class RunConfig(_Section):
 
     @model_validator(mode="after")
     def _has_one_task(self) -> Self:
-        if bool(self.command) == (self.inference is not None):
-            raise ValueError(
-                "command and inference: give one of the two" if self.command else "command: a trainer is needed"
-            )
+        if self.inference is None and not self.command:
+            raise ValueError("command: missing; it has no default (a run without a trainer has a section inference)")
+        if self.inference is not None and self.command:
+            raise ValueError("command: a run with a section inference has no trainer; remove one of the two")
         return self
 
     @model_validator(mode="after")
@@ -403,22 +403,10 @@ def _problem(detail: Mapping[str, Any], of: type[BaseModel] = RunConfig) -> str:
 def _known_keys(model: type[BaseModel], section: Sequence[Any]) -> list[str]:
     for part in section:
         field = model.model_fields.get(str(part))
-        if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):
+        if field is None or (inner := section_of(field.annotation)) is None:
             return []
-        model = field.annotation
+        model = inner
     return list(model.model_fields)
-
-
-def _absolute_inference(
-    section: InferenceConfig | None, absolute: Callable[[Path | None], Path | None]
-) -> InferenceConfig | None:
-    if section is None:
-        return None
-    engine = section.engine.model_copy(update={"token_file": absolute(section.engine.token_file)})
-    paths = {"output": absolute(section.output), "input": section.input}
-    if not section.from_stdin:
-        paths["input"] = absolute(section.input)
-    return section.model_copy(update={"engine": engine, **paths})
 
 
 def _absolute(config: RunConfig, *, source: str) -> RunConfig:
@@ -437,7 +425,7 @@ def _absolute(config: RunConfig, *, source: str) -> RunConfig:
                 "working_directory": absolute(config.working_directory or Path()),
                 "checkpoint": checkpoint,
                 "exclusions": exclusions,
-                "inference": _absolute_inference(config.inference, absolute),
+                "inference": config.inference and config.inference.with_paths(absolute),
             }
         )
     except RuntimeError as error:  # ~name of an unknown user

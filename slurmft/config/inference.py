@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -137,3 +138,9 @@ class InferenceConfig(Section):
     def from_stdin(self) -> bool:
         """Requests come from standard input."""
         return self.input == Path("-")
+
+    def with_paths(self, absolute: Callable[[Path | None], Path | None]) -> Self:
+        """The same section with every path passed through ``absolute``; standard input stays what it is."""
+        engine = self.engine.model_copy(update={"token_file": absolute(self.engine.token_file)})
+        given = self.input if self.from_stdin else absolute(self.input)
+        return self.model_copy(update={"engine": engine, "input": given, "output": absolute(self.output)})

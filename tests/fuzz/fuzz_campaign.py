@@ -56,6 +56,9 @@ submit --dry-run CONFIG --set SET
 submit --dry-run --cluster slurm CONFIG
 submit --dry-run --cluster local CONFIG
 submit --dry-run CONFIG -- TEXT
+infer --dry-run CONFIG
+infer --dry-run CONFIG --set SET
+infer --dry-run --cluster slurm CONFIG -- TEXT
 advise CONFIG
 advise CONFIG --json
 doctor
