@@ -23,6 +23,7 @@ from slurmft.cli import schema as schemas
 from slurmft.cli.main import VERBS, cli
 from slurmft.config.config import RunConfig
 from slurmft.config.health import HealthConfig
+from slurmft.config.types import section_of
 
 DOCS = Path(__file__).resolve().parent
 REPOSITORY = DOCS.parent
@@ -80,17 +81,25 @@ def _configuration() -> Iterator[str]:
     top, sections = facts["properties"], []
     yield "## The run"
     for key, field in RunConfig.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            sections.append((key, field.annotation))
+        if (model := section_of(field.annotation)) is not None:
+            sections.append((key, model, top[key].get("description", "")))
         else:
             yield from _key(key, top[key], field, facts)
-    for name, model in sections:
-        part = facts["$defs"][model.__name__]
+    for name, model, text in sections:
         yield f"## {name}"
-        yield _paragraphs(part["description"])
-        for key, field in model.model_fields.items():
-            yield from _key(f"{name}.{key}", part["properties"][key], field, facts)
+        yield from _section(name, model, facts, text)
     yield from _health()
+
+
+def _section(name: str, model: type[BaseModel], facts: Mapping[str, Any], text: str = "") -> Iterator[str]:
+    part = facts["$defs"][model.__name__]
+    yield _paragraphs("\n\n".join(filter(None, [part["description"], text])))
+    for key, field in model.model_fields.items():
+        if (inner := section_of(field.annotation)) is not None:
+            yield f"### `{name}.{key}`"
+            yield from _section(f"{name}.{key}", inner, facts)
+        else:
+            yield from _key(f"{name}.{key}", part["properties"][key], field, facts, level=3 + name.count("."))
 
 
 def _health() -> Iterator[str]:

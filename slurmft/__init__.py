@@ -1,4 +1,4 @@
-"""slurmft keeps a PyTorch training run going on a Slurm cluster and proves that nothing was lost.
+"""slurmft keeps PyTorch training and batch inference going on a Slurm cluster and proves that nothing was lost.
 
 The names below are the public ones. They are loaded on first use, so that ``import slurmft`` stays cheap and never
 imports torch: login nodes may not have it.
@@ -33,6 +33,10 @@ if TYPE_CHECKING:  # for editors and type checkers
     from slurmft.errors import StorageError as StorageError
     from slurmft.errors import StorageUnavailable as StorageUnavailable
     from slurmft.errors import UsageError as UsageError
+    from slurmft.inference.leases import RequestRedistributor as RequestRedistributor
+    from slurmft.inference.replica_health import AutoRestartManager as AutoRestartManager
+    from slurmft.inference.replica_health import WorkerHealthMonitor as WorkerHealthMonitor
+    from slurmft.inference.retrying import RetryManager as RetryManager
     from slurmft.worker.data.sampler import ElasticLoader as ElasticLoader
     from slurmft.worker.data.sampler import ElasticSampler as ElasticSampler
     from slurmft.worker.session import PlannedStop as PlannedStop
@@ -74,6 +78,10 @@ _HOMES = {
     "RerunMode": "slurmft.compat.rerun_names",
     "RerunDiagnostic": "slurmft.compat.rerun_names",
     "RerunErrorInjector": "slurmft.compat.rerun_names",
+    "WorkerHealthMonitor": "slurmft.inference.replica_health",
+    "AutoRestartManager": "slurmft.inference.replica_health",
+    "RequestRedistributor": "slurmft.inference.leases",
+    "RetryManager": "slurmft.inference.retrying",
     "SlurmftError": "slurmft.errors",
     "UsageError": "slurmft.errors",
     "ConfigError": "slurmft.errors",

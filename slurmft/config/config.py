@@ -38,7 +38,7 @@ from slurmft.config.preemption import PreemptionConfig
 from slurmft.config.reruns import RerunConfig
 from slurmft.config.slurm import SlurmConfig
 from slurmft.config.stragglers import StragglerDetectionConfig
-from slurmft.config.types import Count, Folder, Text, Words
+from slurmft.config.types import Count, Folder, Text, Words, section_of
 from slurmft.config.types import Section as _Section
 from slurmft.errors import ConfigError
 from slurmft.policy import plain_values as plain
@@ -176,10 +176,10 @@ class RunConfig(_Section):
 
     @model_validator(mode="after")
     def _has_one_task(self) -> Self:
-        if bool(self.command) == (self.inference is not None):
-            raise ValueError(
-                "command and inference: give one of the two" if self.command else "command: a trainer is needed"
-            )
+        if self.inference is None and not self.command:
+            raise ValueError("command: missing; it has no default (a run without a trainer has a section inference)")
+        if self.inference is not None and self.command:
+            raise ValueError("command: a run with a section inference has no trainer; remove one of the two")
         return self
 
     @model_validator(mode="after")
@@ -398,9 +398,9 @@ def _problem(detail: Mapping[str, Any], of: type[BaseModel] = RunConfig) -> str:
 def _known_keys(model: type[BaseModel], section: Sequence[Any]) -> list[str]:
     for part in section:
         field = model.model_fields.get(str(part))
-        if field is None or not isinstance(field.annotation, type) or not issubclass(field.annotation, BaseModel):
+        if field is None or (inner := section_of(field.annotation)) is None:
             return []
-        model = field.annotation
+        model = inner
     return list(model.model_fields)
 
 

@@ -129,13 +129,13 @@ class InferenceConfig(Section):
     commit_interval_s: Annotated[Seconds, Field(gt=0)] = 0.25
     """Seconds between two commits of a replica's answers."""
 
-    def with_paths(self, absolute: Callable[[Path | None], Path | None]) -> Self:
-        """The same section with its paths made ``absolute``."""
-        engine = self.engine.model_copy(update={"token_file": absolute(self.engine.token_file)})
-        paths = {"output": absolute(self.output), "input": self.input if self.from_stdin else absolute(self.input)}
-        return self.model_copy(update={"engine": engine, **paths})
-
     @property
     def from_stdin(self) -> bool:
         """Requests come from standard input."""
         return self.input == Path("-")
+
+    def with_paths(self, absolute: Callable[[Path | None], Path | None]) -> Self:
+        """The same section with every path passed through ``absolute``; standard input stays what it is."""
+        engine = self.engine.model_copy(update={"token_file": absolute(self.engine.token_file)})
+        given = self.input if self.from_stdin else absolute(self.input)
+        return self.model_copy(update={"engine": engine, "input": given, "output": absolute(self.output)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -40,3 +40,10 @@ class Section(BaseModel):
     """One section: frozen, and unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds (``Section`` or ``Section | None``); None where it holds a value."""
+    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
+    is_section = len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], BaseModel)
+    return kinds[0] if is_section else None

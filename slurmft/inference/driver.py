@@ -32,6 +32,7 @@ from slurmft.inference.requests import Requests, folder_of
 from slurmft.inference.retrying import Again, RetryManager
 from slurmft.inference.segments import SegmentWriter
 from slurmft.policy.inference.slots import Slots
+from slurmft.system.log_format import log_to_stderr
 from slurmft.system.processes import die_with_parent
 
 SETTINGS_VARIABLE = "SLURMFT_REPLICA"
@@ -309,7 +310,7 @@ async def _main(settings: ReplicaSettings) -> int:
 
 def main() -> int:
     """Run the driver that the environment describes."""
-    logging.basicConfig(level=logging.INFO, format="slurmft: %(message)s")
+    log_to_stderr("slurmft: %(message)s")
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):  # the agent says when to stop; the engine must not inherit "ignored"
         signal.signal(number, lambda _number, _frame: None)

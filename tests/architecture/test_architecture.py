@@ -33,18 +33,20 @@ ALLOWED = {
     "storage": {"errors", "system", "policy", "storage"},
     "scheduler": {"errors", "system", "policy", "config", "storage", "scheduler"},
     "ipc": {"errors", "system", "policy", "ipc"},
-    "agent": {*_SHARED, "agent"},
-    "supervisor": {*_SHARED, "supervisor"},
+    "inference": {*_SHARED, "inference"},
+    "agent": {*_SHARED, "inference", "agent"},
+    "supervisor": {*_SHARED, "inference", "supervisor"},
     "trainer": {*_BESIDE_THE_TRAINER, "trainer"},
     "worker": {*_BESIDE_THE_TRAINER, "trainer", "worker"},
     "checkpoint": {*_BESIDE_THE_TRAINER, "trainer", "checkpoint"},
     "health": {"errors", "system", "policy", "config", "storage", "scheduler", "health"},
-    "operations": {*_SHARED, "supervisor", "agent", "health", "operations"},
+    "operations": {*_SHARED, "inference", "supervisor", "agent", "health", "operations"},
     "compat": {"errors", "policy", "config", "worker", "health", "compat"},
     "lab": {"", "errors", "system.files", "lab"},
     "cli": {
         "",
         *_SHARED,
+        "inference",
         "supervisor",
         "agent",
         "health",
@@ -62,6 +64,7 @@ ALLOWED = {
         "worker",
         "checkpoint",
         "compat",
+        "inference",
     },  # __init__ names them for type checkers, __main__ starts the command line
 }
 """Layer -> the slurmft layers, or single modules, that it may import. The empty name is the package itself."""
@@ -72,12 +75,16 @@ HOMES = {
     "filelock": ("storage/", "lab/"),
     "torch": ("trainer/", "worker/", "checkpoint/", "examples/", "compat/megatron.py"),
     "numpy": (
+        "inference/",
         "policy/timing/straggler",
         "supervisor/watch/stragglers.py",
         "supervisor/watch/node_speeds.py",
         "trainer/rng.py",
         "worker/",
     ),
+    "aiohttp": ("inference/",),
+    "zstandard": ("inference/",),
+    "pyarrow": ("inference/",),
     "click": ("cli/",),
     "rich": ("cli/",),
 }
@@ -165,6 +172,7 @@ def test_torch_is_named_as_a_string_only_where_the_zygote_preloads_it():
     assert set(lazy) <= {
         "agent/workers.py", "agent/torchrun.py", "agent/flight_recorder.py", "agent/zygote.py",
         "cli/checkpoint.py", "cli/quickstart.py", "policy/site/nested_launchers.py",
+        "agent/replicas.py", "inference/engines.py",
     }  # fmt: skip
 
 
@@ -207,8 +215,10 @@ def test_only_the_command_line_has_a_broad_except():
         if isinstance(node, ast.ExceptHandler)
         and (node.type is None or ast.unparse(node.type) == "Exception")
         # a rank reports whatever happened to it to the others; a probe that crashes is a result
-        # and one run's damage must not keep cron from the others
-        and not module.startswith(("cli/", "checkpoint/", "system/isolation", "operations/rescue"))
+        # and one run's damage must not keep cron from the others; a callable engine is the user's code
+        and not module.startswith(
+            ("cli/", "checkpoint/", "system/isolation", "operations/rescue", "inference/engines.py")
+        )
     ]  # fmt: skip
     assert strays == []
 
@@ -344,6 +354,7 @@ def test_the_public_names_are_exactly_these():
         "WatchdogTimer", "DistributedSignalHandler", "categorize_failure", "detect_gpu_failure",
         "detect_network_failure", "handle_nccl_timeout", "handle_gpu_oom",
         "get_rerun_state_machine", "RerunStateMachineConfig", "RerunMode", "RerunDiagnostic", "RerunErrorInjector",
+        "WorkerHealthMonitor", "AutoRestartManager", "RequestRedistributor", "RetryManager",
         "SlurmftError", "UsageError", "ConfigError", "DataError", "RunBusy", "DirectoryInUse", "LabError",
         "LabUnavailable", "SlurmError", "SlurmUnavailable", "StorageError", "StorageUnavailable", "NewerFormat",
         "Fenced", "CheckpointError", "LaunchError",
@@ -351,6 +362,12 @@ def test_the_public_names_are_exactly_these():
     assert dir(slurmft) == sorted(slurmft.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = slurmft.nonsense
+
+
+def test_importing_slurmft_costs_a_login_node_nothing(tmp_path):
+    look = "import sys, slurmft; print({m.partition('.')[0] for m in sys.modules} & {'numpy', 'tenacity', 'aiohttp'})"
+    result = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert result.stdout == "set()\n"
 
 
 def test_editors_and_type_checkers_see_every_public_name():

@@ -59,6 +59,9 @@ submit --dry-run CONFIG -- TEXT
 ft-launch --dry-run --cluster local --run-folder OUT --nnodes TEXT train.py
 ft-launch --print-config --set SET --ft-rank-heartbeat-timeout TEXT train.py TEXT
 ft-launch --dry-run --cluster local --ft-cfg-path CONFIG TEXT
+infer --dry-run CONFIG
+infer --dry-run CONFIG --set SET
+infer --dry-run --cluster slurm CONFIG -- TEXT
 advise CONFIG
 advise CONFIG --json
 doctor

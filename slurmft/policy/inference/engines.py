@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ OTHER = EngineKind("another")
 
 def engine_kind(command: Sequence[str]) -> EngineKind:
     """The engine that a command starts: by its program, or by the module behind ``-m``."""
-    words = [PurePath(word).name for word in command]
+    words = [word.rpartition("/")[2] for word in command]
     for kind in KNOWN:
         modules = (kind.name, f"{kind.name}.")
         if any(word == kind.name or word.startswith(modules[1]) for word in words[:4]):

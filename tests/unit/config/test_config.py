@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from slurmft.cli.schema import configuration_schema
 from slurmft.config import config as configuration
 from slurmft.config.config import RunConfig, load, validate
+from slurmft.config.types import section_of
 from slurmft.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[3]
@@ -109,6 +110,49 @@ def test_a_wrong_value_is_named(keys, message):
 def test_what_has_no_default_must_be_given(missing):
     with pytest.raises(ConfigError, match=f"{missing}: missing; it has no default"):
         validate({key: value for key, value in LEAST.items() if key != missing}, source="t")
+
+
+INFERENCE = {"input": "requests.jsonl", "engine": {"url": "http://host:8000"}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [({"command": []}, "command: missing; it has no default (a run without a trainer has a section inference)"),
+     ({"command": ["  "], "inference": None}, "command: its first word, the program, is empty"),
+     ({"inference": INFERENCE}, "command: a run with a section inference has no trainer; remove one of the two")],
+    ids=["neither", "empty", "both"],
+)  # fmt: skip
+def test_a_run_has_a_trainer_or_inference(keys, message):
+    assert message in problems(**keys)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [({}, "inference.engine: give one of command, callable and url; given: none"),
+     ({"url": "http://h", "callable": "a:b"}, "give one of command, callable and url; given: callable, url"),
+     ({"command": "vllm serve m"}, "inference.engine: command must hold {port}"),
+     ({"callable": "a.b"}, "inference.engine.callable: 'a.b' is not of the form package.module:name"),
+     ({"url": "http://user:secret@h"}, "inference.engine.url: "),
+     ({"url": "http://h", "ready_path": "health"}, "inference.engine.ready_path: 'health' is not a path"),
+     ({"comand": "a"}, "unknown key inference.engine.comand; did you mean command?")],
+    ids=["none", "two", "no port", "no name", "a password", "no path", "a typo"],
+)  # fmt: skip
+def test_a_wrong_engine_is_named(engine, message):
+    raw = {"run_folder": "runs/a", "inference": INFERENCE | {"engine": engine}}
+    with pytest.raises(ConfigError) as caught:
+        validate(raw, source="here.yaml")
+    assert message in str(caught.value)
+
+
+def test_the_paths_of_inference_become_absolute_but_standard_input(file, tmp_path):
+    text = "run_folder: r\ninference: {input: %s, output: out, engine: {url: 'http://h', token_file: t}}\n"
+    section = load(file(text % "in.jsonl")).inference
+    assert section is not None
+    assert (section.input, section.output, section.engine.token_file) == (
+        tmp_path / "in.jsonl", tmp_path / "out", tmp_path / "t",
+    )  # fmt: skip
+    section = load(file(text % '"-"')).inference
+    assert section is not None and section.from_stdin
 
 
 def test_all_problems_are_reported_at_once():
@@ -388,8 +432,8 @@ def keys_of(model: type[BaseModel]) -> set[str]:
     found: set[str] = set()
     for name, info in model.model_fields.items():
         found.add(name)
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            found |= {f"{name}.{inner}" for inner in keys_of(info.annotation)}
+        if (section := section_of(info.annotation)) is not None:
+            found |= {f"{name}.{inner}" for inner in keys_of(section)}
     return found
 
 
@@ -397,8 +441,8 @@ def keys_of_schema(node: dict[str, Any], definitions: dict[str, Any]) -> set[str
     found: set[str] = set()
     for name, value in node.get("properties", {}).items():
         found.add(name)
-        if "$ref" in value:
-            inner = definitions[value["$ref"].rpartition("/")[2]]
+        for section in (each["$ref"] for each in [value, *value.get("anyOf", [])] if "$ref" in each):
+            inner = definitions[section.rpartition("/")[2]]
             found |= {f"{name}.{key}" for key in keys_of_schema(inner, definitions)}
     return found
 
@@ -407,7 +451,8 @@ def test_the_json_schema_lists_every_key():
     text = configuration_schema()
     assert json.loads(json.dumps(text)) == text
     assert keys_of_schema(text, text["$defs"]) == keys_of(RunConfig)
-    assert set(text["required"]) == {"command", "run_folder"}
+    assert text["required"] == ["run_folder"]
+    assert text["oneOf"] == [{"required": ["command"]}, {"required": ["inference"]}]
     assert text["$schema"].startswith("https://json-schema.org/")
 
 
@@ -433,7 +478,8 @@ RUNS = [path for path in sorted((REPOSITORY / "configs").glob("*.yaml")) if path
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
 def test_the_shipped_configurations_load(path):
-    assert load(path).command
+    config = load(path)
+    assert bool(config.command) != bool(config.inference)
 
 
 def test_yaml_has_one_home():

@@ -15,17 +15,26 @@ from pydantic_core import PydanticUndefined
 from slurmft.cli.schema import configuration_schema
 from slurmft.config import config as configuration
 from slurmft.config.config import RunConfig
+from slurmft.config.types import section_of
+from slurmft.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 REFERENCE = CONFIGS / "reference.yaml"
 
 
+OPTIONAL_SECTION = "# inference:"
+"""The first line of a section that is commented out, since its key excludes another one."""
+
+NEEDED_BY_RULE = {("command",)}
+"""Required although it has a default: by a rule about two keys."""
+
+
 def leaves(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every key with its default as YAML would say it; PydanticUndefined where it is required."""
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from leaves(field.annotation, (*above, name))
-        elif field.is_required():
+        if (section := section_of(field.annotation)) is not None:
+            yield from leaves(section, (*above, name))
+        elif field.is_required() or (*above, name) in NEEDED_BY_RULE:
             yield (*above, name), PydanticUndefined
         else:
             default = field.get_default(call_default_factory=True, validated_data={})
@@ -33,14 +42,23 @@ def leaves(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tupl
 
 
 KEYS = dict(leaves(RunConfig))
-SECTIONS = [name for name, field in RunConfig.model_fields.items() if isinstance(field.annotation, type)
-            and issubclass(field.annotation, BaseModel)]  # fmt: skip
+
+
+def whole_reference() -> str:
+    """The reference as it reads once "# " is removed from its optional section."""
+    before, line, after = REFERENCE.read_text(encoding="utf-8").partition(f"{OPTIONAL_SECTION}\n")
+    return before + "".join(each[2:] or "\n" for each in (line + after).splitlines(keepends=True))
 
 
 def in_reference() -> dict[tuple[str, ...], Any]:
-    raw = yaml.safe_load(REFERENCE.read_text(encoding="utf-8"))
-    top = {(key,): value for key, value in raw.items() if key not in SECTIONS}
-    return top | {(section, key): value for section in SECTIONS for key, value in raw[section].items()}
+    def flat(value: Any, key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+        if isinstance(value, dict) and key not in KEYS:
+            for name, inner in value.items():
+                yield from flat(inner, (*key, name))
+        else:
+            yield key, value
+
+    return dict(flat(yaml.safe_load(whole_reference()), ()))
 
 
 RUNS = [path for path in sorted(CONFIGS.glob("*.yaml")) if path.name != "health.yaml"]
@@ -67,19 +85,32 @@ def test_the_reference_states_the_true_default(key: tuple[str, ...]):
 
 
 def test_the_reference_marks_what_is_required():
-    required = {".".join(key) for key, default in KEYS.items() if default is PydanticUndefined}
-    assert required == {key for key in required if comment_above(key).startswith("Required.")} != set()
+    required = {key for key, default in KEYS.items() if default is PydanticUndefined}
+    assert required == {key for key in KEYS if comment_above(key).startswith("Required")} != set()
 
 
 @pytest.mark.parametrize("key", KEYS, ids=".".join)
 def test_the_reference_explains_every_key(key: tuple[str, ...]):
-    assert comment_above(key[-1], indent="  " * (len(key) - 1)).endswith((".", ").", "}."))
+    assert comment_above(key).endswith((".", ").", "}."))
 
 
 def test_without_its_optional_keys_the_reference_means_the_same():
     raw = yaml.safe_load(REFERENCE.read_text(encoding="utf-8"))
     required = {key: raw[key] for key in ("command", "run_folder")}
     assert configuration.validate(raw, source="all") == configuration.validate(required, source="required only")
+
+
+def test_the_optional_section_of_the_reference_loads_once_it_is_uncommented_and_has_an_engine():
+    raw = yaml.safe_load(whole_reference())
+    del raw["command"]
+    with pytest.raises(ConfigError, match="give one of command, callable and url; given: none"):
+        configuration.validate(raw, source="all")
+    raw["inference"]["engine"]["url"] = "http://host:8000"
+    least = {"run_folder": raw["run_folder"]}
+    section = {"input": raw["inference"]["input"], "engine": {"url": "http://host:8000"}}
+    assert configuration.validate(raw, source="all") == configuration.validate(
+        least | {"inference": section}, source="required only"
+    )
 
 
 def test_the_schema_is_up_to_date():
@@ -96,10 +127,11 @@ def test_the_schema_describes_every_key():
                                    for name in undescribed(part)] == []  # fmt: skip
 
 
-def comment_above(key: str, indent: str = "") -> str:
-    lines = REFERENCE.read_text(encoding="utf-8").splitlines()
-    at = next(number for number, line in enumerate(lines) if line.startswith(f"{indent}{key}:"))
-    words: list[str] = []
+def comment_above(key: tuple[str, ...]) -> str:
+    lines, at = whole_reference().splitlines(), -1
+    for depth, name in enumerate(key):
+        at = next(number for number in range(at + 1, len(lines)) if lines[number].startswith(f"{'  ' * depth}{name}:"))
+    indent, words = "  " * (len(key) - 1), []
     while lines[at - 1].startswith(f"{indent}#"):
         at -= 1
         words.insert(0, lines[at].strip("# "))
