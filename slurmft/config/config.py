@@ -162,7 +162,7 @@ class RunConfig(_Section):
     def _program_is_named(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if value and not value[0].strip():
             raise ValueError("its first word, the program, is empty")
-        if why := second_owner(value):
+        if value and (why := second_owner(value)):
             raise ValueError(why)
         return value
 

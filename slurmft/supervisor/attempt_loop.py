@@ -10,7 +10,7 @@ from typing import Self
 from slurmft.config.config import RunConfig
 from slurmft.supervisor.attempt import AttemptRunner
 from slurmft.supervisor.fleet.crew import Crew
-from slurmft.supervisor.inference import InferenceAttempt
+from slurmft.supervisor.inference.attempt import InferenceAttempt
 from slurmft.supervisor.recovery.act import Ending
 from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.recovery.node_choice import settle

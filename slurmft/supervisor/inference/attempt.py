@@ -34,7 +34,6 @@ from slurmft.ipc.reports import (
 )
 from slurmft.policy.nodes.evidence import Evidence, Kind, Suspect
 from slurmft.policy.timing.fleet import longest_silence_s, ping_interval_s
-from slurmft.policy.timing.grace import REQUEUE_COST_S, cause_of_signal, seconds_for_stop
 from slurmft.policy.verdicts.verdict import EXIT_USAGE, Cause, Verdict
 from slurmft.storage import signs_of_life
 from slurmft.storage.events import EventName
@@ -42,6 +41,7 @@ from slurmft.supervisor.attempt_folder import AttemptFolder
 from slurmft.supervisor.cluster import Cluster
 from slurmft.supervisor.fleet.agents import AgentLink, AgentLost
 from slurmft.supervisor.fleet.crew import Crew
+from slurmft.supervisor.inference.stops import InferenceStops
 from slurmft.supervisor.job_state import SlurmsWord
 from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.signals import hearing
@@ -54,9 +54,6 @@ PROGRESS_S = 1.0
 BROKEN_S = 1.0
 BEGIN_S = 40.0
 LOOKS_PER_TIMEOUT = 12
-COMMIT_MARGIN_S = 3.0
-"""Kept free at the end of a stop, for the last commits."""
-
 LENT_S = 20.0
 """What a lent node has for what is in flight: Slurm's default KillWait is 30 s."""
 
@@ -64,18 +61,6 @@ DEATHS_OF_A_GPU = 3
 """Engines that must die on one replica's GPUs, without a request that explains it, before the node is suspected."""
 
 log = logging.getLogger(__name__)
-
-
-class Stop:
-    """A stop of the attempt: its cause, and when it must be over; the first one counts."""
-
-    def __init__(self) -> None:
-        self.planned: Cause | None = None
-        self.reason = ""
-        self.ends_at_s: float | None = None
-        """Monotonic time at which Slurm will have ended the job, as far as a stop has shown it."""
-
-        self.began = asyncio.Event()
 
 
 class InferenceAttempt:
@@ -93,11 +78,12 @@ class InferenceAttempt:
         self._over = asyncio.Event()
         self._folder = AttemptFolder(start, on_superseded=self._over.set)
         self._background = Background(self._on_error)
-        self.stops = Stop()
+        self.stops = InferenceStops(
+            config, start, self._pool, self._slurm, over=self._over, background=self._background
+        )
         self._ledger: Ledger | None = None
         self._coordinator: Coordinator | None = None
         self._joined: dict[int, AgentLink] = {}
-        self._drained: set[int] = set()
         self._lost: list[str] = []
         self._deaths: Counter[tuple[str, int]] = Counter()
         self._last_death = ""
@@ -118,7 +104,7 @@ class InferenceAttempt:
         loop = asyncio.get_running_loop()
 
         def on_signal(number: int) -> None:
-            loop.call_soon_threadsafe(self._on_own_signal, signal.Signals(number).name)
+            loop.call_soon_threadsafe(self.stops.on_own_signal, signal.Signals(number).name)
 
         with hearing(on_signal):
             try:
@@ -136,6 +122,7 @@ class InferenceAttempt:
         batch = await self._in_folder(lambda: load(folder) or prepare(self._section, folder))
         self._ledger = await self._in_folder(lambda: open_ledger(batch, self._start.generation))
         self._coordinator = Coordinator(self._section, batch, self._ledger, self._start.thread.submit, self._note)
+        self.stops.coordinator = self._coordinator
         self._first = self._ledger.count
         self._journal.append(EventName.REQUESTS_OPENED, total=batch.total, answered=self._ledger.count)
 
@@ -222,6 +209,7 @@ class InferenceAttempt:
                 current.channel.send(lease.as_call(UNANSWERED))
 
         self._joined[link.node] = link
+        self.stops.joined.add(link.node)
         epoch = self._coordinator.join(link.node, link.host, send)
         try:
             begin = BeginReplicas(attempt=str(self._cluster.attempt), epoch=epoch, generation=self._start.generation)
@@ -238,6 +226,7 @@ class InferenceAttempt:
             return
         self._pool.drop(link)
         self._joined.pop(link.node, None)
+        self.stops.joined.discard(link.node)
         count = self._coordinator.lose(link.node)
         if self.stops.planned is None:
             self._crew.reviver.lost(link, hung_up=hung_up)
@@ -288,13 +277,13 @@ class InferenceAttempt:
                 case SignalReport() if link.lender:
                     self._let_go(link)
                 case SignalReport():
-                    self._on_signal(report.name, link.host)
+                    self.stops.on_signal(report.name, link.host)
                 case Disconnected():
                     self._background.start(self._on_disconnect(link))
                 case Drained() if link.leaving:
                     self._background.start(self._part_with(link))
                 case Drained():
-                    self._drained.add(link.node)
+                    self.stops.drained.add(link.node)
                 case InferenceReport():
                     if self._coordinator.on_report(link.node, report):
                         self._tell(link, report)
@@ -332,70 +321,6 @@ class InferenceAttempt:
             self._accuser.add([Evidence(kind=Kind.CRASH, suspect=Suspect(node=link.host), message=what[:1000],
                                         at=time.time())])  # fmt: skip
 
-    # Stops
-
-    def _on_own_signal(self, name: str) -> None:
-        if self._cluster.name == "local" and name == "SIGINT":
-            self._stop_for(Cause.STOPPED_BY_USER, "stopped with Ctrl-C")
-        else:
-            self._background.start(self._judge_own_signal(name))
-
-    async def _judge_own_signal(self, name: str) -> None:
-        await self._slurm.is_ending()
-        self._on_signal(name, "the supervisor")
-
-    def _on_signal(self, name: str, where: str) -> None:
-        if self.stops.planned is None:
-            self.stops.planned, self.stops.reason = Cause.SIGNALLED, f"{name} at {where}"
-            self._background.start(self._stop_for_signal(time.monotonic()))
-
-    async def _stop_for_signal(self, at_s: float) -> None:
-        if self._coordinator is not None:
-            self._coordinator.stop()  # at once; Slurm's answers only say why, and how long there is
-        times, ending = await asyncio.gather(self._slurm.times(), self._slurm.is_ending())
-        section = self._config.preemption
-        lead_s = float(section.signal_lead_s)
-        if self._cluster.name == "local":
-            cause, left_s = Cause.PREEMPTED, section.stop_timeout_s
-        elif ending and self._slurm.outside is not None:
-            cause, left_s = self._slurm.outside[0], max(1.0, self._slurm.kill_at_s - at_s)
-        else:
-            now = self._slurm.terms.clock.at(at_s)
-            cause = cause_of_signal(times, now=now, lead_s=lead_s)
-            left_s = seconds_for_stop(times, cause=cause, now=now, lead_s=lead_s, timeout_s=section.stop_timeout_s)
-        if self.stops.planned is not Cause.STOPPED_BY_USER:
-            self.stops.planned = cause
-        if cause in (Cause.PREEMPTED, Cause.TIME_LIMIT):
-            self.stops.ends_at_s = at_s + left_s + REQUEUE_COST_S
-        await self._drain(left_s)
-
-    def _stop_for(self, cause: Cause, reason: str) -> None:
-        if self.stops.planned is None:
-            self.stops.planned, self.stops.reason = cause, reason
-            self._background.start(self._drain(self._config.preemption.stop_timeout_s))
-        elif cause is Cause.STOPPED_BY_USER:
-            self.stops.planned, self.stops.reason = cause, reason
-            self._journal.append(EventName.WILL_NOT_CONTINUE, reason=reason)
-
-    async def _drain(self, left_s: float) -> None:
-        """Nothing new; what is in flight is finished in time or given back, and what is answered is committed."""
-        cause = self.stops.planned
-        self._journal.append(EventName.STOP_REQUESTED, cause=cause.value if cause else "", reason=self.stops.reason,
-                             signal_at=time.time(), seconds_left=round(left_s, 3))  # fmt: skip
-        if self._coordinator is not None and self._joined:
-            self._coordinator.stop()
-            deadline_s = time.monotonic() + max(0.5, left_s - COMMIT_MARGIN_S)
-            within_s = max(0.5, left_s - COMMIT_MARGIN_S)
-            for link in self._joined.values():
-                current = self._pool.links.get(link.node, link)
-                if current.channel is not None:
-                    current.channel.send(Drain(within_s=within_s).as_call(UNANSWERED))
-            while not self._over.is_set() and self._joined.keys() - self._drained and time.monotonic() < deadline_s:
-                await asyncio.sleep(0.02)
-            await self._coordinator.commit_now()
-            self._journal.append(EventName.STOP_SAVED, step=self._coordinator.requests.done)
-        self._over.set()
-
     async def _watch_requests(self) -> None:
         assert self._coordinator is not None
         told_s = 0.0
@@ -406,9 +331,9 @@ class InferenceAttempt:
                 await self._tell_progress()
             for kind, who in (await self._folder.requests(ready=True)).items():
                 if kind == "KILL":
-                    self._stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
+                    self.stops.stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
                 elif kind == "REQUEUE":
-                    self._stop_for(Cause.REQUEUED_BY_USER, f"requeued by {who}")
+                    self.stops.stop_for(Cause.REQUEUED_BY_USER, f"requeued by {who}")
                 else:  # every answer is saved within a second
                     await self._coordinator.commit_now()
                     self._journal.append(EventName.SAVE_REQUESTED, who=who, step=self._coordinator.requests.done)

@@ -1,0 +1,1 @@
+"""The supervisor of an inference run: its attempts, and their stops."""
