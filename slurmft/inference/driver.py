@@ -110,8 +110,14 @@ class Driver:
         reader, self._writer = await asyncio.open_unix_connection(self._settings.socket, limit=MAX_LINE_BYTES)
         self._send(kind="hello", replica=self._settings.replica, life=self._settings.life)
         hearing = asyncio.create_task(self._hear(reader))
-        await self._engine.start()
-        self._send(kind="ready", slots=self._slots.now)
+        try:
+            await self._engine.start()
+            self._send(kind="ready", slots=self._slots.now)
+            return await self._work(hearing)
+        finally:
+            await self._engine.close()
+
+    async def _work(self, hearing: asyncio.Task[None]) -> int:
         ended = asyncio.create_task(self._engine.ended())
         tasks = [asyncio.create_task(work()) for work in (self._dispatch, self._commit_regularly, self._watch_tokens)]
         waits: list[asyncio.Future[Any]] = [hearing, ended, self._sick, *tasks]
@@ -126,7 +132,6 @@ class Driver:
             sys.stderr.write(f"slurmft: the engine fails every request: {self._sick.result()}\n")
             return EXIT_SICK
         await self._commit()
-        await self._engine.close()
         return 0
 
     async def _hear(self, reader: asyncio.StreamReader) -> None:

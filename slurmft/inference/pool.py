@@ -42,6 +42,7 @@ PREFETCH = 2
 """Requests that a node holds for each slot of its replicas, those in flight included."""
 
 DRAIN_MARGIN_S = 2.0
+EXIT_CODE = "exit code"
 MAX_TOLD = 2000
 
 Report = Callable[[Sent], None]
@@ -225,7 +226,7 @@ class ReplicaPool:
         lost = [index for index in replica.in_flight if index not in answered]
         was_ready, asked = replica.phase is Phase.READY, self._draining or replica.why == "the run stops"
         how = replica.why or _how(code)
-        if not replica.why and code > 0 and (words := await asyncio.to_thread(self._last_words, replica.number)):
+        if how.startswith(EXIT_CODE) and (words := await asyncio.to_thread(self._last_words, replica.number)):
             how += f"; its last words: {words}"
         by_signal = code in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
         replica.phase, replica.in_flight, replica.alone = Phase.WAITING, {}, False
@@ -432,4 +433,4 @@ def _how(code: int) -> str:
         number = -code if code < 0 else code - 128
         with contextlib.suppress(ValueError):
             return f"ended by {signal.Signals(number).name}"
-    return f"exit code {code}"
+    return f"{EXIT_CODE} {code}"
