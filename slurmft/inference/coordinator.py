@@ -30,6 +30,7 @@ from slurmft.ipc.reports import (
     RequestsReturned,
     RequestsWanted,
 )
+from slurmft.storage.events import EventName
 
 COORDINATOR = 999_999
 """The node number in the names of the coordinator's own segments: answers that no engine gave."""
@@ -65,7 +66,7 @@ class Coordinator:
     """
 
     def __init__(
-        self, config: InferenceConfig, batch: Batch, ledger: Ledger, submit: Submit, note: Callable[..., None]
+        self, config: InferenceConfig, batch: Batch, ledger: Ledger, submit: Submit, note: Callable[..., object]
     ) -> None:
         self._config, self.batch, self.ledger = config, batch, ledger
         self._submit, self._note = submit, note
@@ -197,7 +198,7 @@ class Coordinator:
 
         with Requests(self.batch.folder) as requests:
             custom_id = requests.get(index)["id"]
-        self._note("request given up", request=index, custom_id=custom_id[:200], reason=why)
+        self._note(EventName.REQUEST_GIVEN_UP, request=index, custom_id=custom_id[:200], reason=why)
         self._task = asyncio.ensure_future(work())
 
     # Leases

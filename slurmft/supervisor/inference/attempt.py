@@ -121,7 +121,9 @@ class InferenceAttempt:
         # slurmft infer has read them; a batch script that somebody wrote by hand has not
         batch = await self._in_folder(lambda: load(folder) or prepare(self._section, folder))
         self._ledger = await self._in_folder(lambda: open_ledger(batch, self._start.generation))
-        self._coordinator = Coordinator(self._section, batch, self._ledger, self._start.thread.submit, self._note)
+        self._coordinator = Coordinator(
+            self._section, batch, self._ledger, self._start.thread.submit, self._journal.append
+        )
         self.stops.coordinator = self._coordinator
         self._first = self._ledger.count
         self._journal.append(EventName.REQUESTS_OPENED, total=batch.total, answered=self._ledger.count)
@@ -393,9 +395,6 @@ class InferenceAttempt:
             code = EXIT_USAGE if self._is_hopeless else 1
             return Verdict(cause=Cause.WORKER_ERROR, reason=self._problem, exit_code=code, **facts)
         return Verdict(cause=Cause.LAUNCH_FAILURE, reason=self._problem or "unknown", **facts)
-
-    def _note(self, event: str, **details: Any) -> None:
-        self._journal.append(EventName(event), **details)
 
     async def _in_folder(self, work: Any) -> Any:
         return await asyncio.wrap_future(self._start.thread.submit(work))

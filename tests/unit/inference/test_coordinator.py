@@ -19,6 +19,7 @@ from slurmft.inference.requests import prepare
 from slurmft.inference.segments import SegmentWriter, runs_of
 from slurmft.ipc.calls import Lease
 from slurmft.ipc.reports import ReplicaDied, ReplicaPhase, RequestsAnswered, RequestsReturned, RequestsWanted
+from slurmft.storage.events import EventName
 
 TOTAL = 20
 REPORTS = {each.kind: each for each in (RequestsWanted, RequestsAnswered, RequestsReturned, ReplicaPhase, ReplicaDied)}
@@ -155,7 +156,7 @@ def test_a_request_that_kills_two_replicas_alone_is_answered_with_an_error(in_lo
             assert 3 in [index for lease in world.sent[0] for index in lease.alone]
             world.report(0, "replica_died", name=f"n0/0#{life}", in_flight=(3,), **facts)
         ((event, told),) = world.events
-        assert event == "request given up" and told["request"] == 3
+        assert event == EventName.REQUEST_GIVEN_UP and told["request"] == 3
         async with asyncio.timeout(5):
             while not world.ledger.done[3]:
                 await world.coordinator.commit_now()
