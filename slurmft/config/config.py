@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -102,7 +102,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1
 
 
 class SlurmConfig(_Section):
-    """sbatch's long options with ``_`` for ``-``; any option of sbatch's manual page may be given."""
+    """sbatch's long options with ``_`` for ``-``: any of its manual page, or of the site's own ``sbatch --help``."""
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False, defer_build=True)
 
@@ -274,7 +274,16 @@ class RunConfig(_Section):
         return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False)
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+KnownHere = Callable[[frozenset[str]], Collection[str]]
+"""Which of these options of sbatch, that are in no list of ours, may be given all the same."""
+
+
+def none_of_them(options: frozenset[str]) -> frozenset[str]:
+    """``KnownHere`` where there is no Slurm to ask."""
+    return options & frozenset()
+
+
+def load(path: Path, overrides: Sequence[str] = (), *, known_here: KnownHere = none_of_them) -> RunConfig:
     """Read ``path``, apply ``key.sub=value`` overrides, validate, and make every path absolute.
 
     Raises:
@@ -286,7 +295,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         _apply(raw, override)
     source = " ".join([str(path), *(f"--set {plain.shown(override)}" for override in overrides)])
-    return _absolute(validate(raw, source=source), source=source)
+    return _absolute(validate(raw, source=source, known_here=known_here), source=source)
 
 
 def load_section(path: Path, model: type[Own]) -> Own:
@@ -311,7 +320,7 @@ def load_section(path: Path, model: type[Own]) -> Own:
     return section
 
 
-def validate(raw: Mapping[str, Any], *, source: str) -> RunConfig:
+def validate(raw: Mapping[str, Any], *, source: str, known_here: KnownHere = none_of_them) -> RunConfig:
     """Validate plain values; ``source`` names them in errors.
 
     Raises:
@@ -322,7 +331,7 @@ def validate(raw: Mapping[str, Any], *, source: str) -> RunConfig:
         problems = list(plain.unusable(given))
     except ValueError as error:
         raise ConfigError(f"{source}: {error}", hint="look at its aliases (*name)") from error
-    problems += unknown_options(given.get("slurm"), list(SlurmConfig.model_fields))
+    problems += unknown_options(given.get("slurm"), list(SlurmConfig.model_fields), known_here)
     try:
         config = RunConfig.model_validate(given)
     except ValidationError as error:
