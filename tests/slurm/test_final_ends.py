@@ -94,6 +94,7 @@ def test_of_a_job_and_its_successor_only_the_successor_trains(new_run: NewRun, l
     assert run.digest() == undisturbed
 
 
+@pytest.mark.soak
 def test_a_stop_in_the_start_after_a_preemption_is_not_undone(new_run: NewRun, lab: Lab) -> None:
     run = new_run(delay=0.3)
     job = run.submit()
@@ -105,6 +106,7 @@ def test_a_stop_in_the_start_after_a_preemption_is_not_undone(new_run: NewRun, l
     assert "in an earlier start" in run.events("switching requeue off")[0].details["reason"]
 
 
+@pytest.mark.soak
 def test_a_calm_stop_leaves_the_job_to_be_requeued_by_hand(new_run: NewRun, lab: Lab, undisturbed: str) -> None:
     run = new_run()
     job = run.submit()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slurm import test_sweep
-from slurm.conftest import Run
+from slurm.conftest import Run, eventually, preempt
 from slurm.test_elsewhere import blaming, test_exit_16_goes_on_on_different_nodes
 from slurm.test_endings import test_the_supervisor_is_killed
 from slurm.test_final_ends import (
@@ -29,10 +29,8 @@ from slurm.test_recovery import (
     assert_one_stop,
     test_manual_requeue,
     test_node_failure_is_requeued_by_slurm_and_resumes,
-    test_preemption,
     test_scancel_ends_the_run,
 )
-from slurm.test_slurm_faults import test_the_controller_is_away_when_the_job_is_requeued
 from slurm.test_sweep import Site, site
 from slurmft.errors import LabUnavailable
 from slurmft.lab import building
@@ -48,8 +46,8 @@ __all__ = [
     "test_a_job_that_slurm_requeues_all_the_same_ends_at_once", "test_a_stop_in_the_grace_is_not_undone",
     "test_a_stop_in_the_start_after_a_preemption_is_not_undone", "test_exit_16_goes_on_on_different_nodes",
     "test_manual_requeue", "test_node_failure_is_requeued_by_slurm_and_resumes",
-    "test_of_a_job_and_its_successor_only_the_successor_trains", "test_preemption", "test_scancel_ends_the_run",
-    "test_the_controller_is_away_when_the_job_is_requeued", "test_the_supervisor_is_killed",
+    "test_of_a_job_and_its_successor_only_the_successor_trains", "test_scancel_ends_the_run",
+    "test_the_supervisor_is_killed",
 ]  # fmt: skip
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
@@ -92,13 +90,49 @@ def test_calm(new_run: NewRun, undisturbed: str) -> None:
 
 
 def test_a_short_time_limit(new_run: NewRun, undisturbed: str) -> None:
-    # the signal comes 15 to 45 s after the start
-    run = new_run(delay=0.9, slurm={"time": "1"}, preemption={"signal_lead_s": 15})
+    # the signal comes 5 to 35 s after the start
+    run = new_run(delay=0.7, slurm={"time": "1"}, preemption={"signal_lead_s": 25})
     run.submit()
     run.wait_until_done()
     stops = len(run.events("stop agreed"))
     assert stops >= 1
     assert_one_stop(run, "time limit", undisturbed, stops=stops)
+
+
+def test_a_preemption_and_a_finish_after_it(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
+    run = new_run()
+    job = run.submit()
+    run.wait_for_step(10)
+    preempt(lab)
+    run.wait_until_done()
+    assert_one_stop(run, "preempted", undisturbed)
+
+    def state() -> str:
+        return lab.run(["squeue", "-h", "-j", job, "-o", "%T"], check=False).stdout.strip()
+
+    eventually(lambda: state() in ("", "PENDING"), 40, run.story)
+    if state():  # 24.11 requeues it, since it remembers the preemption; once
+        run.slurmft("requeue", str(run.path))
+        assert run.wait_for("already finished").attempt == f"{job}.2.0"
+    run.wait_until_out_of_queue(job)
+    eventually(lambda: run.job_states() == {job: "COMPLETED"}, 20, lambda: f"{run.job_states()}\n{run.story()}")
+    assert len(run.events("attempt started")) == 2
+
+
+def test_the_controller_is_away_for_a_moment(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
+    run = new_run()
+    job = run.submit()
+    run.wait_for_step(10)
+    lab.run(["scancel", "--signal=TERM", job])
+    lab.stop_controller()
+    try:
+        run.wait_for("requeueing")
+    finally:
+        lab.start_controller()
+    run.wait_until_done()
+    assert run.folder.jobs() == [job]
+    assert len(run.events("requeued")) == 1
+    assert run.digest() == undisturbed
 
 
 def test_a_sick_node_is_drained_and_comes_back(site: Site) -> None:
