@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slurmft.errors import LabError, LabUnavailable, UsageError
-from slurmft.lab.packages import require_root
+from slurmft.lab.packages import install, require_root
 from slurmft.lab.processes import CLEAN_ENVIRONMENT, SEARCH_PATH, make_folder, run
 
 RELEASES = {"22.05": "bookworm", "24.11": "trixie", "26.05": "forky"}
@@ -70,7 +70,7 @@ def ensure_release(release: str) -> Path | None:
 
     Raises:
         UsageError: there is no such release.
-        LabUnavailable: no root, no debootstrap, no mirror, or what came from it is another release.
+        LabUnavailable: no root, debootstrap cannot be installed, no mirror, or it has another release.
         LabError: another command has been making it for half an hour.
     """
     if not release:
@@ -112,10 +112,8 @@ def mirror() -> str:
 
 def _make(release: str, tree: Path) -> None:
     if shutil.which("debootstrap", path=SEARCH_PATH) is None:
-        raise LabUnavailable(
-            f"debootstrap, which makes a lab of Slurm {release}, is not installed",
-            hint="as root: apt-get install --no-install-recommends debootstrap",
-        )
+        log.info("installing debootstrap, which fetches Slurm %s", release)
+        install(("debootstrap",))
     suite, source = RELEASES[release], mirror()
     began = time.monotonic()
     log.info("fetching Slurm %s with Debian's %s from %s into %s: about a minute, once", release, suite, source, tree)
