@@ -131,6 +131,15 @@ def test_the_controller_is_away_for_a_moment(lab: Lab, new_run: NewRun, undistur
         run.wait_for("requeueing")
     finally:
         lab.start_controller()
+    run.wait_for("requeued")
+
+    def is_waiting() -> bool:
+        return lab.run(["squeue", "-h", "-j", job, "-o", "%T"], check=False).stdout.strip() == "PENDING"
+
+    # slurmd reports the end of a step, which the controller has missed, again after a minute
+    eventually(lambda: is_waiting() or len(run.events("attempt started")) == 2, 100, run.story)
+    if len(run.events("attempt started")) == 1:
+        run.slurmft("requeue", str(run.path))  # or wait for Slurm's own 121 s
     run.wait_until_done()
     assert run.folder.jobs() == [job]
     assert len(run.events("requeued")) == 1
