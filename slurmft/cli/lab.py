@@ -15,6 +15,7 @@ from slurmft.cli.output import say_block, say_error, say_json
 from slurmft.errors import SlurmftError
 from slurmft.lab import building, faults
 from slurmft.lab.cluster import Lab
+from slurmft.lab.releases import release_of
 from slurmft.lab.settings import LabSettings, default_folder
 from slurmft.lab.status import LabStatus, status_of
 from slurmft.system.log_format import log_to_stderr
@@ -70,6 +71,12 @@ def lab(context: click.Context, folder: Path | None) -> None:
     help="GraceTime of low and cancel.",
 )
 @click.option(
+    "--release",
+    default="",
+    metavar="VERSION",
+    help="Another release of Slurm than this machine's: 22.05, 24.11 or 26.05, out of the Debian that has it.",
+)
+@click.option(
     "--expose", type=click.Path(path_type=Path), multiple=True, help="More paths the lab's user must be able to read."
 )
 @click.pass_obj
@@ -82,6 +89,7 @@ def up(
     kill_wait: int,
     slurmd_timeout: int,
     grace: int,
+    release: str,
     expose: tuple[Path, ...],
 ) -> None:
     """Build the cluster and wait until it is ready; quick when it already stands with the same settings."""
@@ -94,6 +102,7 @@ def up(
         kill_wait_s=kill_wait,
         slurmd_timeout_s=slurmd_timeout,
         grace_s=grace,
+        release=release_of(release),
         expose=tuple(path.absolute() for path in expose),
     )
     built = Lab.up(settings)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -253,16 +253,27 @@ class RunConfig(_Section):
         return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False)
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+KnownHere = Callable[[frozenset[str]], Collection[str]]
+"""Which of these options of sbatch, that are in no list of ours, may be given all the same."""
+
+
+def none_of_them(options: frozenset[str]) -> frozenset[str]:
+    """``KnownHere`` where there is no Slurm to ask."""
+    return options & frozenset()
+
+
+def load(path: Path, overrides: Sequence[str] = (), *, known_here: KnownHere = none_of_them) -> RunConfig:
     """Read ``path``, apply ``key.sub=value`` overrides, validate, and make every path absolute.
 
     Raises:
         ConfigError: names every wrong key at once, with the nearest known one.
     """
-    return from_values(read(path), overrides, source=str(path))
+    return from_values(read(path), overrides, source=str(path), known_here=known_here)
 
 
-def from_values(raw: dict[str, Any], overrides: Sequence[str] = (), *, source: str) -> RunConfig:
+def from_values(
+    raw: dict[str, Any], overrides: Sequence[str] = (), *, source: str, known_here: KnownHere = none_of_them
+) -> RunConfig:
     """As ``load``, from plain values that ``source`` names in errors.
 
     Raises:
@@ -271,7 +282,7 @@ def from_values(raw: dict[str, Any], overrides: Sequence[str] = (), *, source: s
     for override in overrides:
         _apply(raw, override)
     source = " ".join([source, *(f"--set {plain.shown(override)}" for override in overrides)])
-    config = _absolute(validate(raw, source=source), source=source)
+    config = _absolute(validate(raw, source=source, known_here=known_here), source=source)
     try:
         config.contained()
     except ValueError as error:
@@ -313,7 +324,7 @@ def load_section(path: Path, model: type[Own]) -> Own:
     return section
 
 
-def validate(raw: Mapping[str, Any], *, source: str) -> RunConfig:
+def validate(raw: Mapping[str, Any], *, source: str, known_here: KnownHere = none_of_them) -> RunConfig:
     """Validate plain values; ``source`` names them in errors.
 
     Raises:
@@ -330,7 +341,7 @@ def validate(raw: Mapping[str, Any], *, source: str) -> RunConfig:
         raise ConfigError(f"{source}: {error}") from error
     for line in lines:
         log.warning("%s: %s", source, line)
-    problems += unknown_options(given.get("slurm"), list(SlurmConfig.model_fields))
+    problems += unknown_options(given.get("slurm"), list(SlurmConfig.model_fields), known_here)
     try:
         config = RunConfig.model_validate(given)
     except ValidationError as error:

@@ -11,7 +11,7 @@ from slurmft.policy.site.sbatch_section import option_value
 
 
 class SlurmConfig(Section):
-    """sbatch's long options with ``_`` for ``-``; any option of sbatch's manual page may be given."""
+    """sbatch's long options with ``_`` for ``-``: any of its manual page, or of the site's own ``sbatch --help``."""
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False, defer_build=True)
 

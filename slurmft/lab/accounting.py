@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slurmft.errors import LabError
 from slurmft.lab.daemons import log_on_failure, run_inside
-from slurmft.lab.members import Member
+from slurmft.lab.members import Member, enter_argv
 from slurmft.lab.processes import make_folder, run, wait_until
 from slurmft.lab.settings import LabSettings
 from slurmft.lab.slurm_conf import DATABASE, DATABASE_USER, LabPaths, slurmdbd_conf_text
@@ -18,8 +18,12 @@ from slurmft.lab.slurm_conf import DATABASE, DATABASE_USER, LabPaths, slurmdbd_c
 DATABASE_ACCOUNT = "mysql"
 
 
-def create_database(paths: LabPaths) -> None:
-    """Make an empty database folder of the mysql user. Needs no namespace, so it may run before the network stands."""
+def create_database(paths: LabPaths, inside: Member | None = None) -> None:
+    """Make an empty database folder of the mysql user. Needs no namespace, so it may run before the network stands.
+
+    Args:
+        inside: the controller, where the database server is that of another release.
+    """
     make_folder(paths.database)
     shutil.chown(paths.database, DATABASE_ACCOUNT, DATABASE_ACCOUNT)
     argv = [
@@ -33,7 +37,8 @@ def create_database(paths: LabPaths) -> None:
         "--auth-root-authentication-method=socket",
         "--skip-test-db",
     ]
-    run(argv, doing="creating the accounting database", timeout_s=120)
+    words = [] if inside is None else enter_argv(inside)
+    run([*words, *argv], doing="creating the accounting database", timeout_s=120)
 
 
 def start_accounting(controller: Member, paths: LabPaths, settings: LabSettings) -> None:

@@ -15,10 +15,11 @@ import slurmft
 from slurmft.errors import LabError
 from slurmft.lab import accounting, daemons, slurm_conf
 from slurmft.lab.access import ensure_account, verify_exposure
-from slurmft.lab.exposure import Mount, needed_paths, paths_to_expose
+from slurmft.lab.exposure import PRIVATE_MEMORY, Mount, needed_paths, paths_to_expose
 from slurmft.lab.members import Member, Starting, build_bridge, connect, connected
 from slurmft.lab.packages import ensure_packages
 from slurmft.lab.processes import kill_processes, make_folder, member_of_process, wait_until
+from slurmft.lab.releases import ensure_release
 from slurmft.lab.settings import LabSettings
 from slurmft.lab.slurm_conf import CONTROLLER, LOGIN, LabPaths
 from slurmft.lab.state import Built, exclusive, load, save
@@ -37,10 +38,11 @@ def up(settings: LabSettings) -> Built:
     """
     refuse_inside(settings.folder)
     ensure_packages(accounting=settings.accounting)
+    root = ensure_release(settings.release)
     started = time.monotonic()
     with exclusive(settings.folder):
         needed = (*needed_paths(), *settings.expose)
-        exposed = paths_to_expose(needed, writable=(settings.folder,))
+        exposed = exposed_paths(settings)
         standing = load(settings.folder)
         same = standing and standing.settings == settings and standing.exposed == _targets(exposed)
         if standing and same and is_healthy(standing):
@@ -48,13 +50,19 @@ def up(settings: LabSettings) -> Built:
             return standing
         remove_all(settings.folder)
         try:
-            built = _build(settings, exposed, needed)
+            built = _build(settings, exposed, needed, root)
         except BaseException:
             remove_processes(settings.folder)
             raise
         save(built)
     logger.info("lab of %d nodes up in %.1f s", settings.nodes, time.monotonic() - started)
     return built
+
+
+def exposed_paths(settings: LabSettings) -> tuple[Mount, ...]:
+    """What the lab's user needs of the host; in a root of its own nothing of the host is there by itself."""
+    covered = (Path("/"),) if settings.release else (PRIVATE_MEMORY,)
+    return paths_to_expose((*needed_paths(), *settings.expose), writable=(settings.folder,), covered=covered)
 
 
 def down(folder: Path) -> None:
@@ -129,17 +137,22 @@ def _targets(exposed: Sequence[Mount]) -> tuple[str, ...]:
     return tuple(mount.target for mount in exposed)
 
 
-def _build(settings: LabSettings, exposed: Sequence[Mount], needed: Sequence[Path]) -> Built:
+def _build(settings: LabSettings, exposed: Sequence[Mount], needed: Sequence[Path], root: Path | None) -> Built:
     paths = LabPaths(settings.folder)
     _write_files(settings, paths)
     account = ensure_account(paths.home)
     with ThreadPoolExecutor(max_workers=2) as pool:
-        database = pool.submit(accounting.create_database, paths) if settings.accounting else None
-        controller, login, nodes = start_members(settings, paths, exposed)
+        # by the release's own program where there is one, which takes its controller
+        early = settings.accounting and root is None
+        database = pool.submit(accounting.create_database, paths) if early else None
+        controller, login, nodes = start_members(settings, paths, exposed, root)
         verifying = pool.submit(verify_exposure, login, account, _proof(needed))
         daemons.start_munged(controller, paths)
         if database is not None:
             database.result()
+        elif settings.accounting:
+            accounting.create_database(paths, controller)
+        if settings.accounting:
             accounting.start_accounting(controller, paths, settings)
         daemons.start_slurmctld(controller, paths)
         daemons.start_slurmds(nodes, paths)
@@ -159,16 +172,16 @@ def _proof(needed: Sequence[Path]) -> Sequence[Path]:
 
 
 def start_members(
-    settings: LabSettings, paths: LabPaths, exposed: Sequence[Mount]
+    settings: LabSettings, paths: LabPaths, exposed: Sequence[Mount], root: Path | None = None
 ) -> tuple[Member, Member, list[Member]]:
     """Controller, login and nodes, all wired, nothing running in them yet."""
     with ExitStack() as interrupted:
         starting = []
         for name in (CONTROLLER, *settings.node_names):
-            starting.append(Starting(name, paths, exposed))
+            starting.append(Starting(name, paths, exposed, root=root))
             interrupted.callback(starting[-1].forget)
         controller, *nodes = [one.wait() for one in starting]
-        login = Starting(LOGIN, paths, exposed, controller)
+        login = Starting(LOGIN, paths, exposed, controller, root=root)
         interrupted.callback(login.forget)
         build_bridge(controller)
         connect(controller, nodes)

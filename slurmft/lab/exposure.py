@@ -24,7 +24,8 @@ MAX_LINKS = 40
 class Mount:
     """One mount inside a member; carried out by ``holder.py`` in the order given."""
 
-    kind: Literal["bind", "tmpfs"]
+    kind: Literal["bind", "tmpfs", "copy", "link", "folder"]
+    """The last three make what a fresh root lacks: a copy of a tree, a symbolic link, an empty folder."""
     source: str
     target: str
     read_only: bool = False
@@ -33,6 +34,24 @@ class Mount:
     def as_json(self) -> dict[str, Any]:
         """Plain values for the holder's plan."""
         return asdict(self)
+
+
+def root_mounts(root: Path, mark: str) -> tuple[Mount, ...]:
+    """The mounts that make a file tree of a Debian release the root of a member, in memory but for its programs.
+
+    Users and groups are the host's: a process has the same owner on both sides.
+    """
+    tops = [path for path in sorted(root.iterdir()) if path.is_symlink()]  # bin, lib, lib64 and sbin
+    return (
+        Mount("tmpfs", mark, "/"),
+        *(Mount("link", str(path.readlink()), f"/{path.name}") for path in tops),
+        *(Mount("folder", "", f"/{name}") for name in ("proc", "root", "run", "var/lib", "var/log")),
+        Mount("link", "/run", "/var/run"),
+        Mount("copy", str(root / "etc"), "/etc"),
+        Mount("bind", str(root / "usr"), "/usr"),
+        *(Mount("bind", f"/{name}", f"/{name}") for name in ("dev", "sys", "tmp")),
+        *(Mount("bind", f"/etc/{name}", f"/etc/{name}", read_only=True) for name in ("passwd", "group")),
+    )
 
 
 def needed_paths() -> tuple[Path, ...]:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from slurmft.errors import LabError
 from slurmft.lab import daemons, slowness
-from slurmft.lab.building import refuse_inside
-from slurmft.lab.exposure import needed_paths, paths_to_expose
+from slurmft.lab.building import exposed_paths, refuse_inside
 from slurmft.lab.members import Starting, connect, remove_link, set_link
 from slurmft.lab.packages import require_root
 from slurmft.lab.processes import kill_processes
+from slurmft.lab.releases import ensure_release
 from slurmft.lab.slurm_conf import CONTROLLER
 from slurmft.lab.state import Built, exclusive, load, save
 
@@ -50,8 +50,8 @@ def start_node(folder: Path, name: str) -> None:
         if not node.is_alive(folder):
             kill_processes(folder, member=name)
             remove_link(built.controller, name)
-            exposed = paths_to_expose((*needed_paths(), *built.settings.expose), writable=(folder,))
-            node = Starting(name, built.paths, exposed).wait()
+            root = ensure_release(built.settings.release)
+            node = Starting(name, built.paths, exposed_paths(built.settings), root=root).wait()
             connect(built.controller, [node])
             save(built.with_holder(node))
         set_link(built.controller, name, "up")

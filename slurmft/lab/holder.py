@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -19,6 +20,7 @@ from typing import Any
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_REMOUNT, MS_BIND, MS_REC = 32, 4096, 16384
+MNT_DETACH = 2
 
 
 def _mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
@@ -37,8 +39,8 @@ def _make_target(target: Path, *, folder: bool) -> None:
         target.touch()
 
 
-def apply_mounts(mounts: list[dict[str, Any]]) -> None:
-    """Make every mount of the plan, in order.
+def apply_mounts(mounts: list[dict[str, Any]], root: str = "") -> None:
+    """Make every mount of the plan, in order, below ``root``.
 
     Sources are opened before the first mount: a later one may sit below a folder that an earlier one hides.
     """
@@ -48,16 +50,38 @@ def apply_mounts(mounts: list[dict[str, Any]]) -> None:
         if mount["kind"] == "bind"
     }
     for index, mount in enumerate(mounts):
-        target = mount["target"]
+        target = f"{root}{mount['target']}".rstrip("/")
         if mount["kind"] == "tmpfs":
             _mount(mount["source"], target, "tmpfs", MS_NOSUID | MS_NODEV, f"mode={mount['mode']}")
-            continue
-        _make_target(Path(target), folder=stat.S_ISDIR(os.fstat(sources[index]).st_mode))
-        _mount(f"/proc/self/fd/{sources[index]}", target, "none", MS_BIND | MS_REC, "")
-        if mount["read_only"]:
-            _mount("none", target, "none", MS_REMOUNT | MS_BIND | MS_RDONLY, "")
+        elif mount["kind"] == "bind":
+            _make_target(Path(target), folder=stat.S_ISDIR(os.fstat(sources[index]).st_mode))
+            _mount(f"/proc/self/fd/{sources[index]}", target, "none", MS_BIND | MS_REC, "")
+            if mount["read_only"]:
+                _mount("none", target, "none", MS_REMOUNT | MS_BIND | MS_RDONLY, "")
+        else:
+            _make(mount["kind"], mount["source"], Path(target))
     for descriptor in sources.values():
         os.close(descriptor)
+
+
+def _make(kind: str, source: str, target: Path) -> None:
+    if kind == "folder":
+        target.mkdir(mode=0o755, parents=True, exist_ok=True)
+    elif kind == "link":
+        target.symlink_to(source)
+    else:
+        shutil.copytree(source, target, symlinks=True)
+
+
+def enter_root(root: str) -> None:
+    """Make the mount at ``root`` the root of this mount namespace; what was there before is out of reach."""
+    os.chdir(root)
+    libc = ctypes.CDLL(None, use_errno=True)
+    # the old root ends up on top of the new one, and is taken away from there
+    if libc.pivot_root(b".", b".") != 0 or libc.umount2(b".", MNT_DETACH) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"making {root} the root: {os.strerror(number)}")
+    os.chdir("/")
 
 
 def prepare(plan: dict[str, Any]) -> int:
@@ -65,9 +89,12 @@ def prepare(plan: dict[str, Any]) -> int:
     os.umask(0o022)
     # The old /proc still shows the host's process ids; after the next mounts they cannot be found in here.
     pid_on_host = int(os.readlink("/proc/self"))  # noqa: PTH115
-    apply_mounts(plan["mounts"])
+    root = plan["root"]
+    apply_mounts(plan["mounts"], root)
     if plan["new_proc"]:
-        _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "")
+        _mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "")
+    if root:
+        enter_root(root)
     socket.sethostname(plan["hostname"])
     os.chdir("/")
     return pid_on_host

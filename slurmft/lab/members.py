@@ -17,7 +17,7 @@ from pathlib import Path
 
 from slurmft.errors import LabError
 from slurmft.lab import holder
-from slurmft.lab.exposure import PRIVATE_MEMORY, Mount
+from slurmft.lab.exposure import PRIVATE_MEMORY, Mount, root_mounts
 from slurmft.lab.processes import CLEAN_ENVIRONMENT, UMASK, mark_source, member_of_process, run
 from slurmft.lab.slurm_conf import CONTROLLER, CONTROLLER_ADDRESS, LOGIN, NETWORK_BITS, LabPaths, node_address
 
@@ -54,33 +54,40 @@ def unshare_argv(name: str, controller: Member | None) -> list[str]:
     return [*fresh, "--net", "--pid", "--fork", "--kill-child=KILL", "--"]
 
 
-def mounts_of(name: str, paths: LabPaths, exposed: Sequence[Mount]) -> list[Mount]:
-    """Every mount of a member; the mark comes first so that a crash right after it still finds the member."""
-    mounts = [
-        Mount("tmpfs", mark_source(paths.folder, name), str(paths.mark)),
-        Mount("tmpfs", "slurmft-lab-shm", str(PRIVATE_MEMORY), mode="1777"),
-    ]
+def mounts_of(name: str, paths: LabPaths, exposed: Sequence[Mount], root: Path | None = None) -> list[Mount]:
+    """Every mount of a member; the mark comes first so that a crash right after it still finds the member.
+
+    Args:
+        root: file tree of another release of Slurm, for the member to live in.
+    """
+    mark = mark_source(paths.folder, name)
+    first = [Mount("tmpfs", mark, str(paths.mark))] if root is None else root_mounts(root, mark)
+    memory = Mount("tmpfs", "slurmft-lab-shm", str(PRIVATE_MEMORY), mode="1777")
     files = [Mount("bind", str(paths.hosts), "/etc/hosts", read_only=True)]
     # Without a name server nothing waits for DNS; with the host's address it might, inside our own network.
-    if Path("/etc/resolv.conf").exists():
+    if root is not None or Path("/etc/resolv.conf").exists():
         files.append(Mount("bind", str(paths.resolv_conf), "/etc/resolv.conf", read_only=True))
     # Commands find the lab also where SLURM_CONF was scrubbed from the environment.
-    if Path("/etc/slurm").is_dir():
+    if root is not None or Path("/etc/slurm").is_dir():
         files.append(Mount("bind", str(paths.etc), "/etc/slurm", read_only=True))
-    return [*mounts, *files, *exposed]
+    return [*first, memory, *files, *exposed]
 
 
 class Starting:
     """A holder that is being started; several can start at once, then each is waited for."""
 
-    def __init__(self, name: str, paths: LabPaths, exposed: Sequence[Mount], controller: Member | None = None) -> None:
+    def __init__(
+        self, name: str, paths: LabPaths, exposed: Sequence[Mount], controller: Member | None = None,
+        *, root: Path | None = None,
+    ) -> None:  # fmt: skip
         self.name = name
         self.log = paths.log / f"holder.{name}.log"
         read, write = os.pipe()
         plan = {
             "hostname": name,
-            "mounts": [mount.as_json() for mount in mounts_of(name, paths, exposed)],
-            "new_proc": name != LOGIN,
+            "mounts": [mount.as_json() for mount in mounts_of(name, paths, exposed, root)],
+            "new_proc": name != LOGIN or root is not None,
+            "root": "" if root is None else str(paths.mark),
             "report_to": write,
         }
         interpreter = [str(Path(sys.executable).resolve()), "-I", "-S", str(Path(holder.__file__).resolve())]

@@ -61,12 +61,17 @@ def ensure_packages(*, accounting: bool) -> None:
     """
     missing = missing_packages(accounting=accounting)
     if missing and os.geteuid() == 0:
-        _install(missing)
+        install(missing)
     if (reason := why_unavailable(accounting=accounting)) is not None:
         raise LabUnavailable(reason, hint="needs root on Debian 12 or newer; a container must be allowed namespaces")
 
 
-def _install(packages: tuple[str, ...]) -> None:
+def install(packages: tuple[str, ...]) -> None:
+    """Install packages with apt, without what they recommend.
+
+    Raises:
+        LabUnavailable: there is no apt, or it failed.
+    """
     if shutil.which("apt-get", path=SEARCH_PATH) is None:
         raise LabUnavailable(f"missing: {' '.join(packages)}, and there is no apt-get to install them")
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "PATH": SEARCH_PATH}

@@ -50,6 +50,9 @@ class LabSettings:
     grace_s: int = 20
     """GraceTime of the partitions ``low`` and ``cancel``, in seconds."""
 
+    release: str = ""
+    """Slurm's release, such as ``24.11``, out of a newer Debian; empty: the one that this machine has installed."""
+
     expose: tuple[Path, ...] = ()
     """More paths the lab's user must be able to read, besides this interpreter and this package."""
 

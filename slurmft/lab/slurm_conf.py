@@ -140,6 +140,8 @@ def _cluster(settings: LabSettings) -> list[str]:
         f"SlurmctldLogFile={paths.log}/slurmctld.log",
         f"SlurmdLogFile={paths.log}/slurmd.%n.log",
         "MpiDefault=none",
+        # without a mail program slurmctld complains at each start
+        "MailProg=/bin/true",
         # cgroup plugins need a writable cgroup tree, which containers rarely have
         "ProctrackType=proctrack/linuxproc",
         "TaskPlugin=task/none",

@@ -14,6 +14,7 @@ from pathlib import Path
 from slurmft.config import config as configuration
 from slurmft.config.config import RunConfig
 from slurmft.errors import ConfigError, StorageError, UsageError
+from slurmft.scheduler.site_options import known_options
 from slurmft.storage.run_folder import RunFolder, may_exist
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,12 @@ def configuration_of(run: RunFolder) -> RunConfig:
     Raises:
         ConfigError: it cannot be used.
     """
-    return configuration.load(run.config).placed_in(run.path)
+    return _stored(run).placed_in(run.path)
+
+
+def _stored(run: RunFolder) -> RunConfig:
+    """The configuration in a run folder, whose options of sbatch were looked at when the run was submitted."""
+    return configuration.load(run.config, known_here=lambda options: options)
 
 
 def original_of(run: RunFolder) -> Path | None:
@@ -39,7 +45,7 @@ def original_of(run: RunFolder) -> Path | None:
     if (recorded := run.copied_from()) is not None:
         return Path(recorded)
     try:
-        named = configuration.load(run.config).run_folder
+        named = _stored(run).run_folder
     except ConfigError:
         return None
     return None if _is_same(named, run.path) or not _is_a_run(named) else named
@@ -99,7 +105,7 @@ def _is_as_recorded(run: RunFolder) -> bool:
     if owner is not None and owner.inode:
         return owner.folder == str(run.path) or run.path.stat().st_ino == owner.inode
     try:
-        return _is_same(configuration.load(run.config).run_folder, run.path)
+        return _is_same(_stored(run).run_folder, run.path)
     except ConfigError:
         return False
 
@@ -111,7 +117,7 @@ def refuse_moved(run: RunFolder) -> None:
         StorageError: the folder was moved.
     """
     try:
-        named = configuration.load(run.config).run_folder
+        named = _stored(run).run_folder
     except ConfigError:
         return
     if not _is_same(named, run.path):
@@ -146,7 +152,9 @@ def load_given(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: it cannot be used.
         UsageError: the folder is a copy of another run, which its configuration would act on.
     """
-    settings, run = configuration.load(path, overrides), RunFolder(path.absolute().parent)
+    run = RunFolder(path.absolute().parent)
+    is_stored = run.config.name == path.name and run.has_records()
+    settings = configuration.load(path, overrides, known_here=(lambda options: options) if is_stored else known_options)
     is_named = any(override.startswith("run_folder=") for override in overrides)
     if is_named:
         _refuse_checkpoints_of(run, path, settings)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from slurmft.errors import SlurmError, SlurmUnavailable
 from slurmft.policy.site.job_identity import JobIdentity, OwnJob, is_same_job
 from slurmft.policy.timing.grace import JobTimes
+from slurmft.policy.verdicts.final_ends import Requeueing
 from slurmft.scheduler import command, slurm
 from slurmft.scheduler.parsing.parsing import (
     ALIVE,
@@ -25,6 +26,7 @@ from slurmft.scheduler.parsing.parsing import (
     parse_ending,
     parse_identity,
     parse_named,
+    parse_requeueing,
     parse_time,
 )
 from slurmft.scheduler.site import parse_job_times
@@ -207,6 +209,15 @@ def job_times(job: OwnJob, *, patience_s: float = 3.0) -> JobTimes:
         SlurmError: Slurm refused or did not answer; nothing is known.
     """
     return parse_job_times(show(job, patience_s=patience_s))
+
+
+def requeueing(job: OwnJob, restart: int, *, patience_s: float) -> Requeueing:
+    """Whether Slurm may requeue the job around this process, and whether it has a reason to.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer, or another job has the id; nothing is known.
+    """
+    return parse_requeueing(show(job, patience_s=patience_s), restart)
 
 
 def named_nodes(job: OwnJob) -> NamedNodes:

@@ -185,6 +185,16 @@ def whole_seconds(delay_s: int, now_s: float) -> int:
     return delay_s + (now_s % 1 > 0.5)
 
 
+def forbid_requeue(job: OwnJob, *, patience_s: float) -> None:
+    """Make Slurm let the job end when it ends. ``requeue`` allows it again, as long as the job runs.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer for ``patience_s`` seconds.
+    """
+    argv = ["scontrol", "update", f"JobId={job}", "Requeue=0"]
+    command.run_patiently(argv, patience_s=patience_s, cluster=cluster_to_ask(job))
+
+
 def shrink(job: OwnJob, nodes: Collection[str]) -> None:
     """Give back all nodes of a running job but these; the batch host must be one of them.
 

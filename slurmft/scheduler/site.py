@@ -64,7 +64,7 @@ def parse_site(text: str) -> Site:
     wait = re.match(r"\d+", facts.get("KillWait", ""))
     asked_at = re.search(r"^Configuration data as of (\S+)", text, re.MULTILINE)
     return Site(
-        preempt_type=facts.get("PreemptType", ""),
+        preempt_type=_preempt_type(facts.get("PreemptType", "")),
         kill_wait_s=float(wait.group()) if wait else None,
         clock=parse_time(asked_at.group(1)) if asked_at else None,
         cluster=facts.get("ClusterName", ""),
@@ -76,7 +76,14 @@ def parse_configuration(text: str) -> dict[str, str]:
     facts = dict(re.findall(r"^(\w+)\s*=[ \t]*(.*?)[ \t]*$", text, re.MULTILINE))
     if match := re.search(r"^Configuration data as of (\S+)", text, re.MULTILINE):
         facts["as of"] = match[1]
+    if "PreemptType" in facts:
+        facts["PreemptType"] = _preempt_type(facts["PreemptType"])
     return facts
+
+
+def _preempt_type(text: str) -> str:
+    """A cluster without preemption says ``preempt/none`` in 22.05, and nothing in newer versions."""
+    return "preempt/none" if text == "(null)" else text
 
 
 def parse_limit_s(text: str) -> float | None:

@@ -34,6 +34,7 @@ from slurmft.scheduler import command, own_jobs
 from slurmft.scheduler.environment import scrubbed
 from slurmft.scheduler.nodes import compress
 from slurmft.scheduler.parsing.parsing import JobRecord, refusal_hint, why_never
+from slurmft.scheduler.site_options import known_options, options_of_site
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.files import replace_atomically
 from slurmft.system.opening import appending, read_text
@@ -106,12 +107,14 @@ def parse_sbatch_options(arguments: Sequence[str]) -> dict[str, Any]:
             raise UsageError(f"{word!r} is not an option of sbatch", hint="give --option=value behind --")
         if name in OWNED_OPTIONS:
             raise UsageError(f"--{name} is set by slurmft", hint=OWNED_OPTIONS[name])
-        if name not in SBATCH_OPTIONS:
+        is_ours = name in SBATCH_OPTIONS
+        if not is_ours and not known_options(frozenset({name})):
             raise UsageError(f"{word!r} is not an option of sbatch", hint="see the manual page sbatch(1)")
         if not equals and words and not words[0].startswith("-"):
             equals, value = "=", words.pop(0)
         _refuse_control_characters(name, value)
-        if not equals and name not in FLAGS:  # in a script it would take the next line's option for its value
+        flags = FLAGS if is_ours else options_of_site().flags
+        if not equals and name not in flags:  # in a script it would take the next line's option for its value
             raise UsageError(f"{word!r} needs a value", hint=f"give --{name}=VALUE behind --")
         if equals and (problem := unusable_value(name, value)):
             raise UsageError(f"--{name}: {problem}")

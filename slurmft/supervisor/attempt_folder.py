@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from slurmft.errors import SlurmftError, StorageError, StorageUnavailable
 from slurmft.scheduler.parsing.parsing import ended_tasks
+from slurmft.scheduler.parsing.srun_lines import parse_srun_lines
 from slurmft.storage import signs_of_life
 from slurmft.storage.patience import write_state
 from slurmft.supervisor.start import Start
@@ -58,10 +59,13 @@ class AttemptFolder:
             raise StorageUnavailable(f"{path} could not be written within {FIRST_FILE_S:.0f} s") from error
 
     async def ended_agent(self) -> tuple[str, str] | None:
-        """Node of an agent that has ended, and how, in the words of srun; None when there is none."""
+        """Node of an agent that has ended, or could not be started, and how, in srun's words; None when there is none.
+
+        Where one could not be started, srun ends the others.
+        """
         with contextlib.suppress(OSError, StorageError):
             text = await self._do(self._srun_errors)
-            return next(iter(ended_tasks(text)), None)
+            return next(iter((*parse_srun_lines(text).refused, *ended_tasks(text))), None)
         return None
 
     async def requests(self, *, ready: bool) -> dict[str, str]:

@@ -30,7 +30,9 @@ from slurmft.supervisor.guardian import lost_pids
 from slurmft.supervisor.owner import owner_lives, owner_writes
 from slurmft.supervisor.recovery.act import Ending
 from slurmft.supervisor.recovery.exclusions import Accuser
+from slurmft.supervisor.recovery.final_ends import Superfluous, keep_ended, superfluous
 from slurmft.supervisor.recovery.node_choice import next_cycle
+from slurmft.supervisor.recovery.requeue import FLUSH_S
 from slurmft.supervisor.start import Start
 from slurmft.system import processes
 from slurmft.system.files import replace_atomically
@@ -76,6 +78,8 @@ def supervise(config: RunConfig, environment: Mapping[str, str]) -> int:
                 return _try_again_later(config, cluster, run, error)
             if start is None:
                 return 0
+            if isinstance(start, Superfluous):
+                return _end_superfluous(start, cluster, run, thread)
             held = start.generation
             if (code := attempts.run(start)) is not None:
                 return code
@@ -153,7 +157,9 @@ def _verdict_in_its_place(run: RunFolder, attempt: Attempt, name: str, host: str
     return Verdict(cause=Cause.SUPERVISOR_LOST, reason=reason, **facts)
 
 
-def _begin(config: RunConfig, cluster: Cluster, run: RunFolder, thread: FolderThread, claim: _Claim) -> Start | None:
+def _begin(
+    config: RunConfig, cluster: Cluster, run: RunFolder, thread: FolderThread, claim: _Claim
+) -> Start | Superfluous | None:
     """Make the run ours; None when it is finished. May be repeated after StorageUnavailable."""
     run.create()
     if not run.config.exists():
@@ -167,6 +173,10 @@ def _begin(config: RunConfig, cluster: Cluster, run: RunFolder, thread: FolderTh
         run.journal(cluster.attempt).append(EventName.ALREADY_FINISHED, step=done.get("step"))
         log.info("run %s is finished (%s); nothing to do", config.name, done.get("reason"))
         return None
+    if claim.held is None and isinstance(cluster, SlurmCluster):
+        queued = cluster.own.known.submitted[-1:]
+        if (over := superfluous(history, cluster.attempt, queued[0] if queued else None)) is not None:
+            return over
     generation, overruled = _take_over(run, cluster, claim)
     run.attempt_folder(cluster.attempt)
     signs_of_life.touch(run, cluster.attempt)
@@ -182,6 +192,17 @@ def _begin(config: RunConfig, cluster: Cluster, run: RunFolder, thread: FolderTh
         _drop_stale_requests(run, journal)
     return Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=generation, history=history,
                  secret=secret)  # fmt: skip
+
+
+def _end_superfluous(over: Superfluous, cluster: Cluster, run: RunFolder, thread: FolderThread) -> int:
+    """End a start that Slurm has made at an end of the run, without training; the same exit code as then."""
+    journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
+    log.warning("nothing is trained: %s (attempt %s)", over.reason, over.earlier)
+    journal.append(EventName.SUPERFLUOUS_START, reason=over.reason, earlier=over.earlier)
+    journal.flush(FLUSH_S)
+    keep_ended(over.end, cluster, journal, thread.call(journal.read, timeout_s=STORAGE_PATIENCE_S))
+    journal.flush(FLUSH_S)
+    return over.exit_code
 
 
 def _try_again_later(config: RunConfig, cluster: Cluster, run: RunFolder, error: StorageUnavailable) -> int:

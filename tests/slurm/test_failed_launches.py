@@ -59,6 +59,31 @@ def test_a_prolog_that_fails_on_one_node(lab: Lab, new_run: NewRun, failing_prol
     assert run.folder.jobs() == [job]
 
 
+def test_a_node_that_cannot_be_reached_when_the_agents_start(lab: Lab, new_run: NewRun) -> None:
+    """srun ends the agent that it could start, too: that one's node is a victim."""
+    run = new_run(steps=5, delay=0.0)
+    go, log = lab.home / "start-now", run.path.with_suffix(".log")
+    go.unlink(missing_ok=True)
+    wrap = f"until [ -e {go} ]; do sleep 0.1; done; exec slurmft run {run.config}"
+    options = ["--parsable", "-p", "low", "-N", "2", "--ntasks-per-node=1", "--requeue", "--open-mode=append"]
+    job = lab.run(["sbatch", *options, "-o", str(log), "--wrap", wrap], cwd=lab.home).stdout.strip()
+    eventually(lambda: lab.run(["squeue", "-h", "-j", job, "-o", "%T"]).stdout.strip() == "RUNNING", 30, "it runs")
+    second = lab.run(["scontrol", "show", "hostnames", lab.run(["squeue", "-h", "-j", job, "-o", "%N"]).stdout.strip()])
+    node = second.stdout.split()[1]
+    lab.kill_node(node)
+    try:
+        go.touch(mode=0o644)
+        verdict = run.wait_for("verdict").details
+        assert (verdict["cause"], verdict["node"]) == ("launch failure", node), run.story()
+        assert "could not start the agent" in verdict["reason"]
+        assert run.wait_for("decision").details["avoid"] == [node]
+        run.wait_until_done()
+        assert node not in run.events("agents ready")[-1].details["hosts"]
+    finally:
+        lab.start_node(node)
+        go.unlink()
+
+
 def test_a_prolog_that_fails_everywhere(lab: Lab, new_run: NewRun, failing_prolog: Callable[[str], None]) -> None:
     """The fourth hold stays, with the reasons told."""
     failing_prolog("n*")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -58,6 +59,8 @@ Fault = Callable[[SmallDisk], None]
 
 @pytest.fixture
 def disk(lab: Lab, tmp_path: Path) -> Iterator[SmallDisk]:
+    if shutil.which("mkfs.ext4") is None:
+        pytest.skip("there is no mkfs.ext4 to make a small disk with (e2fsprogs)")
     image, path = tmp_path / "disk.img", lab.home / "small disk"
     with image.open("wb") as stream:
         stream.truncate(SIZE_MIB << 20)

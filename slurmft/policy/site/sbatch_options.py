@@ -1,22 +1,24 @@
 """The long options of sbatch, so that a misspelt one is refused before submission.
 
-Source: the manual page sbatch(1) of Slurm 22.05 to 25.11. Options that print and exit (``--help``, ``--usage``,
-``--version``, ``--test-only``) or that make sbatch itself wait are left out.
+Source: the manual page sbatch(1) of Slurm 22.05 to 26.05; what is not in it is looked for in the site's
+``sbatch --help``. Options that print and exit (``--help``, ``--usage``, ``--version``, ``--test-only``) or that make
+sbatch itself wait are left out.
 """
 
 from __future__ import annotations
 
 SBATCH_OPTIONS = frozenset(
     """
-    account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment constraint
-    container container-id contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline
-    delay-boot dependency distribution error exclude exclusive export export-file extra extra-node-info get-user-env
-    gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint hold ignore-pbs input
-    job-name kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus
-    network nice nodefile nodelist no-requeue ntasks-per-core ntasks-per-gpu ntasks-per-socket oom-kill-step
-    open-mode output overcommit oversubscribe partition power prefer priority profile propagate qos quiet reboot
-    reservation resv-ports segment sockets-per-node spread-job stepmgr switches thread-spec threads-per-core time
-    time-min tmp tres-bind tres-per-task uid use-min-nodes verbose wait-all-nodes wckey x11
+    account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment consolidate-segments
+    constraint container container-id container-type contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu
+    cpus-per-task deadline delay-boot dependency distribution error exclude exclusive export export-file extra
+    extra-node-info get-user-env gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres
+    gres-flags hint hold ignore-pbs input job-name kill-on-invalid-dep licenses mail-type mail-user mcs-label mem
+    mem-bind mem-per-cpu mem-per-gpu mem-update mincpus network nice no-requeue nodefile nodelist ntasks-per-core
+    ntasks-per-gpu ntasks-per-socket oom-kill-step open-mode output overcommit oversubscribe partition power prefer
+    priority profile propagate qos quiet reboot reservation resources resv-ports segment sockets-per-node spread-job
+    spread-segments stepmgr switches thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid
+    use-min-nodes verbose wait-all-nodes wckey x11
     """.split()  # noqa: SIM905 - a hundred quoted words would be harder to read
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from slurmft.policy.plain_values import CONTROL, did_you_mean, shown
@@ -12,7 +12,7 @@ from slurmft.policy.site.sbatch_values import unusable_value
 FLAGS = frozenset(
     """
     contiguous exclusive get-user-env hold ignore-pbs nice overcommit oversubscribe propagate quiet reboot spread-job
-    stepmgr use-min-nodes verbose x11
+    spread-segments consolidate-segments stepmgr use-min-nodes verbose x11
     """.split()  # noqa: SIM905 - as in sbatch_options
 )
 """Options that may stand without a value; any other one would take the next line of the script for it."""
@@ -36,19 +36,29 @@ def option_value(key: Any, value: Any) -> Any:
     return str(value) if type(value) is float else value
 
 
-def unknown_options(section: Any, ours: Sequence[str]) -> list[str]:
-    """The problems with the keys of the section; ``ours`` are those that have a meaning beside sbatch's."""
+def unknown_options(
+    section: Any, ours: Sequence[str], known_here: Callable[[frozenset[str]], Collection[str]]
+) -> list[str]:
+    """The problems with the keys of the section.
+
+    Args:
+        ours: keys that have a meaning beside sbatch's.
+        known_here: asked which of these options, of no sbatch that we know, this site's has.
+    """
     if not isinstance(section, Mapping):
         return []
     problems = []
     known = [name.replace("-", "_") for name in SBATCH_OPTIONS] + list(ours)
+    strange = frozenset(shown(key).replace("_", "-") for key in section if key not in ours)
+    strange -= SBATCH_OPTIONS | OWNED_OPTIONS.keys()
+    strange -= frozenset(known_here(strange) if strange else ())
     for key in section:
         option = shown(key).replace("_", "-")
         if key in ours:
             continue
         if option in OWNED_OPTIONS:
             problems.append(f"slurm.{shown(key)} is set by slurmft: {OWNED_OPTIONS[option]}")
-        elif option not in SBATCH_OPTIONS:
+        elif option in strange:
             problems.append(f"slurm.{shown(key)} is not an option of sbatch{did_you_mean(shown(key), known)}")
     return [*problems, *_unusable_values(section)]
 

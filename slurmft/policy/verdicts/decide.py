@@ -34,6 +34,7 @@ PATIENT = frozenset(
 
 AVOIDING = PLANNED | {
     Cause.RERUN_ELSEWHERE, Cause.VALIDATION_FAILED, Cause.STRAGGLER, Cause.NODE_LOST, Cause.DATA_CORRUPTION,
+    Cause.LAUNCH_FAILURE,
 }  # fmt: skip
 """Causes whose suspects are kept away from. A crash, a node short of memory or a peer that was missed is weak evidence:
 it goes on the exclusion list, and the next placement may well be the same."""

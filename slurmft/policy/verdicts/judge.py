@@ -159,11 +159,23 @@ def _candidates(ends: Sequence[WorkerEnd], expected: int, seen: Circumstances) -
         level = _LEVEL_OUTSIDE.get(seen.outside, Level.SLURMS_END)
         found.append(Finding(level=level, cause=seen.outside, reason=seen.outside_reason))
     if seen.launch_error:
-        found.append(Finding(level=Level.LAUNCH, cause=Cause.LAUNCH_FAILURE, reason=seen.launch_error))
+        found.append(_not_launched(seen.launch_error, seen.heard.step))
     if seen.planned is not None:
         found.append(_planned(seen.planned, ends, expected, seen, said))
     found.append(_nothing(ends, expected))
     return found
+
+
+def _not_launched(error: str, step: StepWords) -> Finding:
+    """srun kills the tasks on all other nodes when it cannot start one: those are victims."""
+    if not step.refused:
+        return Finding(level=Level.LAUNCH, cause=Cause.LAUNCH_FAILURE, reason=error)
+    (node, words), more = step.refused[0], _named([node for node, _ in step.refused[1:]])
+    return Finding(
+        level=Level.LAUNCH, cause=Cause.LAUNCH_FAILURE, node=node,
+        reason=f"srun could not start the agent on {node}{f' and {more}' if more else ''}: {words}",
+        suspects=tuple(Suspect(node=each) for each, _ in step.refused),
+    )  # fmt: skip
 
 
 def _hung(hang: Hang) -> Finding:
@@ -246,6 +258,7 @@ def _lines(step: StepWords) -> list[str]:
     lines = [f"srun: {_named(end.nodes)}: {end.tasks}: {end.word}" + (f" with {end.code}" if end.code else "")
              for end in step.ends]  # fmt: skip
     lines += [f"srun: node failure on {node}" for node in step.failed_nodes]
+    lines += [f"srun: launch failed on {node}: {words}" for node, words in step.refused]
     if step.oom_nodes or step.oom_somewhere:
         lines.append(f"srun: processes ended for memory{f' on {_named(step.oom_nodes)}' if step.oom_nodes else ''}")
     return lines

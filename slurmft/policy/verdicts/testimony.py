@@ -70,6 +70,9 @@ class StepWords:
     oom_somewhere: bool = False
     """The kernel has ended processes of the step for memory; on which node is not said."""
 
+    refused: tuple[tuple[str, str], ...] = ()
+    """Nodes on which srun could not start the step, and why, in its words; tasks elsewhere are killed for it."""
+
     def oom_on(self, node: str) -> bool:
         """Whether processes of ``node`` may have been ended for memory; srun and slurmstepd do not always name it."""
         return node in self.oom_nodes if self.oom_nodes else self.oom_somewhere

@@ -8,6 +8,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from slurmft.policy.site.job_identity import NOTHING_KNOWN, JobIdentity
+from slurmft.policy.verdicts.final_ends import Requeueing
 
 _FIELD, _RECORD = "\x1f", "\x1e"
 JOB_FORMAT = "%i|%T|%r|%N|%B|%S|%e|%l|%P|%U" + "".join(_FIELD + field for field in ("%V", "%j", "%Z", "%o")) + _RECORD
@@ -275,6 +276,17 @@ class JobEnding(StrEnum):
     TIME_LIMIT = "time limit"
     BATCH_LOST = "batch step lost"
     CANCELLED = "cancelled"
+
+
+def parse_requeueing(text: str, restart: int) -> Requeueing:
+    """Whether Slurm may requeue the job in ``scontrol -o show job``, seen from its ``restart``, and has a reason to."""
+    pairs = job_pairs(text)
+    is_newest = int(pairs.get("Restarts", "0")) <= restart
+    return Requeueing(
+        allowed=pairs.get("Requeue") != "0",
+        running=is_newest and pairs.get("JobState") in ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING"),
+        preempted=pairs.get("PreemptTime", "None") not in _NOTHING,
+    )
 
 
 BY_TERM = ("0:15", "143:0")

@@ -18,6 +18,10 @@ _LABEL = r"^(?:\s*\d+: )?"  # srun --label
 _TASKS = re.compile(_LABEL + r"srun: error: (?P<nodes>[^\s:]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<word>.+?)\s*$")
 _EXITED = re.compile(r"^Exited with exit code (\d+)$")
 _FAILED = re.compile(_LABEL + r"srun: error: Node failure on (?P<nodes>\S+)")
+_LAUNCH = re.compile(_LABEL + r"srun: error: Task launch for \S+ failed on node (?P<nodes>[^\s:]+): (?P<words>.+?)\s*$")
+_NOT_THE_NODES = re.compile(r"credential|execve|job id", re.IGNORECASE)
+"""A start that came too soon after the last one, or a program that is on no node."""
+
 _OOM = re.compile(r"slurmstepd(?:-(?P<node>\S+?))?: error: .*\b(?:oom[-_]kill event|[Ee]xceeded .*memory limit)")
 _RANGE = re.compile(r"(\d+)-(\d+)")
 
@@ -27,6 +31,7 @@ def parse_srun_lines(text: str) -> StepWords:
     ends: dict[TaskEnd, None] = {}
     failed: dict[str, None] = {}
     oom: dict[str, None] = {}
+    refused: dict[str, str] = {}
     oom_somewhere = False
     for line in (each[:MAX_LINE] for each in text.splitlines()):
         if (match := _TASKS.search(line)) is not None:
@@ -38,12 +43,16 @@ def parse_srun_lines(text: str) -> StepWords:
                 oom_somewhere = True
         elif (match := _FAILED.search(line)) is not None:
             failed |= dict.fromkeys(_nodes(match["nodes"]))
+        elif (match := _LAUNCH.search(line)) is not None:
+            if not _NOT_THE_NODES.search(match["words"]):
+                refused |= dict.fromkeys(_nodes(match["nodes"]), match["words"][:200])
         elif (match := _OOM.search(line)) is not None:
             oom_somewhere = True
             if match["node"]:
                 oom[match["node"]] = None
     return StepWords(
-        ends=tuple(ends), failed_nodes=tuple(failed), oom_nodes=tuple(oom), oom_somewhere=oom_somewhere
+        ends=tuple(ends), failed_nodes=tuple(failed), oom_nodes=tuple(oom), oom_somewhere=oom_somewhere,
+        refused=tuple(refused.items()),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from slurmft.config.config import RunConfig
 from slurmft.policy.verdicts.decide import Budget, decide
+from slurmft.policy.verdicts.final_ends import End, end_of
 from slurmft.policy.verdicts.verdict import (
     EXIT_TEMPORARY,
     EXIT_VALIDATION_FAILED,
@@ -32,9 +33,10 @@ from slurmft.storage.run_folder import Owner
 from slurmft.supervisor.budget import budget_of
 from slurmft.supervisor.cluster import Cluster, LocalCluster, SlurmCluster
 from slurmft.supervisor.recovery.exclusions import Accuser
+from slurmft.supervisor.recovery.final_ends import CONTINUE_BY_NOTHING, keep_ended
 from slurmft.supervisor.recovery.place_elsewhere import Placement, all_busy, choose, duty_of, next_placement
 from slurmft.supervisor.recovery.remedies import Remedies
-from slurmft.supervisor.recovery.requeue import FLUSH_S, Continuation, in_folder
+from slurmft.supervisor.recovery.requeue import FLUSH_S, HANDED_ON, Continuation, in_folder
 from slurmft.supervisor.signals import any_kept
 from slurmft.supervisor.start import Start
 from slurmft.system.logs import BackgroundLog
@@ -65,6 +67,7 @@ class Ending:
         self.run, self.journal = start.run, start.journal
         self._placement: Placement | None = None
         self._stays = False
+        self._end = End.OPEN
         self._budget = Budget(failures_so_far=0, max_failures=0)
         self._noted: list[Event] = []
 
@@ -128,7 +131,10 @@ class Ending:
         )  # fmt: skip
         log.info("verdict: %s; decision: %s; %s", verdict.cause.value, decision.action.value, decision.reason)
         self._flush()
+        self._end = end_of(decision.action)
         code = self._carry_out(verdict, decision)
+        if code is not None:
+            keep_ended(self._end, self.cluster, self.journal, self.start.history)
         if not self._flush():
             for event in self.journal.unwritten():
                 log.error("not in the journal: %s %s %s", event.at.isoformat(), event.event, event.details)
@@ -224,7 +230,8 @@ class Ending:
             in_folder(self.start, claim.give_back)
             in_folder(self.start, lambda: claim.take(f"{SUPERVISOR}{os.uname().nodename}"))
         if self.config.preemption.continue_by == "nothing":
-            self.journal.append(EventName.NOT_CONTINUED, reason="preemption.continue_by is nothing")
+            self._end = End.NOT_CONTINUED
+            self.journal.append(EventName.NOT_CONTINUED, reason=CONTINUE_BY_NOTHING)
             log.warning("to continue the run: %s", self._by_hand())
             return decision.exit_code
         if isinstance(self.cluster, LocalCluster):
@@ -240,6 +247,7 @@ class Ending:
             outcome = self._continuation(self.cluster, verdict).begin(verdict)
             in_folder(self.start, (lambda: claim.settle(outcome)) if outcome else claim.give_back)
         if outcome:
+            self._end = End.HANDED_ON if outcome.startswith(HANDED_ON) else End.OPEN
             return decision.exit_code
         command = self._by_hand()
         self.journal.append(EventName.NOT_CONTINUED, reason="neither requeue nor resubmit worked", command=command)

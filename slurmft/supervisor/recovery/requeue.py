@@ -40,6 +40,9 @@ SLURM_PATIENCE_S = 600.0
 OTHERS_PATIENCE_S = 2.0
 """How long a silent Slurm is asked for a job that may be this one's successor already."""
 
+HANDED_ON = ("resubmitted", "left to job ")
+"""Beginnings of what ``Continuation.begin`` returns where another job continues the run."""
+
 log = logging.getLogger(__name__)
 
 
@@ -73,7 +76,9 @@ class Continuation:
                 self._place()
             return outside[0].value
         if (other := self._other_job()) is not None:
-            self._journal.append(EventName.NOT_CONTINUED, reason=f"job {other} of this run is in the queue")
+            self._journal.append(
+                EventName.NOT_CONTINUED, reason=f"job {other} of this run is in the queue", job=other.job_id
+            )
             return f"left to job {other}"
         if how == "auto" and self._began_to_resubmit():
             how = "resubmit"

@@ -1,11 +1,12 @@
-"""A small training whose save takes long while a certain file exists; every rank trains the same replica.
+"""A small training whose save takes long, or fails, while a certain file exists; every rank trains the same replica.
 
-python slow_save.py --steps N --step-delay S --save-delay S --slow-while FILE
+python slow_save.py --steps N --step-delay S --save-delay S [--save-exit CODE] --slow-while FILE
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--step-delay", type=float, default=0.0)
     parser.add_argument("--save-delay", type=float, default=0.0)
+    parser.add_argument("--save-exit", type=int)
     parser.add_argument("--slow-while", type=Path, required=True)
     args = parser.parse_args()
 
@@ -32,6 +34,8 @@ def main() -> None:
         def save(step: int) -> None:
             if args.slow_while.exists():
                 time.sleep(args.save_delay)
+                if args.save_exit is not None:
+                    sys.exit(args.save_exit)
             checkpoints.save(model, optimizer, step=step)
 
         for step in session.steps(start=loaded.step, until=args.steps, save=save):

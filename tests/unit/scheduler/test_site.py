@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from slurmft.config.config import validate
 from slurmft.errors import SlurmError, UsageError
 from slurmft.policy.timing.grace import KILL_WAIT_S, Finding, Severity
 from slurmft.scheduler import slurm
-from slurmft.scheduler.site import parse_job_times, parse_limit_s, parse_partitions, parse_site
+from slurmft.scheduler.site import parse_configuration, parse_job_times, parse_limit_s, parse_partitions, parse_site
 from slurmft.supervisor import grace
 
 V22 = (
@@ -186,3 +187,30 @@ def test_slurms_clock_and_killwait(site):
     site["config"] = "KillWait = 5 sec\n"
     with pytest.raises(SlurmError, match="what time it is"):
         slurm.terms()
+
+
+@pytest.mark.parametrize("version", ["22.05", "24.11", "26.05"])
+def test_a_cluster_without_preemption_says_so_in_either_way(version):
+    recorded = Path(__file__).parents[1] / "data" / "slurm" / version / "config.txt"
+    text = recorded.read_text()
+    assert parse_site(text).preempt_type == parse_configuration(text)["PreemptType"] == "preempt/partition_prio"
+    for none in ("(null)", "preempt/none"):
+        without = text.replace("= preempt/partition_prio", f"= {none}")
+        assert parse_site(without).preempt_type == parse_configuration(without)["PreemptType"] == "preempt/none"
+
+
+@pytest.mark.parametrize("version", ["22.05", "24.11", "26.05"])
+def test_what_each_version_says_of_its_partitions_and_clock(version):
+    folder = Path(__file__).parents[1] / "data" / "slurm" / version
+    found = {each.name: each for each in parse_partitions((folder / "partitions.txt").read_text())}
+    assert {name: (each.grace_s, each.preempt_mode, each.priority_tier) for name, each in found.items()} == {
+        "low": (20, "REQUEUE", 1), "nograce": (0, "REQUEUE", 1), "cancel": (20, "CANCEL", 1), "high": (0, "OFF", 10),
+    }  # fmt: skip
+    assert [name for name, each in found.items() if each.is_default] == ["low"]
+    site = parse_site((folder / "config.txt").read_text())
+    assert (site.kill_wait_s, site.cluster) == (5, "slurmftlab")
+    assert site.clock is not None
+    times = parse_job_times((folder / "job-grace.txt").read_text())
+    assert times.preempted is not None
+    assert times.end - times.preempted == pytest.approx(20, abs=1)
+    assert parse_job_times((folder / "job-later-start.txt").read_text()).preempted is None

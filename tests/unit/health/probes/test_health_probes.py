@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -248,6 +249,7 @@ def test_a_full_disk_is_critical(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not Path("/dev/loop-control").exists(), reason="needs a filesystem to freeze")
+@pytest.mark.skipif(shutil.which("mkfs.ext4") is None, reason="no mkfs.ext4 (e2fsprogs)")
 def test_a_disk_that_takes_no_writes_is_late_and_holds_nobody_up(tmp_path):
     image, folder = tmp_path / "image", tmp_path / "frozen"
     folder.mkdir()

@@ -92,8 +92,8 @@ ROWS = [
                   (verdict(cause, code), stuck(), STOP, 93, NONE, False),
                   (verdict(cause, code, saved=11), stuck(), CONTINUE, code, NONE, False))],
     *[(verdict(C.WORKER_ERROR, code), fresh(), STOP, code, NONE, False) for code in (2, 126, 127)],
-    *[row for cause in (C.LAUNCH_FAILURE, C.SUPERVISOR_LOST, C.UNKNOWN)
-      for row in ((verdict(cause), fresh(), CONTINUE, 75, NONE, False),
+    *[row for cause, avoid in ((C.LAUNCH_FAILURE, NODES), (C.SUPERVISOR_LOST, NONE), (C.UNKNOWN, NONE))
+      for row in ((verdict(cause), fresh(), CONTINUE, 75, avoid, False),
                   (verdict(cause), spent(), STOP, 93, NONE, False),
                   (verdict(cause), stuck(), STOP, 93, NONE, False))],
 ]  # fmt: skip

@@ -567,3 +567,15 @@ def test_there_is_a_verdict_on_anything(ends, reports, step, seen):
     if found.cause is Cause.SIGNAL_CRASH and found.rank is not None:
         blamed = [each for each in ends if each.rank == found.rank]
         assert not blamed or not blamed[0].killed or any(r.binding for r in reports if r.rank == found.rank)
+
+
+def test_a_node_on_which_srun_could_not_start_an_agent_is_named_and_not_the_victim():
+    step = StepWords(
+        refused=(("n2", "Communication connection failure"),), ends=(TaskEnd(nodes=("n1",), tasks="0", word="Killed"),)
+    )
+    found = judged([], world_size=4, launch_error="the agent on n1 ended before it had reported: Killed", step=step)
+    assert (found.cause, found.node, found.suspect_nodes) == (Cause.LAUNCH_FAILURE, "n2", ("n2",))
+    assert found.reason == "srun could not start the agent on n2: Communication connection failure"
+    assert "srun: launch failed on n2: Communication connection failure" in found.evidence
+    blameless = judged([], world_size=4, launch_error="2 of 4 agents did not report")
+    assert (blameless.node, blameless.suspects) == ("", ())

@@ -35,6 +35,27 @@ def test_a_steps_lines():
     )
 
 
+LAUNCH = """\
+srun: error: Task launch for StepId=1.0 failed on node n2: Communication connection failure
+srun: error: Application launch failed: Communication connection failure
+srun: Job step aborted: Waiting up to 7 seconds for job step to finish.
+slurmstepd-n1: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-11-23T15:27:21 ***
+srun: error: n1: task 0: Killed
+"""
+
+
+def test_a_node_that_cannot_be_reached_at_launch_is_not_its_victim():
+    """As 22.05 and 24.11 write it."""
+    assert parse_srun_lines(LAUNCH).refused == (("n2", "Communication connection failure"),)
+
+
+@pytest.mark.parametrize(
+    "words", ["Job credential revoked", "Invalid job credential", "Slurmd could not execve job", "Invalid job id"]
+)
+def test_a_launch_that_fails_for_no_fault_of_the_node(words):
+    assert parse_srun_lines(f"srun: error: Task launch for StepId=1.0 failed on node n2: {words}").refused == ()
+
+
 @pytest.mark.parametrize(
     ("line", "nodes"),
     [
