@@ -12,6 +12,7 @@ from slurmft.cli.submit import submit_run
 from slurmft.compat import ft_launcher
 from slurmft.config.config import from_values
 from slurmft.errors import UsageError
+from slurmft.scheduler.site_options import known_options
 
 
 @click.command(
@@ -45,7 +46,7 @@ def ft_launch(
         if not remark.startswith("FaultToleranceConfig"):  # which has said it
             say(f"ft-launch: {remark}", err=True)
     values = {**launch.settings, **({"run_folder": str(run_folder)} if run_folder is not None else {})}
-    settings = from_values(values, overrides, source="ft-launch")
+    settings = from_values(values, overrides, source="ft-launch", known_here=known_options)
     if print_config:
         say_block(settings.as_yaml())
         return 0
