@@ -128,7 +128,7 @@ def test_the_controller_is_away_for_a_moment(lab: Lab, new_run: NewRun, undistur
     lab.run(["scancel", "--signal=TERM", job])
     lab.stop_controller()
     try:
-        run.wait_for("requeueing")
+        run.wait_for("decision")
     finally:
         lab.start_controller()
     run.wait_for("requeued")
