@@ -13,7 +13,10 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 
+import coordination
+import faults
 import ledger_size
+import peer
 import throughput
 from running import say
 
@@ -25,12 +28,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="parts to measure, with commas between them; all when empty")
     parser.add_argument("--finished", type=int, default=10_000_000, help="requests in the ledger")
+    parser.add_argument("--ray", type=Path, help="a Python that has ray[data] and aiohttp")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     parts: dict[str, Callable[[], list[str]]] = {
         "throughput": lambda: throughput.tables(args.rounds),
+        "faults": lambda: faults.tables(args.rounds),
+        "coordinator": lambda: coordination.tables(min(3, args.rounds)),
         "ledger": lambda: ledger_size.tables(args.rounds, args.finished),
     }
+    if args.ray:
+        parts["peer"] = lambda: peer.tables(min(3, args.rounds), args.ray)
     chosen = args.only.split(",") if args.only else list(parts)
     versions = f"Python {platform.python_version()}, slurmft {slurmft.__version__}"
     load = os.getloadavg()[0]

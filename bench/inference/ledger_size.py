@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from running import say, verdict
 
 from slurmft.inference.ledger import Ledger, open_ledger, segments_of
@@ -40,7 +41,7 @@ def write(folder: Path, total: int, *, in_order: bool) -> int:
     Reopening reads no byte of a segment that is committed, so those are holes of the right length.
     """
     segments_of(folder).mkdir()
-    ledger = Ledger(batch_of(folder, total), 1, _nothing_done(total), {})
+    ledger = Ledger(batch_of(folder, total), 1, np.zeros(total, dtype=np.bool_), {})
     ledger.begin({})
     numbers = list(range(total))
     if not in_order:
@@ -66,12 +67,6 @@ def write(folder: Path, total: int, *, in_order: bool) -> int:
     )
     rest.close()
     return sum(path.stat().st_size for path in folder.glob("ledger-*"))
-
-
-def _nothing_done(total: int):  # noqa: ANN202
-    import numpy as np
-
-    return np.zeros(total, dtype=np.bool_)
 
 
 def reopen(folder: Path, total: int) -> tuple[float, float]:
@@ -115,8 +110,7 @@ def main() -> None:
     ledger = open_ledger(batch_of(folder, total), 2)
     seconds = time.monotonic() - began
     assert ledger.count == total
-    for path in (folder / "ledger-000002.jsonl",):  # the next process finds what this one found
-        path.unlink()
+    (folder / "ledger-000002.jsonl").unlink()  # the next process finds what this one has found
     print(json.dumps([seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]), flush=True)
     os._exit(0)
 

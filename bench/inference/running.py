@@ -69,9 +69,9 @@ class EngineLog:
         """Requests that some engine has finished."""
         return len({each.number for each in self.lines() if each.what == "ended"})
 
-    def in_flight(self, pid: int) -> set[int]:
-        """Requests that this engine has begun and not finished."""
-        mine = [each for each in self.lines() if each.pid == pid]
+    def in_flight(self, pid: int, at: float) -> set[int]:
+        """Requests that this engine had begun and not finished at that time."""
+        mine = [each for each in self.lines() if each.pid == pid and each.at <= at]
         return {each.number for each in mine if each.what == "began"} - {
             each.number for each in mine if each.what == "ended"
         }
