@@ -88,8 +88,8 @@ def tables(rounds: int) -> list[str]:
     lines = [
         "## A replica is killed or stopped", "",
         f"{REPLICAS} replicas with {CONCURRENCY} requests at a time, each of {1000 * PAUSE_S:.0f} ms; the other "
-        "replica is as busy as ever. The times end when another engine has answered the first, and the last, of the requests "
-        "that were in flight; a request's own time is taken off, and for SIGSTOP the limit for hangs "
+        "replica is as busy as ever. The times end when another engine has answered the first, and the last, of the "
+        "requests that were in flight; a request's own time is taken off, and for SIGSTOP the limit for hangs "
         f"({HANG_LIMIT_S:g} s). Asked: {ASKED_S:g} s for the last; no more requests begun again than were in flight.",
         "", "| | in flight, in all | begun again, in all | | first (s) | last (s) | |", "|---|---|---|---|---|---|---|",
     ]  # fmt: skip

@@ -30,6 +30,9 @@ LOOK_S = 0.1
 PREFETCH = 2
 """Requests that a node holds for each slot of its replicas, those in flight included."""
 
+AHEAD = 0.5
+"""Requests for each slot of a replica that wait in its driver, so that no engine waits for this process."""
+
 DRAIN_MARGIN_S = 2.0
 MAX_TOLD = 2000
 
@@ -62,6 +65,9 @@ class Replica:
     in_flight: dict[int, float] = field(default_factory=dict)
     """Requests that it has, and since when (monotonic)."""
 
+    begun: set[int] = field(default_factory=set)
+    """Of those, the ones that its engine has; the others wait in the driver."""
+
     void: int = 0
     """Requests that it still works on although their lease was revoked."""
 
@@ -79,10 +85,14 @@ class Replica:
 
     @property
     def free(self) -> int:
-        """Requests that it can take now."""
+        """Requests that its engine can take now."""
+        return self.room(0)
+
+    def room(self, ahead: int) -> int:
+        """Requests that it can take while ``ahead`` of them wait for a slot."""
         if self.phase is not Phase.READY or self.alone:
             return 0
-        return max(0, self.slots - len(self.in_flight) - self.void)
+        return max(0, self.slots + ahead - len(self.in_flight) - self.void)
 
 
 class ReplicaPool:
@@ -124,6 +134,7 @@ class ReplicaPool:
         self._suspects.clear()
         for replica in self.replicas:
             replica.void, replica.in_flight, replica.alone = replica.void + len(replica.in_flight), {}, False
+            replica.begun = set()
         self._wanted, self._draining, self._drained_told = 0, False, False
         if (batch := await asyncio.to_thread(load, self._batch_folder)) is not None:
             self._total = batch.total
@@ -194,6 +205,7 @@ class ReplicaPool:
         replica.life += 1
         replica.phase, replica.slots, replica.answered, replica.alone = Phase.STARTING, 0, 0, False
         replica.in_flight, replica.void, replica.ends, replica.why = {}, 0, {}, ""
+        replica.begun = set()
         self._monitor.started(replica.number, time.monotonic())
         try:
             self._start(replica.number, str(self.socket), replica.life)
@@ -210,6 +222,7 @@ class ReplicaPool:
         with contextlib.suppress(OSError, StorageError):  # what cannot be read now is found at the next start
             answered = await self._salvage(replica)
         lost = [index for index in replica.in_flight if index not in answered]
+        begun = lost if replica.alone else [index for index in lost if index in replica.begun]
         was_ready, asked = replica.phase is Phase.READY, self._draining or replica.why == "the run stops"
         how = replica.why or _how(code)
         by_signal = code in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
@@ -220,10 +233,11 @@ class ReplicaPool:
             if not asked:
                 self._later(replica, 1.0)
             return
+        self._queue.extendleft(reversed([index for index in lost if index not in begun]))
         name = f"{self._host}/{replica.number}#{replica.life}"
         delay_s = self._manager.failed(replica.number)
         self._tell_supervisor(
-            "replica_died", replica=replica.number, name=name, code=code, how=how[:MAX_TOLD], in_flight=sorted(lost),
+            "replica_died", replica=replica.number, name=name, code=code, how=how[:MAX_TOLD], in_flight=sorted(begun),
             was_ready=was_ready, answered=replica.answered, failures=self._manager.failures(replica.number),
         )  # fmt: skip
         if delay_s is None:
@@ -233,6 +247,7 @@ class ReplicaPool:
             self._later(replica, delay_s)
         if not any(each.phase is not Phase.DOWN for each in self.replicas):
             self._give_back()
+        self._feed()
 
     def _later(self, replica: Replica, delay_s: float) -> None:
         async def start() -> None:
@@ -276,13 +291,13 @@ class ReplicaPool:
             if self._suspects and not replica.in_flight and not replica.alone and is_proven:
                 self._hand_over(replica, [self._suspects.popleft()], now_s)
                 replica.alone = True
-        waiting = len(self._suspects)
-        for replica in sorted(ready, key=lambda each: -each.free):
-            if waiting and replica.answered > 0:  # it runs empty for a suspect
-                waiting -= 1
-                continue
-            if count := min(replica.free, len(self._queue)):
-                self._hand_over(replica, [self._queue.popleft() for _ in range(count)], now_s)
+        ready.sort(key=lambda each: -each.free)
+        emptied = [each.number for each in ready if each.answered > 0][: len(self._suspects)]  # each for a suspect
+        fed = [each for each in ready if each.number not in emptied]
+        for share in (0.0, AHEAD):
+            for replica in fed:
+                if count := min(replica.room(int(share * replica.slots)), len(self._queue)):
+                    self._hand_over(replica, [self._queue.popleft() for _ in range(count)], now_s)
         if not self._queue:
             self._double_the_tail(ready, now_s)
         self._ask_for_more()
@@ -350,7 +365,10 @@ class ReplicaPool:
                 if self._draining:
                     self._tell(replica, kind="drain")
                 self._feed()
+            case "begun":
+                replica.begun.update(message["indexes"])
             case "completed":
+                replica.begun.difference_update(message["indexes"])
                 for index in message["indexes"]:
                     if message["epoch"] == self._epoch:
                         replica.in_flight.pop(index, None)
