@@ -220,11 +220,9 @@ class Driver:
                 await self._keep([(each.index, each.epoch, found[0])], is_good=found[1])
 
     async def _answer_one(self, taken: _Taken) -> None:
-        try:
-            found = await self._answer_of(taken)
-        finally:
-            self._asked -= 1
-            self._fill()  # before the answer is written: meanwhile the engine has its next request
+        found = await self._answer_of(taken)
+        self._asked -= 1
+        self._fill()  # before the answer is written: meanwhile the engine has its next request
         if found is not None:
             await self._keep([(taken.index, taken.epoch, found[0])], is_good=found[1])
 
