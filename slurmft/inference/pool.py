@@ -152,8 +152,12 @@ class ReplicaPool:
         if epoch != self._epoch:
             return
         for first, last in runs:
-            self._queue.extend(range(first, last))
+            if self._queue and last <= self._queue[-1]:  # left by a dead replica: it was its turn long ago
+                self._queue.extendleft(reversed(range(first, last)))
+            else:
+                self._queue.extend(range(first, last))
             self._wanted -= last - first
+        self._wanted -= len(alone)
         self._suspects.extend(alone)
         self._wanted = max(0, self._wanted)
         if self._draining:
