@@ -156,7 +156,11 @@ class Driver:
     async def _take(self, indexes: Sequence[int], epoch: int) -> None:
         """Read requests before their turn comes: an engine must not wait for the run folder."""
         requests = await asyncio.to_thread(lambda: [self._requests.get(index) for index in indexes])
-        self._waiting.extend(_Taken(*each, epoch) for each in zip(indexes, requests, strict=True))
+        taken = [_Taken(*each, epoch) for each in zip(indexes, requests, strict=True)]
+        if self._waiting and indexes[-1] < self._waiting[0].index:  # left by a dead replica
+            self._waiting.extendleft(reversed(taken))
+        else:
+            self._waiting.extend(taken)
         self._fill()
 
     def _fill(self) -> None:

@@ -83,13 +83,8 @@ class Replica:
     why: str = ""
     """What it is killed for."""
 
-    @property
-    def free(self) -> int:
-        """Requests that its engine can take now."""
-        return self.room(0)
-
-    def room(self, ahead: int) -> int:
-        """Requests that it can take while ``ahead`` of them wait for a slot."""
+    def room(self, ahead: int = 0) -> int:
+        """Requests that it can take now, of which ``ahead`` wait for a slot."""
         if self.phase is not Phase.READY or self.alone:
             return 0
         return max(0, self.slots + ahead - len(self.in_flight) - self.void)
@@ -133,8 +128,8 @@ class ReplicaPool:
         self._queue.clear()
         self._suspects.clear()
         for replica in self.replicas:
-            replica.void, replica.in_flight, replica.alone = replica.void + len(replica.in_flight), {}, False
-            replica.begun = set()
+            replica.void, replica.alone = replica.void + len(replica.in_flight), False
+            replica.in_flight, replica.begun = {}, set()
         self._wanted, self._draining, self._drained_told = 0, False, False
         if (batch := await asyncio.to_thread(load, self._batch_folder)) is not None:
             self._total = batch.total
@@ -151,18 +146,29 @@ class ReplicaPool:
         """Requests to answer; those ``alone`` one at a time on a replica that does nothing else."""
         if epoch != self._epoch:
             return
+        late: list[int] = []
         for first, last in runs:
             if self._queue and last <= self._queue[-1]:  # left by a dead replica: it was its turn long ago
-                self._queue.extendleft(reversed(range(first, last)))
+                late.extend(range(first, last))
             else:
                 self._queue.extend(range(first, last))
             self._wanted -= last - first
-        self._wanted -= len(alone)
         self._suspects.extend(alone)
-        self._wanted = max(0, self._wanted)
+        self._wanted = max(0, self._wanted - len(alone))
+        self._put_first(late)
         if self._draining:
             self._give_back()
         self._feed()
+
+    def _put_first(self, indexes: list[int]) -> None:
+        """They get the next slots that become free, before what waits in the drivers."""
+        able = [each for each in self.replicas if each.phase is Phase.READY and not each.alone]
+        if self._draining or self._suspects:
+            able = []
+        for place, replica in enumerate(sorted(able, key=lambda each: -each.room())):
+            if share := indexes[place :: len(able)]:
+                self._hand_over(replica, share, time.monotonic())
+        self._queue.extendleft(reversed(indexes if not able else []))
 
     def on_exit(self, number: int, code: int) -> None:
         """A replica's driver has ended."""
@@ -208,8 +214,7 @@ class ReplicaPool:
     def _start_replica(self, replica: Replica) -> None:
         replica.life += 1
         replica.phase, replica.slots, replica.answered, replica.alone = Phase.STARTING, 0, 0, False
-        replica.in_flight, replica.void, replica.ends, replica.why = {}, 0, {}, ""
-        replica.begun = set()
+        replica.in_flight, replica.begun, replica.void, replica.ends, replica.why = {}, set(), 0, {}, ""
         self._monitor.started(replica.number, time.monotonic())
         try:
             self._start(replica.number, str(self.socket), replica.life)
@@ -273,8 +278,7 @@ class ReplicaPool:
                 os.fsync(descriptor)
             return answers_in(path, start, self._total)
 
-        epoch = self._epoch
-        indexes, end = await asyncio.to_thread(read)
+        epoch, (indexes, end) = self._epoch, await asyncio.to_thread(read)
         if indexes and epoch == self._epoch:
             self._report_answers(name, end, indexes)
         return indexes
@@ -295,13 +299,12 @@ class ReplicaPool:
             if self._suspects and not replica.in_flight and not replica.alone and is_proven:
                 self._hand_over(replica, [self._suspects.popleft()], now_s)
                 replica.alone = True
-        ready.sort(key=lambda each: -each.free)
+        ready.sort(key=lambda each: -each.room())
         emptied = [each.number for each in ready if each.answered > 0][: len(self._suspects)]  # each for a suspect
         fed = [each for each in ready if each.number not in emptied]
-        for share in (0.0, AHEAD):
-            for replica in fed:
-                if count := min(replica.room(int(share * replica.slots)), len(self._queue)):
-                    self._hand_over(replica, [self._queue.popleft() for _ in range(count)], now_s)
+        for replica, share in [(each, share) for share in (0.0, AHEAD) for each in fed]:
+            if count := min(replica.room(int(share * replica.slots)), len(self._queue)):
+                self._hand_over(replica, [self._queue.popleft() for _ in range(count)], now_s)
         if not self._queue:
             self._double_the_tail(ready, now_s)
         self._ask_for_more()
@@ -320,7 +323,7 @@ class ReplicaPool:
                 if idle and held[index] == 1 and not replica.alone and now_s - since_s > self._config.tail_after_s:
                     held[index] += 1
                     self._hand_over(idle[-1], [index], now_s)
-                    if not idle[-1].free:
+                    if not idle[-1].room():
                         idle.pop()
 
     def _hand_over(self, replica: Replica, indexes: list[int], now_s: float) -> None:
