@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast soak check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-recovery bench-fleet bench-checkpoint clean
+.PHONY: help install quickstart test test-fast soak check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-recovery bench-fleet bench-inference bench-checkpoint clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -113,6 +113,9 @@ bench-recovery: install ## measure recovery from kill -9 beside torchrun and ft_
 
 bench-fleet: install ## measure the control channel with 2,000 simulated agents (a minute, nothing else running)
 	@$(BIN)/python bench/fleet --output bench/results/fleet.md
+
+bench-inference: install ## measure batch inference, into bench/results/ (15 minutes, nothing else running)
+	@$(BIN)/python bench/inference --output bench/results/inference.md
 
 bench-checkpoint: install ## measure what checkpoints cost beside torch's and NVRx's (root; 20 minutes, nothing else running)
 	@$(BIN)/pip install --quiet --no-deps --target build/nvrx nvidia-resiliency-ext==0.4.1 defusedxml nvidia-ml-py pynvml

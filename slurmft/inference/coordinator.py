@@ -173,7 +173,7 @@ class Coordinator:
         given_up = self.requests.died(in_flight, report.name, report.how)
         for index, why in given_up:
             self._answer_with_error(index, "poison_request", why)
-        self._serve_others()
+        self._serve_at_once(len(in_flight) - len(given_up))
 
     def _answer_with_error(self, index: int, code: str, why: str) -> None:
         def write() -> tuple[str, int]:
@@ -210,6 +210,19 @@ class Coordinator:
     def _serve_others(self) -> None:
         for agent in self.agents.values():
             self._serve(agent)
+
+    def _serve_at_once(self, count: int) -> None:
+        """Lease what a dead replica has left to agents that work, in equal parts, asked for or not."""
+        able = [agent for agent in self.agents.values() if "ready" in agent.replicas.values()]
+        share = -(-count // len(able)) if able else 0
+        for agent in able:
+            missing = min(share, count) - agent.wanted
+            agent.wanted += max(0, missing)
+            count -= share
+            self._serve(agent)
+            if count <= 0:
+                return
+        self._serve_others()
 
     def _serve(self, agent: _Agent) -> None:
         if self._stopping or agent.wanted <= 0:

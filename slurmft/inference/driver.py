@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -77,6 +77,15 @@ class ReplicaSettings:
         return cls(**json.loads(text))
 
 
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A request that the agent has handed over."""
+
+    index: int
+    request: dict[str, Any]
+    epoch: int
+
+
 class Driver:
     """One replica, from its engine's start to its end."""
 
@@ -87,8 +96,11 @@ class Driver:
         self._engine: Engine = engine_of(config, settings.replica, settings.device or default_device())
         self._slots = Slots.full(config.concurrency)
         self._retries = RetryManager(config.max_retries, config.base_delay_s, config.max_delay_s)
-        self._waiting: deque[tuple[int, int]] = deque()
+        self._waiting: deque[_Taken] = deque()
         self._running: set[asyncio.Task[None]] = set()
+        self._asked = 0
+        """Requests that the engine has."""
+
         self._more = asyncio.Event()
         self._segment: SegmentWriter | None = None
         self._epoch = -1
@@ -119,7 +131,8 @@ class Driver:
 
     async def _work(self, hearing: asyncio.Task[None]) -> int:
         ended = asyncio.create_task(self._engine.ended())
-        tasks = [asyncio.create_task(work()) for work in (self._dispatch, self._commit_regularly, self._watch_tokens)]
+        regular = (self._dispatch_lists, self._commit_regularly, self._watch_tokens)
+        tasks = [asyncio.create_task(work()) for work in regular]
         waits: list[asyncio.Future[Any]] = [hearing, ended, self._sick, *tasks]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
@@ -139,37 +152,58 @@ class Driver:
         while line := await reader.readline():
             message = json.loads(line)
             if message["kind"] == "do" and not self._draining:
-                self._waiting.extend((index, message["epoch"]) for index in message["indexes"])
-                self._more.set()
+                self._run(self._take(message["indexes"], message["epoch"]))
             elif message["kind"] == "drain":
                 self._draining = True
                 while self._waiting or self._running:
                     await asyncio.wait(self._running or {asyncio.create_task(asyncio.sleep(0.01))})
                 return
 
-    async def _dispatch(self) -> None:
+    async def _take(self, indexes: Sequence[int], epoch: int) -> None:
+        """Read requests before their turn comes: an engine must not wait for the run folder."""
+        requests = await asyncio.to_thread(lambda: [self._requests.get(index) for index in indexes])
+        taken = [_Taken(*each, epoch) for each in zip(indexes, requests, strict=True)]
+        if self._waiting and indexes[-1] < self._waiting[0].index:  # left by a dead replica
+            self._waiting.extendleft(reversed(taken))
+        else:
+            self._waiting.extend(taken)
+        self._fill()
+
+    def _fill(self) -> None:
         """Keep the engine as busy as it may be."""
+        if self._engine.at_once > 1:
+            self._more.set()
+            return
+        begun = []
+        while self._waiting and self._asked < self._slots.now:
+            taken = self._waiting.popleft()
+            begun.append(taken.index)
+            self._asked += 1
+            self._run(self._answer_one(taken))
+        if begun:
+            self._send(kind="begun", indexes=begun)
+
+    async def _dispatch_lists(self) -> None:
         while True:
             await self._more.wait()
             self._more.clear()
-            if self._engine.at_once > 1:
-                while self._waiting:
-                    await self._answer_together()
-                continue
-            while self._waiting and len(self._running) < self._slots.now:
-                task = asyncio.create_task(self._answer_one(*self._waiting.popleft()))
-                self._running.add(task)
-                task.add_done_callback(self._one_is_over)
+            while self._waiting:
+                await self._answer_together()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._one_is_over)
 
     def _one_is_over(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
-        self._more.set()
         if not task.cancelled() and (error := task.exception()) is not None and not self._sick.done():
             self._sick.set_exception(error)
 
     async def _answer_together(self) -> None:
         """One list for the callable; where that fails, each request of it alone."""
         taken = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._slots.now))]
+        self._send(kind="begun", indexes=[each.index for each in taken])
         task = asyncio.ensure_future(self._answer_list(taken))
         self._running.add(task)
         try:
@@ -177,10 +211,10 @@ class Driver:
         finally:
             self._running.discard(task)
 
-    async def _answer_list(self, taken: Sequence[tuple[int, int]]) -> None:
+    async def _answer_list(self, taken: Sequence[_Taken]) -> None:
         if len(taken) > 1:
             try:
-                answers = await self._engine.answer([self._requests.get(index) for index, _ in taken])
+                answers = await self._engine.answer([each.request for each in taken])
             except OutOfMemory as error:
                 self._shrink(str(error))
                 self._waiting.extendleft(reversed(taken))
@@ -188,34 +222,40 @@ class Driver:
             except Again as error:
                 log.info("a list of %d requests failed, each is tried alone: %s", len(taken), error)
             else:
-                await self._keep([(*each, answer) for each, answer in zip(taken, answers, strict=True)])
+                pairs = zip(taken, answers, strict=True)
+                await self._keep([(each.index, each.epoch, answer) for each, answer in pairs])
                 return
-        for index, epoch in taken:
-            await self._answer_one(index, epoch)
+        for each in taken:
+            if (found := await self._answer_of(each)) is not None:
+                await self._keep([(each.index, each.epoch, found[0])], is_good=found[1])
 
-    async def _answer_one(self, index: int, epoch: int) -> None:
-        request = await asyncio.to_thread(self._requests.get, index)
+    async def _answer_one(self, taken: _Taken) -> None:
+        found = await self._answer_of(taken)
+        self._asked -= 1
+        self._fill()  # before the answer is written: meanwhile the engine has its next request
+        if found is not None:
+            await self._keep([(taken.index, taken.epoch, found[0])], is_good=found[1])
+
+    async def _answer_of(self, taken: _Taken) -> tuple[Answer, bool] | None:
+        """The answer, and whether the engine gave it; None when the engine gives none at all."""
         good_before = self._good
 
         async def attempt() -> Answer:
             try:
-                return (await self._engine.answer([request]))[0]
+                return (await self._engine.answer([taken.request]))[0]
             except OutOfMemory as error:
                 self._shrink(str(error))
                 raise
 
         try:
-            answer = await self._retries.call(attempt)
+            return await self._retries.call(attempt), True
         except Again as error:
             if self._good == good_before:  # nothing at all works: it is the engine's fault until another one has tried
                 if not self._sick.done():
                     self._sick.set_result(str(error))
-                return
+                return None
             tries = self._config.max_retries + 1
-            answer = {"error": {"code": "no_answer", "message": f"{tries} tries failed, the last: {error}"}}
-            await self._keep([(index, epoch, answer)], is_good=False)
-            return
-        await self._keep([(index, epoch, answer)])
+            return {"error": {"code": "no_answer", "message": f"{tries} tries failed, the last: {error}"}}, False
 
     def _shrink(self, why: str) -> None:
         smaller = self._slots.out_of_memory()

@@ -106,16 +106,17 @@ class RequestRedistributor:
             for low, high in self._part(first, last, LEASED):
                 self._state[low:high] = OPEN
                 count += high - low
-                suspects = [index for index in self._deaths if low <= index < high]
+                suspects = [index for index in self._deaths if low <= index < high and self._is_suspect(index)]
                 self._suspects.extend(suspects)
                 for run in _without((low, high), suspects):
                     heapq.heappush(self._open, run)
         return count
 
     def died(self, indexes: Sequence[int], replica: str, how: str) -> list[tuple[int, str]]:
-        """A replica has died with these in flight: each is a suspect now. Returns those that are given up, and why.
+        """A replica has died with these in flight. Returns those that are given up, and why.
 
-        A request that is given up stays leased, to the coordinator: it is answered with an error.
+        One that was there alone, or at an earlier death too, is a suspect now; the others are open again. A request
+        that is given up stays leased, to the coordinator: it is answered with an error.
         """
         given_up = []
         for index in indexes:
@@ -126,9 +127,12 @@ class RequestRedistributor:
             if is_poison(deaths):
                 self._state[index] = LEASED
                 given_up.append((index, evidence_of(deaths)))
-            else:
-                self._state[index] = OPEN
+                continue
+            self._state[index] = OPEN
+            if self._is_suspect(index):
                 self._suspects.append(index)
+            else:
+                heapq.heappush(self._open, (index, index + 1))
         return given_up
 
     def lose(self, agent: int) -> int:
@@ -137,6 +141,10 @@ class RequestRedistributor:
 
     def _part(self, first: int, last: int, state: int) -> list[Run]:
         return [(first + low, first + high) for low, high in _runs(np.flatnonzero(self._state[first:last] == state))]
+
+    def _is_suspect(self, index: int) -> bool:
+        deaths = self._deaths[index]
+        return len(deaths) > 1 or deaths[0].alone
 
     def _forget_ended(self, agent: int) -> None:
         leases = self._held[agent]

@@ -41,6 +41,9 @@ LOOK_S = 0.1
 PREFETCH = 2
 """Requests that a node holds for each slot of its replicas, those in flight included."""
 
+AHEAD = 0.5
+"""Requests for each slot of a replica that wait in its driver, so that no engine waits for this process."""
+
 DRAIN_MARGIN_S = 2.0
 EXIT_CODE = "exit code"
 MAX_TOLD = 2000
@@ -74,6 +77,9 @@ class Replica:
     in_flight: dict[int, float] = field(default_factory=dict)
     """Requests that it has, and since when (monotonic)."""
 
+    begun: set[int] = field(default_factory=set)
+    """Of those, the ones that its engine has; the others wait in the driver."""
+
     void: int = 0
     """Requests that it still works on although their lease was revoked."""
 
@@ -89,12 +95,11 @@ class Replica:
     why: str = ""
     """What it is killed for."""
 
-    @property
-    def free(self) -> int:
-        """Requests that it can take now."""
+    def room(self, ahead: int = 0) -> int:
+        """Requests that it can take now, of which ``ahead`` wait for a slot."""
         if self.phase is not Phase.READY or self.alone:
             return 0
-        return max(0, self.slots - len(self.in_flight) - self.void)
+        return max(0, self.slots + ahead - len(self.in_flight) - self.void)
 
 
 class ReplicaPool:
@@ -137,7 +142,8 @@ class ReplicaPool:
         self._queue.clear()
         self._suspects.clear()
         for replica in self.replicas:
-            replica.void, replica.in_flight, replica.alone = replica.void + len(replica.in_flight), {}, False
+            replica.void, replica.alone = replica.void + len(replica.in_flight), False
+            replica.in_flight, replica.begun = {}, set()
         self._wanted, self._draining, self._drained_told = 0, False, False
         if (batch := await asyncio.to_thread(load, self._batch_folder)) is not None:
             self._total = batch.total
@@ -154,14 +160,29 @@ class ReplicaPool:
         """Requests to answer; those ``alone`` one at a time on a replica that does nothing else."""
         if epoch != self._epoch:
             return
+        late: list[int] = []
         for first, last in runs:
-            self._queue.extend(range(first, last))
+            if self._queue and last <= self._queue[-1]:  # left by a dead replica: it was its turn long ago
+                late.extend(range(first, last))
+            else:
+                self._queue.extend(range(first, last))
             self._wanted -= last - first
         self._suspects.extend(alone)
-        self._wanted = max(0, self._wanted)
+        self._wanted = max(0, self._wanted - len(alone))
+        self._put_first(late)
         if self._draining:
             self._give_back()
         self._feed()
+
+    def _put_first(self, indexes: list[int]) -> None:
+        """They get the next slots that become free, before what waits in the drivers."""
+        able = [each for each in self.replicas if each.phase is Phase.READY and not each.alone]
+        if self._draining or self._suspects:
+            able = []
+        for place, replica in enumerate(sorted(able, key=lambda each: -each.room())):
+            if share := indexes[place :: len(able)]:
+                self._hand_over(replica, share, time.monotonic())
+        self._queue.extendleft(reversed(indexes if not able else []))
 
     def on_exit(self, number: int, code: int) -> None:
         """A replica's driver has ended."""
@@ -207,7 +228,7 @@ class ReplicaPool:
     def _start_replica(self, replica: Replica) -> None:
         replica.life += 1
         replica.phase, replica.slots, replica.answered, replica.alone = Phase.STARTING, 0, 0, False
-        replica.in_flight, replica.void, replica.ends, replica.why = {}, 0, {}, ""
+        replica.in_flight, replica.begun, replica.void, replica.ends, replica.why = {}, set(), 0, {}, ""
         self._monitor.started(replica.number, time.monotonic())
         try:
             self._start(replica.number, str(self.socket), replica.life)
@@ -224,6 +245,7 @@ class ReplicaPool:
         with contextlib.suppress(OSError, StorageError):  # what cannot be read now is found at the next start
             answered = await self._salvage(replica)
         lost = [index for index in replica.in_flight if index not in answered]
+        begun = lost if replica.alone else [index for index in lost if index in replica.begun]
         was_ready, asked = replica.phase is Phase.READY, self._draining or replica.why == "the run stops"
         how = replica.why or _how(code)
         if how.startswith(EXIT_CODE) and (words := await asyncio.to_thread(self._last_words, replica.number)):
@@ -236,13 +258,14 @@ class ReplicaPool:
             if not asked:
                 self._later(replica, 1.0)
             return
+        self._queue.extendleft(reversed([index for index in lost if index not in begun]))
         name = f"{self._host}/{replica.number}#{replica.life}"
         delay_s = self._manager.failed(replica.number)
         if code == EXIT_USAGE and not was_ready:  # it fails again wherever it is tried
             delay_s = None
         died = ReplicaDied(
             epoch=self._epoch, replica=replica.number, name=name, code=code, how=how[:MAX_TOLD],
-            in_flight=tuple(sorted(lost)), was_ready=was_ready, answered=replica.answered,
+            in_flight=tuple(sorted(begun)), was_ready=was_ready, answered=replica.answered,
             failures=self._manager.failures(replica.number),
         )  # fmt: skip
         self._report(died)
@@ -253,6 +276,7 @@ class ReplicaPool:
             self._later(replica, delay_s)
         if not any(each.phase is not Phase.DOWN for each in self.replicas):
             self._give_back()
+        self._feed()
 
     def _later(self, replica: Replica, delay_s: float) -> None:
         async def start() -> None:
@@ -274,8 +298,7 @@ class ReplicaPool:
                 os.fsync(descriptor)
             return answers_in(path, start, self._total)
 
-        epoch = self._epoch
-        indexes, end = await asyncio.to_thread(read)
+        epoch, (indexes, end) = self._epoch, await asyncio.to_thread(read)
         if indexes and epoch == self._epoch:
             self._report_answers(name, end, indexes)
         return indexes
@@ -296,12 +319,11 @@ class ReplicaPool:
             if self._suspects and not replica.in_flight and not replica.alone and is_proven:
                 self._hand_over(replica, [self._suspects.popleft()], now_s)
                 replica.alone = True
-        waiting = len(self._suspects)
-        for replica in sorted(ready, key=lambda each: -each.free):
-            if waiting and replica.answered > 0:  # it runs empty for a suspect
-                waiting -= 1
-                continue
-            if count := min(replica.free, len(self._queue)):
+        ready.sort(key=lambda each: -each.room())
+        emptied = [each.number for each in ready if each.answered > 0][: len(self._suspects)]  # each for a suspect
+        fed = [each for each in ready if each.number not in emptied]
+        for replica, share in [(each, share) for share in (0.0, AHEAD) for each in fed]:
+            if count := min(replica.room(int(share * replica.slots)), len(self._queue)):
                 self._hand_over(replica, [self._queue.popleft() for _ in range(count)], now_s)
         if not self._queue:
             self._double_the_tail(ready, now_s)
@@ -321,7 +343,7 @@ class ReplicaPool:
                 if idle and held[index] == 1 and not replica.alone and now_s - since_s > self._config.tail_after_s:
                     held[index] += 1
                     self._hand_over(idle[-1], [index], now_s)
-                    if not idle[-1].free:
+                    if not idle[-1].room():
                         idle.pop()
 
     def _hand_over(self, replica: Replica, indexes: list[int], now_s: float) -> None:
@@ -373,7 +395,10 @@ class ReplicaPool:
                 if self._draining:
                     self._tell(replica, kind="drain")
                 self._feed()
+            case "begun":
+                replica.begun.update(message["indexes"])
             case "completed":
+                replica.begun.difference_update(message["indexes"])
                 for index in message["indexes"]:
                     if message["epoch"] == self._epoch:
                         replica.in_flight.pop(index, None)

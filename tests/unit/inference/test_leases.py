@@ -47,9 +47,20 @@ def test_at_the_end_old_leases_are_given_to_a_second_agent_once():
     assert requests.finished
 
 
-def test_requests_in_flight_at_a_death_are_tried_alone_and_one_that_kills_two_is_given_up():
+def test_requests_in_flight_at_one_death_go_to_others_at_once():
+    requests = fresh(6)
+    requests.lease(1, 5, 0.0)
+    assert requests.died([2, 3], "n1/0#1", "SIGSEGV") == []
+    assert requests.lease_alone(2, 1.0) is None
+    assert numbers(requests.lease(2, 2, 1.0)) == [2, 3], "before those that were never tried"
+
+
+def test_requests_in_flight_at_two_deaths_are_tried_alone_and_one_that_kills_two_alone_is_given_up():
     requests = fresh(6)
     requests.lease(1, 6, 0.0)
+    requests.died([1, 2, 3], "n1/0#0", "SIGSEGV")
+    requests.lease(1, 3, 0.0)
+    requests.answered([(1, 2)])
     assert requests.died([2, 3], "n1/0#1", "SIGSEGV") == []
     assert requests.lease(1, 6, 1.0) == [], "suspects are leased alone"
     assert [requests.lease_alone(1, 1.0), requests.lease_alone(2, 1.0), requests.lease_alone(2, 1.0)] == [2, 3, None]
