@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-fast soak check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-recovery bench-fleet bench-inference bench-checkpoint clean
+.PHONY: help install quickstart quickstart-infer test test-fast soak check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-recovery bench-fleet bench-inference bench-checkpoint clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -38,6 +38,9 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 
 quickstart: install ## train the example on this machine, with live progress (about a minute)
 	@$(BIN)/slurmft quickstart
+
+quickstart-infer: install ## let the trained example answer 200 prompts while a replica is killed (half a minute)
+	@$(BIN)/slurmft quickstart --infer
 
 test: lint ## lint, then every test on a real Slurm cluster that is built for it (root; else those are skipped)
 	@export SLURMFT_LAB_FOLDER=$(TEST_LAB); \

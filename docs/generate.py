@@ -96,7 +96,7 @@ def _section(name: str, model: type[BaseModel], facts: Mapping[str, Any], text: 
     yield _paragraphs("\n\n".join(filter(None, [part["description"], text])))
     for key, field in model.model_fields.items():
         if (inner := section_of(field.annotation)) is not None:
-            yield f"### `{name}.{key}`"
+            yield f"### {name}.{key}"
             yield from _section(f"{name}.{key}", inner, facts)
         else:
             yield from _key(f"{name}.{key}", part["properties"][key], field, facts, level=3 + name.count("."))

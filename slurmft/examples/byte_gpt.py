@@ -66,11 +66,15 @@ class ByteGPT(nn.Module):
         self.norm = nn.LayerNorm(channels)
         self.head = nn.Linear(channels, BYTES)
 
+    def logits(self, input_bt: torch.Tensor) -> torch.Tensor:
+        """For each place the logits of the byte that follows it; shape (B, T, BYTES)."""
+        x_btc = self.embed(input_bt) + self.place[: input_bt.shape[1]]
+        logits_btv: torch.Tensor = self.head(self.norm(self.blocks(x_btc)))
+        return logits_btv
+
     def forward(self, input_bt: torch.Tensor, target_bt: torch.Tensor) -> torch.Tensor:
         """The mean loss in nats per byte."""
-        x_btc = self.embed(input_bt) + self.place[: input_bt.shape[1]]
-        logits = self.head(self.norm(self.blocks(x_btc)))
-        return F.cross_entropy(logits.flatten(0, 1), target_bt.flatten())
+        return F.cross_entropy(self.logits(input_bt).flatten(0, 1), target_bt.flatten())
 
 
 def train(args: argparse.Namespace) -> None:

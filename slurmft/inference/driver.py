@@ -110,6 +110,9 @@ class Driver:
         self._good = 0
         """Answers in this life."""
 
+        self._proof: dict[str, Any] | None = None
+        """A request that the engine has answered in this life."""
+
         self._sick: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._writer: asyncio.StreamWriter | None = None
 
@@ -222,6 +225,7 @@ class Driver:
             except Again as error:
                 log.info("a list of %d requests failed, each is tried alone: %s", len(taken), error)
             else:
+                self._proof = taken[-1].request
                 pairs = zip(taken, answers, strict=True)
                 await self._keep([(each.index, each.epoch, answer) for each, answer in pairs])
                 return
@@ -248,14 +252,26 @@ class Driver:
                 raise
 
         try:
-            return await self._retries.call(attempt), True
+            answer = await self._retries.call(attempt)
         except Again as error:
-            if self._good == good_before:  # nothing at all works: it is the engine's fault until another one has tried
+            if self._good == good_before and not await self._still_answers():
                 if not self._sick.done():
                     self._sick.set_result(str(error))
                 return None
             tries = self._config.max_retries + 1
             return {"error": {"code": "no_answer", "message": f"{tries} tries failed, the last: {error}"}}, False
+        self._proof = taken.request
+        return answer, True
+
+    async def _still_answers(self) -> bool:
+        """Whether the engine answers what it has answered before: else a failure is its own, and not the request's."""
+        if self._proof is None:
+            return False
+        try:
+            await self._engine.answer([self._proof])
+        except Again:
+            return False
+        return True
 
     def _shrink(self, why: str) -> None:
         smaller = self._slots.out_of_memory()

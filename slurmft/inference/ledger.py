@@ -22,7 +22,7 @@ from slurmft.inference.requests import Batch
 from slurmft.inference.segments import answers_in, line_of, read, runs_of
 from slurmft.storage.patience import writing
 from slurmft.system.files import fsync_folder
-from slurmft.system.opening import naming, open_regular
+from slurmft.system.opening import naming, open_regular, opened
 
 FORMAT = 1
 SEGMENT_NAME = re.compile(r"g\d{6,}-n\d+-r\d+-\d+-\d+\.jsonl")
@@ -105,6 +105,8 @@ class Ledger:
             if is_wanted(name):
                 indexes, end = answers_in(folder / name, self.end_of(name), self.batch.total)
                 if indexes:
+                    with writing(folder / name), opened(folder / name) as descriptor:
+                        os.fsync(descriptor)  # its writer may not have come to that
                     parts.append((name, end, runs_of(indexes)))
         return self.commit(parts)
 

@@ -30,7 +30,6 @@ from slurmft.storage.patience import writing
 from slurmft.system.files import fsync_folder, read_json, write_json
 from slurmft.system.opening import UnsafeFile, open_regular, trusted_owners
 
-FORMAT = 1
 MAX_REQUEST_BYTES = 16 << 20
 """Of one line; a longer one is a broken line."""
 
@@ -105,7 +104,7 @@ def prepare(config: InferenceConfig, folder: Path, progress: Progress = lambda c
     _refuse_duplicates(folder, writer.hashes)
     writer.keep()
     bad = [(first, last) for first, last in runs_of(writer.bad)]
-    facts = {"version": FORMAT, "total": writer.total, "bad": bad, "digest": digest.hexdigest(), "files": files}
+    facts = {"total": writer.total, "bad": bad, "digest": digest.hexdigest(), "files": files}
     with writing(folder / "input.json"):
         write_json(folder / "input.json", facts)
     return Batch(folder=folder, total=writer.total, bad=tuple(bad), digest=digest.hexdigest())

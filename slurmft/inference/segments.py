@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmft.errors import StorageError
+from slurmft.errors import NewerFormat, StorageError
 from slurmft.system.opening import naming, open_regular, trusted_owners
 
 FORMAT = 1
@@ -118,7 +118,7 @@ def read(path: Path, start: int = 0, end: int | None = None) -> Iterator[Record]
                 if (value := parse(line)) is None:
                     return
                 if at == 0 and value.get("segment", FORMAT) != FORMAT:
-                    raise StorageError(f"{path} was written by a newer slurmft (segment {value['segment']})")
+                    raise NewerFormat(f"{path} was written by a newer slurmft (segment {value['segment']})")
                 yield Record(at, at + len(line) + 1, value)
                 at += len(line) + 1
     except OSError as error:

@@ -35,8 +35,9 @@ def as_configuration(text: str, folder: Path) -> configuration.RunConfig:
     """A block as a whole configuration: a part of one is put beside what every configuration needs."""
     given = yaml.safe_load(text)
     path = folder / "block.yaml"
-    path.write_text(text if "command" in given else text + yaml.safe_dump({k: v for k, v in LEAST.items()
-                                                                           if k not in given}))  # fmt: skip
+    is_whole = {"command", "inference"} & set(given)
+    beside = {key: value for key, value in LEAST.items() if key not in given}
+    path.write_text(text if is_whole else text + yaml.safe_dump(beside))
     return configuration.load(path)
 
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from fuzz_mutations import ARGUMENTS, VALUES, mutate_file, mutate_value
-from fuzz_world import CALLER, FINISHED, FOREIGN, LOST, STRANGER, World
+from fuzz_world import BATCH, CALLER, FINISHED, FOREIGN, LOST, STRANGER, World
 
 from slurmft.cli import main as command_line
 from slurmft.lab.exposure import needed_paths, paths_to_expose
@@ -60,8 +60,10 @@ ft-launch --dry-run --cluster local --run-folder OUT --nnodes TEXT train.py
 ft-launch --print-config --set SET --ft-rank-heartbeat-timeout TEXT train.py TEXT
 ft-launch --dry-run --cluster local --ft-cfg-path CONFIG TEXT
 infer --dry-run CONFIG
-infer --dry-run CONFIG --set SET
-infer --dry-run --cluster slurm CONFIG -- TEXT
+infer --dry-run BATCH --set SET
+infer --dry-run --cluster slurm BATCH -- TEXT
+infer --cluster slurm BATCH
+infer --cluster slurm BATCH --set SET
 advise CONFIG
 advise CONFIG --json
 doctor
@@ -105,7 +107,8 @@ join --dry-run RUN -N N
 _MODULES = sorted({module for module, _ in command_line.VERBS.values()})
 _KEYS = ("slurm.time", "slurm.nodes", "nodes", "nproc_per_node", "run_folder", "command", "checkpoint.interval_steps",
          "checkpoint.directory", "preemption.signal_lead_s", "fault_tolerance.poison_after", "exclusions.path",
-         "slurm.partition", "notices.command", "elastic.min_nodes", "checkpoint.bandwidth")  # fmt: skip
+         "slurm.partition", "notices.command", "elastic.min_nodes", "checkpoint.bandwidth", "inference.input",
+         "inference.output", "inference.engine.command", "inference.on_bad_input")  # fmt: skip
 
 
 @dataclass
@@ -203,6 +206,8 @@ def _fill(word: str, chance: random.Random, world: World) -> list[str]:
             return [odd if seldom else chance.choice([*RUNS, str(world.runs / FINISHED), str(world.runs / LOST)])]
         case "CONFIG":
             return [odd if seldom else str(chance.choice(configs))]
+        case "BATCH":
+            return [odd if seldom else str(world.folder / f"{BATCH}.yaml")]
         case "SET":
             return [f"{chance.choice(_KEYS)}={odd}"]
         case "N" | "STEP":
@@ -246,7 +251,7 @@ def _may_mutate(path: Path, world: World) -> bool:
 
 
 def _mutate_config(chance: random.Random, world: World) -> str:
-    path = world.folder / f"{chance.choice(RUNS)}.yaml"
+    path = world.folder / f"{chance.choice([*RUNS, BATCH])}.yaml"
     try:
         value = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):  # an earlier mutation was here

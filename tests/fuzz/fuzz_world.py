@@ -22,6 +22,9 @@ CALLER = 54321
 STRANGER = 54322
 
 FINISHED, LOST, FOREIGN = "alpha", "beta", "gamma"
+BATCH = "batch"
+"""A configuration with a section inference; its run is not there yet."""
+
 
 TRAINER = ["python", "-m", "slurmft.examples.byte_gpt", "--steps", "4", "--channels", "8", "--layers", "1", "--window",
            "8", "--batch-size", "1", "--limit-bytes", "4000", "--eval-every", "100"]  # fmt: skip
@@ -113,6 +116,12 @@ def build(folder: Path) -> World:
         "command": TRAINER, "run_folder": str(world.runs / FINISHED), "nodes": 1, "nproc_per_node": 1,
         "checkpoint": {"interval_steps": 2}, "slurm": {"time": "30", "partition": "low"},
         "exclusions": {"path": str(world.folder / "excluded.json")},
+    }))  # fmt: skip
+    (world.folder / "requests.jsonl").write_text('{"custom_id": "a", "prompt": "x"}\n{"prompt": "y"}\n')
+    (world.folder / f"{BATCH}.yaml").write_text(json.dumps({
+        "run_folder": str(world.runs / BATCH), "slurm": {"time": "30", "partition": "low"},
+        "exclusions": {"path": str(world.folder / "excluded.json")},
+        "inference": {"input": str(world.folder / "requests.jsonl"), "engine": {"url": "http://127.0.0.1:9"}},
     }))  # fmt: skip
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
     for name in [name for name in environment if name.startswith(("SLURM", "SBATCH"))]:

@@ -44,11 +44,6 @@ def is_out_of_memory(text: str) -> bool:
     return any(words in lower for words in OUT_OF_MEMORY)
 
 
-def counts_against_replica(status: int | None) -> bool:
-    """Whether a try that ended so is a reason to doubt its replica; None: no answer came."""
-    return status is None or status >= 500
-
-
 def retry_after_s(header: str | None, *, longest_s: float) -> float | None:
     """Seconds of a ``Retry-After`` header (RFC 9110, 10.2.3), at most ``longest_s``; None without a usable one.
 

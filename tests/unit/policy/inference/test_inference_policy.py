@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.policy.inference.answers import Outcome, counts_against_replica, outcome_of_status, retry_after_s
+from slurmft.policy.inference.answers import Outcome, outcome_of_status, retry_after_s
 from slurmft.policy.inference.devices import devices_of
 from slurmft.policy.inference.engines import counter_in, engine_kind
 from slurmft.policy.inference.poison import Death, evidence_of, is_poison
@@ -26,11 +26,6 @@ from slurmft.policy.inference.slots import RAISE_AFTER, Slots
 )  # fmt: skip
 def test_what_follows_a_status(status, text, outcome):
     assert outcome_of_status(status, text) is outcome
-
-
-@pytest.mark.parametrize(("status", "counts"), [(None, True), (500, True), (503, True), (400, False), (429, False)])
-def test_what_counts_against_a_replica(status, counts):
-    assert counts_against_replica(status) is counts
 
 
 @pytest.mark.parametrize(
