@@ -161,7 +161,8 @@ def open_ledger(batch: Batch, generation: int) -> Ledger:
     done: Flags = np.zeros(batch.total, dtype=np.bool_)
     ends: dict[str, int] = {}
     names = [_path(batch.folder, each).name for each in _generations(batch.folder) if each < generation]
-    for value in _all_entries(batch.folder, generation):
+    lengths = _lengths(batch.folder, generation)
+    for value in _all_entries(batch.folder, generation, lengths):
         indexes = _spread(np.asarray(value["runs"], dtype=np.int64))
         if len(indexes) and (indexes.min() < 0 or indexes.max() >= batch.total):
             raise StorageError(f"a ledger in {batch.folder} names requests beyond the {batch.total} of the input")
@@ -169,7 +170,7 @@ def open_ledger(batch: Batch, generation: int) -> Ledger:
         ends[value["segment"]] = max(value["end"], ends.get(value["segment"], 0))
     for first, last in batch.bad:
         done[first:last] = True
-    lengths = {name: length for name, length in _lengths(batch.folder, generation).items() if name in names}
+    lengths = {name: length for name, length in lengths.items() if name in names}
     with writing(_path(batch.folder, generation)):
         segments_of(batch.folder).mkdir(mode=0o700, exist_ok=True)
         _path(batch.folder, generation).unlink(missing_ok=True)  # begun by this very generation, in an earlier try
@@ -229,8 +230,10 @@ def _lengths(folder: Path, before: int | None) -> dict[str, int]:
     return lengths
 
 
-def _all_entries(folder: Path, before: int | None) -> Iterator[dict[str, Any]]:
-    lengths = _lengths(folder, before)
+def _all_entries(
+    folder: Path, before: int | None, lengths: Mapping[str, int] | None = None
+) -> Iterator[dict[str, Any]]:
+    lengths = _lengths(folder, before) if lengths is None else lengths
     for generation in _generations(folder):
         if before is not None and generation >= before:
             return

@@ -46,6 +46,16 @@ class RetryManager:
             Again: of the last try, when there is none left.
             Exception: any other error of ``work``, at once.
         """
+        try:
+            return await work()  # a request that succeeds, as nearly all do, pays nothing for the retries
+        except Again as error:
+            failed = [error]
+
+        async def next_try() -> Result:
+            if failed:
+                raise failed.pop()
+            return await work()
+
         retrying = AsyncRetrying(
             stop=stop_after_attempt(self.max_retries + 1),
             wait=self._wait,
@@ -53,7 +63,7 @@ class RetryManager:
             sleep=asyncio.sleep,
             reraise=True,
         )
-        return await retrying(work)
+        return await retrying(next_try)
 
     def _wait(self, state: RetryCallState) -> float:
         error: Any = state.outcome.exception() if state.outcome is not None else None
