@@ -11,8 +11,6 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from slurmft.config.inference import InferenceConfig
 from slurmft.errors import StorageError
 from slurmft.inference.driver import MAX_LINE_BYTES
 from slurmft.inference.ledger import segments_of
+from slurmft.inference.replica import EXIT_CODE, Phase, Replica, how_it_ended
 from slurmft.inference.replica_health import AutoRestartManager, WorkerHealthMonitor
 from slurmft.inference.requests import folder_of, load
 from slurmft.inference.segments import answers_in, runs_of
@@ -45,61 +44,11 @@ AHEAD = 0.5
 """Requests for each slot of a replica that wait in its driver, so that no engine waits for this process."""
 
 DRAIN_MARGIN_S = 2.0
-EXIT_CODE = "exit code"
 MAX_TOLD = 2000
 
 Report = Callable[[Sent], None]
 
 log = logging.getLogger(__name__)
-
-
-class Phase(StrEnum):
-    """A replica's state."""
-
-    STARTING = "starting"
-    READY = "ready"
-    WAITING = "waiting"
-    """For its next start."""
-
-    DOWN = "down"
-    """It stays so until the next attempt."""
-
-
-@dataclass(slots=True)
-class Replica:
-    """One engine of this node."""
-
-    number: int
-    phase: Phase = Phase.WAITING
-    life: int = 0
-    slots: int = 0
-    writer: asyncio.StreamWriter | None = None
-    in_flight: dict[int, float] = field(default_factory=dict)
-    """Requests that it has, and since when (monotonic)."""
-
-    begun: set[int] = field(default_factory=set)
-    """Of those, the ones that its engine has; the others wait in the driver."""
-
-    void: int = 0
-    """Requests that it still works on although their lease was revoked."""
-
-    alone: bool = False
-    """It works on a suspect, and gets nothing else until that is over."""
-
-    answered: int = 0
-    """Requests completed in this life."""
-
-    ends: dict[str, int] = field(default_factory=dict)
-    """Its segments of this life, and up to where they were reported."""
-
-    why: str = ""
-    """What it is killed for."""
-
-    def room(self, ahead: int = 0) -> int:
-        """Requests that it can take now, of which ``ahead`` wait for a slot."""
-        if self.phase is not Phase.READY or self.alone:
-            return 0
-        return max(0, self.slots + ahead - len(self.in_flight) - self.void)
 
 
 class ReplicaPool:
@@ -247,7 +196,7 @@ class ReplicaPool:
         lost = [index for index in replica.in_flight if index not in answered]
         begun = lost if replica.alone else [index for index in lost if index in replica.begun]
         was_ready, asked = replica.phase is Phase.READY, self._draining or replica.why == "the run stops"
-        how = replica.why or _how(code)
+        how = replica.why or how_it_ended(code)
         if how.startswith(EXIT_CODE) and (words := await asyncio.to_thread(self._last_words, replica.number)):
             how += f"; its last words: {words}"
         by_signal = code in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
@@ -451,11 +400,3 @@ class ReplicaPool:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the replica pool: %r", error)
-
-
-def _how(code: int) -> str:
-    if code < 0 or 128 < code < 160:
-        number = -code if code < 0 else code - 128
-        with contextlib.suppress(ValueError):
-            return f"ended by {signal.Signals(number).name}"
-    return f"{EXIT_CODE} {code}"

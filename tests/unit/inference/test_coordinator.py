@@ -150,8 +150,10 @@ def test_a_request_that_kills_two_replicas_alone_is_answered_with_an_error(in_lo
         world.join(0)
         world.report(0, "want", count=TOTAL)
         facts = {"replica": 0, "how": "ended by SIGSEGV", "code": -11, "was_ready": True, "answered": 1, "failures": 1}
-        world.report(0, "replica_died", name="n0/0#1", in_flight=(3, 4), **facts)
-        for life in (2, 3):
+        for life in (1, 2):
+            world.report(0, "replica_died", name=f"n0/0#{life}", in_flight=(3, 4), **facts)
+            world.report(0, "want", count=2)
+        for life in (3, 4):
             world.report(0, "want", count=2)
             assert 3 in [index for lease in world.sent[0] for index in lease.alone]
             world.report(0, "replica_died", name=f"n0/0#{life}", in_flight=(3,), **facts)

@@ -13,6 +13,7 @@ import pytest
 
 from slurmft.config.inference import EngineConfig, InferenceConfig
 from slurmft.inference.pool import ReplicaPool
+from slurmft.ipc.reports import ReplicaDied, RequestsWanted, Sent
 
 SLOTS = 4
 
@@ -51,9 +52,9 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-async def until_told(reports: list[dict[str, Any]], kind: str, count: int = 1) -> dict[str, Any]:
+async def until_told(reports: list[Sent], kind: type[Sent], count: int = 1) -> Any:
     async with asyncio.timeout(10):
-        while len(found := [each for each in reports if each["kind"] == kind]) < count:
+        while len(found := [each for each in reports if isinstance(each, kind)]) < count:
             await asyncio.sleep(0.01)
     return found[-1]
 
@@ -63,22 +64,22 @@ def test_what_an_engine_had_not_begun_goes_to_the_next_one_and_what_it_had_is_to
         config = InferenceConfig(
             input=folder / "none", engine=EngineConfig(url="http://localhost:1"), replicas_per_node=2, concurrency=SLOTS
         )
-        reports: list[dict[str, Any]] = []
+        reports: list[Sent] = []
         pool = ReplicaPool(
             config, run_folder=folder, folder=folder, node=0, host="n0", start=lambda number, socket, life: None,
-            kill=lambda number: None, report=reports.append,
+            kill=lambda number: None, last_words=lambda number: "", report=reports.append,
         )  # fmt: skip
         await pool.begin(epoch=1, generation=1)
         first, second = [await Driver.connect(pool, number) for number in (0, 1)]
-        await until_told(reports, "want", 2)
+        await until_told(reports, RequestsWanted, 2)
         pool.lease([(0, 12)], [], 1)
         had, has = await first.handed_over(6), await second.handed_over(6)
         first.say(kind="begun", indexes=had[:SLOTS])
         second.say(kind="begun", indexes=has[:SLOTS])
         await asyncio.sleep(0.05)
         pool.on_exit(0, -9)
-        died = await until_told(reports, "replica_died")
-        assert died["in_flight"] == had[:SLOTS]
+        died = await until_told(reports, ReplicaDied)
+        assert died.in_flight == tuple(had[:SLOTS])
         pool.lease([(had[0], had[0] + 1)], [], 1)
         assert await second.handed_over(1) == had[:1], "at once, although it has as many as it may"
         second.say(kind="completed", indexes=has[:3], epoch=1)
