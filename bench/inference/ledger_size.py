@@ -80,7 +80,7 @@ def tables(rounds: int, total: int) -> list[str]:
     lines = [
         f"## {total:,} finished requests", "",
         f"`open_ledger` of a batch of which all but {LEFT_BEHIND:,} are in the ledger, in commits of {COMMIT} answers, "
-        f"and those in a segment that nobody reported. Asked: {ASKED_S:g} s, {ASKED_MIB:.0f} MiB. The file is in the "
+        f"and those in an unreported segment. Asked: {ASKED_S:g} s, {ASKED_MIB:.0f} MiB. The file is in the "
         "page cache.", "",
         "| finished | ledger | seconds | memory | |", "|---|---|---|---|---|",
     ]  # fmt: skip
