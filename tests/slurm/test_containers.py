@@ -22,11 +22,14 @@ NewRun = Callable[..., Run]
 RESTARTS = {"num_in_job_restarts": 3}
 HANGS = Path(__file__).parent / "trainers" / "hangs.py"
 
+REPOSITORY = str(Path(__file__).parents[2])
+"""With the Python of these tests; it may lie below /tmp, of which a container has its own."""
+
 STAND_INS = Path(__file__).parent / "stand_ins"
 
 BUBBLEWRAP = [
     "bwrap", "--unshare-pid", "--unshare-ipc", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev",
-    "--tmpfs", "/dev/shm", "--tmpfs", "/tmp", "{mounts}", "--chdir", "{workdir}",
+    "--tmpfs", "/dev/shm", "--tmpfs", "/tmp", "--ro-bind", REPOSITORY, REPOSITORY, "{mounts}", "--chdir", "{workdir}",
 ]  # fmt: skip
 """Process ids, mounts, and System V memory of its own; nothing but the mounts can be written to."""
 
@@ -61,7 +64,8 @@ def bundle(lab: Lab) -> Path:
                 for at in ("/dev", "/dev/shm", "/tmp")),
               *({"destination": str(path), "type": "none", "source": str(path), "options": ["rbind", "ro"]}
                 for path in node if path.name not in own and not path.is_symlink()),
-              {"destination": "/sys", "type": "none", "source": "/sys", "options": ["rbind", "ro"]}]  # fmt: skip
+              *({"destination": at, "type": "none", "source": at, "options": ["rbind", "ro"]}
+                for at in ("/sys", REPOSITORY))]  # fmt: skip
     config = {
         "ociVersion": "1.0.0",
         "process": {"args": ["true"], "cwd": "/", "user": ids, "noNewPrivileges": True, "env": ["OF_THE_BUNDLE=1"]},
