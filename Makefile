@@ -51,7 +51,7 @@ test: lint ## lint, then every test on a real Slurm cluster that is built for it
 		}; \
 		trap take_down EXIT; \
 		$(BIN)/slurmft lab up --accounting || [[ $$? == 69 ]]; \
-		command -v bwrap crun > /dev/null || apt-get install -q -y --no-install-recommends bubblewrap crun || \
+		{ command -v bwrap && command -v crun; } > /dev/null || apt-get install -q -y --no-install-recommends bubblewrap crun || \
 			echo "the tests of containers are skipped"; \
 	fi; \
 	if [[ -n "$(strip $(TESTS))" ]]; then $(BIN)/pytest $(TESTS); exit; fi; \
