@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slurmft.config.inference import PORT_WORD, InferenceConfig
@@ -29,6 +30,7 @@ READY_LOOK_S = 0.1
 READY_TRY_S = 5.0
 METRICS_S = 5.0
 MAX_ANSWER_BYTES = 64 << 20
+MAX_TOKEN_BYTES = 64 << 10
 MAX_TOLD = 2000
 """Characters of an error that are kept."""
 
@@ -103,8 +105,7 @@ class HttpEngine:
                              hint="pip install 'slurmft[inference]'") from error  # fmt: skip
         headers = {}
         if self._config.engine.token_file is not None:
-            token = read_text(self._config.engine.token_file, owners={os.geteuid()}).strip()
-            headers["Authorization"] = f"Bearer {token}"
+            headers["Authorization"] = f"Bearer {_token_in(self._config.engine.token_file)}"
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
             timeout=aiohttp.ClientTimeout(total=self._config.request_timeout_s),
@@ -270,6 +271,20 @@ async def _content(response: aiohttp.ClientResponse) -> bytes:
         if room < 0:
             raise Again(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
     return b"".join(parts)
+
+
+def _token_in(path: Path) -> str:
+    """The token of a file that its owner alone can read.
+
+    Raises:
+        UsageError: others can, it is another user's, or it cannot be read.
+    """
+    try:
+        if path.stat().st_mode & 0o077:
+            raise UsageError(f"inference.engine.token_file: others may read {path}", hint=f"chmod 600 {path}")
+        return read_text(path, owners={os.geteuid()}, limit_bytes=MAX_TOKEN_BYTES).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"inference.engine.token_file: cannot read {path}: {error}") from error
 
 
 def _body_of(text: str) -> Any:

@@ -1,0 +1,180 @@
+"""Engines as the driver meets them: a real HTTP server on loopback, and callables."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from slurmft.config.inference import InferenceConfig
+from slurmft.errors import UsageError
+from slurmft.inference.engines import CallableEngine, HttpEngine, OutOfMemory
+from slurmft.inference.retrying import Again
+
+Handler = Callable[[web.Request], Coroutine[Any, Any, web.StreamResponse]]
+
+
+@asynccontextmanager
+async def engine(handler: Handler, **settings: Any) -> AsyncIterator[HttpEngine]:
+    """An engine that is ready."""
+
+    async def healthy(_request: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application()
+    app.add_routes([web.get("/health", healthy), web.route("*", "/{rest:.*}", handler)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    limits = {key: settings.pop(key) for key in ("request_timeout_s",) if key in settings}
+    given = {"input": "x.jsonl", "engine": {"url": f"http://127.0.0.1:{port}", **settings}, **limits}
+    found = HttpEngine(InferenceConfig.model_validate(given), 0)
+    try:
+        await found.start()
+        yield found
+    finally:
+        await found.close()
+        await runner.cleanup()
+
+
+def answer_of(handler: Handler, request: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    async def main() -> dict[str, Any]:
+        async with engine(handler, **settings) as found:
+            return (await found.answer([request or {"id": "a", "body": {"prompt": "hi"}}]))[0]
+
+    return asyncio.run(main())
+
+
+def saying(status: int, text: str, **headers: str) -> Handler:
+    async def handle(_request: web.Request) -> web.Response:
+        return web.Response(status=status, text=text, headers=headers)
+
+    return handle
+
+
+def test_body_and_path_reach_the_engine_and_its_answer_comes_back_unchanged():
+    async def echo(request: web.Request) -> web.Response:
+        return web.json_response({"path": request.path, "body": await request.json()})
+
+    for url, path in ({}, "/v1/chat/completions"), ({"url": "/v1/embeddings"}, "/v1/embeddings"):
+        request = {"id": "a", **url, "body": {"x": [1, "ü"]}}
+        found = answer_of(echo, request)
+        assert found == {"response": {"status_code": 200, "body": {"path": path, "body": {"x": [1, "ü"]}}}}
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "body"),
+    [(400, '{"error": "no"}', {"error": "no"}), (404, "nothing", {"text": "nothing"}), (200, "", {"text": ""}),
+     (200, "NaN", {"text": "NaN"}), (302, "{}", {})],
+)  # fmt: skip
+def test_what_is_final_is_an_answer(status, text, body):
+    assert answer_of(saying(status, text)) == {"response": {"status_code": status, "body": body}}
+
+
+@pytest.mark.parametrize(("status", "seconds"), [(429, 7.0), (503, 7.0), (500, 7.0)])
+def test_what_may_pass_is_tried_again_when_the_engine_says(status, seconds):
+    with pytest.raises(Again) as caught:
+        answer_of(saying(status, "busy", **{"Retry-After": "7"}))
+    assert caught.value.after_s == seconds and f"HTTP {status}: busy" in str(caught.value)
+
+
+def test_missing_memory_is_told_apart():
+    with pytest.raises(OutOfMemory):
+        answer_of(saying(500, "torch.OutOfMemoryError: CUDA out of memory"))
+
+
+def test_an_engine_that_takes_too_long_or_hangs_up_is_tried_again():
+    async def sleeps(_request: web.Request) -> web.Response:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    async def hangs_up(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.close()
+        return web.Response()
+
+    with pytest.raises(Again, match=r"no answer within 0\.2 s"):
+        answer_of(sleeps, request_timeout_s=0.2)
+    with pytest.raises(Again, match="no answer: "):
+        answer_of(hangs_up)
+
+
+def test_an_answer_without_end_is_cut_off(monkeypatch):
+    monkeypatch.setattr("slurmft.inference.engines.MAX_ANSWER_BYTES", 1 << 20)
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(64):
+            await response.write(b"x" * (1 << 16))
+        return response
+
+    with pytest.raises(Again, match="an answer of more than 1 MiB"):
+        answer_of(endless)
+
+
+def test_the_token_comes_from_a_file_that_others_cannot_read(tmp_path: Path):
+    async def tell(request: web.Request) -> web.Response:
+        return web.json_response({"seen": request.headers.get("Authorization")})
+
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    token.chmod(0o644)
+    with pytest.raises(UsageError, match="others may read"):
+        answer_of(tell, token_file=str(token))
+    token.chmod(0o600)
+    assert answer_of(tell, token_file=str(token))["response"]["body"] == {"seen": "Bearer secret"}
+    token.unlink()
+    with pytest.raises(UsageError, match="cannot read"):
+        answer_of(tell, token_file=str(token))
+
+
+def call(name: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    async def main() -> list[dict[str, Any]]:
+        found = CallableEngine(name, "cpu", 8)
+        await found.start()
+        return await found.answer([{"id": str(place), "body": body} for place, body in enumerate(bodies)])
+
+    return asyncio.run(main())
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    text = """
+def doubled(bodies): return [{"n": 2 * body["n"]} for body in bodies]
+def short(bodies): return []
+def odd(bodies): return [{1, 2} for body in bodies]
+def greedy(bodies): raise MemoryError("no room")
+def broken(bodies): raise KeyError("n")
+class Model:
+    def __init__(self, device): self.device = device
+    def __call__(self, bodies): return [{"device": self.device} for body in bodies]
+number = 3
+"""
+    (tmp_path / "callables_of_a_test.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "callables_of_a_test"
+
+
+def test_a_callable_answers_a_list(module):
+    found = call(f"{module}:doubled", [{"n": 1}, {"n": 2}])
+    assert [each["response"]["body"] for each in found] == [{"n": 2}, {"n": 4}]
+    assert call(f"{module}:Model", [{}])[0]["response"]["body"] == {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [("short", Again, "must return a list of 1 answers"), ("odd", Again, "cannot be written as JSON"),
+     ("greedy", OutOfMemory, "no room"), ("broken", Again, "KeyError"), ("number", UsageError, "cannot be called"),
+     ("missing", UsageError, "cannot load")],
+)  # fmt: skip
+def test_a_callable_that_will_not_do_says_why(module, name, error, words):
+    with pytest.raises(error, match=words):
+        call(f"{module}:{name}", [{"n": 1}])
