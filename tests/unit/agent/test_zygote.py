@@ -21,6 +21,7 @@ from slurmft.agent.environment import worker_environment
 from slurmft.agent.workers import Worker, Workers, reserve_port, zygote_arguments
 from slurmft.agent.zygote import STOP_SIGNAL_VARIABLE, why_not_to_fork
 from slurmft.config.config import validate
+from slurmft.ipc.calls import StartWorkers
 from slurmft.ipc.pages.heartbeat import Slot, State
 from slurmft.system import private_folder
 
@@ -443,7 +444,9 @@ def test_a_sigint_that_asks_for_a_stop_does_not_end_a_trainer(tmp_path, stop_sig
 
 
 def test_the_worker_is_told_which_signal_asks_for_a_stop():
-    start = {"nodes": 1, "first_rank": 0, "master_addr": "n1", "master_port": 1, "cycle": 0, "generation": 1}
+    start = StartWorkers(
+        attempt="7.0.0", cycle=0, first_rank=0, nodes=1, generation=1, master_addr="n1", master_port=1
+    )  # fmt: skip
     for value, told in (("SIGINT", "SIGINT"), ("SIGTERM", None)):
         run = {"command": ["x"], "run_folder": "/runs/a", "preemption": {"signal": value}}
         environment = worker_environment(validate(run, source="it"), {}, start, 0, "7.0.0")
