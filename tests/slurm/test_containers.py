@@ -295,7 +295,7 @@ def test_a_hang_is_found_with_its_stacks(contained: NewRun, new_run: NewRun, run
     assert "hangs.py" in stacks.read_text()
     evidence = next(run.folder.attempts.glob("*.0.0/evidence-*.json")).read_text()
     assert "time.sleep" in evidence or "hang" in evidence
-    outside = new_run("outside", command=trainer, checkpoint=checkpoint)
+    outside = new_run(f"outside-{runtime}", command=trainer, checkpoint=checkpoint)
     outside.submit()
     outside.wait_until_done()
     assert run.digest() == outside.digest()

@@ -165,7 +165,9 @@ def _slow_by_cohort(scores: Floats, behind_s: Floats, work_s: Floats, limits: Li
     if len(told) < MIN_COHORT:
         return np.zeros(len(scores), np.bool_)
     stands_out = late > SPREADS * _upper_median(np.abs(told))
-    return (scores < limits.relative) & (behind_s > limits.min_difference_s) & stands_out  # with NaN it is false
+    slow = (scores < limits.relative) & (behind_s > limits.min_difference_s) & stands_out  # with NaN it is false
+    # ranks that were measured in different sections may each stand out; a half of them is no exception
+    return slow if 2 * int(slow.sum()) < len(slow) else np.zeros_like(slow)
 
 
 def _slow_by_past(individual: Floats, work_s: Floats, best_s: Floats, limits: Limits) -> Flags:

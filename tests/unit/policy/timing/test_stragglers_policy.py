@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slurmft.policy.nodes.evidence import Kind
@@ -149,6 +149,9 @@ times = st.one_of(st.floats(), st.floats(0.01, 100.0), st.just(NAN))
 @given(
     st.lists(st.tuples(times, times, st.integers(-1, 2), times, st.integers(0, 5)), min_size=1, max_size=24),
 )
+@example([(NAN, NAN, 1, NAN, 0), (2.0, NAN, 0, 0.0, 3), (2.0, 0.01, 0, NAN, 3), (NAN, NAN, 1, NAN, 2),
+          (0.0, 1.0, 0, 1.4e-45, 3), (1.0, 1.0, 0, NAN, 3), (1.0, 1.0, 0, 6e-08, 3),
+          (1.0, 9e15, 0, 0.01, 3)])  # fmt: skip
 def test_whatever_was_measured_scores_are_scores_and_most_are_innocent(rows):
     window = Window(
         medians_s=np.array([row[:2] for row in rows]),
