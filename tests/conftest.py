@@ -34,10 +34,12 @@ SLOW = frozenset({
     "checkpoint/test_checkpoint_sharded.py", "checkpoint/test_late_rescue.py", "checkpoint/test_resume_model.py",
     "checkpoint/test_strict_groups.py", "checkpoint/writer/test_checkpoint_writer.py",
     "checkpoint/writer/test_checkpoint_writer_faults.py", "cli/test_bad_input.py",
-    "compat/test_names_on_ranks.py", "examples/test_examples.py", "operations/test_old_runs.py", "operations/test_sweep.py", "storage/test_odd_files.py",
+    "compat/test_names_on_ranks.py", "examples/test_examples.py",
+    "operations/test_old_runs.py", "operations/test_sweep.py", "storage/test_odd_files.py",
     "storage/test_soft_lock.py", "system/test_foreign_text.py", "system/test_health_isolation.py",
     "worker/rerun/test_rerun_agreement.py", "worker/rerun/test_rerun_ranks.py",
-    "worker/stragglers/test_straggler_detector.py", "worker/standalone/test_failure_checks.py", "worker/standalone/test_watchdog.py",
+    "worker/stragglers/test_straggler_detector.py", "worker/standalone/test_failure_checks.py",
+    "worker/standalone/test_watchdog.py",
     "worker/test_save_pace_ranks.py", "worker/test_signals.py",
 })  # fmt: skip
 """Below tests/unit: what starts many processes, or waits for time to pass. Two thirds of the time of all unit tests."""
