@@ -204,8 +204,12 @@ def _take(source: _Source, writer: _Writer, digest: Any, progress: Progress) -> 
         finally:
             if source.path is not None:
                 raw.close()
-        digest.update(f"{source.name}\0{hashing.size}\0".encode(errors="surrogateescape") + hashing.sha.digest())
+        digest.update(_part_of_digest(source.name, hashing.size, hashing.sha.digest()))
         return {"name": source.name, "bytes": hashing.size, "sha256": hashing.sha.hexdigest()}
+
+
+def _part_of_digest(name: str, size: int, content: bytes) -> bytes:
+    return f"{name}\0{size}\0".encode(errors="surrogateescape") + content
 
 
 def _values(source: _Source, hashing: _Hashing) -> Iterator[tuple[int, bytes | Mapping[str, Any]]]:
@@ -386,7 +390,7 @@ def _refuse_changed(config: InferenceConfig, before: Batch) -> None:
                     size += len(part)
         except OSError as error:
             raise UsageError(f"inference.input: cannot read {source.path}: {error.strerror or error}") from error
-        digest.update(f"{source.name}\0{size}\0".encode(errors="surrogateescape") + sha.digest())
+        digest.update(_part_of_digest(source.name, size, sha.digest()))
     if digest.hexdigest() != before.digest:
         raise UsageError(
             f"inference.input: {config.input} is not what this run was started with",

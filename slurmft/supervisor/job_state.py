@@ -7,7 +7,15 @@ import math
 import time
 from collections.abc import Callable
 
-from slurmft.policy.timing.grace import JobTimes, SlurmClock, Terms, seconds_in_kill_wait
+from slurmft.config.preemption import PreemptionConfig
+from slurmft.policy.timing.grace import (
+    JobTimes,
+    SlurmClock,
+    Terms,
+    cause_of_signal,
+    seconds_for_stop,
+    seconds_in_kill_wait,
+)
 from slurmft.policy.verdicts.verdict import Cause
 from slurmft.storage.events import EventName
 from slurmft.storage.journal import Journal
@@ -49,6 +57,19 @@ class SlurmsWord:
                 self.kill_at_s = time.monotonic() + seconds_in_kill_wait(self.terms.kill_wait_s)
                 self.on_ending()
         return self.outside is not None
+
+    async def cause_and_time(self, section: PreemptionConfig, at_s: float) -> tuple[Cause, float]:
+        """Why a signal that came at ``at_s`` (monotonic) asks for a stop, and the seconds it has from then on."""
+        times, ending = await asyncio.gather(self.times(), self.is_ending())
+        lead_s = float(section.signal_lead_s)
+        if self._cluster.name == "local":
+            return Cause.PREEMPTED, section.stop_timeout_s
+        if ending and self.outside is not None:
+            return self.outside[0], max(1.0, self.kill_at_s - at_s)
+        now = self.terms.clock.at(at_s)
+        cause = cause_of_signal(times, now=now, lead_s=lead_s)
+        left_s = seconds_for_stop(times, cause=cause, now=now, lead_s=lead_s, timeout_s=section.stop_timeout_s)
+        return cause, left_s
 
     async def look_again(self) -> None:
         """Ask once more: Slurm signals a job a moment before its state shows the end."""

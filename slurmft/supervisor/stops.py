@@ -11,7 +11,7 @@ import time
 from slurmft.config.config import RunConfig
 from slurmft.ipc.calls import LookNow, PassOnTerm, Withdraw
 from slurmft.ipc.pages.heartbeat import StopAction
-from slurmft.policy.timing.grace import REQUEUE_COST_S, cause_of_signal, seconds_for_stop
+from slurmft.policy.timing.grace import REQUEUE_COST_S
 from slurmft.policy.timing.stop import ByThemselves, NothingToSave
 from slurmft.policy.verdicts.verdict import Cause
 from slurmft.storage.events import EventName
@@ -136,19 +136,9 @@ class Stops:
     async def _stop_for_signal(self, name: str, where: str, at_s: float) -> None:
         # the save must not wait for Slurm's answers: they only say why, and how long there is
         stopping = asyncio.create_task(self._agreed_stop())
-        times, ending = await asyncio.gather(self._slurm.times(), self._slurm.is_ending())
-        section = self._section
-        lead_s = float(section.signal_lead_s)
-        if self._cluster.name == "local":
-            cause, left_s = Cause.PREEMPTED, section.stop_timeout_s
-        elif ending and self._slurm.outside is not None:
-            cause, left_s = self._slurm.outside[0], max(1.0, self._slurm.kill_at_s - at_s)
-        else:
-            now = self._slurm.terms.clock.at(at_s)
-            cause = cause_of_signal(times, now=now, lead_s=lead_s)
-            left_s = seconds_for_stop(times, cause=cause, now=now, lead_s=lead_s, timeout_s=section.stop_timeout_s)
-            if not ending:
-                self.background.start(self._slurm.look_again())
+        cause, left_s = await self._slurm.cause_and_time(self._section, at_s)
+        if self._slurm.outside is None and self._cluster.name != "local":
+            self.background.start(self._slurm.look_again())
         if self.planned is Cause.STOPPED_BY_USER:  # asked for in the meantime
             cause = Cause.STOPPED_BY_USER
         if cause in (Cause.PREEMPTED, Cause.TIME_LIMIT):

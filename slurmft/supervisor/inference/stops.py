@@ -9,7 +9,7 @@ from slurmft.config.config import RunConfig
 from slurmft.inference.coordinator import Coordinator
 from slurmft.ipc.calls import Drain
 from slurmft.ipc.channel import UNANSWERED
-from slurmft.policy.timing.grace import REQUEUE_COST_S, cause_of_signal, seconds_for_stop
+from slurmft.policy.timing.grace import REQUEUE_COST_S
 from slurmft.policy.verdicts.verdict import Cause
 from slurmft.storage.events import EventName
 from slurmft.supervisor.fleet.agents import AgentPool
@@ -79,17 +79,7 @@ class InferenceStops:
     async def _stop_for_signal(self, at_s: float) -> None:
         if self.coordinator is not None:
             self.coordinator.stop()  # at once; Slurm's answers only say why, and how long there is
-        times, ending = await asyncio.gather(self._slurm.times(), self._slurm.is_ending())
-        section = self._section
-        lead_s = float(section.signal_lead_s)
-        if self._cluster.name == "local":
-            cause, left_s = Cause.PREEMPTED, section.stop_timeout_s
-        elif ending and self._slurm.outside is not None:
-            cause, left_s = self._slurm.outside[0], max(1.0, self._slurm.kill_at_s - at_s)
-        else:
-            now = self._slurm.terms.clock.at(at_s)
-            cause = cause_of_signal(times, now=now, lead_s=lead_s)
-            left_s = seconds_for_stop(times, cause=cause, now=now, lead_s=lead_s, timeout_s=section.stop_timeout_s)
+        cause, left_s = await self._slurm.cause_and_time(self._section, at_s)
         if self.planned is not Cause.STOPPED_BY_USER:
             self.planned = cause
         if cause in (Cause.PREEMPTED, Cause.TIME_LIMIT):
