@@ -81,7 +81,7 @@ def engine_of(config: InferenceConfig, replica: int, device: str) -> Engine:
 
 
 class HttpEngine:
-    """A server that speaks HTTP: started here (``command``), or somebody else's (``url``)."""
+    """A server that speaks HTTP: started here (``command``), or one that is there already (``url``)."""
 
     at_once = 1
 

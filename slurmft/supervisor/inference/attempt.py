@@ -118,7 +118,7 @@ class InferenceAttempt:
 
     async def _open(self) -> None:
         folder = folder_of(self._run.path)
-        # slurmft infer has read them; a batch script that somebody wrote by hand has not
+        # slurmft infer has read them; a batch script written by hand has not
         batch = await self._in_folder(lambda: load(folder) or prepare(self._section, folder))
         self._ledger = await self._in_folder(lambda: open_ledger(batch, self._start.generation))
         self._coordinator = Coordinator(

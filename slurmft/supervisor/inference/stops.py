@@ -80,6 +80,8 @@ class InferenceStops:
         if self.coordinator is not None:
             self.coordinator.stop()  # at once; Slurm's answers only say why, and how long there is
         cause, left_s = await self._slurm.cause_and_time(self._section, at_s)
+        if self._slurm.outside is None and self._cluster.name != "local":
+            self._background.start(self._slurm.look_again())
         if self.planned is not Cause.STOPPED_BY_USER:
             self.planned = cause
         if cause in (Cause.PREEMPTED, Cause.TIME_LIMIT):
@@ -98,7 +100,12 @@ class InferenceStops:
                 link = self._pool.links.get(node)
                 if link is not None and link.channel is not None:
                     link.channel.send(Drain(within_s=within_s).as_call(UNANSWERED))
-            while not self._over.is_set() and self.joined - self.drained and time.monotonic() < deadline_s:
+            # Slurm's own end may become known only now, and is sooner
+            while (
+                not self._over.is_set()
+                and self.joined - self.drained
+                and (time.monotonic() < min(deadline_s, self._slurm.kill_at_s))
+            ):
                 await asyncio.sleep(LOOK_S)
             await self.coordinator.commit_now()
             self._journal.append(EventName.STOP_SAVED, step=self.coordinator.requests.done)

@@ -557,7 +557,7 @@ def test_calls_fail_at_once_when_the_agent_goes():
             assert await events_of(pool, 1) == [(0, "disconnected")]
             with pytest.raises(AgentLost, match="is not connected"):
                 await link.call(Ask())
-            await pool.tell_all(Kill())  # nobody to tell is fine
+            await pool.tell_all(Kill())  # none may be left
 
     run(work())
 
