@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart quickstart-infer test test-fast soak check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-recovery bench-fleet bench-inference bench-checkpoint clean
+.PHONY: help install quickstart quickstart-infer test test-fast soak soak-faults check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-recovery bench-fleet bench-inference bench-serving bench-checkpoint clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -64,9 +64,14 @@ test-fast: lint ## lint, and what needs neither root nor Slurm and is quick: bef
 	@$(BIN)/pytest --numprocesses 4 --dist loadfile -m "not soak and not slow and not slurm and not gpu" \
 		tests/architecture tests/docs tests/unit tests/slurm/test_local.py::test_stop_and_resume
 
-soak: install ## the long tests that `make test` leaves out (root; 90 minutes)
+soak: install ## the long tests that `make test` leaves out (root; 95 minutes)
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[soak]'
 	@$(BIN)/pytest -m soak --numprocesses 2 --dist loadfile --durations 15 tests/slurm tests/unit
 	@$(BIN)/pytest -m soak --numprocesses 2 --dist load tests/fuzz
+
+SEEDS ?= 1000-1099
+soak-faults: install ## random faults on the lab until there are 1,000 of each storm (root; hours; goes on where it ended; SEEDS=100-160)
+	@$(BIN)/python bench/random_faults --seeds $(SEEDS) $(FAULTS_OPTIONS)
 
 check: test ## everything CI runs
 
@@ -121,6 +126,9 @@ bench-fleet: install ## measure the control channel with 2,000 simulated agents 
 
 bench-inference: install ## measure batch inference, into bench/results/ (15 minutes, nothing else running)
 	@$(BIN)/python bench/inference --output bench/results/inference.md
+
+bench-serving: install ## measure an endpoint, into bench/results/ (5 minutes, nothing else running)
+	@$(BIN)/python bench/serving --output bench/results/serving.md
 
 bench-checkpoint: install ## measure what checkpoints cost beside torch's and NVRx's (root; 20 minutes, nothing else running)
 	@$(BIN)/pip install --quiet --no-deps --target build/nvrx nvidia-resiliency-ext==0.4.1 defusedxml nvidia-ml-py pynvml

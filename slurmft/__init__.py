@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from slurmft.errors import LaunchError as LaunchError
     from slurmft.errors import NewerFormat as NewerFormat
     from slurmft.errors import RunBusy as RunBusy
+    from slurmft.errors import RunFailed as RunFailed
     from slurmft.errors import SlurmError as SlurmError
     from slurmft.errors import SlurmftError as SlurmftError
     from slurmft.errors import SlurmUnavailable as SlurmUnavailable
@@ -36,7 +37,12 @@ if TYPE_CHECKING:  # for editors and type checkers
     from slurmft.inference.leases import RequestRedistributor as RequestRedistributor
     from slurmft.inference.replica_health import AutoRestartManager as AutoRestartManager
     from slurmft.inference.replica_health import WorkerHealthMonitor as WorkerHealthMonitor
+    from slurmft.inference.request_checkpoints import RequestCheckpointer as RequestCheckpointer
     from slurmft.inference.retrying import RetryManager as RetryManager
+    from slurmft.inference.serving.endpoint import HighAvailabilityCluster as HighAvailabilityCluster
+    from slurmft.operations.run_handle import RunHandle as RunHandle
+    from slurmft.operations.run_handle import submit as submit
+    from slurmft.policy.inference.degradation import GracefulDegradation as GracefulDegradation
     from slurmft.worker.data.sampler import ElasticLoader as ElasticLoader
     from slurmft.worker.data.sampler import ElasticSampler as ElasticSampler
     from slurmft.worker.session import PlannedStop as PlannedStop
@@ -56,6 +62,8 @@ if TYPE_CHECKING:  # for editors and type checkers
 __version__ = "0.1.0"
 
 _HOMES = {
+    "submit": "slurmft.operations.run_handle",
+    "RunHandle": "slurmft.operations.run_handle",
     "start_session": "slurmft.worker.session",
     "Session": "slurmft.worker.session",
     "PlannedStop": "slurmft.worker.session",
@@ -81,12 +89,16 @@ _HOMES = {
     "WorkerHealthMonitor": "slurmft.inference.replica_health",
     "AutoRestartManager": "slurmft.inference.replica_health",
     "RequestRedistributor": "slurmft.inference.leases",
+    "RequestCheckpointer": "slurmft.inference.request_checkpoints",
     "RetryManager": "slurmft.inference.retrying",
+    "HighAvailabilityCluster": "slurmft.inference.serving.endpoint",
+    "GracefulDegradation": "slurmft.policy.inference.degradation",
     "SlurmftError": "slurmft.errors",
     "UsageError": "slurmft.errors",
     "ConfigError": "slurmft.errors",
     "DataError": "slurmft.errors",
     "RunBusy": "slurmft.errors",
+    "RunFailed": "slurmft.errors",
     "DirectoryInUse": "slurmft.errors",
     "LabError": "slurmft.errors",
     "LabUnavailable": "slurmft.errors",

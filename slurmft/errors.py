@@ -16,6 +16,7 @@ SlurmftError (1)
 |   +-- Fenced (75)                this attempt is no longer the newest one of its run
 +-- CheckpointError (1)            no checkpoint can be used although some exist
 +-- LaunchError (75)               agents or workers could not be started
++-- RunFailed (1)                  a run that was waited for has ended without a result
 """
 
 from __future__ import annotations
@@ -107,3 +108,17 @@ class LaunchError(SlurmftError):
     """Agents or workers could not be started; another placement may work."""
 
     exit_code = 75
+
+
+class RunFailed(SlurmftError):
+    """A run has ended without the result that was waited for.
+
+    Attributes:
+        run_exit_code: the exit code of the run, as ``slurmft submit --wait`` has it.
+        traceback: the end of the failed worker's traceback; empty where there is none.
+    """
+
+    def __init__(self, what: str, *, run_exit_code: int, traceback: str = "", hint: str = "") -> None:
+        super().__init__(what + (f"\n{traceback}" if traceback else ""), hint=hint)
+        self.run_exit_code = run_exit_code
+        self.traceback = traceback

@@ -368,10 +368,9 @@ class Agent:
             self._replicas.on_exit(worker)
             return
         self._forensics.keep_last_words(worker, self._run.attempts / self._attempt)
-        own = self._generation
-        self._report(
-            WorkerExited(code=worker.exit_code or 0, killed=worker.killed, generation=own, facts=_facts(worker))
-        )
+        own, facts, code = self._generation, _facts(worker), worker.exit_code or 0
+        killed, starved = worker.killed, worker.starved
+        self._report(WorkerExited(code=code, killed=killed, starved=starved, generation=own, facts=facts))
 
     def _report_hang(self, report: HangReport) -> None:
         self._report(replace(report, generation=self._generation))

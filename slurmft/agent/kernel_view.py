@@ -6,6 +6,7 @@ Unreadable values (another user's process, a kernel that hides them) are empty; 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -83,6 +84,27 @@ def view(pid: int) -> View | None:
         syscall=_text(f"/proc/{pid}/syscall").strip(),
         stack=_text(f"/proc/{pid}/stack").strip(),
     )
+
+
+def memory_kills(root: str = "") -> int:
+    """How many processes of this process's control group the kernel has ended for memory; 0 where it does not say.
+
+    Args:
+        root: in the place of ``/``, for tests.
+    """
+    for line in _text(f"{root}/proc/self/cgroup").splitlines():
+        _, controllers, path = (*line.split(":", 2), "none", "")[:3]
+        if controllers == "":
+            top, name = f"{root}/sys/fs/cgroup", "memory.events"
+        elif "memory" in controllers.split(","):
+            top, name = f"{root}/sys/fs/cgroup/memory", "memory.oom_control"
+        else:
+            continue
+        # inside of a container the path is one of the host's, and the group's own files lie at the top
+        text = _text(f"{top}{path}/{name}") or _text(f"{top}/{name}")
+        if found := re.search(r"^oom_kill (\d{1,18})$", text, re.MULTILINE):
+            return int(found[1])
+    return 0
 
 
 def _threads(pid: int) -> tuple[Thread, ...]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmft.agent.flight_recorder import PIPE_VARIABLE, pipe_prefix
+from slurmft.agent.kernel_view import memory_kills
 from slurmft.agent.zygote import PACKET_BYTES
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, STACKS_SUFFIX, Page, Slot, State
 from slurmft.ipc.pages.timing_page import TIMING_PAGE_VARIABLE, TimingPage
@@ -58,6 +59,9 @@ class Worker:
 
     killed: bool = False
     """We killed it."""
+
+    starved: bool = False
+    """The kernel killed it, and has ended processes for memory since the workers were started."""
 
     stacks_kept: int = 0
     """Bytes of its stacks that are in the attempt's folder."""
@@ -130,6 +134,7 @@ class Workers:
         self._socket: socket.socket | None = None
         self._zygote_began_with: tuple[Mapping[str, str], Sequence[str]] = {}, ()
         self._signal_at_start: int | None = None
+        self._memory_kills = 0
         self.ready = asyncio.Event()
 
     def start_zygote(self, environment: Mapping[str, str], preload: Sequence[str]) -> None:
@@ -158,6 +163,7 @@ class Workers:
     ) -> None:  # fmt: skip
         """Fork one worker for each rank; the zygote takes the requests as soon as it is ready."""
         self._forget()
+        self._memory_kills = memory_kills()
         for rank, environment, verdict in zip(ranks, environments, verdicts, strict=True):
             self._fork(rank, environment, command=command, folder=folder, logs=logs, verdict=verdict,
                        generation=generation, timed=timed)  # fmt: skip
@@ -338,6 +344,7 @@ class Workers:
         for worker in self.by_rank.values():
             if worker.pid == pid and worker.alive:
                 worker.exit_code = code
+                worker.starved = code == -signal.SIGKILL and memory_kills() > self._memory_kills
                 if worker.page[Slot.STATE] not in (State.STOPPED, State.FINISHED):
                     worker.page[Slot.STATE] = State.FAILED
                 self._on_exit(worker)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ import click
 from slurmft.errors import StorageError, UsageError
 from slurmft.storage.checkpoint_names import MAX_STEP
 from slurmft.storage.run_folder import RunFolder, find_run, list_runs
-from slurmft.system.processes import user_name
 
 if TYPE_CHECKING:
     from slurmft.config.config import RunConfig
@@ -55,23 +54,6 @@ class _Run(click.ParamType[RunFolder]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> RunFolder:
         return value if isinstance(value, RunFolder) else _named(str(value))
-
-
-def oldest_first(paths: Iterable[Path]) -> list[Path]:
-    """The paths by the time of their last change; those that are gone come first."""
-
-    def changed(path: Path) -> float:
-        try:
-            return path.lstat().st_ctime
-        except OSError:
-            return 0.0
-
-    return sorted(paths, key=changed)
-
-
-def who() -> str:
-    """The user at the prompt, as user@host."""
-    return f"{user_name()}@{os.uname().nodename}"
 
 
 def refuse_foreign(run: RunFolder) -> RunFolder:

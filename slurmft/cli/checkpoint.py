@@ -20,7 +20,7 @@ from slurmft.checkpoint.folders import remove_folder
 from slurmft.checkpoint.retention import NEVER_REMOVED, by_merit
 from slurmft.checkpoint.staging.holding import reading
 from slurmft.checkpoint.verify import Problem, verify
-from slurmft.cli.arguments import STEP, refuse_foreign, runs_root, who
+from slurmft.cli.arguments import STEP, refuse_foreign, runs_root
 from slurmft.cli.output import console, say, say_error, say_json
 from slurmft.errors import CheckpointError, StorageError, UsageError
 from slurmft.operations.run_configuration import configuration_of, refuse_shared, run_around
@@ -28,6 +28,7 @@ from slurmft.storage.checkpoint_names import MANIFEST, Identity, newest_first
 from slurmft.storage.events import EventName
 from slurmft.storage.run_folder import RunFolder, find_run
 from slurmft.system.foreign_text import one_line
+from slurmft.system.processes import who
 
 FORMAT = 1
 """The journal's event."""

@@ -16,7 +16,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from slurmft.cli.arguments import own_configuration, who
+from slurmft.cli.arguments import own_configuration
 from slurmft.cli.output import console, say, say_error, say_json
 from slurmft.config.exclusions import ExclusionsConfig
 from slurmft.errors import StorageError, UsageError
@@ -35,6 +35,7 @@ from slurmft.scheduler import nodes as slurm_nodes
 from slurmft.storage.exclusions import ExclusionList, Exclusions
 from slurmft.supervisor.recovery.avoided_nodes import list_path
 from slurmft.system.foreign_text import one_line
+from slurmft.system.processes import who
 
 FORMAT = 1
 DEFAULT_DAYS = 30

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from slurmft.cli import submit as submitting
 from slurmft.cli.output import say
+from slurmft.cli.submit import submit_run
 from slurmft.errors import UsageError
 from slurmft.operations.run_configuration import load_given
-from slurmft.storage.run_folder import RunFolder
+from slurmft.operations.submit import read_requests
 
 TOLD_EVERY = 100_000
 
@@ -24,9 +24,8 @@ TOLD_EVERY = 100_000
               help="Where to run; auto: Slurm where its commands are, else this machine.")  # fmt: skip
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
               help="Override one key, such as inference.concurrency=8.")  # fmt: skip
-@click.pass_context
 def infer(
-    context: click.Context, *, config: Path, sbatch_options: tuple[str, ...], dry_run: bool, wait: bool, cluster: str,
+    *, config: Path, sbatch_options: tuple[str, ...], dry_run: bool, wait: bool, cluster: str,
     overrides: tuple[str, ...],
 ) -> int:  # fmt: skip
     """Answer a batch of requests, or continue one that has stopped. Options behind -- go to sbatch.
@@ -36,26 +35,12 @@ def infer(
     settings = load_given(config, overrides)
     if settings.inference is None:
         raise UsageError(f"{config} has no section inference", hint="slurmft submit trains")
-    if not dry_run:
-        from slurmft.inference.answers import refuse_foreign_output
-        from slurmft.inference.requests import folder_of, load, prepare
-
-        run = RunFolder(settings.run_folder)
-        run.create()
-        folder = folder_of(run.path)
-        output = settings.inference.output or run.path / "output"
-        if (before := load(folder)) is None:
-            refuse_foreign_output(output, None)
-        batch = prepare(settings.inference, folder, _tell)
-        refuse_foreign_output(output, batch.digest)
-        if before is None:
-            bad = sum(last - first for first, last in batch.bad)
-            say(f"{batch.total} requests" + (f", {bad} lines are none and will be in errors.jsonl" if bad else ""))
-    code: int = context.invoke(
-        submitting.submit, config=config, sbatch_options=sbatch_options, dry_run=dry_run, strict=False, wait=wait,
-        cluster=cluster, overrides=overrides, data=None,
-    )  # fmt: skip
-    return code
+    if settings.inference.serving is not None:
+        raise UsageError(f"{config} is of an endpoint and names no requests", hint="slurmft serve submits it")
+    if not dry_run and (found := read_requests(settings, _tell)) is not None:
+        bad = f", {found.bad} lines are none and will be in errors.jsonl" if found.bad else ""
+        say(f"{found.total} requests{bad}")
+    return submit_run(settings, sbatch_options, dry_run=dry_run, strict=False, wait=wait, cluster=cluster)
 
 
 def _tell(count: int) -> None:

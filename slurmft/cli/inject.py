@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from slurmft.cli.arguments import RANK, Amount, own_run_argument, who
+from slurmft.cli.arguments import RANK, Amount, own_run_argument
 from slurmft.cli.output import say
 from slurmft.errors import LaunchError, UsageError
 from slurmft.operations import control
@@ -18,6 +18,7 @@ from slurmft.storage.events import EventName
 from slurmft.storage.order_file import give_order, is_pending, withdraw_order
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.opening import open_regular
+from slurmft.system.processes import who
 
 TAKEN_WITHIN_S = 10.0
 LOOK_S = 0.1

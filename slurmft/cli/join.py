@@ -7,7 +7,7 @@ import shlex
 
 import click
 
-from slurmft.cli.arguments import own_run_argument, who
+from slurmft.cli.arguments import own_run_argument
 from slurmft.cli.output import say
 from slurmft.errors import UsageError
 from slurmft.operations.run_configuration import configuration_of
@@ -15,6 +15,7 @@ from slurmft.scheduler import lending, submission
 from slurmft.storage.events import EventName
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor.recovery import avoided_nodes
+from slurmft.system.processes import who
 
 
 @click.command()

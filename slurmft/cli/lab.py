@@ -77,6 +77,17 @@ def lab(context: click.Context, folder: Path | None) -> None:
     help="Another release of Slurm than this machine's: 22.05, 24.11 or 26.05, out of the Debian that has it.",
 )
 @click.option(
+    "--name", "names", multiple=True, help="A node's name, once for each node, in the place of n1, n2, ... and --nodes."
+)
+@click.option("--conf", "lines", multiple=True, metavar="LINE", help="One more line of slurm.conf.")
+@click.option(
+    "--conf-file",
+    "files",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    multiple=True,
+    help="A file to be copied beside slurm.conf, such as job_submit.lua.",
+)
+@click.option(
     "--expose", type=click.Path(path_type=Path), multiple=True, help="More paths the lab's user must be able to read."
 )
 @click.pass_obj
@@ -90,19 +101,25 @@ def up(
     slurmd_timeout: int,
     grace: int,
     release: str,
+    names: tuple[str, ...],
+    lines: tuple[str, ...],
+    files: tuple[Path, ...],
     expose: tuple[Path, ...],
 ) -> None:
     """Build the cluster and wait until it is ready; quick when it already stands with the same settings."""
     started = time.monotonic()
     settings = LabSettings(
         folder=folder,
-        nodes=nodes,
+        nodes=len(names) or nodes,
         cpus=cpus,
         accounting=accounting,
         kill_wait_s=kill_wait,
         slurmd_timeout_s=slurmd_timeout,
         grace_s=grace,
         release=release_of(release),
+        names=names,
+        lines=lines,
+        files=tuple(path.absolute() for path in files),
         expose=tuple(path.absolute() for path in expose),
     )
     built = Lab.up(settings)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import click
 
-from slurmft.cli.arguments import LINES, RANK, oldest_first, run_argument
+from slurmft.cli.arguments import LINES, RANK, run_argument
 from slurmft.cli.output import say, say_error, say_raw
-from slurmft.errors import StorageError, UsageError
+from slurmft.operations.status import logs_of
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.foreign_text import Terminal
 from slurmft.system.opening import open_regular, read_part
@@ -30,20 +30,7 @@ MAX_SHOWN_BYTES = 64 << 20
 @click.option("-f", "--follow", is_flag=True, help="Go on printing as it grows.")
 def logs(*, run: RunFolder, rank: int, attempt: str | None, all_attempts: bool, lines: int, follow: bool) -> int:
     """Print a worker's output, and the supervisor's when there is none."""
-    folders = oldest_first(folder for folder in run.attempts.glob("*") if folder.is_dir())
-    if attempt is not None:
-        known = ", ".join(folder.name for folder in folders[-5:]) or "none yet"
-        folders = [folder for folder in folders if folder.name == attempt]
-        if not folders:
-            raise UsageError(f"run {run.path.name} has no attempt {attempt!r}", hint=f"its newest attempts: {known}")
-    files = [path for folder in folders if (path := folder / f"rank-{rank}.log").is_file()]
-    if not files and any(any(folder.glob("rank-*.log")) for folder in folders):
-        raise UsageError(f"run {run.path.name} has no rank {rank}", hint=f"ls {run.attempts}")
-    if not files:
-        found = [*run.logs.glob("*.log"), *run.submissions.glob("*_log.out")]
-        files = oldest_first(path for path in found if path.is_file())
-    if not files:
-        raise StorageError(f"run {run.path.name} has no output of rank {rank} yet", hint=f"slurmft status {run.path}")
+    files = logs_of(run, rank=rank, attempt=attempt)
     for path in files if all_attempts else files[-1:]:
         if all_attempts:
             say(f"==> {path.parent.name}/{path.name} <==")

@@ -21,9 +21,11 @@ from slurmft.errors import SlurmftError
 VERBS = {
     "advise": ("advise", "Recommend the signal lead and the checkpoint interval of CONFIG, from what was measured"),
     "checkpoint": ("checkpoint", "The checkpoints of a run: list them, verify, export, remove"),
+    "convert": ("convert", "Convert a batch script with srun, torchrun or ft_launcher to a configuration"),
     "doctor": ("doctor", "Say what will and will not work on this cluster, and what to do about it"),
     "drill": ("drill", "Try a preemption: a small job with your own options gets the real signal, and a table shows "
               "the results"),
+    "endpoint": ("serve", "Print the address of a router of the endpoint RUN that lives"),
     "exclude": ("exclude", "The exclusion list: list nodes, show why, add, remove, forget what has faded"),
     "explain": ("explain", "Show the run's history: each event, each decision and its reason, from the journal"),
     "ft-launch": ("ft_launch", "Submit a run by the command line of ft_launcher or torchrun"),
@@ -40,6 +42,7 @@ VERBS = {
     "run": ("run", "Run the supervisor of one job (called by the batch script)"),
     "save": ("stop", "Save a checkpoint now and go on training"),
     "schema": ("schema", "Print the JSON schema of a configuration, for editors"),
+    "serve": ("serve", "Serve a model: submit an endpoint, or continue one that has stopped"),
     "status": ("status", "Show what runs are doing: RUN, or all below SLURMFT_RUNS (default: runs)"),
     "stop": ("stop", "Save, then end the run; it is not requeued"),
     "submit": ("submit", "Submit a run, or continue one that has stopped"),

@@ -6,10 +6,8 @@ import time
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from slurmft.cli.arguments import oldest_first
 from slurmft.cli.output import console, say
-from slurmft.operations.status import Overview, overviews
-from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY, GOES_ON
+from slurmft.operations.status import Overview, exit_code_of, has_ended, oldest_first, overviews
 from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
 from slurmft.storage.progress import progress_of
@@ -22,12 +20,6 @@ FAST_S, SLURM_S = 0.3, 3.0
 
 PLAIN_LINE_S = 10.0
 """Without a terminal there is no bar; a line now and then shows progress."""
-
-GIVE_UP_S = 30.0
-"""A run without a decision and without a job for this long counts as failed."""
-
-NEXT_START_S = 10.0
-"""How long a run that was decided to go on may have no process."""
 
 _TOLD = frozenset(
     {
@@ -125,19 +117,7 @@ class Watcher:
         if view.state == "waiting" and view.detail != self._waiting_for:
             self._waiting_for = view.detail
             self._console.print(f"{time.strftime('%H:%M:%S')} {one_line(view.detail)}", highlight=False, markup=False)
-        if view.state == "finished" or (view.state == "stopped" and _is_over(events)):
-            return view
-        late = time.time() - self._began > GIVE_UP_S
-        return view if view.state in ("stopped", "new", "damaged") and late else None
-
-
-def _is_over(events: list[Event]) -> bool:
-    """Whether nothing follows the newest decision; a run that goes on has no process for a moment."""
-    decisions = [event for event in events if event.event == EventName.DECISION]
-    if not decisions:
-        return False
-    goes_on = decisions[-1].details.get("action") in GOES_ON and events[-1].event != EventName.NOT_CONTINUED
-    return not goes_on or time.time() - events[-1].seconds() > NEXT_START_S
+        return view if has_ended(view, events, since=self._began) else None
 
 
 def _told(event: Event) -> str:
@@ -151,9 +131,6 @@ def _told(event: Event) -> str:
 
 
 def _report(run: RunFolder, view: Overview, events: list[Event]) -> int:
-    decisions = [event for event in events if event.event == EventName.DECISION]
-    told = decisions[-1].details.get("exit_code") if decisions else None
-    code = told if isinstance(told, int) else EXIT_TEMPORARY
     starts = sum(event.event == EventName.ATTEMPT_STARTED for event in events)
     stops = sum(event.event == EventName.STOP_REQUESTED for event in events)
     seconds = events[-1].seconds() - events[0].seconds() if events else 0.0
@@ -166,7 +143,7 @@ def _report(run: RunFolder, view: Overview, events: list[Event]) -> int:
     if digest := _final_digest(run):
         say(f"  weights    sha256 {digest}")
     say(f"  the story  slurmft explain {run.path}")
-    return 0 if view.state == "finished" else code
+    return exit_code_of(view, events)
 
 
 def _final_digest(run: RunFolder) -> str | None:

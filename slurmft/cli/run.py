@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import click
 
 from slurmft.operations.run_configuration import load_given, refuse_foreign_configuration
+from slurmft.supervisor.fleet.outliving import outlives_its_supervisor
 from slurmft.supervisor.guardian import guarded
 
 
@@ -24,12 +26,16 @@ from slurmft.supervisor.guardian import guarded
 def run(*, config: Path, after_loss: int | None) -> int:
     """Run the supervisor of one job (called by the batch script)."""
     refuse_foreign_configuration(config)
-    guarded([sys.executable, "-P", "-u", "-m", "slurmft", "run", str(config), "--after-loss"])
+    settings = functools.cache(lambda: load_given(config))
+    guarded(
+        [sys.executable, "-P", "-u", "-m", "slurmft", "run", str(config), "--after-loss"],
+        spares=lambda pid: outlives_its_supervisor(settings(), pid),
+    )
     from slurmft.supervisor.run import recover, supervise
 
     if after_loss is not None:
-        return recover(load_given(config), os.environ, after_loss)
-    return supervise(load_given(config), os.environ)
+        return recover(settings(), os.environ, after_loss)
+    return supervise(settings(), os.environ)
 
 
 @click.command(hidden=True)

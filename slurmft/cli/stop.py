@@ -6,11 +6,12 @@ import time
 
 import click
 
-from slurmft.cli.arguments import Amount, own_run_argument, who
+from slurmft.cli.arguments import Amount, own_run_argument
 from slurmft.cli.output import say
 from slurmft.errors import LaunchError, UsageError
 from slurmft.operations import control
 from slurmft.storage.run_folder import RunFolder
+from slurmft.system.processes import who
 
 MAX_TIMEOUT_S = 366 * 86_400
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from slurmft.cli.arguments import Amount, runs_root, who
+from slurmft.cli.arguments import Amount, runs_root
 from slurmft.cli.exclude import opened_list
 from slurmft.cli.output import say, say_error, say_json
 from slurmft.errors import SlurmftError, UsageError
@@ -22,6 +22,7 @@ from slurmft.operations.sweep_metrics import heartbeat_url, send_heartbeat, writ
 from slurmft.policy.nodes.node_health import Condition
 from slurmft.policy.nodes.sweep import Visits
 from slurmft.system.bounded import bounded
+from slurmft.system.processes import who
 
 FORMAT = 1
 _EXIT_CODES = """\b

@@ -1,4 +1,4 @@
-"""YAML to frozen, validated settings. The only home of yaml.
+"""YAML to frozen, validated settings.
 
 Every section is one model; every field has its meaning beside it. A typo costs one second on the login node, not two
 hours in the queue: unknown keys are refused with the nearest known one, and all problems are reported at once.
@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -25,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+from slurmft.config import yaml_text
 from slurmft.config.checkpoint import CheckpointConfig
 from slurmft.config.container import ContainerConfig
 from slurmft.config.elastic import ElasticConfig
@@ -61,46 +61,6 @@ log = logging.getLogger(__name__)
 
 Own = TypeVar("Own", bound=BaseModel)
 """A section that has a file of its own."""
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: 1:30:00 is a time and not 5400, ``no`` and 010 are what they look like (YAML 1.2).
-
-    A key that is given twice is refused: the first value would be lost without a warning.
-    """
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self._seen: set[int] = set()
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        # once: afterwards it also holds what << has merged into it, and that may be overridden
-        if id(node) not in self._seen:
-            self._seen.add(id(node))
-            self._refuse_duplicates(node)
-        super().flatten_mapping(node)
-        if len(node.value) > plain.MAX_VALUES:
-            raise yaml.constructor.ConstructorError(None, None, "<< merges too many keys", node.start_mark)
-
-    @staticmethod
-    def _refuse_duplicates(node: yaml.MappingNode) -> None:
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-                continue
-            if key.value in lines:
-                what = f"the key {key.value!r} is there twice (first in line {lines[key.value]})"
-                raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
-            lines[key.value] = key.start_mark.line + 1
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":int", ":float", ":bool", ":timestamp"))]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), [*"tTfF"])
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9][0-9]*)$"), [*"-+0123456789"])
-# fractions stay text until the field that takes them is known: 1.50 may be the name of a partition
 
 
 class RunConfig(_Section):
@@ -250,7 +210,7 @@ class RunConfig(_Section):
 
     def as_yaml(self) -> str:
         """The settings as a file that ``load`` reads back to an equal value."""
-        return yaml.safe_dump(self.model_dump(mode="json", exclude_none=True), sort_keys=False)
+        return yaml_text.written(self.model_dump(mode="json", exclude_none=True))
 
 
 KnownHere = Callable[[frozenset[str]], Collection[str]]
@@ -296,7 +256,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, or holds something else.
     """
-    raw = _yaml(_text_of(path), of=str(path))
+    raw = yaml_text.parsed(_text_of(path), of=str(path))
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold keys and values", hint="see configs/reference.yaml")
     return raw
@@ -308,7 +268,7 @@ def load_section(path: Path, model: type[Own]) -> Own:
     Raises:
         ConfigError: names every wrong key at once, with the nearest known one.
     """
-    raw = _yaml(_text_of(path), of=str(path)) or {}
+    raw = yaml_text.parsed(_text_of(path), of=str(path)) or {}
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold keys and values")
     given = {key: value for key, value in raw.items() if value is not None}
@@ -368,23 +328,11 @@ def _text_of(path: Path) -> str:
         raise ConfigError(f"cannot read {path}: {reason}", hint="give the path of a YAML file") from error
 
 
-def _yaml(text: str, *, of: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{of} is not YAML: {error}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{of} is nested too deeply") from error
-    # errors of yaml's constructors: numbers of 5000 digits, !!int of nothing, !!bool of something else
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(f"{of} is not YAML: one of its values is not what its tag says ({error})") from error
-
-
 def _apply(raw: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set {override!r} is not of the form key.sub=value")
-    value = _yaml(text, of=f"--set {override!r}: the value")
+    value = yaml_text.parsed(text, of=f"--set {override!r}: the value")
     *parents, last = key.split(".")
     target = raw
     for parent in parents:

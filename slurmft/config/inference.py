@@ -1,4 +1,4 @@
-"""The section ``inference`` of the configuration: a batch of requests instead of a trainer."""
+"""The section ``inference`` of the configuration: a batch of requests, or an endpoint, instead of a trainer."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from slurmft.config.serving import ServingConfig
 from slurmft.config.types import Count, Folder, Positive, Seconds, Section, Text, Words
 from slurmft.policy import plain_values as plain
 
 MAX_CONCURRENCY = 4096
 PORT_WORD = "{port}"
+SOCKET_WORD = "{socket}"
+
+ONLY_BATCH = ("output", "on_bad_input", "tail_after_s", "commit_interval_s")
+"""Keys without a meaning for an endpoint."""
 
 
 class EngineConfig(Section):
     """What answers the requests. Exactly one of ``command``, ``callable`` and ``url``."""
 
     command: Words | None = None
-    """A server that each replica starts for itself; ``{port}`` becomes a free port of the node, ``{replica}`` the
-    replica's number on it. vLLM, SGLang, TGI and llama.cpp are known by name."""
+    """A server that each replica starts for itself; ``{port}`` becomes a free port of the node, ``{socket}`` the path
+    of a Unix socket that no other user can reach, ``{replica}`` the replica's number on the node. vLLM, SGLang, TGI
+    and llama.cpp are known by name."""
 
     callable: Text | None = None
     """``package.module:name`` of a function that takes a list of requests and returns a list of answers in the same
@@ -43,6 +49,12 @@ class EngineConfig(Section):
     metrics_path: Text | None = None
     """Where the engine shows its counters."""
 
+    continue_from_prefix: Literal["auto", "always", "never"] = "auto"
+    """Whether an answer that a stop or a dead engine has cut off goes on where it was, with the text so far behind the
+    prompt. ``auto``: texts (``/v1/completions``) of vLLM and SGLang, and callables that are generators; ``always``:
+    texts of any engine, and chats by ``continue_final_message``; ``never``: computed anew. Where it applies, engines
+    are asked for streams."""
+
     token_file: Folder | None = None
     """A file of mode 0600 with the token that the engine asks for; sent as ``Authorization: Bearer``."""
 
@@ -51,8 +63,8 @@ class EngineConfig(Section):
         given = [name for name in ("command", "callable", "url") if getattr(self, name)]
         if len(given) != 1:
             raise ValueError(f"give one of command, callable and url; given: {', '.join(given) or 'none'}")
-        if self.command is not None and not any(PORT_WORD in word for word in self.command):
-            raise ValueError(f"command must hold {PORT_WORD}: each replica listens on a port of its own")
+        if self.command is not None and not any(PORT_WORD in word or SOCKET_WORD in word for word in self.command):
+            raise ValueError(f"command must hold {PORT_WORD} or {SOCKET_WORD}: each replica listens on one of its own")
         return self
 
     @field_validator("callable")
@@ -78,15 +90,25 @@ class EngineConfig(Section):
 
 
 class InferenceConfig(Section):
-    """Requests from files, answered by replicas of an engine, every one exactly once."""
+    """Replicas of an engine, which answer requests from files, or those of clients (``serving``)."""
 
-    input: Folder
+    input: Folder | None = None
     """A file of requests (``.jsonl``, also ``.gz`` and ``.zst``; ``.parquet``), a folder of such files, or ``-`` for
-    standard input. Each line is a request in OpenAI's batch form, or any object, which is then the body."""
+    standard input. Each line is a request in OpenAI's batch form, or any object, which is then the body. Exactly one of
+    ``input`` and ``serving``."""
+
+    serving: ServingConfig | None = None
+    """An endpoint for clients instead of a batch; ``slurmft serve`` submits it."""
 
     output: Folder | None = None
-    """Folder for ``answers.jsonl`` and ``errors.jsonl``, in the order of the input; ``output`` in the run folder when
-    empty."""
+    """Folder for ``answers`` and ``errors``, in the order of the input; ``output`` in the run folder when empty."""
+
+    output_format: Literal["jsonl", "parquet"] = "jsonl"
+    """``jsonl``: OpenAI's batch form. ``parquet``: the same as columns of texts, ``response`` and ``error`` in JSON."""
+
+    part_requests: Count = Field(default=10_000, ge=0)
+    """While the batch runs, each so many requests of the input that are all answered are put into files in ``parts`` of
+    the output, to be looked at; they are deleted when the whole output is there. 0: none."""
 
     engine: EngineConfig
     replicas_per_node: Annotated[Positive, AfterValidator(plain.at_most(1024))] = 1
@@ -126,8 +148,23 @@ class InferenceConfig(Section):
     tail_after_s: Annotated[Seconds, Field(gt=0)] = 60.0
     """At the end of the batch: seconds after which a request in flight is also given to an idle replica."""
 
+    partial_expires_after_s: Annotated[Seconds, Field(gt=0)] = 3600.0
+    """Seconds after which the beginning of an unfinished answer is not continued any more."""
+
     commit_interval_s: Annotated[Seconds, Field(gt=0)] = 0.25
     """Seconds between two commits of a replica's answers."""
+
+    @model_validator(mode="after")
+    def _is_batch_or_endpoint(self) -> Self:
+        if (self.input is None) == (self.serving is None):
+            raise ValueError("give one of input (a batch) and serving (an endpoint)")
+        if self.serving is not None:
+            if self.engine.command is None:
+                raise ValueError("engine.command: an endpoint needs a server that each replica starts for itself")
+            given = [key for key in ONLY_BATCH if getattr(self, key) != type(self).model_fields[key].default]
+            if given:
+                raise ValueError(f"{', '.join(given)}: without a meaning for an endpoint; remove it")
+        return self
 
     @property
     def from_stdin(self) -> bool:
@@ -138,4 +175,7 @@ class InferenceConfig(Section):
         """The same section with every path passed through ``absolute``; standard input stays what it is."""
         engine = self.engine.model_copy(update={"token_file": absolute(self.engine.token_file)})
         given = self.input if self.from_stdin else absolute(self.input)
-        return self.model_copy(update={"engine": engine, "input": given, "output": absolute(self.output)})
+        serving = self.serving and self.serving.with_paths(absolute)
+        return self.model_copy(
+            update={"engine": engine, "input": given, "output": absolute(self.output), "serving": serving}
+        )

@@ -7,6 +7,7 @@ says under the old one does not count.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -20,8 +21,8 @@ from slurmft.errors import StorageError, StorageUnavailable
 from slurmft.inference.leases import RequestRedistributor
 from slurmft.inference.ledger import SEGMENT_NAME, Ledger, segments_of
 from slurmft.inference.requests import Batch, Requests
-from slurmft.inference.segments import SegmentWriter
-from slurmft.ipc.calls import Lease
+from slurmft.inference.segments import SegmentWriter, segment_name
+from slurmft.ipc.calls import Call, Lease
 from slurmft.ipc.reports import (
     InferenceReport,
     ReplicaDied,
@@ -35,12 +36,21 @@ from slurmft.storage.events import EventName
 COORDINATOR = 999_999
 """The node number in the names of the coordinator's own segments: answers that no engine gave."""
 
+EPOCHS = 1_000_000
+"""Of each generation: agents and engines may outlive the supervisor that has given them the last one."""
+
 STORAGE_PAUSE_S = 1.0
 TAIL_LOOK_S = 0.25
+MAX_EARLIER = 2
+"""Files of earlier replicas in which text of a request is looked for, beside that of the last one."""
+
+MAX_NAMES = 256
+"""Such files for one lease."""
+
 MAX_RUNS = 2000
 """Runs in one message; the rest follows in further ones."""
 
-Send = Callable[[Lease], None]
+Send = Callable[[Call[Any]], None]
 Submit = Callable[[Callable[[], Any]], "Future[Any]"]
 
 log = logging.getLogger(__name__)
@@ -53,8 +63,20 @@ class _Agent:
     epoch: int
     send: Send
     wanted: int = 0
+    is_leaving: bool = False
     replicas: dict[int, str] = field(default_factory=dict)
     """The phase of each replica that has said something."""
+
+    lives: dict[int, int] = field(default_factory=dict)
+    """How often each of them was started."""
+
+    def owns(self, segment: str) -> bool:
+        """Whether a segment is written under the agent's present epoch, which it alone has, in all generations.
+
+        Not by the number of its node: one that another job lends has that of its own job.
+        """
+        match = SEGMENT_NAME.fullmatch(segment)
+        return match is not None and int(match["epoch"]) == self.epoch
 
 
 class Coordinator:
@@ -72,14 +94,18 @@ class Coordinator:
         self._submit, self._note = submit, note
         self.requests = RequestRedistributor(ledger.done, tail_after_s=config.tail_after_s)
         self.agents: dict[int, _Agent] = {}
-        self._epochs = itertools.count(1)
+        self._epochs = itertools.count(ledger.generation * EPOCHS + 1)
         self._parts: list[tuple[str, int, Sequence[tuple[int, int]]]] = []
-        self._have_parts = asyncio.Event()
+        self._have_parts, self._committing = asyncio.Event(), asyncio.Lock()
         self.committed = asyncio.Event()
         """Set after each commit; cleared by the one that waits for it."""
 
+        self.partials: dict[int, tuple[str, ...]] = {}
+        """Files with text that open requests have already; a hint, of which nothing depends."""
+
         self._own: SegmentWriter | None = None
-        self._stopping = False
+        self._writing: set[asyncio.Task[None]] = set()
+        self._stopping = self._is_held = False
         self.answered_here = 0
         """Requests answered in this attempt."""
 
@@ -97,15 +123,16 @@ class Coordinator:
         """An agent is gone: its requests are open again, and what it wrote so far is looked at. Returns how many."""
         if (agent := self.agents.pop(node, None)) is None:
             return 0
+        for run in self.requests.held(node):
+            self._keep_partials(agent, agent.lives, range(*run))
         count = self.requests.lose(node)
         self._submit(lambda: self._salvage(agent))
         self._serve_others()
         return count
 
     def _salvage(self, agent: _Agent) -> None:
-        prefix, suffix = f"g{self.ledger.generation:06d}-n{agent.node}-", f"-{agent.epoch}.jsonl"
         try:
-            found = self.ledger.salvage(lambda name: name.startswith(prefix) and name.endswith(suffix))
+            found = self.ledger.salvage(agent.owns)
         except StorageError as error:
             log.warning("what the agent on %s has left behind cannot be read: %s", agent.host, error)
             return
@@ -131,10 +158,12 @@ class Coordinator:
             case RequestsAnswered():
                 self._take(agent, report)
             case RequestsReturned():
-                self.requests.give_back(self._known(report.runs))
+                for run in self._known(report.runs):
+                    self._keep_partials(agent, agent.lives, range(*run))
+                self.requests.give_back(node, self._known(report.runs))
                 self._serve_others()
             case ReplicaPhase():
-                agent.replicas[report.replica] = report.phase
+                agent.replicas[report.replica], agent.lives[report.replica] = report.phase, report.life
             case ReplicaDied():
                 agent.replicas[report.replica] = "waiting"
                 self._on_death(agent, report)
@@ -143,6 +172,11 @@ class Coordinator:
     def stop(self) -> None:
         """Lease nothing more."""
         self._stopping = True
+
+    def let_go(self, node: int) -> None:
+        """Lease nothing more to this agent."""
+        if node in self.agents:
+            self.agents[node].is_leaving = True
 
     @property
     def all_down(self) -> bool:
@@ -159,9 +193,7 @@ class Coordinator:
 
     def _take(self, agent: _Agent, report: RequestsAnswered) -> None:
         segment = report.segment
-        prefix, suffix = f"g{self.ledger.generation:06d}-n{agent.node}-", f"-{agent.epoch}.jsonl"
-        is_own = SEGMENT_NAME.fullmatch(segment) and segment.startswith(prefix) and segment.endswith(suffix)
-        if not is_own or len(self._known(report.runs)) < len(report.runs):
+        if not agent.owns(segment) or len(self._known(report.runs)) < len(report.runs):
             log.error("the agent on %s reports answers in %s, which is not its own; they do not count", agent.host,
                       segment[:80])  # fmt: skip
             return
@@ -170,6 +202,7 @@ class Coordinator:
 
     def _on_death(self, agent: _Agent, report: ReplicaDied) -> None:
         in_flight = [index for index in report.in_flight if index < self.batch.total]
+        self._keep_partials(agent, [report.replica], in_flight)
         given_up = self.requests.died(in_flight, report.name, report.how)
         for index, why in given_up:
             self._answer_with_error(index, "poison_request", why)
@@ -179,7 +212,7 @@ class Coordinator:
         def write() -> tuple[str, int]:
             if self._own is None:
                 generation = self.ledger.generation
-                name = f"g{generation:06d}-n{COORDINATOR}-r0-1-0.jsonl"
+                name = segment_name(generation=generation, node=COORDINATOR, replica=0, life=1, epoch=0)
                 self._own = SegmentWriter(segments_of(self.batch.folder) / name, {"generation": generation})
             end = self._own.append([{"index": index, "error": {"code": code, "message": why}}])
             self._own.sync()
@@ -199,7 +232,9 @@ class Coordinator:
         with Requests(self.batch.folder) as requests:
             custom_id = requests.get(index)["id"]
         self._note(EventName.REQUEST_GIVEN_UP, request=index, custom_id=custom_id[:200], reason=why)
-        self._task = asyncio.ensure_future(work())
+        task = asyncio.ensure_future(work())
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
 
     # Leases
 
@@ -213,7 +248,7 @@ class Coordinator:
 
     def _serve_at_once(self, count: int) -> None:
         """Lease what a dead replica has left to agents that work, in equal parts, asked for or not."""
-        able = [agent for agent in self.agents.values() if "ready" in agent.replicas.values()]
+        able = [each for each in self.agents.values() if "ready" in each.replicas.values() and not each.is_leaving]
         share = -(-count // len(able)) if able else 0
         for agent in able:
             missing = min(share, count) - agent.wanted
@@ -225,7 +260,7 @@ class Coordinator:
         self._serve_others()
 
     def _serve(self, agent: _Agent) -> None:
-        if self._stopping or agent.wanted <= 0:
+        if self._stopping or agent.is_leaving or agent.wanted <= 0:
             return
         now_s = time.monotonic()
         alone: list[int] = []
@@ -236,8 +271,29 @@ class Coordinator:
             return
         agent.wanted = max(0, agent.wanted - len(alone) - sum(last - first for first, last in runs))
         for some in _in_parts(runs):
-            agent.send(Lease(epoch=agent.epoch, runs=tuple(some), alone=tuple(alone)))
+            partials = self._partials_of(some)
+            agent.send(Lease(epoch=agent.epoch, runs=tuple(some), alone=tuple(alone), partials=partials))
             alone = []
+
+    def _keep_partials(self, agent: _Agent, replicas: Iterable[int], indexes: Iterable[int]) -> None:
+        """These replicas of an agent may have generated text for these requests: the next ones know where to look."""
+        if self._config.engine.continue_from_prefix == "never":
+            return
+        here = {"generation": self.ledger.generation, "node": agent.node, "epoch": agent.epoch}
+        names = tuple(
+            segment_name(**here, replica=each, life=agent.lives[each])
+            for each in replicas if each in agent.lives
+        )  # fmt: skip
+        for index in indexes:
+            earlier = tuple(name for name in self.partials.get(index, ())[-MAX_EARLIER:] if name not in names)
+            self.partials[index] = (*earlier, *names)
+
+    def _partials_of(self, runs: Iterable[tuple[int, int]]) -> tuple[str, ...] | None:
+        if not self.partials:
+            return None
+        indexes = (index for run in runs for index in range(*run))
+        names = dict.fromkeys(name for index in indexes for name in self.partials.get(index, ()))
+        return tuple(names)[:MAX_NAMES] or None
 
     # Commits
 
@@ -247,22 +303,42 @@ class Coordinator:
             await self._have_parts.wait()
             await self.commit_now()
 
-    async def commit_now(self) -> None:
-        """Commit everything that was reported."""
+    async def commit_now(self, within_s: float | None = None) -> None:
+        """Commit everything that was reported, or give up after this time: the next start finds it on the disk."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s), self._committing:
+                await self._commit()
+
+    async def _commit(self) -> None:
         self._have_parts.clear()
         parts, self._parts = self._parts, []
-        while parts:
-            try:
-                new = await asyncio.wrap_future(self._submit(lambda: self.ledger.commit(parts)))
-                break
-            except StorageUnavailable as error:
-                log.warning("answers cannot be committed, trying again: %s", error)
-                await asyncio.sleep(STORAGE_PAUSE_S)
-        else:
+        if not parts:
             return
+        try:
+            new = await self._commit_parts(parts)
+        except asyncio.CancelledError:  # the time is up; another commit does what this one has not
+            self._parts[:0] = parts
+            self._have_parts.set()
+            raise
+        self._is_held = False
         self.answered_here += new
         self.requests.answered(run for _, _, runs in parts for run in runs)
+        for index in (index for _, _, runs in parts * bool(self.partials) for run in runs for index in range(*run)):
+            self.partials.pop(index, None)
         self.committed.set()
+
+    async def _commit_parts(self, parts: Sequence[tuple[str, int, Sequence[tuple[int, int]]]]) -> int:
+        while True:
+            try:
+                found: int = await asyncio.wrap_future(self._submit(lambda: self.ledger.commit(parts)))
+            except StorageUnavailable as error:
+                log.warning("answers cannot be committed, trying again: %s", error)
+                if not self._is_held:
+                    self._note(EventName.ANSWERS_HELD_UP, reason=str(error))
+                self._is_held = True
+                await asyncio.sleep(STORAGE_PAUSE_S)
+            else:
+                return found
 
     async def watch_tail(self) -> None:
         """Look again and again whether something has become free for agents that wait."""

@@ -14,32 +14,36 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol
 
 from slurmft.config.config import load
 from slurmft.config.inference import InferenceConfig
-from slurmft.errors import SlurmftError, StorageError
-from slurmft.inference.engines import Answer, Engine, OutOfMemory, default_device, engine_of
+from slurmft.errors import StorageError
+from slurmft.inference.engines import Closed, Engine, engine_of
 from slurmft.inference.ledger import segments_of
+from slurmft.inference.replica import ReplicaSettings
+from slurmft.inference.request_checkpoints import CheckpointFile, RequestCheckpointer, fingerprint, records_in
 from slurmft.inference.requests import Requests, folder_of
-from slurmft.inference.retrying import Again, RetryManager
-from slurmft.inference.segments import SegmentWriter
+from slurmft.inference.retrying import Again, Answer, OutOfMemory, RetryManager
+from slurmft.inference.segments import SegmentWriter, segment_name
 from slurmft.policy.inference.slots import Slots
-from slurmft.system.log_format import log_to_stderr
-from slurmft.system.processes import die_with_parent
+from slurmft.system.agents_child import run_below_agent
 
 SETTINGS_VARIABLE = "SLURMFT_REPLICA"
 MAX_LINE_BYTES = 4 << 20
 COMMIT_AFTER = 512
 """Answers after which a commit does not wait for its interval."""
 
+TOGETHER_S = 0.003
+"""What begins and ends within this time is told together: each message costs as much as half a request."""
+
+LAST_WRITE_S = 1.0
 STORAGE_PAUSE_S = 1.0
 TOKENS_LOOKS = 8
 """How often the engine's counter is read within the time that counts as a hang."""
@@ -48,33 +52,6 @@ EXIT_SICK = 70
 """EX_SOFTWARE of sysexits.h: the engine lives, and fails every request."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaSettings:
-    """What the agent tells a driver."""
-
-    socket: str
-    config: str
-    """The run's configuration."""
-
-    generation: int
-    node: int
-    replica: int
-    life: int
-    """How often this replica was started by this agent; part of its segments' names."""
-
-    device: str
-    """For a callable; empty: whatever there is."""
-
-    def as_text(self) -> str:
-        """For the environment."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> Self:
-        """As ``as_text`` wrote it."""
-        return cls(**json.loads(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +70,23 @@ class Driver:
         self._settings, self._config = settings, config
         self._folder = folder_of(run_folder)
         self._requests = Requests(self._folder)
-        self._engine: Engine = engine_of(config, settings.replica, settings.device or default_device())
+        self._partials = RequestCheckpointer(expire_after_s=config.partial_expires_after_s)
+        owner = {name: getattr(settings, name) for name in ("generation", "node", "replica", "life")}
+        self._fingerprint = fingerprint(config.engine)
+        self._partials_file = CheckpointFile(self._folder, owner, self._fingerprint, self._partials)
+        self._engine: Engine = engine_of(config, settings.replica, settings.device, self._partials)
         self._slots = Slots.full(config.concurrency)
         self._retries = RetryManager(config.max_retries, config.base_delay_s, config.max_delay_s)
         self._waiting: deque[_Taken] = deque()
         self._running: set[asyncio.Task[None]] = set()
         self._asked = 0
         """Requests that the engine has."""
+
+        self._begun: list[int] = []
+        """Those of them that the agent does not know of yet."""
+
+        self._completed: dict[int, list[int]] = {}
+        """Answers that are written, by their epochs, of which it does not know either."""
 
         self._more = asyncio.Event()
         self._segment: SegmentWriter | None = None
@@ -113,6 +100,10 @@ class Driver:
         self._proof: dict[str, Any] | None = None
         """A request that the engine has answered in this life."""
 
+        self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Set when all that was in flight at a stop is answered."""
+
+        self._finishing: asyncio.Task[None] | None = None
         self._sick: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._writer: asyncio.StreamWriter | None = None
 
@@ -134,16 +125,25 @@ class Driver:
 
     async def _work(self, hearing: asyncio.Task[None]) -> int:
         ended = asyncio.create_task(self._engine.ended())
-        regular = (self._dispatch_lists, self._commit_regularly, self._watch_tokens)
+        regular = (
+            self._dispatch_lists, self._commit_regularly, self._watch_tokens, self._partials_file.save_regularly,
+        )  # fmt: skip
         tasks = [asyncio.create_task(work()) for work in regular]
-        waits: list[asyncio.Future[Any]] = [hearing, ended, self._sick, *tasks]
+        waits: list[asyncio.Future[Any]] = [hearing, ended, self._sick, self._finished, *tasks]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        self._send()
+        for task in self._running:
+            task.cancel()  # each notes what it has so far
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=LAST_WRITE_S)
+        with contextlib.suppress(TimeoutError):  # a disk that hangs must not hold up the end of an engine
+            await asyncio.wait_for(self._partials_file.save(), LAST_WRITE_S)
         for task in tasks:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 raise error
         if ended.done():
             sys.stderr.write(f"slurmft: the engine has ended with {ended.result()}\n")
-            return _exit_code(ended.result())
+            return exit_code_of(ended.result())
         if self._sick.done():
             sys.stderr.write(f"slurmft: the engine fails every request: {self._sick.result()}\n")
             return EXIT_SICK
@@ -151,20 +151,39 @@ class Driver:
         return 0
 
     async def _hear(self, reader: asyncio.StreamReader) -> None:
-        """Return when there is nothing more to do: the agent is gone, or all that was in flight is finished."""
+        """Return when the agent is gone, or gives back what is in flight."""
         while line := await reader.readline():
             message = json.loads(line)
             if message["kind"] == "do" and not self._draining:
-                self._run(self._take(message["indexes"], message["epoch"]))
+                self._run(self._take(message["indexes"], message["epoch"], message.get("partials", ())))
+            elif message["kind"] == "revoke":  # what the engine has is finished; the rest goes elsewhere
+                self._send(kind="dropped", count=len(self._waiting))
+                self._waiting.clear()
+            elif message["kind"] == "give back":  # the time of a stop is up: others go on from what there is
+                return
             elif message["kind"] == "drain":
                 self._draining = True
-                while self._waiting or self._running:
-                    await asyncio.wait(self._running or {asyncio.create_task(asyncio.sleep(0.01))})
-                return
+                self._finishing = asyncio.create_task(self._finish())
 
-    async def _take(self, indexes: Sequence[int], epoch: int) -> None:
+    async def _finish(self) -> None:
+        while self._waiting or self._running:
+            await asyncio.wait(self._running or {asyncio.create_task(asyncio.sleep(0.01))})
+        if not self._finished.done():
+            self._finished.set_result(None)
+
+    async def _take(self, indexes: Sequence[int], epoch: int, partials: Sequence[str]) -> None:
         """Read requests before their turn comes: an engine must not wait for the run folder."""
-        requests = await asyncio.to_thread(lambda: [self._requests.get(index) for index in indexes])
+
+        def read() -> list[dict[str, Any]]:
+            return [{**self._requests.get(index), "key": str(index)} for index in indexes]
+
+        requests = await asyncio.to_thread(read)
+        wanted = {str(index) for index in indexes}
+        for name in partials:  # one after the other: text of a request begins in each of them
+            records = records_in(self._folder, name, self._fingerprint)
+            mine = await asyncio.to_thread(list, (each for each in records if each["request"] in wanted))
+            self._partials.adopt(mine)
+        self._partials_file.epoch = max(epoch, self._partials_file.epoch)
         taken = [_Taken(*each, epoch) for each in zip(indexes, requests, strict=True)]
         if self._waiting and indexes[-1] < self._waiting[0].index:  # left by a dead replica
             self._waiting.extendleft(reversed(taken))
@@ -177,14 +196,12 @@ class Driver:
         if self._engine.at_once > 1:
             self._more.set()
             return
-        begun = []
         while self._waiting and self._asked < self._slots.now:
             taken = self._waiting.popleft()
-            begun.append(taken.index)
+            self._tell_soon()
+            self._begun.append(taken.index)
             self._asked += 1
             self._run(self._answer_one(taken))
-        if begun:
-            self._send(kind="begun", indexes=begun)
 
     async def _dispatch_lists(self) -> None:
         while True:
@@ -253,6 +270,9 @@ class Driver:
 
         try:
             answer = await self._retries.call(attempt)
+        except Closed:  # others may still be finished; then the engine ends, or it counts as hung
+            await asyncio.Event().wait()
+            return None
         except Again as error:
             if self._good == good_before and not await self._still_answers():
                 if not self._sick.done():
@@ -291,7 +311,8 @@ class Driver:
                 while not self._write(records, epoch):
                     await asyncio.sleep(STORAGE_PAUSE_S)
                 self._uncommitted += indexes
-            self._send(kind="completed", indexes=indexes, epoch=epoch)
+            self._tell_soon()
+            self._completed.setdefault(epoch, []).extend(indexes)
         self._good += len(answers) * is_good
         raised = self._slots.ended_well(len(answers))
         if raised.now > self._slots.now:
@@ -305,6 +326,7 @@ class Driver:
             self._segment_of(epoch).append(records)
         except (OSError, StorageError) as error:
             log.warning("%d answers cannot be written, trying again: %s", len(records), error)
+            self._send(kind="held", why=str(error))
             return False
         return True
 
@@ -312,9 +334,9 @@ class Driver:
         """Each lease epoch has a segment of its own: what belongs to a lost one never counts."""
         if self._segment is None or epoch != self._epoch:
             mine = self._settings
-            name = f"g{mine.generation:06d}-n{mine.node}-r{mine.replica}-{mine.life}-{epoch}.jsonl"
-            header = {"generation": mine.generation, "node": mine.node, "replica": mine.replica, "life": mine.life}
-            segment = SegmentWriter(segments_of(self._folder) / name, {**header, "epoch": epoch})
+            header = {"generation": mine.generation, "node": mine.node, "replica": mine.replica, "life": mine.life,
+                      "epoch": epoch}  # fmt: skip
+            segment = SegmentWriter(segments_of(self._folder) / segment_name(**header), header)
             self._segment, self._epoch, self._uncommitted = segment, epoch, []
         return self._segment
 
@@ -336,6 +358,7 @@ class Driver:
                 break
             except OSError as error:
                 log.warning("answers cannot be made durable, trying again: %s", error)
+                self._send(kind="held", why=str(error))
                 await asyncio.sleep(STORAGE_PAUSE_S)
         self._send(kind="answered", segment=segment.path.name, end=end, indexes=indexes, epoch=epoch)
 
@@ -349,39 +372,46 @@ class Driver:
                     self._send(kind="tokens", count=count)
                 last = count
 
+    def _tell_soon(self) -> None:
+        if not self._begun and not self._completed:
+            asyncio.get_running_loop().call_later(TOGETHER_S, self._send)
+
     def _send(self, **message: Any) -> None:
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+        """Tell the agent, and before it which requests have begun and ended: each write wakes it up."""
+        messages: list[Mapping[str, Any]] = [{"kind": "begun", "indexes": self._begun}] if self._begun else []
+        messages += [{"kind": "completed", "indexes": each, "epoch": epoch} for epoch, each in self._completed.items()]
+        messages += [message] if message else []
+        self._begun, self._completed = [], {}
+        if messages and self._writer is not None and not self._writer.is_closing():
+            self._writer.write(b"".join(json.dumps(each, separators=(",", ":")).encode() + b"\n" for each in messages))
 
 
-def _exit_code(code: int) -> int:
+def exit_code_of(code: int) -> int:
     """As a shell has it: 128 and the signal; an engine that ends without being asked to never ends well."""
     return 128 - code if code < 0 else code or 1
 
 
-async def _main(settings: ReplicaSettings) -> int:
-    config = load(Path(settings.config))
-    assert config.inference is not None
-    driver = Driver(settings, config.inference, config.run_folder)
-    began_s = time.monotonic()
-    code = await driver.run()
-    log.info("the replica ends with %d after %.1f s", code, time.monotonic() - began_s)
-    return code
+class OneReplica(Protocol):
+    """A driver."""
+
+    async def run(self) -> int:
+        """Drive until the agent says so or the engine ends; returns the exit code."""
 
 
-def main() -> int:
-    """Run the driver that the environment describes."""
-    log_to_stderr("slurmft: %(message)s")
-    die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):  # the agent says when to stop; the engine must not inherit "ignored"
-        signal.signal(number, lambda _number, _frame: None)
-    settings = ReplicaSettings.from_text(os.environ.pop(SETTINGS_VARIABLE))
-    try:
-        return asyncio.run(_main(settings))
-    except SlurmftError as error:
-        sys.stderr.write(f"slurmft: {error}\n")
-        return error.exit_code
+def drive(kind: Callable[[ReplicaSettings, InferenceConfig, Path], OneReplica]) -> int:
+    """Run a driver of this kind as the environment describes it; returns the exit code."""
+
+    async def run() -> int:
+        settings = ReplicaSettings.from_text(os.environ.pop(SETTINGS_VARIABLE))
+        config = load(Path(settings.config))
+        assert config.inference is not None
+        driver, began_s = kind(settings, config.inference, config.run_folder), time.monotonic()
+        code = await driver.run()
+        log.info("the replica ends with %d after %.1f s", code, time.monotonic() - began_s)
+        return code
+
+    return run_below_agent(run)
 
 
 if __name__ == "__main__":
-    os._exit(main())  # threads of an engine that does not answer must not hold the end up
+    os._exit(drive(Driver))  # threads of an engine that does not answer must not hold the end up

@@ -6,22 +6,34 @@ import asyncio
 import contextlib
 import importlib
 import importlib.util
-import inspect
 import json
 import os
 import socket
-import sys
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slurmft.config.inference import PORT_WORD, InferenceConfig
+from slurmft.config.inference import PORT_WORD, SOCKET_WORD, InferenceConfig
 from slurmft.errors import LaunchError, UsageError
-from slurmft.inference.retrying import Again
-from slurmft.policy.inference.answers import Outcome, is_out_of_memory, outcome_of_status, retry_after_s
+from slurmft.inference.callables import CallableEngine
+from slurmft.inference.request_checkpoints import NOTE_S, RequestCheckpointer
+from slurmft.inference.retrying import MAX_TOLD, Again, Answer, OutOfMemory
+from slurmft.inference.streams import events_of
+from slurmft.policy.inference.answers import Outcome, outcome_of_status, retry_after_s
+from slurmft.policy.inference.continuation import (
+    JoinedAnswer,
+    Prefix,
+    continued_forms,
+    continuing,
+    error_in,
+    form_of,
+    streaming,
+)
 from slurmft.policy.inference.engines import counter_in, engine_kind
 from slurmft.system.opening import read_text
+from slurmft.system.private_folder import PrivateFolder, make_private_folder
+from slurmft.system.processes import die_with_parent, owners_of_loopback_port
 
 if TYPE_CHECKING:
     import aiohttp
@@ -31,15 +43,14 @@ READY_TRY_S = 5.0
 METRICS_S = 5.0
 MAX_ANSWER_BYTES = 64 << 20
 MAX_TOKEN_BYTES = 64 << 10
-MAX_TOLD = 2000
-"""Characters of an error that are kept."""
+STREAM_COST = 8
+"""By so much an answer is longer as a stream, at least."""
+ROOT = 0
+"""As which a container's runtime may listen for the engine in it."""
 
-Answer = dict[str, Any]
-"""``{"response": {"status_code": ..., "body": ...}}``, or ``{"error": {"code": ..., "message": ...}}``."""
 
-
-class OutOfMemory(Again):
-    """A try failed for want of memory."""
+class Closed(Again):
+    """An engine that was started here takes no connection: it is about to end, of which no request is the cause."""
 
 
 class Engine(Protocol):
@@ -58,13 +69,16 @@ class Engine(Protocol):
     async def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[Answer]:
         """The answers to a list of requests (``id``, ``body``, and ``url`` where one is named).
 
+        What a request has so far is noted under its ``key``, or its ``id`` where it has none.
+
         Raises:
             OutOfMemory: with fewer at a time it may work.
+            Closed: the engine takes no more requests.
             Again: the next try may succeed.
         """
 
     async def tokens(self) -> float | None:
-        """Tokens made so far; None where that is not known."""
+        """Tokens, or pieces of answers, made so far; None where that is not known."""
 
     async def ended(self) -> int:
         """Return, with the exit code, when the engine has ended by itself; never for one that is not ours."""
@@ -73,11 +87,13 @@ class Engine(Protocol):
         """Let go of it."""
 
 
-def engine_of(config: InferenceConfig, replica: int, device: str) -> Engine:
-    """The engine that the configuration names."""
+def engine_of(config: InferenceConfig, replica: int, device: str, partials: RequestCheckpointer) -> Engine:
+    """The engine that the configuration names; ``partials`` takes the beginnings of its answers, and has known ones."""
     if config.engine.callable is not None:
-        return CallableEngine(config.engine.callable, device, config.concurrency)
-    return HttpEngine(config, replica)
+        keeps = config.engine.continue_from_prefix != "never"
+        device = device or default_device()
+        return CallableEngine(config.engine.callable, device, config.concurrency, partials if keeps else None)
+    return HttpEngine(config, replica, partials)
 
 
 class HttpEngine:
@@ -85,16 +101,23 @@ class HttpEngine:
 
     at_once = 1
 
-    def __init__(self, config: InferenceConfig, replica: int) -> None:
+    def __init__(self, config: InferenceConfig, replica: int, partials: RequestCheckpointer | None = None) -> None:
         engine, kind = config.engine, engine_kind(config.engine.command or ())
         self._config, self._replica = config, replica
+        self._partials = RequestCheckpointer() if partials is None else partials
+        self._forms = continued_forms(engine.continue_from_prefix, counts_pieces=kind.counts_pieces)
+        self._pieces = 0
         self._ready_path = engine.ready_path or kind.ready_path
         self._request_path = engine.request_path or kind.request_path
         self._metrics_path = engine.metrics_path or kind.metrics_path
         self._metric = engine.progress_metric or kind.progress_metric
         self._base = engine.url or ""
         self._process: asyncio.subprocess.Process | None = None
+        self._port = 0
         self._session: aiohttp.ClientSession | None = None
+        self._private: PrivateFolder | None = None
+        self.place: int | str = 0
+        """Where a server that was started here listens: its port on this node, or the path of its Unix socket."""
 
     async def start(self) -> None:
         """Start the server and wait until it is ready; its limit is the agent's."""
@@ -106,19 +129,30 @@ class HttpEngine:
         headers = {}
         if self._config.engine.token_file is not None:
             headers["Authorization"] = f"Bearer {_token_in(self._config.engine.token_file)}"
+        connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+        if self._config.engine.command is not None and any(SOCKET_WORD in each for each in self._config.engine.command):
+            self._private = make_private_folder()
+            connector = aiohttp.UnixConnector(str(self._private.path / "engine.sock"), limit=0, keepalive_timeout=30)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
+            connector=connector,
             timeout=aiohttp.ClientTimeout(total=self._config.request_timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),  # engines set none, and looking for some costs time
             headers=headers,
             trust_env=False,
         )
         if self._config.engine.command is not None:
-            port = _free_port()
+            port = self._port = _free_port()
             self._base = f"http://127.0.0.1:{port}"
+            self.place = port
             words = {PORT_WORD: str(port), "{replica}": str(self._replica)}
+            if self._private is not None:
+                self.place = words[SOCKET_WORD] = str(self._private.path / "engine.sock")
             argv = [_filled(word, words) for word in self._config.engine.command]
             try:
-                self._process = await asyncio.create_subprocess_exec(*argv, stdin=asyncio.subprocess.DEVNULL)
+                # one that outlived its driver would hold the GPU of the next one
+                self._process = await asyncio.create_subprocess_exec(
+                    *argv, stdin=asyncio.subprocess.DEVNULL, preexec_fn=die_with_parent
+                )
             except OSError as error:
                 raise UsageError(f"cannot start the engine {argv[0]!r}: {error.strerror or error}") from error
         while not await self._is_ready():
@@ -131,14 +165,41 @@ class HttpEngine:
         return [await self._post(request) for request in requests]
 
     async def _post(self, request: Mapping[str, Any]) -> Answer:
+        path, body = request.get("url", self._request_path), request["body"]
+        form = form_of(path, body) if self._forms else None
+        if form not in self._forms:
+            return await self._ask(path, body)
+        key = request.get("key", request["id"])
+        known = self._partials.take(key)
+        if known is not None and (rest := continuing(body, form, known)) is not None:
+            self._note(key, known)  # this engine may die, too
+            answer = await self._ask(path, rest, key, JoinedAnswer(form, known))
+            if _is_good(answer):
+                self._partials.forget(key)
+                return answer
+        answer = await self._ask(path, streaming(body), key, JoinedAnswer(form, Prefix()))
+        self._partials.forget(key)
+        return answer if _is_good(answer) else await self._ask(path, body)  # it may take no streams
+
+    async def _ask(
+        self, path: str, body: Mapping[str, Any], key: str = "", joined: JoinedAnswer | None = None
+    ) -> Answer:
+        """One try; ``joined`` takes the answer where it comes in pieces."""
         import aiohttp
 
         assert self._session is not None
-        address = self._base + request.get("url", self._request_path)
+        address = self._base + path
         try:
-            async with self._session.post(address, json=request["body"], allow_redirects=False) as response:
-                status, content = response.status, await _content(response)
+            async with self._session.post(address, json=body, allow_redirects=False) as response:
+                if joined is not None and response.status == 200 and response.content_type == "text/event-stream":
+                    if (failure := await self._gather(response, key, joined)) is None:
+                        return {"response": {"status_code": 200, "body": joined.body()}}
+                    status, content = failure[0], failure[1].encode()
+                else:
+                    status, content = response.status, await _content(response)
                 after_s = retry_after_s(response.headers.get("Retry-After"), longest_s=self._config.max_delay_s)
+        except aiohttp.ClientConnectorError as error:
+            raise (Again if self._process is None else Closed)(f"no connection: {error}") from error
         except TimeoutError as error:
             raise Again(f"no answer within {self._config.request_timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -156,12 +217,35 @@ class HttpEngine:
         import aiohttp
 
         if not self._metric or not self._metrics_path or self._session is None:
-            return None
+            return self._pieces or None
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
             limit = aiohttp.ClientTimeout(total=METRICS_S)
             async with self._session.get(self._base + self._metrics_path, timeout=limit) as response:
                 return counter_in((await _content(response)).decode(errors="replace"), self._metric)
         return None
+
+    async def _gather(self, response: aiohttp.ClientResponse, key: str, joined: JoinedAnswer) -> tuple[int, str] | None:
+        """Take all pieces of an answer; the status and text of an error among them."""
+        noted_s = time.monotonic()
+        try:
+            async for event in events_of(response.content.iter_any(), limit_bytes=STREAM_COST * MAX_ANSWER_BYTES):
+                if (failure := error_in(event)) is not None:
+                    return failure
+                joined.add(event)
+                self._pieces += 1
+                if time.monotonic() - noted_s > NOTE_S:
+                    noted_s = time.monotonic()
+                    self._note(key, joined.continuable)
+        except ValueError as error:
+            raise Again(f"a stream that is not understood: {error}") from error
+        finally:
+            self._note(key, joined.continuable)
+        if not joined.is_complete:
+            raise Again("the stream ended before the answer did")
+        return None
+
+    def _note(self, key: str, prefix: Prefix) -> None:
+        self._partials.note(key, prefix.text, tokens=prefix.tokens, prompt_tokens=prefix.prompt_tokens)
 
     async def ended(self) -> int:
         """The server's exit."""
@@ -177,83 +261,39 @@ class HttpEngine:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
+        if self._private is not None:
+            self._private.close()
 
     async def _is_ready(self) -> bool:
         import aiohttp
 
         assert self._session is not None
+        if self._process is not None and self._private is None and not await self._is_ours():
+            return False
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
             limit = aiohttp.ClientTimeout(total=READY_TRY_S)
             async with self._session.get(self._base + self._ready_path, timeout=limit) as response:
                 return response.status == 200
         return False
 
-
-class CallableEngine:
-    """A function, or an object of a class, in this process; it runs in a thread of its own, one list at a time."""
-
-    def __init__(self, name: str, device: str, at_once: int) -> None:
-        self.at_once = at_once
-        self._name, self._device = name, device
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-        self._call: Any = None
-
-    async def start(self) -> None:
-        """Import it, and build it where it is a class."""
-        self._call = await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
-
-    async def answer(self, requests: Sequence[Mapping[str, Any]]) -> list[Answer]:
-        """One call."""
-        bodies = [request["body"] for request in requests]
+    async def _is_ours(self) -> bool:
+        """Whether something listens at the port. Between its choice and the engine's bind, which may be minutes later,
+        everybody on the node can see the number, and be there first: to read the requests and to forge the answers.
+        """
         try:
-            values = await asyncio.get_running_loop().run_in_executor(self._thread, self._call, bodies)
-        except Exception as error:
-            kind = type(error).__name__
-            text = f"{kind}: {error}"[:MAX_TOLD]
-            if isinstance(error, MemoryError) or is_out_of_memory(text):
-                raise OutOfMemory(text) from error
-            raise Again(text) from error
-        return [{"response": {"status_code": 200, "body": value}} for value in self._checked(values, len(bodies))]
+            _, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError:
+            return False
+        writer.close()
+        strangers = await asyncio.to_thread(owners_of_loopback_port, self._port) - {os.geteuid(), ROOT}
+        if strangers:
+            raise LaunchError(f"user {min(strangers)} listens at port {self._port}, which was the engine's; no request "
+                              "was sent there")  # fmt: skip
+        return True
 
-    def _checked(self, values: Any, count: int) -> list[Any]:
-        if not isinstance(values, list) or len(values) != count:
-            found = f"a list of {len(values)}" if isinstance(values, list) else f"a {type(values).__name__}"
-            raise Again(
-                f"{self._name} must return a list of {count} answers, one for each request; it returned {found}"
-            )
-        try:
-            json.dumps(values, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise Again(f"an answer of {self._name} cannot be written as JSON: {error}") from error
-        return values
 
-    async def tokens(self) -> float | None:
-        """Not known."""
-        return None
-
-    async def ended(self) -> int:
-        """It is this process."""
-        await asyncio.Event().wait()
-        return 0
-
-    async def close(self) -> None:
-        """Nothing: it ends with this process."""
-
-    def _load(self) -> Any:
-        module, _, path = self._name.partition(":")
-        if "" not in sys.path and os.getcwd() not in sys.path:  # noqa: PTH109 - as python itself would
-            sys.path.insert(0, os.getcwd())  # noqa: PTH109
-        try:
-            found: Any = importlib.import_module(module)
-            for part in path.split("."):
-                found = getattr(found, part)
-        except (ImportError, AttributeError) as error:
-            raise UsageError(f"inference.engine.callable: cannot load {self._name}: {error}") from error
-        is_class = inspect.isclass(found)
-        built: Any = found(self._device) if is_class else found
-        if not callable(built):
-            raise UsageError(f"inference.engine.callable: {self._name} cannot be called")
-        return built
+def _is_good(answer: Answer) -> bool:
+    return 200 <= int(answer["response"]["status_code"]) < 300
 
 
 def default_device() -> str:
@@ -264,6 +304,9 @@ def default_device() -> str:
 
 
 async def _content(response: aiohttp.ClientResponse) -> bytes:
+    is_packed = "Content-Encoding" in response.headers
+    if not is_packed and response.content_length is not None and response.content_length <= MAX_ANSWER_BYTES:
+        return await response.read()
     parts, room = [], MAX_ANSWER_BYTES
     async for part in response.content.iter_chunked(1 << 16):
         parts.append(part)

@@ -16,6 +16,7 @@ Run = tuple[int, int]
 """Numbers of requests: the first, and the one behind the last."""
 
 OPEN, LEASED, DONE = 0, 1, 2
+NO_AGENT = -1
 
 
 @dataclass(slots=True)
@@ -35,6 +36,9 @@ class RequestRedistributor:
 
     def __init__(self, done: NDArray[np.bool_], *, tail_after_s: float) -> None:
         self._state = np.where(done, DONE, OPEN).astype(np.uint8)
+        self._holder = np.full(len(done), NO_AGENT, dtype=np.int32)
+        """The agent whose loss opens a request that is leased; a second one at the end of the batch is none."""
+
         self._tail_after_s = tail_after_s
         self._held: dict[int, deque[_Lease]] = defaultdict(deque)
         self._suspects: deque[int] = deque()
@@ -61,7 +65,7 @@ class RequestRedistributor:
                 heapq.heappush(self._open, (first + count, last))
                 last = first + count
             for low, high in self._part(first, last, OPEN):
-                self._state[low:high] = LEASED
+                self._state[low:high], self._holder[low:high] = LEASED, agent
                 count -= high - low
                 runs.append((low, high))
         if not runs and count > 0:
@@ -75,7 +79,7 @@ class RequestRedistributor:
         while self._suspects:
             index = self._suspects.popleft()
             if self._state[index] == OPEN:
-                self._state[index] = LEASED
+                self._state[index], self._holder[index] = LEASED, agent
                 self._held[agent].append(_Lease(now_s, [(index, index + 1)], doubled=True))
                 return index
         return None
@@ -99,11 +103,11 @@ class RequestRedistributor:
             self._state[index] = OPEN
             heapq.heappush(self._open, (index, index + 1))
 
-    def give_back(self, runs: Iterable[Sequence[int]]) -> int:
-        """Open again, where they are leased: their agent will not answer them. Returns how many."""
+    def give_back(self, agent: int, runs: Iterable[Sequence[int]]) -> int:
+        """Open again, where it is this agent that has them: it will not answer them. Returns how many."""
         count = 0
         for first, last in runs:
-            for low, high in self._part(first, last, LEASED):
+            for low, high in self._part_of(agent, first, last):
                 self._state[low:high] = OPEN
                 count += high - low
                 suspects = [index for index in self._deaths if low <= index < high and self._is_suspect(index)]
@@ -125,7 +129,7 @@ class RequestRedistributor:
             deaths = self._deaths.setdefault(index, [])
             deaths.append(Death(replica, alone=len(indexes) == 1, how=how))
             if is_poison(deaths):
-                self._state[index] = LEASED
+                self._state[index], self._holder[index] = LEASED, NO_AGENT
                 given_up.append((index, evidence_of(deaths)))
                 continue
             self._state[index] = OPEN
@@ -135,12 +139,25 @@ class RequestRedistributor:
                 heapq.heappush(self._open, (index, index + 1))
         return given_up
 
+    def held(self, agent: int) -> list[Run]:
+        """What an agent has, and has not answered."""
+        return [
+            part
+            for lease in self._held.get(agent, ())
+            for first, last in lease.runs
+            for part in self._part(first, last, LEASED)
+        ]
+
     def lose(self, agent: int) -> int:
         """An agent is lost: all that it holds and has not answered is open again. Returns how many those are."""
-        return sum(self.give_back(lease.runs) for lease in self._held.pop(agent, ()))
+        return sum(self.give_back(agent, lease.runs) for lease in self._held.pop(agent, ()))
 
     def _part(self, first: int, last: int, state: int) -> list[Run]:
         return [(first + low, first + high) for low, high in _runs(np.flatnonzero(self._state[first:last] == state))]
+
+    def _part_of(self, agent: int, first: int, last: int) -> list[Run]:
+        is_held = (self._state[first:last] == LEASED) & (self._holder[first:last] == agent)
+        return [(first + low, first + high) for low, high in _runs(np.flatnonzero(is_held))]
 
     def _is_suspect(self, index: int) -> bool:
         deaths = self._deaths[index]
@@ -148,7 +165,7 @@ class RequestRedistributor:
 
     def _forget_ended(self, agent: int) -> None:
         leases = self._held[agent]
-        while leases and not any(self._part(first, last, LEASED) for first, last in leases[0].runs):
+        while leases and not any(self._part_of(agent, first, last) for first, last in leases[0].runs):
             leases.popleft()
 
     def _tail(self, agent: int, count: int, now_s: float) -> list[Run]:
@@ -161,7 +178,7 @@ class RequestRedistributor:
                     break
                 if lease.doubled:
                     continue
-                left = [part for first, last in lease.runs for part in self._part(first, last, LEASED)]
+                left = [part for first, last in lease.runs for part in self._part_of(other, first, last)]
                 lease.doubled = True
                 runs += left
                 count -= sum(last - first for first, last in left)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,9 @@ from slurmft.system.files import fsync_folder
 from slurmft.system.opening import naming, open_regular, opened
 
 FORMAT = 1
-SEGMENT_NAME = re.compile(r"g\d{6,}-n\d+-r\d+-\d+-\d+\.jsonl")
+SEGMENT_NAME = re.compile(r"g\d{6,}-n\d+-r\d+-\d+-(?P<epoch>\d+)\.jsonl")
+"""Generation at the start of its replica, node, replica, life of the replica, and the epoch under which it counts."""
+
 _LEDGER_NAME = re.compile(r"ledger-(\d{6,})\.jsonl")
 
 Flags = NDArray[np.bool_]
@@ -53,6 +56,9 @@ class Ledger:
         self._ends = ends
         self.count = int(done.sum())
         """Requests that are answered."""
+
+        self.fresh: deque[Entry] | None = None
+        """Gets what is committed from now on, before it counts; for the one that follows it."""
 
         self._path = _path(batch.folder, generation)
         self._descriptor = open_regular(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, follow=False)
@@ -85,6 +91,8 @@ class Ledger:
         new = 0
         for entry, flat in entries:
             self._ends[entry.segment] = max(entry.end, self.end_of(entry.segment))
+            if self.fresh is not None:
+                self.fresh.append(entry)
             indexes = _spread(flat)
             new += int((~self.done[indexes]).sum())
             self.done[indexes] = True

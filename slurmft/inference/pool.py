@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +16,10 @@ from slurmft.config.inference import InferenceConfig
 from slurmft.errors import StorageError
 from slurmft.inference.driver import MAX_LINE_BYTES
 from slurmft.inference.ledger import segments_of
-from slurmft.inference.replica import EXIT_CODE, Phase, Replica, how_it_ended
+from slurmft.inference.replica import EXIT_CODE, Phase, Replica, how_it_ended, slow_requests
 from slurmft.inference.replica_health import AutoRestartManager, WorkerHealthMonitor
 from slurmft.inference.requests import folder_of, load
-from slurmft.inference.segments import answers_in, runs_of
+from slurmft.inference.segments import left_in, runs_of, segment_name
 from slurmft.ipc.reports import (
     Drained,
     ReplicaDied,
@@ -33,7 +31,7 @@ from slurmft.ipc.reports import (
     Sent,
 )
 from slurmft.policy.verdicts.verdict import EXIT_USAGE
-from slurmft.system.opening import opened
+from slurmft.system.background import Background
 from slurmft.system.sleeping import overslept_s
 
 LOOK_S = 0.1
@@ -43,7 +41,16 @@ PREFETCH = 2
 AHEAD = 0.5
 """Requests for each slot of a replica that wait in its driver, so that no engine waits for this process."""
 
+LUMP = 8
+"""What waits in a driver is filled up by no less than this part of its slots, in one message."""
+
 DRAIN_MARGIN_S = 2.0
+SIGNALLED_S = 10.0
+"""After a signal to the node, an engine's end is put down to it: with whichever code engines end then."""
+
+GIVE_BACK_S = 1.0
+"""What drivers have for saving the text of what is still in flight, before they are killed."""
+
 MAX_TOLD = 2000
 
 Report = Callable[[Sent], None]
@@ -73,14 +80,17 @@ class ReplicaPool:
         self._monitor = WorkerHealthMonitor(
             hang_timeout_s=config.hang_timeout_s, startup_timeout_s=config.startup_timeout_s
         )
-        self._manager = AutoRestartManager(config.max_restarts)
+        self._manager = self._new_manager()
         self._queue: deque[int] = deque()
         self._suspects: deque[int] = deque()
+        self._partials: dict[int, tuple[str, ...]] = {}
+        """Files with text that requests of this node have already."""
+
         self._wanted = 0
         self._epoch = self.generation = 0
         self._total = 0
         self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._background = Background()
         self._draining = False
         self._signalled_s = -1e9
         self._drained_told = False
@@ -90,27 +100,39 @@ class ReplicaPool:
         self._epoch, self.generation = epoch, generation
         self._queue.clear()
         self._suspects.clear()
+        self._partials.clear()
         for replica in self.replicas:
             replica.void, replica.alone = replica.void + len(replica.in_flight), False
+            self._tell(replica, kind="revoke")
             replica.in_flight, replica.begun = {}, set()
         self._wanted, self._draining, self._drained_told = 0, False, False
         if (batch := await asyncio.to_thread(load, self._batch_folder)) is not None:
             self._total = batch.total
         if self._server is None:
             self._server = await asyncio.start_unix_server(self._serve, self.socket, limit=MAX_LINE_BYTES)
-            self._begin_task(self._watch())
-        self._manager = AutoRestartManager(self._config.max_restarts)
+            self._background.start(self._watch())
+        self._manager = self._new_manager()
         for replica in self.replicas:
             if replica.phase in (Phase.WAITING, Phase.DOWN):
                 self._start_replica(replica)
+            else:  # it lives on: the supervisor may be a new one
+                self._tell_state(replica)
         self._ask_for_more()
 
-    def lease(self, runs: Sequence[Sequence[int]], alone: Sequence[int], epoch: int) -> None:
-        """Requests to answer; those ``alone`` one at a time on a replica that does nothing else."""
+    def lease(
+        self, runs: Sequence[Sequence[int]], alone: Sequence[int], epoch: int, partials: Sequence[str] = ()
+    ) -> None:
+        """Requests to answer; those ``alone`` one at a time on a replica that does nothing else.
+
+        Args:
+            partials: files with text that some of the ``runs`` have already.
+        """
         if epoch != self._epoch:
             return
         late: list[int] = []
         for first, last in runs:
+            if partials:
+                self._partials.update(dict.fromkeys(range(first, last), tuple(partials)))
             if self._queue and last <= self._queue[-1]:  # left by a dead replica: it was its turn long ago
                 late.extend(range(first, last))
             else:
@@ -122,6 +144,10 @@ class ReplicaPool:
         if self._draining:
             self._give_back()
         self._feed()
+
+    def _new_manager(self) -> AutoRestartManager:
+        window_s = None if self._config.serving is None else self._config.serving.restart_window_s
+        return AutoRestartManager(self._config.max_restarts, window_s=window_s)
 
     def _put_first(self, indexes: list[int]) -> None:
         """They get the next slots that become free, before what waits in the drivers."""
@@ -138,7 +164,7 @@ class ReplicaPool:
         replica = self.replicas[number]
         self._monitor.gone(number)
         replica.writer = None
-        self._begin_task(self._bury(replica, code))
+        self._background.start(self._bury(replica, code))
 
     def note_signal(self) -> None:
         """This node got a signal that asks for a stop; engines may have got it too."""
@@ -155,6 +181,11 @@ class ReplicaPool:
                 self._kill_for(replica, "the run stops")
         deadline_s = time.monotonic() + max(0.0, within_s - DRAIN_MARGIN_S)
         while any(each.phase in (Phase.STARTING, Phase.READY) for each in self.replicas):
+            if time.monotonic() > deadline_s - GIVE_BACK_S:
+                for replica in self.replicas:
+                    if replica.phase is Phase.READY and not replica.is_giving_back:
+                        replica.is_giving_back = True
+                        self._tell(replica, kind="give back")
             if time.monotonic() > deadline_s:
                 for replica in self.replicas:
                     if replica.phase in (Phase.STARTING, Phase.READY):
@@ -166,18 +197,14 @@ class ReplicaPool:
 
     async def close(self) -> None:
         """Stop watching; the drivers are killed by the agent."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.cancel_all()
         if self._server is not None:
             self._server.close()
 
     # One replica's life
 
     def _start_replica(self, replica: Replica) -> None:
-        replica.life += 1
-        replica.phase, replica.slots, replica.answered, replica.alone = Phase.STARTING, 0, 0, False
-        replica.in_flight, replica.begun, replica.void, replica.ends, replica.why = {}, set(), 0, {}, ""
+        replica.begin(self.generation)
         self._monitor.started(replica.number, time.monotonic())
         try:
             self._start(replica.number, str(self.socket), replica.life)
@@ -199,9 +226,8 @@ class ReplicaPool:
         how = replica.why or how_it_ended(code)
         if how.startswith(EXIT_CODE) and (words := await asyncio.to_thread(self._last_words, replica.number)):
             how += f"; its last words: {words}"
-        by_signal = code in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
         replica.phase, replica.in_flight, replica.alone = Phase.WAITING, {}, False
-        if asked or (by_signal and time.monotonic() - self._signalled_s < 10.0):
+        if asked or time.monotonic() - self._signalled_s < SIGNALLED_S:
             self._return(lost)
             replica.phase = Phase.WAITING if not asked else Phase.DOWN
             if not asked:
@@ -233,21 +259,15 @@ class ReplicaPool:
             if replica.phase is Phase.WAITING and not self._draining:
                 self._start_replica(replica)
 
-        self._begin_task(start())
+        self._background.start(start())
 
     async def _salvage(self, replica: Replica) -> list[int]:
         """Report the whole answers that it has written and did not live to report."""
-        name = f"g{self.generation:06d}-n{self._node}-r{replica.number}-{replica.life}-{self._epoch}.jsonl"
+        name = segment_name(generation=replica.generation, node=self._node, replica=replica.number, life=replica.life,
+                            epoch=self._epoch)  # fmt: skip
         path, start = segments_of(self._batch_folder) / name, replica.ends.get(name, 0)
 
-        def read() -> tuple[list[int], int]:
-            if not path.exists():
-                return [], start
-            with opened(path) as descriptor:
-                os.fsync(descriptor)
-            return answers_in(path, start, self._total)
-
-        epoch, (indexes, end) = self._epoch, await asyncio.to_thread(read)
+        epoch, (indexes, end) = self._epoch, await asyncio.to_thread(left_in, path, start, self._total)
         if indexes and epoch == self._epoch:
             self._report_answers(name, end, indexes)
         return indexes
@@ -266,13 +286,15 @@ class ReplicaPool:
         for replica in ready:
             is_proven = replica.answered > 0 or not self._queue
             if self._suspects and not replica.in_flight and not replica.alone and is_proven:
+                self._partials.pop(self._suspects[0], None)  # what it has so far may be what kills
                 self._hand_over(replica, [self._suspects.popleft()], now_s)
                 replica.alone = True
         ready.sort(key=lambda each: -each.room())
         emptied = [each.number for each in ready if each.answered > 0][: len(self._suspects)]  # each for a suspect
         fed = [each for each in ready if each.number not in emptied]
         for replica, share in [(each, share) for share in (0.0, AHEAD) for each in fed]:
-            if count := min(replica.room(int(share * replica.slots)), len(self._queue)):
+            count = min(replica.room(int(share * replica.slots)), len(self._queue))
+            if count > 0 and (not share or count >= replica.slots // LUMP or count == len(self._queue)):
                 self._hand_over(replica, [self._queue.popleft() for _ in range(count)], now_s)
         if not self._queue:
             self._double_the_tail(ready, now_s)
@@ -281,28 +303,24 @@ class ReplicaPool:
     def _double_the_tail(self, ready: Sequence[Replica], now_s: float) -> None:
         """What a slow replica has had for long is also given to one with nothing to do; the first answer counts."""
         idle = [each for each in ready if not each.in_flight and not each.alone]
-        if not idle:
-            return
-        held: dict[int, int] = {}
-        for replica in ready:
-            for index in replica.in_flight:
-                held[index] = held.get(index, 0) + 1
-        for replica in ready:
-            for index, since_s in replica.in_flight.items():
-                if idle and held[index] == 1 and not replica.alone and now_s - since_s > self._config.tail_after_s:
-                    held[index] += 1
-                    self._hand_over(idle[-1], [index], now_s)
-                    if not idle[-1].room():
-                        idle.pop()
+        for index in slow_requests(ready, now_s - self._config.tail_after_s) if idle else ():
+            self._hand_over(idle[-1], [index], now_s)
+            if not idle[-1].room():
+                idle.pop()
+            if not idle:
+                return
 
     def _hand_over(self, replica: Replica, indexes: list[int], now_s: float) -> None:
         replica.in_flight.update(dict.fromkeys(indexes, now_s))
         self._monitor.dispatched(replica.number, len(indexes), now_s)
-        self._tell(replica, kind="do", indexes=indexes, epoch=self._epoch)
+        names = {name for index in indexes for name in self._partials.get(index, ())} if self._partials else ()
+        self._tell(
+            replica, kind="do", indexes=indexes, epoch=self._epoch, **({"partials": sorted(names)} if names else {})
+        )
 
     def _ask_for_more(self) -> None:
         """Keep as much at hand as the replicas that are ready will soon need."""
-        if self._draining:
+        if self._draining or self._config.serving is not None:
             return
         slots = sum(each.slots for each in self.replicas if each.phase is Phase.READY)
         held = sum(len(each.in_flight) for each in self.replicas) + len(self._queue)
@@ -338,7 +356,7 @@ class ReplicaPool:
         now_s = time.monotonic()
         match message["kind"]:
             case "ready":
-                replica.phase, replica.slots = Phase.READY, message["slots"]
+                replica.phase, replica.slots, replica.port = Phase.READY, message["slots"], message.get("port", 0)
                 self._monitor.ready(replica.number, now_s)
                 self._tell_state(replica)
                 if self._draining:
@@ -347,29 +365,47 @@ class ReplicaPool:
             case "begun":
                 replica.begun.update(message["indexes"])
             case "completed":
-                replica.begun.difference_update(message["indexes"])
-                for index in message["indexes"]:
-                    if message["epoch"] == self._epoch:
-                        replica.in_flight.pop(index, None)
-                    else:
-                        replica.void = max(0, replica.void - 1)
-                replica.alone = replica.alone and bool(replica.in_flight)
-                replica.answered += len(message["indexes"])
-                self._manager.succeeded(replica.number)
-                self._monitor.progressed(replica.number, now_s, completed=len(message["indexes"]))
-                self._feed()
+                self._note_completed(replica, message["indexes"], message["epoch"])
+            case "held":  # the engine is not to blame
+                self._monitor.progressed(replica.number, now_s)
+                if not replica.is_held:
+                    self._tell_state(replica, message["why"])
+                replica.is_held = True
             case "answered":
+                replica.is_held = False
                 if message["epoch"] == self._epoch:
                     replica.ends[message["segment"]] = message["end"]
                     self._report_answers(message["segment"], message["end"], message["indexes"])
-            case "tokens":
-                self._monitor.progressed(replica.number, now_s)
+            case "tokens" | "load" | "dropped" as kind:
+                dropped = message["count"] if kind == "dropped" else 0
+                replica.void = max(0, replica.void - dropped)
+                self._note_load(replica, message.get("begun", 0), message.get("completed", 0) + dropped, now_s)
             case "slots":
                 replica.slots = message["now"]
                 if message["why"]:
                     self._report(ReplicaSmaller(epoch=self._epoch, replica=replica.number, slots=replica.slots,
                                                 why=message["why"]))  # fmt: skip
                 self._feed()
+
+    def _note_completed(self, replica: Replica, indexes: Sequence[int], epoch: int) -> None:
+        replica.begun.difference_update(indexes)
+        for index in indexes:
+            self._partials.pop(index, None)
+            if epoch == self._epoch:
+                replica.in_flight.pop(index, None)
+            else:
+                replica.void = max(0, replica.void - 1)
+        replica.alone = replica.alone and bool(replica.in_flight)
+        replica.answered += len(indexes)
+        self._manager.succeeded(replica.number)
+        self._monitor.progressed(replica.number, time.monotonic(), completed=len(indexes))
+        self._feed()
+
+    def _note_load(self, replica: Replica, begun: int, completed: int, now_s: float) -> None:
+        """Progress. Of an endpoint, whose routers send requests to the driver themselves, with their numbers."""
+        self._monitor.dispatched(replica.number, begun, now_s)
+        self._monitor.progressed(replica.number, now_s, completed=completed)
+        replica.answered += completed
 
     async def _watch(self) -> None:
         while True:
@@ -385,18 +421,9 @@ class ReplicaPool:
             replica.writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
 
     def _tell_state(self, replica: Replica, why: str = "") -> None:
+        port = replica.port if replica.phase is Phase.READY and replica.port else None
         self._report(ReplicaPhase(epoch=self._epoch, replica=replica.number, phase=replica.phase.value,
-                                  life=replica.life, why=why[:MAX_TOLD]))  # fmt: skip
+                                  life=replica.life, why=why[:MAX_TOLD], port=port))  # fmt: skip
 
     def _report_answers(self, segment: str, end: int, indexes: Sequence[int]) -> None:
         self._report(RequestsAnswered(epoch=self._epoch, segment=segment, end=end, runs=runs_of(indexes)))
-
-    def _begin_task(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_is_over)
-
-    def _task_is_over(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the replica pool: %r", error)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from typing import Self
 
 EXIT_CODE = "exit code"
 
@@ -30,6 +34,9 @@ class Replica:
     number: int
     phase: Phase = Phase.WAITING
     life: int = 0
+    generation: int = 0
+    """The run's at the start of this life; part of its segments' names."""
+
     slots: int = 0
     writer: asyncio.StreamWriter | None = None
     in_flight: dict[int, float] = field(default_factory=dict)
@@ -44,14 +51,30 @@ class Replica:
     alone: bool = False
     """It works on a suspect, and gets nothing else until that is over."""
 
+    is_giving_back: bool = False
+    """It was told to end with what it has, as the time of a stop is up."""
+
     answered: int = 0
     """Requests completed in this life."""
 
     ends: dict[str, int] = field(default_factory=dict)
     """Its segments of this life, and up to where they were reported."""
 
+    is_held: bool = False
+    """The disk takes none of its answers."""
+
+    port: int = 0
+    """Where its gate listens; 0 for a replica of a batch."""
+
     why: str = ""
     """What it is killed for."""
+
+    def begin(self, generation: int) -> None:
+        """Another life of it, in which nothing of the last one counts."""
+        self.life, self.generation = self.life + 1, generation
+        self.phase, self.slots, self.answered, self.alone = Phase.STARTING, 0, 0, False
+        self.in_flight, self.begun, self.void, self.ends, self.why = {}, set(), 0, {}, ""
+        self.is_held = self.is_giving_back = False
 
     def room(self, ahead: int = 0) -> int:
         """Requests that it can take now, of which ``ahead`` wait for a slot."""
@@ -67,3 +90,39 @@ def how_it_ended(code: int) -> str:
         with contextlib.suppress(ValueError):
             return f"ended by {signal.Signals(number).name}"
     return f"{EXIT_CODE} {code}"
+
+
+def slow_requests(replicas: Sequence[Replica], before_s: float) -> list[int]:
+    """Requests that only one of these has, since before this moment (monotonic), and not alone."""
+    held = Counter(index for replica in replicas for index in replica.in_flight)
+    return [
+        index for replica in replicas if not replica.alone for index, since_s in replica.in_flight.items()
+        if held[index] == 1 and since_s < before_s
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaSettings:
+    """What the agent tells a driver."""
+
+    socket: str
+    config: str
+    """The run's configuration."""
+
+    generation: int
+    node: int
+    replica: int
+    life: int
+    """How often this replica was started by this agent; part of its segments' names."""
+
+    device: str
+    """For a callable; empty: whatever there is."""
+
+    def as_text(self) -> str:
+        """For the environment."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """As ``as_text`` wrote it."""
+        return cls(**json.loads(text))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from slurmft.policy.inference.restarts import Restarts
@@ -78,22 +80,38 @@ class WorkerHealthMonitor:
 
 
 class AutoRestartManager:
-    """Restarts of a node's replicas: each has ``max_restarts`` without a completed request in between."""
+    """Restarts of a node's replicas: each has ``max_restarts`` without a completed request in between.
 
-    def __init__(self, max_restarts: int = 3, *, first_delay_s: float = 1.0, longest_delay_s: float = 30.0) -> None:
+    Args:
+        window_s: count the failures of so many seconds instead, whatever was completed in between: an engine that
+            answers a while and dies again and again is no endpoint.
+    """
+
+    def __init__(
+        self, max_restarts: int = 3, *, first_delay_s: float = 1.0, longest_delay_s: float = 30.0,
+        window_s: float | None = None, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self._fresh = Restarts(max_restarts, first_delay_s, longest_delay_s)
         self._restarts: dict[int, Restarts] = {}
+        self._window_s, self._clock = window_s, clock
+        self._failed_at: dict[int, list[float]] = {}
 
     def failed(self, replica: int) -> float | None:
         """It has ended without being asked to: seconds until its next start, or None when it stays down."""
-        self._restarts[replica] = now = self._restarts.get(replica, self._fresh).failed()
+        now = self._restarts.get(replica, self._fresh)
+        if self._window_s is not None:
+            since_s = self._clock() - self._window_s
+            recent = [each for each in self._failed_at.get(replica, []) if each > since_s]
+            self._failed_at[replica] = [*recent, self._clock()]
+            now = now.counted(len(recent))
+        self._restarts[replica] = now = now.failed()
         return None if now.exhausted else now.delay_s
 
     def failures(self, replica: int) -> int:
-        """Failures without a completed request since."""
+        """Failures without a completed request since, or in the window."""
         return self._restarts.get(replica, self._fresh).failures
 
     def succeeded(self, replica: int) -> None:
         """It completed a request."""
-        if replica in self._restarts:
+        if replica in self._restarts and self._window_s is None:
             self._restarts[replica] = self._restarts[replica].succeeded()

@@ -154,6 +154,7 @@ def _sources(config: InferenceConfig) -> list[_Source]:
     if config.from_stdin:
         return [_Source("stdin", None)]
     path = config.input
+    assert path is not None
     if not path.is_dir():
         if not path.exists():
             raise UsageError(f"inference.input: there is no {path}")
@@ -377,7 +378,7 @@ class _RequestsAt(Requests):
 
 def _refuse_changed(config: InferenceConfig, before: Batch) -> None:
     """An input that is gone is no harm: the run has its own copy."""
-    if config.from_stdin or not config.input.exists():
+    if config.from_stdin or config.input is None or not config.input.exists():
         return
     digest = hashlib.sha256()
     for source in _sources(config):

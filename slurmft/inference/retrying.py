@@ -17,6 +17,11 @@ from tenacity import (
 )
 
 Result = TypeVar("Result")
+Answer = dict[str, Any]
+"""``{"response": {"status_code": ..., "body": ...}}``, or ``{"error": {"code": ..., "message": ...}}``."""
+
+MAX_TOLD = 2000
+"""Characters of an error that are kept."""
 
 
 class Again(Exception):
@@ -29,6 +34,10 @@ class Again(Exception):
     def __init__(self, why: str, *, after_s: float | None = None) -> None:
         super().__init__(why)
         self.after_s = after_s
+
+
+class OutOfMemory(Again):
+    """A try failed for want of memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.errors import NewerFormat, StorageError
-from slurmft.system.opening import naming, open_regular, trusted_owners
+from slurmft.system.opening import naming, open_regular, opened, trusted_owners
 
 FORMAT = 1
 MAX_RECORD_BYTES = 64 << 20
@@ -46,6 +46,7 @@ class SegmentWriter:
         self.path = path
         self._descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, follow=False)
         self.end = 0
+        self._is_torn = False
         self.append([{"segment": FORMAT, **header}])
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> int:
@@ -57,9 +58,12 @@ class SegmentWriter:
         data = b"".join(line_of(record) for record in records)
         view = memoryview(data)
         with naming(self.path):
-            os.ftruncate(self._descriptor, self.end)  # what an earlier try has left
+            if self._is_torn:
+                os.ftruncate(self._descriptor, self.end)  # what an earlier try has left
+            self._is_torn = True
             while view:
                 view = view[os.write(self._descriptor, view) :]
+        self._is_torn = False
         self.end += len(data)
         return self.end
 
@@ -155,3 +159,21 @@ def runs_of(indexes: Iterable[int]) -> tuple[tuple[int, int], ...]:
         else:
             runs.append((index, index + 1))
     return tuple(runs)
+
+
+def left_in(path: Path, start: int, total: int) -> tuple[list[int], int]:
+    """As ``answers_in``, of answers that are made durable first; none where there is no such segment.
+
+    Raises:
+        OSError, StorageError: it cannot be read, or made durable.
+    """
+    if not path.exists():
+        return [], start
+    with opened(path) as descriptor:
+        os.fsync(descriptor)
+    return answers_in(path, start, total)
+
+
+def segment_name(*, generation: int, node: int, replica: int, life: int, epoch: int) -> str:
+    """The file of one replica's life under one epoch."""
+    return f"g{generation:06d}-n{node}-r{replica}-{life}-{epoch}.jsonl"

@@ -17,8 +17,11 @@ from slurmft.ipc.replies import Done, EvidenceReply, Injected, Looks, Rescued, R
 from slurmft.ipc.shapes import (
     Count,
     Fields,
+    Flag,
+    Hosts,
     Message,
     Name,
+    PortNumber,
     Rank,
     Requests,
     Runs,
@@ -27,6 +30,8 @@ from slurmft.ipc.shapes import (
     SlotValue,
     integer,
     is_limits,
+    is_list,
+    is_names,
     is_ranks,
     is_time,
     texts,
@@ -225,17 +230,23 @@ class BeginReplicas(Call[Done]):
     attempt: Name
     epoch: Count
     generation: SlotValue
+    node: Count
+    """The number of the agent's node in this run; a node that another job lends has one of its own in that job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease(Call[Done]):
-    """Answer these requests; those ``alone`` each on a replica that does nothing else."""
+    """Answer these requests; those ``alone`` each on a replica that does nothing else.
+
+    ``partials`` are files with text that earlier replicas have generated for some of the ``runs``.
+    """
 
     kind: ClassVar[str] = "lease"
     reply: ClassVar[type[Done]] = Done
     epoch: Count
     runs: Runs
     alone: Requests = ()
+    partials: Annotated[tuple[str, ...] | None, Shape(fits=is_names, read=tuple, write=list, optional=True)] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,11 +258,32 @@ class Drain(Call[Done]):
     within_s: Seconds
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaPlace(Fields):
+    """Where a replica of an endpoint listens."""
+
+    name: Name
+    hosts: Hosts
+    port: PortNumber
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Members(Call[Done]):
+    """All replicas of the endpoint that are ready; for the node's router, where it is to have one."""
+
+    kind: ClassVar[str] = "members"
+    reply: ClassVar[type[Done]] = Done
+    epoch: Count
+    router: Flag
+    expected: Count
+    replicas: Annotated[tuple[ReplicaPlace, ...], Shape(fits=is_list, of=ReplicaPlace)]
+
+
 _CALLS: Mapping[str, type[Call[Any]]] = {
     each.kind: each
     for each in (
         StartWorkers, Port, Ping, LookNow, Propose, Commit, Withdraw, PassOnTerm, AskSections, TakeEvidence,
-        RescueState, Inject, Kill, Shutdown, BeginReplicas, Lease, Drain,
+        RescueState, Inject, Kill, Shutdown, BeginReplicas, Lease, Drain, Members,
     )
 }  # fmt: skip
 

@@ -22,8 +22,10 @@ from slurmft.ipc.shapes import (
     Count,
     Fields,
     Flag,
+    Hosts,
     Message,
     Name,
+    PortNumber,
     Rank,
     Requests,
     Runs,
@@ -42,6 +44,7 @@ from slurmft.ipc.shapes import (
     require,
     rows,
     shapes_of,
+    texts,
     values_of,
 )
 
@@ -139,6 +142,8 @@ class WorkerExited(Sent):
     told_as: ClassVar[str] = "a worker's end"
     code: Annotated[int, Shape(fits=_CODE)]
     killed: Flag
+    starved: Flag = False
+    """The kernel killed it while it ended processes of the agent's control group for memory."""
     generation: Generation = None
     facts: WorkerFacts
 
@@ -152,12 +157,14 @@ class WorkerExited(Sent):
     def as_mapping(self) -> Body:
         """The message, as the channel takes it."""
         own = {"kind": self.kind, "code": self.code, "killed": self.killed}
+        own |= {"starved": True} if self.starved else {}
         about = {} if self.generation is None else {"generation": self.generation}
         return {**own, **about, **self.facts.as_mapping()}
 
 
 _OF_AN_END: Mapping[str, Shape] = {
-    "code": Shape(fits=_CODE), "killed": Shape(fits=is_flag), "generation": Shape(fits=SLOT, optional=True),
+    "code": Shape(fits=_CODE), "killed": Shape(fits=is_flag), "starved": Shape(fits=is_flag, optional=True),
+    "generation": Shape(fits=SLOT, optional=True),
 }  # fmt: skip
 
 
@@ -324,6 +331,26 @@ class ReplicaPhase(InferenceReport):
     phase: Name
     life: Rank
     why: Words = ""
+    hosts: Annotated[tuple[str, ...] | None, Shape(fits=texts(16, 255), read=tuple, write=list, optional=True)] = None
+    """Of its node, and ..."""
+
+    port: Annotated[int | None, Shape(fits=integer(1, 65535), optional=True)] = None
+    """... where its gate listens; only of an endpoint's replicas that are ready."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterPhase(InferenceReport):
+    """The node's router listens, or has ended."""
+
+    kind: ClassVar[str] = "router"
+    told_as: ClassVar[str] = "a router's phase"
+    phase: Name
+    hosts: Hosts
+    port: PortNumber
+    answered: Count
+    """Requests in its life."""
+
+    why: Words = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -380,7 +407,7 @@ _REPORTS: Mapping[str, type[Sent]] = {
     for each in (
         WorkerExited, ProgressReport, TimingsReport, HangReport, DurationsReport, SignalReport, NoticeReport,
         LimitReport, RequestsWanted, RequestsAnswered, RequestsReturned, Drained, ReplicaPhase, ReplicaDied,
-        ReplicaSmaller,
+        ReplicaSmaller, RouterPhase,
     )
 }  # fmt: skip
 

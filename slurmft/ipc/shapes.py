@@ -209,6 +209,11 @@ def is_requests(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= MAX_RUNS and all(map(REQUEST, value))
 
 
+def is_names(value: Any) -> bool:
+    """A list of names."""
+    return isinstance(value, list) and len(value) <= MAX_NAMES and all(map(is_name, value))
+
+
 def as_tuples(value: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
     """From rows of JSON."""
     return tuple(map(tuple, value))
@@ -227,6 +232,9 @@ RANK = integer(0, 2**31 - 1)
 MAX_RUNS = 100_000
 """In one message; a line of the channel has room for less."""
 
+MAX_NAMES = 1000
+"""In one message."""
+
 REQUEST = integer(0, 2**40)
 """The number of a request, or the one behind the last."""
 
@@ -242,3 +250,7 @@ Count = Annotated[int, Shape(fits=integer(0, 2**62))]
 Words = Annotated[str, Shape(fits=text(4000))]
 Runs = Annotated[tuple[tuple[int, int], ...], Shape(fits=is_runs, read=as_tuples, write=as_lists)]
 Requests = Annotated[tuple[int, ...], Shape(fits=is_requests, read=tuple, write=list)]
+Hosts = Annotated[tuple[str, ...], Shape(fits=texts(16, 255), read=tuple, write=list)]
+"""Names and addresses of one node, best first."""
+
+PortNumber = Annotated[int, Shape(fits=integer(0, 65535))]

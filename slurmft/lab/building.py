@@ -184,7 +184,7 @@ def start_members(
         login = Starting(LOGIN, paths, exposed, controller, root=root)
         interrupted.callback(login.forget)
         build_bridge(controller)
-        connect(controller, nodes)
+        connect(controller, nodes, settings)
         return controller, login.wait(), nodes
 
 
@@ -195,6 +195,8 @@ def _write_files(settings: LabSettings, paths: LabPaths) -> None:
     make_folder(paths.state, 0o700)
     paths.slurm_conf.write_text(slurm_conf.slurm_conf_text(settings), encoding="utf-8")
     (paths.etc / "cgroup.conf").write_text("", encoding="utf-8")
+    for source in settings.files:
+        shutil.copyfile(source, paths.etc / source.name)
     paths.hosts.write_text(slurm_conf.hosts_text(settings), encoding="utf-8")
     paths.resolv_conf.write_text("", encoding="utf-8")
     for path in paths.etc.iterdir():

@@ -52,7 +52,7 @@ def start_node(folder: Path, name: str) -> None:
             remove_link(built.controller, name)
             root = ensure_release(built.settings.release)
             node = Starting(name, built.paths, exposed_paths(built.settings), root=root).wait()
-            connect(built.controller, [node])
+            connect(built.controller, [node], built.settings)
             save(built.with_holder(node))
         set_link(built.controller, name, "up")
         if not daemons.processes_named(folder, name, "slurmd"):

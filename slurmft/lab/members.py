@@ -19,7 +19,8 @@ from slurmft.errors import LabError
 from slurmft.lab import holder
 from slurmft.lab.exposure import PRIVATE_MEMORY, Mount, root_mounts
 from slurmft.lab.processes import CLEAN_ENVIRONMENT, UMASK, mark_source, member_of_process, run
-from slurmft.lab.slurm_conf import CONTROLLER, CONTROLLER_ADDRESS, LOGIN, NETWORK_BITS, LabPaths, node_address
+from slurmft.lab.settings import LabSettings
+from slurmft.lab.slurm_conf import CONTROLLER, CONTROLLER_ADDRESS, LOGIN, NETWORK_BITS, LabPaths
 
 BRIDGE = "br0"
 START_WITHIN_S = 20.0
@@ -149,7 +150,7 @@ def build_bridge(controller: Member) -> None:
     _in_network(controller, lines, f"building the network of {CONTROLLER}")
 
 
-def connect(controller: Member, nodes: Sequence[Member]) -> None:
+def connect(controller: Member, nodes: Sequence[Member], settings: LabSettings) -> None:
     """Join nodes to the bridge: ``eth0`` inside, a link with the node's name at the controller."""
     lines = []
     for node in nodes:
@@ -162,7 +163,7 @@ def connect(controller: Member, nodes: Sequence[Member]) -> None:
     for node in nodes:
         inside = [
             "link set lo up",
-            f"addr add {node_address(node.name)}/{NETWORK_BITS} dev eth0",
+            f"addr add {settings.address(node.name)}/{NETWORK_BITS} dev eth0",
             "link set eth0 up",
         ]
         _in_network(node, inside, f"building the network of {node.name}")

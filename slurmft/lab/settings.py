@@ -15,6 +15,9 @@ from slurmft.errors import UsageError
 FOLDER_VARIABLE = "SLURMFT_LAB_FOLDER"
 MAX_NODES = 64
 
+_NODE = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,14}", re.ASCII)
+_TAKEN = frozenset({"ctl", "login", "localhost", "lo", "br0"})
+
 
 def default_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Where the lab keeps its files: ``$SLURMFT_LAB_FOLDER`` or ``/var/lib/slurmft-lab``."""
@@ -33,7 +36,10 @@ class LabSettings:
     """Root-owned folder for configuration, logs, Slurm's state and the lab user's home."""
 
     nodes: int = 4
-    """Compute nodes, named n1, n2, ..."""
+    """Compute nodes, named n1, n2, ... unless they have ``names``."""
+
+    names: tuple[str, ...] = ()
+    """Names of the nodes, as many as there are ``nodes``; empty: n1, n2, ..."""
 
     cpus: int = 8
     """CPUs every node claims to have; may exceed the machine's, they share its real cores."""
@@ -52,6 +58,12 @@ class LabSettings:
 
     release: str = ""
     """Slurm's release, such as ``24.11``, out of a newer Debian; empty: the one that this machine has installed."""
+
+    lines: tuple[str, ...] = ()
+    """More lines of slurm.conf; of a key that is set twice, Slurm takes the last."""
+
+    files: tuple[Path, ...] = ()
+    """Copied into the folder of slurm.conf when the lab is built, under their own names: ``job_submit.lua``."""
 
     expose: tuple[Path, ...] = ()
     """More paths the lab's user must be able to read, besides this interpreter and this package."""
@@ -74,18 +86,34 @@ class LabSettings:
         # munged refuses a longer path: a socket's address has 108 bytes
         if len(str(self.folder)) > 70:
             problems.append(f"folder={str(self.folder)!r} is longer than 70 characters")
+        problems += self._of_names()
+        problems += [f"lines={line!r} is not one line" for line in self.lines if not line.isprintable()]
+        problems += [f"files={str(path)!r} is not an absolute path" for path in self.files if not path.is_absolute()]
         if problems:
             raise UsageError("the lab's settings cannot be used: " + "; ".join(problems))
 
+    def _of_names(self) -> list[str]:
+        # a name is also that of the node's link, of which Linux takes 15 characters
+        bad = [name for name in self.names if not _NODE.fullmatch(name) or name in _TAKEN]
+        problems = [f"names={name!r} is not the name of a node, of at most 15 letters, digits and -" for name in bad]
+        if self.names and not len(self.names) == len(set(self.names)) == self.nodes:
+            problems.append(f"names={','.join(self.names)} are not {self.nodes} different ones")
+        return problems
+
     @property
     def node_names(self) -> tuple[str, ...]:
-        """``("n1", "n2", ...)``."""
-        return tuple(f"n{number}" for number in range(1, self.nodes + 1))
+        """``("n1", "n2", ...)``, or the names that were given."""
+        return self.names or tuple(f"n{number}" for number in range(1, self.nodes + 1))
+
+    def address(self, node: str) -> str:
+        """The address of a node of this lab: 10.213.0.11 is the first one's."""
+        return f"10.213.0.{11 + self.node_names.index(node)}"
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, for the state file and for comparing two labs."""
         plain = dataclasses.asdict(self)
-        return plain | {"folder": str(self.folder), "expose": [str(path) for path in self.expose]}
+        paths = {name: [str(path) for path in plain[name]] for name in ("files", "expose")}
+        return plain | paths | {"folder": str(self.folder)}
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> LabSettings:
@@ -93,5 +121,6 @@ class LabSettings:
         known = {field.name for field in dataclasses.fields(cls)}
         values = {name: value for name, value in plain.items() if name in known}
         values["folder"] = Path(values["folder"])
-        values["expose"] = tuple(Path(path) for path in values.get("expose", ()))
+        values |= {name: tuple(Path(path) for path in values.get(name, ())) for name in ("files", "expose")}
+        values |= {name: tuple(values.get(name, ())) for name in ("names", "lines")}
         return cls(**values)

@@ -106,21 +106,17 @@ class LabPaths:
         return self.folder / "slurmft-lab.lock"
 
 
-def node_address(name: str) -> str:
-    """The address of node ``nK``: 10.213.0.(10 + K)."""
-    return f"10.213.0.{10 + int(name.removeprefix('n'))}"
-
-
 def hosts_text(settings: LabSettings) -> str:
     """/etc/hosts of every member: itself, the controller and all nodes."""
     lines = ["127.0.0.1 localhost", "::1 localhost", f"{CONTROLLER_ADDRESS} {CONTROLLER} {LOGIN}"]
-    lines += [f"{node_address(name)} {name}" for name in settings.node_names]
+    lines += [f"{settings.address(name)} {name}" for name in settings.node_names]
     return "\n".join(lines) + "\n"
 
 
 def slurm_conf_text(settings: LabSettings) -> str:
     """slurm.conf for these settings; the same on every member."""
-    return "\n".join([*_cluster(settings), *_scheduling(settings), *_accounting(settings), *_nodes(settings), ""])
+    parts = (_cluster(settings), _scheduling(settings), _accounting(settings), _nodes(settings), settings.lines)
+    return "\n".join([*(line for part in parts for line in part), ""])
 
 
 def _cluster(settings: LabSettings) -> list[str]:
@@ -183,7 +179,7 @@ def _accounting(settings: LabSettings) -> list[str]:
 def _nodes(settings: LabSettings) -> list[str]:
     # No memory is ever allocated (CR_CPU); a generous figure keeps --mem requests valid.
     nodes = [
-        f"NodeName={name} NodeAddr={node_address(name)} CPUs={settings.cpus} RealMemory=64000 State=UNKNOWN"
+        f"NodeName={name} NodeAddr={settings.address(name)} CPUs={settings.cpus} RealMemory=64000 State=UNKNOWN"
         for name in settings.node_names
     ]
     every = f"Nodes={','.join(settings.node_names)} MaxTime=INFINITE State=UP"

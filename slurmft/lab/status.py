@@ -9,7 +9,6 @@ from slurmft.lab import daemons
 from slurmft.lab.building import is_healthy
 from slurmft.lab.members import connected
 from slurmft.lab.packages import require_root
-from slurmft.lab.slurm_conf import node_address
 from slurmft.lab.state import load
 
 
@@ -58,7 +57,7 @@ def status_of(folder: Path) -> LabStatus:
             state = f"dead ({state})"
         elif name not in plugged:
             state = f"cut off ({state})"
-        nodes.append(NodeStatus(name, node_address(name), state))
+        nodes.append(NodeStatus(name, built.settings.address(name), state))
     return LabStatus(
         folder=str(folder),
         standing=True,

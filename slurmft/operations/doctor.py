@@ -76,6 +76,7 @@ def _of_slurm(config: RunConfig | None, environment: Mapping[str, str], offsets:
         Finding(check="Slurm", level=Level.OK, text=f"cluster {name}, version {version}"),
         *policy.judge_cluster(conf, wishes),
         *policy.judge_partitions(conf, known, [each.name for each in partitions if each.is_default], wishes),
+        *policy.judge_federation(slurm.federation()),
         *_of_grace(config, environment),
         policy.judge_permissions(_permissions(conf)),
     ]

@@ -13,13 +13,14 @@ from collections.abc import Mapping
 
 from slurmft.agent.environment import LENDER_VARIABLE
 from slurmft.config.config import RunConfig
-from slurmft.errors import SlurmUnavailable, StorageError, UsageError
+from slurmft.errors import SlurmUnavailable, UsageError
 from slurmft.operations.run_configuration import configuration_of
 from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
 from slurmft.scheduler.environment import SlurmJob, current_job
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.supervisor.cluster import agents_argv
 from slurmft.supervisor.fleet.launch import environment_for
+from slurmft.supervisor.fleet.outliving import crew_of
 
 LOOK_S = 2.0
 PATIENCE_S = 1800.0
@@ -50,21 +51,6 @@ def lend(run: RunFolder, environment: Mapping[str, str]) -> int:
         wanted_s = time.monotonic()
         time.sleep(LOOK_S)
     return 0
-
-
-def crew_of(run: RunFolder) -> Attempt | None:
-    """The attempt in whose folder the run's agents find their supervisor; None when there is none now."""
-    owner = run.owner()
-    if owner is None:
-        return None
-    for cycle in range(owner.cycle, -1, -1):
-        attempt = Attempt(job=owner.job, restart=owner.restart, cycle=cycle)
-        try:
-            if all((run.attempts / str(attempt) / name).exists() for name in ("secret", "control.json")):
-                return attempt
-        except OSError as error:
-            raise StorageError(f"cannot look into {run.attempts}: {error.strerror}") from error
-    return None
 
 
 def _serve(config: RunConfig, crew: Attempt, job: SlurmJob, environment: Mapping[str, str]) -> int:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import pwd
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slurmft.errors import SlurmError, StorageError
+from slurmft.errors import SlurmError, StorageError, UsageError
 from slurmft.policy.site.job_identity import OwnJob
-from slurmft.policy.verdicts.verdict import Cause
+from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY, GOES_ON, Cause
 from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.parsing.parsing import JobRecord, why_held, why_never
 from slurmft.storage.events import EventName
@@ -27,6 +28,12 @@ from slurmft.system.opening import UnsafeFile, check_regular
 
 NEWEST = 5
 """The newest jobs of a run that Slurm is asked about."""
+
+GIVE_UP_S = 30.0
+"""A run without a decision and without a job for this long counts as failed."""
+
+NEXT_START_S = 10.0
+"""How long a run that was decided to go on may have no process."""
 
 TRIES = 3
 """Looks at a run whose jobs change while Slurm is asked."""
@@ -280,3 +287,72 @@ def who_cancelled(run: RunFolder) -> str:
         return pwd.getpwuid(user_id).pw_name
     except KeyError:
         return f"user id {user_id}"
+
+
+def logs_of(run: RunFolder, *, rank: int, attempt: str | None = None) -> list[Path]:
+    """The logs of a rank, oldest first; the supervisor's where no worker has written one.
+
+    Args:
+        attempt: only the log of this one, as JOB.RESTART.CYCLE.
+
+    Raises:
+        UsageError: there is no such attempt or rank.
+        StorageError: nothing was written yet.
+    """
+    folders = oldest_first(folder for folder in run.attempts.glob("*") if folder.is_dir())
+    if attempt is not None:
+        known = ", ".join(folder.name for folder in folders[-5:]) or "none yet"
+        folders = [folder for folder in folders if folder.name == attempt]
+        if not folders:
+            raise UsageError(f"run {run.path.name} has no attempt {attempt!r}", hint=f"its newest attempts: {known}")
+    files = [path for folder in folders if (path := folder / f"rank-{rank}.log").is_file()]
+    if not files and any(any(folder.glob("rank-*.log")) for folder in folders):
+        raise UsageError(f"run {run.path.name} has no rank {rank}", hint=f"ls {run.attempts}")
+    if not files:
+        found = [*run.logs.glob("*.log"), *run.submissions.glob("*_log.out")]
+        files = oldest_first(path for path in found if path.is_file())
+    if not files:
+        raise StorageError(f"run {run.path.name} has no output of rank {rank} yet", hint=f"slurmft status {run.path}")
+    return files
+
+
+def oldest_first(paths: Iterable[Path]) -> list[Path]:
+    """The paths by the time of their last change; those that are gone come first."""
+
+    def changed(path: Path) -> float:
+        try:
+            return path.lstat().st_ctime
+        except OSError:
+            return 0.0
+
+    return sorted(paths, key=changed)
+
+
+def has_ended(view: Overview, events: Sequence[Event], *, since: float) -> bool:
+    """Whether nothing follows any more.
+
+    Args:
+        events: the journal since the submission.
+        since: Unix time of the submission.
+    """
+    if view.state == "finished" or (view.state == "stopped" and _is_over(events)):
+        return True
+    return view.state in ("stopped", "new", "damaged") and time.time() - since > GIVE_UP_S
+
+
+def exit_code_of(view: Overview, events: Sequence[Event]) -> int:
+    """The exit code of a run that has ended; of one that left no decision: temporary."""
+    if view.state == "finished":
+        return 0
+    decisions = [event for event in events if event.event == EventName.DECISION]
+    told = decisions[-1].details.get("exit_code") if decisions else None
+    return told if isinstance(told, int) else EXIT_TEMPORARY
+
+
+def _is_over(events: Sequence[Event]) -> bool:
+    """Whether nothing follows the newest decision; a run that goes on has no process for a moment."""
+    decisions = [event for event in events if event.event == EventName.DECISION]
+    if not decisions:
+        return False
+    goes_on = decisions[-1].details.get("action") in GOES_ON and events[-1].event != EventName.NOT_CONTINUED
+    return not goes_on or time.time() - events[-1].seconds() > NEXT_START_S

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from slurmft.config.slurm import SlurmConfig
 from slurmft.policy.site.job_identity import NOTHING_KNOWN, JobIdentity
 
 _LEAKING = ("SLURM_", "SLURMD_", "SLURMFT_", "SUBMITIT_", "PMI_", "PMIX_", "TORCHELASTIC_", "SRUN_DEBUG")
@@ -48,6 +50,24 @@ def current_job(environment: Mapping[str, str]) -> SlurmJob | None:
             name=environment.get("SLURM_JOB_NAME", ""),
         ),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a new job asks for, as sbatch ranks where it is said; empty where the site's default is taken."""
+
+    partition: str
+    """One, or several with commas between them."""
+
+    time: str
+
+
+def asked_for(section: SlurmConfig, options: Mapping[str, Any], environment: Mapping[str, str]) -> Asked:
+    """Partition and time limit; ``options`` are sbatch's from behind ``--``."""
+    # as for sbatch: its command line overrides its variables, and these override the script
+    partition = options.get("partition") or environment.get("SBATCH_PARTITION") or section.partition
+    limit = options.get("time") or environment.get("SBATCH_TIMELIMIT") or section.time
+    return Asked(str(partition or ""), str(limit or ""))
 
 
 def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:

@@ -30,6 +30,9 @@ COMPLETION_RETRY_S = 62
 """A controller that was away has not heard that the steps have ended: slurmd reports it again after 60 s. Until then
 the job is COMPLETING, and a begin time before that would fall back to Slurm's 121 s."""
 
+STEPS_END_S = 1.0
+"""How long a step that has ended in order may still be counted as running, where its end has not got lost."""
+
 SLOWNESS = 10
 """A job's begin time is at least so many times the duration of the requeue call itself: a slow controller is slow to
 end a job, too, and a begin time that passes before that falls back to Slurm's 121 s."""
@@ -74,11 +77,12 @@ class Requeued:
 
 def requeue(
     job: OwnJob, *, restart: int, delay_s: int, patience_s: float = PATIENCE_S, avoid: Collection[str] | None = None,
-    nodes: int | str | None = None,
+    nodes: int | str | None = None, orderly: bool = False,
 ) -> Requeued:  # fmt: skip
     """Put a job back into the queue, to begin ``delay_s`` seconds from now instead of Slurm's 121, elsewhere if asked.
 
-    Where Slurm is slow it begins later (``SLOWNESS``).
+    Where Slurm is slow it begins later (``SLOWNESS``), and where Slurm was away at the end of a step, later still
+    (``COMPLETION_RETRY_S``).
 
     The begin time must lie in the future when the job's last process and epilog are gone; else Slurm adds its own
     wait (``slurmctld/job_mgr.c``, batch_requeue_fini). Called from inside the job, the requeue ends the caller: call it
@@ -88,6 +92,8 @@ def requeue(
     Args:
         avoid: nodes that replace the job's excluded ones; None leaves those alone.
         nodes: size, or range of sizes, that the job gets back after it was shrunk.
+        orderly: all steps of the job have ended by themselves, so one that Slurm still counts is one whose end it has
+            not heard of.
 
     Raises:
         JobCancelled: the job was cancelled; a requeue would bring it back to life.
@@ -107,7 +113,10 @@ def requeue(
             raise RequeueDisabled(f"job {job} may not be requeued: {error.what}") from error
         _requeue_only(job, restart, patience_s)
     took_s = time.monotonic() - began
-    delay_s = delay_s + COMPLETION_RETRY_S if took_s > SILENT_S else max(delay_s, math.ceil(SLOWNESS * took_s))
+    if took_s > SILENT_S or (orderly and _is_end_unheard(job)):
+        delay_s += COMPLETION_RETRY_S
+    else:
+        delay_s = max(delay_s, math.ceil(SLOWNESS * took_s))
     return place(job, delay_s, avoid=avoid, nodes=nodes, patience_s=patience_s)
 
 
@@ -247,6 +256,26 @@ def _requeue_only(job: OwnJob, restart: int, patience_s: float) -> None:
             if "presently disabled" in error.what:
                 raise RequeueDisabled(f"requeueing job {job} is switched off") from error
             raise
+
+
+def _is_end_unheard(job: OwnJob) -> bool:
+    """Whether Slurm goes on counting a step as running; asked until then, since it may just be about to hear of it."""
+    deadline = time.monotonic() + STEPS_END_S
+    try:
+        while _steps(job):
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(REQUEUE_PAUSE_S / 2)
+    except SlurmError:
+        return False
+    return False
+
+
+def _steps(job: OwnJob) -> list[str]:
+    """The job's steps that Slurm counts, without the batch script and what Slurm starts by itself."""
+    argv = ["squeue", "-h", "-a", "-s", "-j", job.job_id, "-o", "%i"]
+    found = command.run(argv, timeout_s=STEPS_END_S + 1, cluster=cluster_to_ask(job)).split()
+    return [step for step in found if "." in step and step.rpartition(".")[2].isdecimal()]
 
 
 def _ending_now(job: OwnJob, restart: int) -> JobEnding:

@@ -140,6 +140,15 @@ def configuration(*, timeout_s: float = 10.0) -> dict[str, str]:
     return parse_configuration(command.run(["scontrol", "show", "config"], timeout_s=timeout_s))
 
 
+def federation() -> str:
+    """The federation that this cluster belongs to; empty where it belongs to none, or Slurm does not tell."""
+    try:
+        text = command.run(["scontrol", "show", "federation"], timeout_s=3.0)
+    except SlurmError:
+        return ""
+    return match[1] if (match := re.search(r"^Federation:\s*(\S+)", text, re.MULTILINE)) else ""
+
+
 def admin_level(user: str) -> str:
     """The user's level in the accounting, such as Operator; empty where it does not know the user.
 

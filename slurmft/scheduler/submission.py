@@ -15,37 +15,32 @@ import re
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
-from submitit.local.local import LocalExecutor
+from submitit.local.local import LocalExecutor, LocalJob
 from submitit.slurm.slurm import SlurmExecutor
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import SlurmError, SlurmUnavailable, UsageError
 from slurmft.policy.site.job_identity import JobIdentity, OwnJob, merged
-from slurmft.policy.site.sbatch_options import OWNED_OPTIONS, SBATCH_OPTIONS
+from slurmft.policy.site.sbatch_options import OWNED_OPTIONS, SBATCH_OPTIONS, SHORT_OPTIONS
 from slurmft.policy.site.sbatch_section import FLAGS
 from slurmft.policy.site.sbatch_values import unusable_value
-from slurmft.scheduler import command, own_jobs
-from slurmft.scheduler.environment import scrubbed
+from slurmft.scheduler import command, own_jobs, slurm
+from slurmft.scheduler.environment import Asked, scrubbed
 from slurmft.scheduler.nodes import compress
 from slurmft.scheduler.parsing.parsing import JobRecord, refusal_hint, why_never
+from slurmft.scheduler.site import parse_limit_s
 from slurmft.scheduler.site_options import known_options, options_of_site
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.files import replace_atomically
 from slurmft.system.opening import appending, read_text
 
-_SHORT_OPTIONS = {
-    "A": "account", "p": "partition", "q": "qos", "t": "time", "c": "cpus-per-task", "C": "constraint", "x": "exclude",
-    "w": "nodelist", "J": "job-name", "G": "gpus", "d": "dependency", "b": "begin", "L": "licenses", "o": "output",
-    "e": "error", "H": "hold", "D": "chdir", "N": "nodes", "n": "ntasks", "a": "array",
-    "k": "no-kill", "M": "clusters", "F": "nodefile", "s": "oversubscribe", "m": "distribution", "S": "core-spec",
-    "B": "extra-node-info", "I": "immediate", "K": "kill-on-bad-exit", "O": "overcommit", "Q": "quiet", "v": "verbose",
-}  # fmt: skip
 _FOREVER_MINUTES = 10 * 365 * 24 * 60
 log = logging.getLogger(__name__)
 
@@ -101,7 +96,7 @@ def parse_sbatch_options(arguments: Sequence[str]) -> dict[str, Any]:
         word = words.pop(0)
         name, equals, value = word.lstrip("-").partition("=")
         if word.startswith("-") and not word.startswith("--"):
-            name, value = _SHORT_OPTIONS.get(word[1:2], word[1:2]), word[2:]
+            name, value = SHORT_OPTIONS.get(word[1:2], word[1:2]), word[2:]
             equals = "=" if value else ""
         elif not word.startswith("--"):
             raise UsageError(f"{word!r} is not an option of sbatch", hint="give --option=value behind --")
@@ -154,24 +149,30 @@ def submit_to_slurm(config: RunConfig, run: RunFolder, options: Mapping[str, Any
     return job_id
 
 
-def wished_cluster(options: Mapping[str, Any], environment: Mapping[str, str]) -> str:
+def wished_cluster(config: RunConfig, options: Mapping[str, Any], environment: Mapping[str, str]) -> str:
     """The cluster that the user names for the job; empty for the one around us.
 
     Raises:
-        UsageError: several are named: later commands must go to a single cluster.
+        UsageError: several are named, or none in a federation: later commands must go to a single cluster.
     """
-    named = options.get("clusters") or environment.get("SBATCH_CLUSTERS") or environment.get("SLURM_CLUSTERS") or ""
+    given = {**(config.slurm.model_extra or {}), **options}
+    named = given.get("clusters") or environment.get("SBATCH_CLUSTERS") or environment.get("SLURM_CLUSTERS") or ""
     if "," in str(named) or str(named).lower() == "all":
         raise UsageError(
             f"the job is to go to one of several clusters ({named})", hint="name one: --clusters, or SLURM_CLUSTERS"
         )
+    if not named and (federation := slurm.federation()):
+        raise UsageError(
+            f"this cluster belongs to the federation {federation}: Slurm would start the job on any of its clusters",
+            hint="name one, which the job then keeps to: slurm: {clusters: NAME}, --clusters, or SLURM_CLUSTERS",
+        )
     return str(named)
 
 
-def look_at_submitted(job_id: str, cluster: str) -> JobIdentity:
+def look_at_submitted(job_id: str, cluster: str, asked: Asked) -> JobIdentity:
     """What distinguishes the job that was just submitted from later ones with its number.
 
-    Warns when Slurm accepted the job and reports at once that it cannot start.
+    Warns when Slurm accepted the job and reports at once that it cannot start, or that the site has changed it.
     """
     job = OwnJob(job_id, JobIdentity(user=os.getuid(), cluster=cluster or own_jobs.local_cluster()))
     try:
@@ -181,6 +182,8 @@ def look_at_submitted(job_id: str, cluster: str) -> JobIdentity:
     if record is None:
         return job.known
     _warn_if_never(record)
+    if changes := changed_by_site(record, asked):
+        log.warning("the site has changed job %s: %s", job_id, "; ".join(changes))
     return merged(job.known, record.identity)
 
 
@@ -196,7 +199,11 @@ def submit_here(config: RunConfig, run: RunFolder) -> int:
     )
     inside = {name: value for name, value in os.environ.items() if name not in scrubbed(os.environ)}
     with _without(inside), _ignoring(signal.SIGINT, signal.SIGHUP), _output_to(run.submissions / "controller.log"):
-        return int(executor.submit(executor.supervisor).job_id)
+        job = cast(LocalJob[None], executor.submit(executor.supervisor))
+    # a notebook lives longer than the run: no zombie may be left in it
+    if job._process is not None:
+        threading.Thread(target=job._process.wait, daemon=True, name="slurmft-controller").start()
+    return int(job.job_id)
 
 
 def local_log(run: RunFolder, controller_pid: int) -> Path:
@@ -269,6 +276,17 @@ def _warn_if_never(record: JobRecord) -> None:
                     "for less or for another partition", record.job_id, why, record.reason, record.job_id)  # fmt: skip
 
 
+def changed_by_site(record: JobRecord, asked: Asked) -> list[str]:
+    """What a job_submit plug-in has made of the partition and the time limit that were asked for; in words."""
+    found = []
+    if asked.partition and not set(record.partition.split(",")) <= set(asked.partition.split(",")):
+        found.append(f"it is in partition {record.partition}, not {asked.partition}")
+    limit_s = parse_limit_s(asked.time)
+    if limit_s is not None and record.limit_s is not None and limit_s != record.limit_s:
+        found.append(f"its time limit is {round(record.limit_s / 60)} minutes, not {asked.time}")
+    return found
+
+
 def _refusal(error: Exception) -> SlurmError:
     words = _last_words(error)
     if any(text in words for text in command.NOT_ANSWERING):
@@ -323,7 +341,8 @@ def _output_to(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ignoring(*numbers: signal.Signals) -> Iterator[None]:
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    is_main = threading.current_thread() is threading.main_thread()  # the only one that may, in Python
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers if is_main}
     try:
         yield
     finally:

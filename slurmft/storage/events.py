@@ -11,6 +11,7 @@ class EventName(StrEnum):
     # submission and start
     SUBMITTING = "submitting"
     SUBMITTED = "submitted"
+    STARTED_HERE = "started here"
     SUBMISSION_FAILED = "submission failed"
     ATTEMPT_STARTED = "attempt started"
     ALREADY_FINISHED = "already finished"
@@ -113,5 +114,10 @@ class EventName(StrEnum):
     REPLICA_DOWN = "replica down"
     REPLICA_SMALLER = "replica smaller"
     REQUEST_GIVEN_UP = "request given up"
+    ANSWERS_HELD_UP = "answers held up"
     ANSWERS_UNREADABLE = "answers unreadable"
     OUTPUT_WRITTEN = "output written"
+    ENDPOINT_OPENED = "endpoint opened"
+    ROUTER_READY = "router ready"
+    ROUTER_ENDED = "router ended"
+    ROUTER_DOWN = "router down"

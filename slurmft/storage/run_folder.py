@@ -102,6 +102,8 @@ class RunFolder:
         self.submissions = path / "submissions"
         self.logs = path / "logs"
         self.bundle = path / "container"
+        self.call = path / "call.pkl"
+        self.result = path / "result.pkl"
         self._owner = path / OWNER_FILE
         self._done = path / "done.json"
         self._progress = path / "progress.json"

@@ -13,6 +13,7 @@ from slurmft.scheduler.parsing.parsing import ended_tasks
 from slurmft.scheduler.parsing.srun_lines import parse_srun_lines
 from slurmft.storage import signs_of_life
 from slurmft.storage.patience import write_state
+from slurmft.storage.run_folder import Attempt
 from slurmft.supervisor.start import Start
 from slurmft.supervisor.watch.hangs import Hangs
 from slurmft.supervisor.watch.observations import Observations
@@ -36,13 +37,19 @@ Result = TypeVar("Result")
 
 
 class AttemptFolder:
-    """One attempt's view of its run folder."""
+    """One attempt's view of its run folder.
 
-    def __init__(self, start: Start, *, on_superseded: Callable[[], None] = lambda: None) -> None:
+    Args:
+        of: an earlier attempt of this start of the job, in whose folder agents find their supervisor.
+    """
+
+    def __init__(
+        self, start: Start, *, of: Attempt | None = None, on_superseded: Callable[[], None] = lambda: None
+    ) -> None:
         self._run, self._journal, self._thread = start.run, start.journal, start.thread
-        self._attempt, self._generation = start.cluster.attempt, start.generation
+        self.attempt, self._generation = of or start.cluster.attempt, start.generation
         self._is_superseded, self._on_superseded = False, on_superseded
-        self.path = start.run.attempts / str(start.cluster.attempt)
+        self.path = start.run.attempts / str(self.attempt)
         self._kill_seen = False
         self._told_at = 0.0
 
@@ -85,7 +92,7 @@ class AttemptFolder:
         self._told_at = time.monotonic()
         self._journal.retry()
         with contextlib.suppress(OSError, StorageError):
-            await self._do(lambda: signs_of_life.touch(self._run, self._attempt))
+            await self._do(lambda: signs_of_life.touch(self._run, self.attempt))
             await self._do(seen.write_progress)
             await self._do(slow.exchange)
             await self._do(hangs.exchange)

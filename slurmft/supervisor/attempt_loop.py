@@ -10,7 +10,9 @@ from typing import Self
 from slurmft.config.config import RunConfig
 from slurmft.supervisor.attempt import AttemptRunner
 from slurmft.supervisor.fleet.crew import Crew
+from slurmft.supervisor.fleet.outliving import Outlived
 from slurmft.supervisor.inference.attempt import InferenceAttempt
+from slurmft.supervisor.inference.serving import ServingAttempt
 from slurmft.supervisor.recovery.act import Ending
 from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.recovery.node_choice import settle
@@ -20,11 +22,21 @@ from slurmft.system.logs import BackgroundLog
 log = logging.getLogger(__name__)
 
 
-class Attempts:
-    """Runs attempts until one of them ends the job; a context manager that leaves no agent behind."""
+def _runner_of(config: RunConfig) -> type[AttemptRunner | InferenceAttempt]:
+    if config.inference is None:
+        return AttemptRunner
+    return InferenceAttempt if config.inference.serving is None else ServingAttempt
 
-    def __init__(self, config: RunConfig, log_file: BackgroundLog) -> None:
-        self._config, self._log_file = config, log_file
+
+class Attempts:
+    """Runs attempts until one of them ends the job; a context manager that leaves no agent behind.
+
+    Args:
+        outlived: agents of the supervisor before this one, in the same start of the job.
+    """
+
+    def __init__(self, config: RunConfig, log_file: BackgroundLog, outlived: Outlived | None = None) -> None:
+        self._config, self._log_file, self._outlived = config, log_file, outlived
         self._runner = asyncio.Runner()  # one loop for all of them: the agents' connections live in it
         self._crew: Crew | None = None
         self._lost = False
@@ -32,7 +44,9 @@ class Attempts:
     @property
     def secret(self) -> bytes | None:
         """The control channel's secret, where agents exist already."""
-        return None if self._crew is None else self._crew.secret
+        if self._crew is None:
+            return None if self._outlived is None else self._outlived.secret
+        return self._crew.secret
 
     def run(self, start: Start) -> int | None:
         """One attempt and what follows it: the exit code, or None when the next begins at once in this allocation.
@@ -48,9 +62,8 @@ class Attempts:
         where = start.run.attempts / str(attempt)
         log.info("run %s, attempt %s; workers write to %s", self._config.name, attempt, where)
         if self._crew is None:
-            self._crew = Crew(self._config, start)
-        runner = AttemptRunner if self._config.inference is None else InferenceAttempt
-        supervisor = runner(self._config, start, accuser, self._crew)
+            self._crew, self._outlived = Crew(self._config, start, self._outlived), None
+        supervisor = _runner_of(self._config)(self._config, start, accuser, self._crew)
         verdict = self._runner.run(supervisor.run())
         self._lost = bool(start.cluster.lost)
         ending.ends_at_s = supervisor.stops.ends_at_s
@@ -64,6 +77,9 @@ class Attempts:
         if self._crew is not None:
             crew, self._crew = self._crew, None
             self._runner.run(crew.dismiss(node_lost=self._lost))
+        if self._outlived is not None:  # nothing came to the point of taking them over
+            self._outlived.end()
+            self._outlived = None
 
     def __enter__(self) -> Self:
         return self

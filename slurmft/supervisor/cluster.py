@@ -71,6 +71,9 @@ class Cluster(Protocol):
     def size(self, config: RunConfig) -> int:
         """Nodes that agents run on, spares included."""
 
+    def agent_hosts(self, config: RunConfig) -> list[str]:
+        """The host of each agent, in the order of their numbers."""
+
     def control_hosts(self) -> list[str]:
         """Names and addresses at which agents find the supervisor, best first."""
 
@@ -130,6 +133,10 @@ class SlurmCluster:
     def size(self, config: RunConfig) -> int:
         """All nodes of the allocation."""
         return max(self.job.node_count, config.size.minimum)
+
+    def agent_hosts(self, config: RunConfig) -> list[str]:
+        """The allocation's nodes, as srun numbers its tasks."""
+        return nodes.expand(self.job.nodes)
 
     def control_hosts(self) -> list[str]:
         """The node's own name, then every address that is not of this machine alone."""
@@ -206,7 +213,8 @@ class SlurmCluster:
         """From sinfo; none when Slurm does not answer."""
         try:
             own = set(nodes.expand(self.job.nodes))
-            return {record.node: record.state for record in nodes.nodes(timeout_s=3.0) if record.node in own}
+            seen = nodes.nodes(timeout_s=3.0)
+            return {record.node: record.state for record in seen if record.node in own and record.state}
         except (SlurmError, ValueError):
             return {}
 
@@ -290,6 +298,10 @@ class LocalCluster:
     def size(self, config: RunConfig) -> int:
         """As many as the configuration asks for, all on this machine."""
         return config.nodes + config.spare_nodes
+
+    def agent_hosts(self, config: RunConfig) -> list[str]:
+        """Loopback, for each."""
+        return ["127.0.0.1"] * self.size(config)
 
     def control_hosts(self) -> list[str]:
         """Loopback."""

@@ -12,6 +12,7 @@ from slurmft.errors import SlurmError, UsageError
 from slurmft.policy.timing import checkpoint_interval, grace
 from slurmft.policy.timing.grace import Finding, GraceNeed, GraceOffer, Severity
 from slurmft.scheduler import slurm
+from slurmft.scheduler.environment import asked_for
 from slurmft.scheduler.site import Partition, Site, parse_limit_s
 from slurmft.storage.history import timings
 
@@ -82,15 +83,14 @@ def _interval_of(config: RunConfig) -> dict[str, Any]:
 
 def _offers(config: RunConfig, options: Mapping[str, Any], environment: Mapping[str, str]) -> list[GraceOffer]:
     site, partitions = _ask(elsewhere="clusters" in {*options, *(config.slurm.model_extra or {})})
-    # as for sbatch: its command line overrides its variables, and these override the script
-    wanted = options.get("partition") or environment.get("SBATCH_PARTITION") or config.slurm.partition
-    limit = options.get("time") or environment.get("SBATCH_TIMELIMIT") or config.slurm.time
-    names = str(wanted).split(",") if wanted else [partition.name for partition in partitions if partition.is_default]
+    asked = asked_for(config.slurm, options, environment)
+    defaults = [partition.name for partition in partitions if partition.is_default]
+    names = asked.partition.split(",") if asked.partition else defaults
     known = {partition.name: partition for partition in partitions}
     tiers = [partition.priority_tier for partition in partitions if partition.priority_tier is not None]
-    asked_s = parse_limit_s(str(limit)) if limit else None
+    asked_s = parse_limit_s(asked.time) if asked.time else None
     lead_s = float(config.preemption.signal_lead_s)
-    return [_offer(known.get(name), asked_s if limit else _default_s(known.get(name)), lead_s, site, tiers)
+    return [_offer(known.get(name), asked_s if asked.time else _default_s(known.get(name)), lead_s, site, tiers)
             for name in names or [""]]  # fmt: skip
 
 

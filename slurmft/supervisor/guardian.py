@@ -2,7 +2,8 @@
 
 Slurm ends a job when its batch step's process ends, and requeues nothing by itself then. The guardian is that process.
 It does nothing but wait: when a signal has ended the supervisor (an out-of-memory kill, ``kill -9``, a crash of the
-interpreter) it ends the supervisor's left-over processes and becomes a new supervisor that decides what follows.
+interpreter) it ends the supervisor's left-over processes and becomes a new supervisor that decides what follows. What
+it is told to spare lives on, for that new supervisor to take over.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from slurmft.supervisor.signals import PASSED_ON, block_signals, keep_signals
@@ -28,11 +29,14 @@ _LOST_VARIABLE = "SLURMFT_GUARD_LOST"
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def guarded(after_loss: Sequence[str]) -> None:
+def guarded(after_loss: Sequence[str], spares: Callable[[int], bool] = lambda pid: False) -> None:
     """Fork; returns in the child alone, with signals kept. The parent guards it and ends with its exit code.
 
     ``after_loss`` is the command, less its last argument, that follows when a signal ends the child: the number of that
     signal is added. A process that is guarded already stays as it is.
+
+    Args:
+        spares: by its process id, whether a child of the lost process is left alone, but for the last loss.
     """
     if os.environ.get(_GUARD_VARIABLE) == str(os.getppid()):
         keep_signals()
@@ -51,7 +55,7 @@ def guarded(after_loss: Sequence[str]) -> None:
         return
     code = _wait_for(child)
     if code < 0:
-        _recover(after_loss, child, -code)
+        _recover(after_loss, spares, child, -code)
     os._exit(code)
 
 
@@ -83,7 +87,7 @@ def lost_pids(environment: Mapping[str, str]) -> frozenset[int]:
     return frozenset(int(pid) for pid in environment.get(_LOST_VARIABLE, "").split())
 
 
-def _recover(after_loss: Sequence[str], lost: int, number: int) -> NoReturn:
+def _recover(after_loss: Sequence[str], spares: Callable[[int], bool], lost: int, number: int) -> NoReturn:
     losses = int(os.environ.get(_LOSSES_VARIABLE, "0")) + 1
     name = signal.Signals(number).name
     if losses > MAX_LOSSES:
@@ -92,17 +96,21 @@ def _recover(after_loss: Sequence[str], lost: int, number: int) -> NoReturn:
         os._exit(128 + number)
     sys.stderr.write(f"slurmft: {name} has ended the supervisor; acting in its place\n")
     sys.stderr.flush()
-    _end_left_behind()
+    # after the last loss that is put up with, only a start of its own has losses of its own
+    _end_left_behind(spares if losses < MAX_LOSSES else lambda pid: False)
     all_lost = f"{os.environ.get(_LOST_VARIABLE, '')} {lost}"
     os.environ |= {_LOSSES_VARIABLE: str(losses), _LOST_VARIABLE: all_lost}
     os.environ.pop(_GUARD_VARIABLE, None)
     os.execv(after_loss[0], [*after_loss, str(number)])  # noqa: S606 - an argument list, no shell
 
 
-def _end_left_behind() -> None:
+def _end_left_behind(spares: Callable[[int], bool]) -> None:
     """End what the supervisor had started. Orphans become ours (subreaper), so that none escapes."""
     deadline = time.monotonic() + CLEAN_UP_S
-    while (children := children_of(os.getpid())) and time.monotonic() < deadline + CLEAN_UP_S:
+    while time.monotonic() < deadline + CLEAN_UP_S:
+        children = [(pid, name) for pid, name in children_of(os.getpid()) if not spares(pid)]
+        if not children:
+            return
         for pid, name in children:
             # srun ends its step at once when it gets TERM; killed, it would leave the step to find out by itself
             gentle = name == "srun" and time.monotonic() < deadline

@@ -24,8 +24,15 @@ from slurmft.storage.patience import FolderThread, PatientJournal, patiently, wr
 from slurmft.storage.progress import Progress, progress_of
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder
 from slurmft.supervisor.attempt_loop import Attempts
-from slurmft.supervisor.cluster import Cluster, SlurmCluster, detect
+from slurmft.supervisor.cluster import (
+    LOCAL_JOB_VARIABLE,
+    LOCAL_RESTART_VARIABLE,
+    Cluster,
+    SlurmCluster,
+    detect,
+)
 from slurmft.supervisor.evidence import collect
+from slurmft.supervisor.fleet.outliving import Outlived, find_outlived
 from slurmft.supervisor.guardian import lost_pids
 from slurmft.supervisor.owner import owner_lives, owner_writes
 from slurmft.supervisor.recovery.act import Ending
@@ -51,8 +58,11 @@ LOOK_S = 5.0
 log = logging.getLogger(__name__)
 
 
-def supervise(config: RunConfig, environment: Mapping[str, str]) -> int:
+def supervise(config: RunConfig, environment: Mapping[str, str], outlived: Outlived | None = None) -> int:
     """Run attempts of ``config`` in this allocation, and what follows them; returns the batch script's exit code.
+
+    Args:
+        outlived: agents that have outlived the supervisor before this one.
 
     Raises:
         RunBusy: another live job trains this run.
@@ -63,7 +73,7 @@ def supervise(config: RunConfig, environment: Mapping[str, str]) -> int:
     thread, log_file = FolderThread(), BackgroundLog()
     if isinstance(cluster, SlurmCluster):
         cluster.identify()
-    with Attempts(config, log_file) as attempts:
+    with Attempts(config, log_file, outlived) as attempts:
         held: int | None = None
         while True:
             claim = _Claim(environment, secret=attempts.secret, held=held)
@@ -102,7 +112,10 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     cluster, run = detect(environment), RunFolder(config.run_folder)
     thread = FolderThread()
     owner = thread.call(run.owner, timeout_s=STORAGE_PATIENCE_S)
+    outlived = thread.call(lambda: find_outlived(config, run, cluster), timeout_s=STORAGE_PATIENCE_S)
     if owner is None or owner.pid not in lost_pids(environment) or owner.host != os.uname().nodename:
+        if outlived is not None:
+            outlived.end()
         return supervise(config, environment)  # it had not taken the run over yet; if another process has, this raises
     cluster.attempt = Attempt(job=owner.job, restart=owner.restart, cycle=owner.cycle)
     if isinstance(cluster, SlurmCluster):
@@ -116,15 +129,23 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     name = signal.Signals(number).name
     journal.append(EventName.SUPERVISOR_LOST, signal=name, host=owner.host)
     verdict = _verdict_in_its_place(run, cluster.attempt, name, owner.host, config.world_size)
-    # the guardian has ended its agents
+    # the guardian has ended its agents, but for those that outlive a supervisor
     ending = Ending(
-        config, start, Accuser(config, start), BackgroundLog(), dismiss=lambda: None, has_nodes=lambda: False
-    )
+        config, start, Accuser(config, start), BackgroundLog(),
+        dismiss=lambda: None if outlived is None else outlived.end(), has_nodes=lambda: outlived is not None,
+        outlived=outlived is not None,
+    )  # fmt: skip
     decided = [
         event for event in history if event.attempt == str(cluster.attempt) and event.event == EventName.DECISION
     ]
     code = ending.follow(verdict, _decision_of(decided[-1])) if decided else ending.act_on(verdict)
-    return supervise(config, environment) if code is None else code
+    if code is not None:
+        return code
+    if cluster.name == "local":  # whose name would be that of this process
+        environment = {
+            **environment, LOCAL_JOB_VARIABLE: owner.job, LOCAL_RESTART_VARIABLE: str(owner.restart)
+        }  # fmt: skip
+    return supervise(config, environment, outlived)
 
 
 def _decision_of(event: Event) -> Decision:

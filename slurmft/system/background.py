@@ -1,4 +1,4 @@
-"""Tasks that run beside the main line of a supervisor; one that fails is never silent."""
+"""Tasks that run beside the main line of a process; one that fails is never silent."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ log = logging.getLogger(__name__)
 
 
 class Background:
-    """Keeps tasks alive until they are done, and calls ``on_error`` for one that failed."""
+    """Keeps tasks alive until they are done; one that failed is logged, and told to ``on_error`` where there is one."""
 
-    def __init__(self, on_error: Callable[[BaseException], None]) -> None:
+    def __init__(self, on_error: Callable[[BaseException], None] | None = None) -> None:
         self._on_error = on_error
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -33,4 +33,5 @@ class Background:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("internal error: %r", error, exc_info=error)
-            self._on_error(error)
+            if self._on_error is not None:
+                self._on_error(error)

@@ -67,7 +67,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def replace_atomically(
-    path: Path, text: str, *, mode: int = 0o600, durable: bool = True, group: int | None = None
+    path: Path, content: str | bytes, *, mode: int = 0o600, durable: bool = True, group: int | None = None
 ) -> None:
     """Readers see the old file or the new one, never part of either; even after a power cut when it is ``durable``.
 
@@ -78,8 +78,8 @@ def replace_atomically(
     """
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with opening.naming(path), os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with opening.naming(path), os.fdopen(descriptor, "wb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
             stream.flush()
             if group is not None:
                 with contextlib.suppress(PermissionError):

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_LISTENS = "0A"
+_LOOPBACK = frozenset({"0100007F", "7F000001", "0000000000000000FFFF00000100007F", "00000000000000000000FFFF7F000001"})
+"""127.0.0.1, also as an IPv6 address, on machines of either byte order."""
+
 _START_TICKS = 18
 """Index of starttime among the fields of /proc/PID/stat that follow the process's state (proc(5), field 22)."""
 
@@ -84,10 +88,42 @@ def user_name(user_id: int | None = None) -> str:
         return str(user_id)
 
 
+def who() -> str:
+    """This process's user, as user@host: who asked, in journals and requests."""
+    return f"{user_name()}@{os.uname().nodename}"
+
+
 def children_of(pid: int) -> list[tuple[int, str]]:
     """Process id and name of its living children."""
     found = [(folder, *_stat(folder)) for folder in Path("/proc").glob("[0-9]*")]
     return [(int(folder.name), name) for folder, name, fields in found if fields and fields[0] == str(pid)]
+
+
+def words_of(pid: int) -> list[str]:
+    """The command line of a living process; empty where there is none, or it is not ours to look at."""
+    try:
+        data = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return data.decode(errors="replace").split("\0")[:-1]
+
+
+def owners_of_loopback_port(port: int) -> set[int]:
+    """User ids of the sockets that answer at 127.0.0.1 and this TCP port; empty where the kernel does not tell.
+
+    Columns as in proc_net_tcp.txt of the kernel's documentation; an address is in the byte order of the machine.
+    """
+    found = set()
+    for name in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/self/net/{name}").read_text(encoding="ascii").splitlines()[1:]
+        except OSError:
+            continue
+        for words in map(str.split, lines):
+            address, _, number = words[1].partition(":")
+            if words[3] == _LISTENS and int(number, 16) == port and (address in _LOOPBACK or not address.strip("0")):
+                found.add(int(words[7]))
+    return found
 
 
 def _stat(folder: Path) -> tuple[str, list[str]]:

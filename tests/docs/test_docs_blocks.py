@@ -109,7 +109,7 @@ def words_of(line: str) -> list[str]:
 
 LINES = [(str(block), line) for block in blocks("console") for line, _ in commands(block)]
 TARGETS = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
-OTHERS = {"git", "cd", "source", "exit", "sinfo", "sbatch"}
+OTHERS = {"git", "cd", "source", "exit", "sinfo", "sbatch", "curl"}
 
 
 @pytest.mark.parametrize(("where", "line"), LINES, ids=[f"{where}-{line[:40]}" for where, line in LINES])

@@ -56,10 +56,16 @@ submit --dry-run CONFIG --set SET
 submit --dry-run --cluster slurm CONFIG
 submit --dry-run --cluster local CONFIG
 submit --dry-run CONFIG -- TEXT
+convert CONFIG
+convert TEXT
 ft-launch --dry-run --cluster local --run-folder OUT --nnodes TEXT train.py
 ft-launch --print-config --set SET --ft-rank-heartbeat-timeout TEXT train.py TEXT
 ft-launch --dry-run --cluster local --ft-cfg-path CONFIG TEXT
 infer --dry-run CONFIG
+serve --dry-run CONFIG
+serve --dry-run BATCH --set SET
+endpoint RUN
+endpoint --header-file RUN
 infer --dry-run BATCH --set SET
 infer --dry-run --cluster slurm BATCH -- TEXT
 infer --cluster slurm BATCH

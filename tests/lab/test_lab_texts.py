@@ -35,6 +35,14 @@ def test_every_node_has_an_address_and_the_claimed_cpus():
     assert "10.213.0.12 n2" in hosts_text(settings).splitlines()
 
 
+def test_nodes_have_their_names_and_more_lines_come_last():
+    settings = LabSettings(folder=FOLDER, nodes=2, names=("gpu01", "x1000c0s0b0n0"), lines=("PrivateData=jobs",))
+    text = slurm_conf_text(settings)
+    assert "NodeName=x1000c0s0b0n0 NodeAddr=10.213.0.12 " in text
+    assert text.endswith("\nPrivateData=jobs\n")
+    assert "10.213.0.11 gpu01" in hosts_text(settings).splitlines()
+
+
 @pytest.mark.parametrize(
     ("partition", "words"),
     [
@@ -65,7 +73,8 @@ def test_slurmdbd_conf_carries_the_password():
 
 
 def test_settings_survive_json():
-    settings = LabSettings(folder=FOLDER, nodes=2, accounting=True, expose=(Path("/opt/x"),))
+    settings = LabSettings(folder=FOLDER, nodes=2, accounting=True, expose=(Path("/opt/x"),), names=("a", "b"),
+                           lines=("PrivateData=jobs",), files=(Path("/opt/job_submit.lua"),))  # fmt: skip
     assert LabSettings.from_json(settings.as_json() | {"from_the_future": 1}) == settings
 
 
@@ -84,6 +93,13 @@ def test_settings_survive_json():
         {"folder": Path("/var/lib/with blank")},
         {"folder": Path("/var/lib/../lab")},
         {"folder": Path("/var/" + "x" * 80)},
+        {"nodes": 2, "names": ("gpu01",)},
+        {"nodes": 2, "names": ("gpu01", "gpu01")},
+        {"nodes": 1, "names": ("ctl",)},
+        {"nodes": 1, "names": ("longer-than-a-link",)},
+        {"nodes": 1, "names": ("a b",)},
+        {"lines": ("A=1\nB=2",)},
+        {"files": (Path("job_submit.lua"),)},
     ],
     ids=str,
 )

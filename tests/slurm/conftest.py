@@ -219,10 +219,15 @@ def new_run(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Callable[..., 
 @pytest.fixture(scope="session")
 def undisturbed(lab: Lab) -> str:
     """The digest of the weights after the same training, left alone."""
-    path = lab.home / "undisturbed"
+    return calm_digest(lab, STEPS)
+
+
+def calm_digest(lab: Lab, steps: int) -> str:
+    """The digest of the weights after a training of so many steps that nothing disturbs."""
+    path = lab.home / f"undisturbed-{steps}"
     run = Run(lab, path)
     config = {
-        "command": [*TRAINER, "--steps", str(STEPS)],
+        "command": [*TRAINER, "--steps", str(steps)],
         "run_folder": str(run.path),
         "nodes": 2,
         "nproc_per_node": 2,

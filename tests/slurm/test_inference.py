@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from word_engine import next_token, tokens_in
 
 from slurm.conftest import Run, eventually, preempt
 from slurmft.inference.ledger import segments_of
@@ -23,12 +24,16 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 NewBatch = Callable[..., "BatchRun"]
 ENGINE = Path(__file__).with_name("inference_engine.py")
+WORDS = Path(__file__).parents[1] / "unit" / "support" / "word_engine.py"
 CONCURRENCY, REPLICAS, NODES = 4, 2, 2
 IN_FLIGHT = CONCURRENCY * REPLICAS * NODES
 
 
 class BatchRun(Run):
     """A batch of requests whose right answers are known."""
+
+    ENGINE = "^[^ ]*python[^ ]* [^ ]*/engine.py"
+    """Its command line."""
 
     prompts: list[str]
 
@@ -72,6 +77,26 @@ class BatchRun(Run):
         assert pids, f"no process like {pattern} on {node}\n{self.story()}"
         self.lab.run_on_as_admin(node, ["kill", f"-{signal}", pids[0]])
 
+    def engines(self, node: str) -> list[str]:
+        """Process ids of the engines on a node."""
+        argv = ["pgrep", "-f", f"^[^ ]*python[^ ]* {self.path.parent}/engine.py"]
+        return self.lab.run_on_as_admin(node, argv, check=False).stdout.split()
+
+    def kill_supervisor(self) -> None:
+        """And not its guardian."""
+        host = self.batch_host
+        pids = self.lab.run_on_as_admin(host, ["pgrep", "-f", f"slurmft run {self.path}"]).stdout.split()
+        self.lab.run_on_as_admin(host, ["kill", "-KILL", max(pids, key=int)])
+
+    @property
+    def agent(self) -> str:
+        """The command line of an agent."""
+        return f"^[^ ]*python[^ ]* .*slurmft agent {self.path}"
+
+    @property
+    def batch_host(self) -> str:
+        return self.events("attempt started")[-1].details["host"]
+
     @property
     def nodes(self) -> list[str]:
         return [event.details["node"] for event in self.events("node answers")]
@@ -79,20 +104,26 @@ class BatchRun(Run):
 
 @pytest.fixture
 def new_batch(lab: Lab, request: pytest.FixtureRequest) -> NewBatch:
-    def make(count: int = 300, *, pause: float = 0.2, special: dict[int, str] | None = None, **changes) -> BatchRun:
+    def make(
+        count: int = 300, *, pause: float = 0.2, special: dict[int, str] | None = None, engine: Path = ENGINE,
+        body: dict | None = None, **changes,
+    ) -> BatchRun:  # fmt: skip
         name = request.node.name.replace("[", "-").replace("]", "").replace(" ", "-")
         name += "-again" * (getattr(request.node, "execution_count", 1) > 1)
         folder = lab.home / "batches" / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        shutil.copy(ENGINE, folder / "engine.py")
+        shutil.copy(engine, folder / "engine.py")
         run = BatchRun(lab, folder / "run", folder / "batch.yaml")
         run.prompts = [(special or {}).get(index, f"prompt {index}") for index in range(count)]
-        lines = [{"custom_id": f"q{index}", "prompt": prompt} for index, prompt in enumerate(run.prompts)]
+        lines = [{"custom_id": f"q{index}", "prompt": each, **(body or {})} for index, each in enumerate(run.prompts)]
         (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         section = {
             "input": str(folder / "prompts.jsonl"), "replicas_per_node": REPLICAS, "concurrency": CONCURRENCY,
-            "engine": {"command": ["python", str(folder / "engine.py"), "{port}", str(pause)]},
+            "engine": {
+                "command": ["python", str(folder / "engine.py"), "{port}", str(pause), str(folder / "engine.log")],
+                **changes.pop("settings", {}),
+            },
             "hang_timeout_s": 5, "base_delay_s": 0.1, **changes.pop("inference", {}),
         }  # fmt: skip
         config = {
@@ -122,7 +153,7 @@ def test_a_dead_replica_is_restarted_while_the_others_go_on(new_batch: NewBatch,
     run.wait_for_answers(40)
     node = run.nodes[0]
     if victim == "engine":
-        run.kill_processes(node, "^[^ ]*python[^ ]* [^ ]*/engine.py")
+        run.kill_processes(node, run.ENGINE)
     elif victim == "driver":
         run.kill(node, min(run.pids(node)))
     else:
@@ -133,6 +164,17 @@ def test_a_dead_replica_is_restarted_while_the_others_go_on(new_batch: NewBatch,
     assert run.repeated() <= CONCURRENCY * (REPLICAS if victim == "zygote" else 1)
 
 
+def test_an_engine_that_is_asked_to_end_finishes_what_it_has_and_is_blamed_for_no_request(new_batch: NewBatch) -> None:
+    """As most servers do, it takes no connection from then on, for longer than all tries of a request last."""
+    run = new_batch(120, pause=2.0, inference={"max_retries": 1})
+    run.submit()
+    run.wait_for_answers(20)
+    run.kill_processes(run.nodes[0], run.ENGINE, "TERM")
+    run.assert_exactly_once()
+    assert run.events("replica died"), run.story()
+    assert run.repeated() == 0
+
+
 @pytest.mark.parametrize("victim", ["engine", "driver"])
 def test_a_stopped_replica_is_found_by_its_missing_progress(new_batch: NewBatch, victim: str) -> None:
     run = new_batch(inference={"hang_timeout_s": 2})
@@ -140,7 +182,7 @@ def test_a_stopped_replica_is_found_by_its_missing_progress(new_batch: NewBatch,
     run.wait_for_answers(40)
     node = run.nodes[0]
     if victim == "engine":
-        run.kill_processes(node, "^[^ ]*python[^ ]* [^ ]*/engine.py", "STOP")
+        run.kill_processes(node, run.ENGINE, "STOP")
     else:
         run.kill(node, min(run.pids(node)), signal="STOP")
     run.assert_exactly_once()
@@ -181,24 +223,54 @@ def test_a_node_that_is_cut_off_answers_nothing_that_counts(lab: Lab, new_batch:
     run.assert_exactly_once()
 
 
-@pytest.mark.parametrize("how", ["preempted", "requeued", "supervisor killed"])
+@pytest.mark.parametrize("how", ["preempted", "requeued"])
 def test_the_next_start_repeats_no_finished_request(lab: Lab, new_batch: NewBatch, how: str) -> None:
     run = new_batch(400)
     job = run.submit()
     run.wait_for_answers(60)
-    match how:
-        case "preempted":
-            preempt(lab)
-        case "requeued":
-            run.slurmft("requeue", str(run.path))
-        case _:
-            host = run.events("attempt started")[0].details["host"]
-            pids = lab.run_on_as_admin(host, ["pgrep", "-f", f"slurmft run {run.path}"]).stdout.split()
-            lab.run_on_as_admin(host, ["kill", "-KILL", max(pids, key=int)])
+    if how == "preempted":
+        preempt(lab)
+    else:
+        run.slurmft("requeue", str(run.path))
     run.wait_for("requests opened", 2)
     assert run.events("requests opened")[1].details["answered"] >= 60
     run.assert_exactly_once()
-    assert run.repeated() <= (IN_FLIGHT if how == "supervisor killed" else 0), f"job {job}\n{run.story()}"
+    assert run.repeated() == 0, f"job {job}\n{run.story()}"
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_engines_outlive_the_supervisor(new_batch: NewBatch, times: int) -> None:
+    run = new_batch(200 + 200 * times)
+    run.submit()
+    for start in range(1, times + 1):
+        run.wait_for("requests opened", start)
+        run.wait_for_answers(start * 100)
+        engines = {node: run.engines(node) for node in set(run.nodes)}
+        run.kill_supervisor()
+        run.wait_for("requests opened", start + 1)
+        assert run.events("requests opened")[start].details["answered"] >= start * 100
+        run.wait_for_answers(start * 100 + 60)
+        assert {node: run.engines(node) for node in engines} == engines, run.story()
+    run.assert_exactly_once()
+    assert not run.events("replica died") and not run.events("requeueing"), run.story()
+    assert [event.details["action"] for event in run.events("decision")] == ["restart"] * times + ["finish"]
+    assert run.repeated() <= times * IN_FLIGHT, run.story()
+
+
+@pytest.mark.soak
+def test_an_agent_that_dies_with_the_supervisor_is_replaced(new_batch: NewBatch) -> None:
+    run = new_batch(1000)
+    run.submit()
+    run.wait_for_answers(60)
+    other = next(node for node in run.nodes if node != run.batch_host)
+    kept = run.engines(run.batch_host)
+    run.kill_supervisor()
+    run.kill_processes(other, run.agent)
+    run.wait_for("node answers", NODES + 2)  # one that was there still, one that is new
+    assert run.events("node answers")[-1].details["node"] == other
+    assert run.engines(run.batch_host) == kept
+    run.assert_exactly_once()
+    assert len(run.folder.jobs()) == 1 and not run.events("requeueing"), run.story()
 
 
 def test_a_stopped_batch_goes_on_when_it_is_submitted_again(new_batch: NewBatch) -> None:
@@ -211,6 +283,41 @@ def test_a_stopped_batch_goes_on_when_it_is_submitted_again(new_batch: NewBatch)
     run.submit()
     run.assert_exactly_once()
     assert run.repeated() == 0
+
+
+def test_long_answers_go_on_where_a_dead_engine_and_a_stop_have_cut_them_off(new_batch: NewBatch) -> None:
+    count, limit, token_s = 24, 160, 0.05
+    run = new_batch(
+        count, pause=token_s, engine=WORDS, body={"max_tokens": limit},
+        settings={"request_path": "/v1/completions", "continue_from_prefix": "always"},
+        preemption={"stop_timeout_s": 6}, inference={"hang_timeout_s": 60},
+    )  # fmt: skip
+    log = run.config.parent / "engine.log"
+
+    def tokens() -> list[str]:
+        return log.read_text().splitlines() if log.exists() else []
+
+    run.submit()
+    eventually(lambda: len(tokens()) > 50 * IN_FLIGHT, 60, "tokens of the first answers")
+    run.kill_processes(run.nodes[0], "^[^ ]*python[^ ]* [^ ]*/engine.py")
+    run.wait_for("replica died")
+    at_death = len(tokens())
+    eventually(lambda: len(tokens()) > at_death + 20 * IN_FLIGHT, 60, "tokens after the death")
+    run.slurmft("requeue", str(run.path))
+    run.wait_for("requests opened", 2)
+    run.wait_until_done()
+    for prompt, record in zip(run.prompts, run.answers(), strict=True):
+        text, made = "", 0
+        while made < limit and (token := next_token(prompt + text)) is not None:
+            text, made = text + token, made + 1
+        asked = tokens_in(prompt)
+        body = record["response"]["body"]
+        assert body["choices"][0]["text"] == text
+        assert body["choices"][0]["finish_reason"] == ("length" if made == limit else "stop")
+        assert body["usage"] == {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+    cut_off = CONCURRENCY + IN_FLIGHT
+    repeated = len(tokens()) - len(set(tokens()))
+    assert repeated <= 15 * cut_off, f"{repeated} of {len(tokens())} tokens were made twice\n{run.story()}"
 
 
 def test_bad_requests_end_in_errors_and_hurt_no_other(new_batch: NewBatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm import test_sweep
+from slurm import test_slurm_faults, test_sweep
 from slurm.conftest import Run, eventually, preempt
 from slurm.test_elsewhere import blaming, test_exit_16_goes_on_on_different_nodes
 from slurm.test_endings import test_the_supervisor_is_killed
@@ -144,6 +144,12 @@ def test_the_controller_is_away_for_a_moment(lab: Lab, new_run: NewRun, undistur
     assert run.folder.jobs() == [job]
     assert len(run.events("requeued")) == 1
     assert run.digest() == undisturbed
+
+
+@pytest.mark.soak
+def test_the_controller_is_away_for_longer(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
+    """What it has not heard meanwhile costs the minute after which it is told again, and not Slurm's 121 s as well."""
+    test_slurm_faults.test_the_controller_is_away_when_the_job_is_requeued(lab, new_run, undisturbed)
 
 
 def test_a_sick_node_is_drained_and_comes_back(site: Site) -> None:

@@ -8,15 +8,14 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from slurm.conftest import Run, eventually, preempt, submit_with
+from slurm.small_disk import SmallDisk, mounted_disk
 from slurmft.checkpoint.catalog import Catalog
 from slurmft.lab.cluster import Lab
 
@@ -26,34 +25,6 @@ NewRun = Callable[..., Run]
 SIZE_MIB = 24
 
 
-@dataclass(frozen=True)
-class SmallDisk:
-    lab: Lab
-    path: Path
-
-    def fill(self) -> None:
-        """Leave nothing for an ordinary user."""
-        for name, block in (("ballast", "1M"), ("crumbs", "512")):
-            self.lab.run(["dd", "if=/dev/zero", f"of={self.path}/{name}", f"bs={block}"], check=False)
-
-    def free(self) -> None:
-        self.lab.run(["rm", "-f", f"{self.path}/ballast", f"{self.path}/crumbs"])
-
-    def forbid(self) -> None:
-        """Make it read-only; not in the middle of a save, whose open files would prevent it."""
-        argv = ["mount", "-o", "remount,ro", str(self.path)]
-        eventually(lambda: self.lab.run_as_admin(argv, check=False).returncode == 0, 20, "read-only")
-
-    def allow(self) -> None:
-        self.lab.run_as_admin(["mount", "-o", "remount,rw", str(self.path)])
-
-    def freeze(self) -> None:
-        self.lab.run_as_admin(["fsfreeze", "-f", str(self.path)])
-
-    def thaw(self) -> None:
-        self.lab.run_as_admin(["fsfreeze", "-u", str(self.path)], check=False)
-
-
 Fault = Callable[[SmallDisk], None]
 
 
@@ -61,35 +32,8 @@ Fault = Callable[[SmallDisk], None]
 def disk(lab: Lab, tmp_path: Path) -> Iterator[SmallDisk]:
     if shutil.which("mkfs.ext4") is None:
         pytest.skip("there is no mkfs.ext4 to make a small disk with (e2fsprogs)")
-    image, path = tmp_path / "disk.img", lab.home / "small disk"
-    with image.open("wb") as stream:
-        stream.truncate(SIZE_MIB << 20)
-    subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", str(image)], check=True)
-    device = subprocess.run(["losetup", "--find", "--show", str(image)], check=True, capture_output=True, text=True)
-    loop = device.stdout.strip()
-    path.mkdir(exist_ok=True)
-    members = [None, *lab.nodes]
-
-    def on(member: str | None, *argv: str, check: bool = True) -> None:
-        (lab.run_as_admin if member is None else lambda a, **o: lab.run_on_as_admin(member, a, **o))(
-            list(argv), check=check
-        )
-
-    small = SmallDisk(lab, path)
-    try:
-        subprocess.run(["mount", loop, str(path)], check=True)  # for these tests, which look from outside
-        for member in members:
-            on(member, "mount", loop, str(path))
-        on(None, "chown", f"{lab.uid}:{lab.gid}", str(path))
+    with mounted_disk(lab, tmp_path / "disk.img", SIZE_MIB) as small:
         yield small
-    finally:
-        small.thaw()
-        lab.run_as_admin(["scancel", "--user", lab.user], check=False)
-        lab.wait_until_idle(60)
-        for member in members:
-            on(member, "umount", "--lazy", str(path), check=False)
-        subprocess.run(["umount", "--lazy", str(path)], check=False)
-        subprocess.run(["losetup", "--detach", loop], check=False)
 
 
 FAULTS = [

@@ -345,7 +345,8 @@ class Snapshots:
                 standing.is_written, standing.errno, standing.problem = True, 0, ""
             elif report.kind == "committed":
                 standing.is_committed, standing.errno, standing.problem = True, 0, ""
-            elif report.kind in ("failed", "abandoned", "superseded"):
+            elif report.kind in ("failed", "abandoned", "superseded") and (report.final or report.errno):
+                # else its writer has died, and the next one has the save already
                 standing.errno, standing.problem = report.errno, report.text or report.kind
             if report.fenced:
                 standing.is_fenced, self._fenced = True, Fenced(report.text)

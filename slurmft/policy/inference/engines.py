@@ -21,10 +21,13 @@ class EngineKind:
     progress_metric: str = ""
     """A counter that grows while the engine makes tokens; empty where there is none."""
 
+    counts_pieces: bool = False
+    """It tells the tokens so far with each piece of a stream, so that an answer can be cut and joined exactly."""
+
 
 KNOWN = (
-    EngineKind("vllm", metrics_path="/metrics", progress_metric="vllm:generation_tokens_total"),
-    EngineKind("sglang", metrics_path="/metrics", progress_metric="sglang:generation_tokens_total"),
+    EngineKind("vllm", metrics_path="/metrics", progress_metric="vllm:generation_tokens_total", counts_pieces=True),
+    EngineKind("sglang", metrics_path="/metrics", progress_metric="sglang:generation_tokens_total", counts_pieces=True),
     EngineKind("text-generation-launcher", metrics_path="/metrics", progress_metric="tgi_request_generated_tokens_sum"),
     EngineKind("llama-server", metrics_path="/metrics", progress_metric="llamacpp:tokens_predicted_total"),
 )

@@ -18,6 +18,10 @@ class Restarts:
         """One more end that the replica itself has to answer for."""
         return replace(self, failures=self.failures + 1)
 
+    def counted(self, failures: int) -> Restarts:
+        """With so many failures before."""
+        return replace(self, failures=failures)
+
     def succeeded(self) -> Restarts:
         """It completed a request: the count begins anew."""
         return replace(self, failures=0) if self.failures else self

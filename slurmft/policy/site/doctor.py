@@ -150,10 +150,19 @@ def judge_container(facts: ContainerFacts) -> Iterator[Finding]:
 def judge_cluster(conf: Mapping[str, str], wishes: Wishes) -> Iterator[Finding]:
     """Findings on ``scontrol show config``; a key that is not there causes no finding."""
     for look in (_preemption, _kill_wait, _requeue, _requeue_delay, _proctrack, _silent_nodes, _accounting, _exits,
-                 _memory_of_jobs, _held_launches):  # fmt: skip
+                 _memory_of_jobs, _held_launches, _hidden_nodes):  # fmt: skip
         found = look(conf, wishes)
         if found is not None:
             yield found
+
+
+def judge_federation(name: str) -> Iterator[Finding]:
+    """A finding where the cluster belongs to the federation of this name; none where it is empty."""
+    if name:
+        yield Finding(check="federation", level=Level.WARNING,
+                      text=f"the cluster belongs to {name}: Slurm would start a job on any of its clusters, and "
+                      "slurmft submit refuses that",
+                      remedy="name one, which the job then keeps to: slurm: {clusters: NAME}")  # fmt: skip
 
 
 def judge_partitions(
@@ -396,6 +405,14 @@ def _held_launches(conf: Mapping[str, str], _: Wishes) -> Finding | None:
                    text="a job whose Prolog fails on one node is held until it is released by hand",
                    remedy="slurmft requeue --rescue, or sweep, from cron: it releases the job, away from that node; or "
                    "an administrator: SchedulerParameters=nohold_on_prolog_fail")  # fmt: skip
+
+
+def _hidden_nodes(conf: Mapping[str, str], _: Wishes) -> Finding | None:
+    if "nodes" not in conf.get("PrivateData", "").split(","):
+        return None
+    return Finding(check="PrivateData", level=Level.NOTE,
+                   text="users do not see the states of nodes: one that is down counts as one that could be used, and "
+                   "slurmft sweep needs an administrator")  # fmt: skip
 
 
 def _codes(text: str) -> set[int]:

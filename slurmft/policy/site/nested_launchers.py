@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-_PROGRAMS = frozenset({"torchrun", "ft_launcher"})
-_MODULES = frozenset({"torch.distributed.run", "torch.distributed.launch"})
+PROGRAMS = frozenset({"torchrun", "ft_launcher"})
+MODULES = frozenset({"torch.distributed.run", "torch.distributed.launch"})
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh"})
 
 
@@ -19,7 +19,7 @@ def second_owner(command: Sequence[str]) -> str:
     words = _words(command)
     for index, word in enumerate(words):
         name = word.rpartition("/")[2]
-        if name in _PROGRAMS or (word in _MODULES and index and words[index - 1] == "-m"):
+        if name in PROGRAMS or (word in MODULES and index and words[index - 1] == "-m"):
             asked = _nnodes(words[index + 1 :])
             least, colon, most = asked.partition(":")
             if colon and least != most:

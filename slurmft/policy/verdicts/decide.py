@@ -78,6 +78,9 @@ class Budget:
     has_nodes: bool = True
     """Enough nodes for another attempt are left in this allocation."""
 
+    outlived: bool = False
+    """The agents have outlived their supervisor, and wait for the next one."""
+
 
 def decide(verdict: Verdict, budget: Budget, exit_actions: Mapping[ExitAction, str] | None = None) -> Decision:
     """The decision on ``verdict``. Planned stops, exit 16 and moves away from a slow node never spend a budget."""
@@ -157,7 +160,8 @@ def _after_validation(verdict: Verdict, budget: Budget) -> Decision:
 
 
 def _after_failure(verdict: Verdict, budget: Budget) -> Decision:
-    if verdict.cause in RESTARTABLE and budget.has_nodes and budget.restarts_so_far < budget.max_restarts:
+    is_restartable = verdict.cause in RESTARTABLE or (verdict.cause is Cause.SUPERVISOR_LOST and budget.outlived)
+    if is_restartable and budget.has_nodes and budget.restarts_so_far < budget.max_restarts:
         number = f"{budget.restarts_so_far + 1} of {budget.max_restarts}"
         return Decision(
             action=Action.RESTART,

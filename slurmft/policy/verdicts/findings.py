@@ -114,6 +114,9 @@ class WorkerEnd:
     killed: bool = False
     """We killed it, so it is a victim."""
 
+    starved: bool = False
+    """The kernel has ended processes of its node's agent for memory."""
+
     error: str = ""
     """Last line of its traceback."""
 
@@ -224,7 +227,7 @@ def _cause(end: WorkerEnd, report: Report | None, heard: Testimony) -> Cause:
     for cause, code in _CANONICAL.items():
         if end.code == code:
             return cause
-    if end.code in _KILLED and not end.killed and heard.step.oom_on(end.node):
+    if end.code in _KILLED and not end.killed and (end.starved or heard.step.oom_on(end.node)):
         return Cause.HOST_OUT_OF_MEMORY
     if told is not None and (told is not Cause.WORKER_ERROR or end.killed):
         return told

@@ -176,6 +176,8 @@ def why_held(reason: str) -> str:
         return (
             "a node could not start it, and Slurm holds it; slurmft requeue --rescue releases it, away from that node"
         )
+    if re.fullmatch(r"reservation .* was deleted", _words(reason)):
+        return "its reservation is gone; scontrol release lets it begin outside of one"
     if "held" not in _words(reason):
         return ""
     who = "an administrator holds it" if "admin" in _words(reason) else "it is held"
@@ -200,7 +202,8 @@ _HINTS = {
     "Memory specification": "sinfo -o '%N %m' lists the memory of nodes in MB; see slurm.mem",
     "CPU count": "sinfo -o '%N %c' lists the CPUs of nodes; see slurm.cpus_per_task",
     "Node count": "the partition allows fewer nodes (scontrol show partition); see nodes",
-    "node configuration is not available": "no set of nodes has all of it (sinfo -N -l); see nodes and slurm.exclude",
+    "node configuration is not available": "no set of nodes has all of it (sinfo -N -l), or of the reservation has it, "
+    "or it ends too soon; see nodes, slurm.exclude and the option reservation",
     "reservation": "scontrol show reservation lists them; see the option reservation",
     "license": "scontrol show licenses lists them; see the option licenses",
     "dependency": "see the option dependency",
@@ -296,10 +299,10 @@ BY_TERM = ("0:15", "143:0")
 def parse_ending(text: str, restart: int, *, grace_s: float = 0.0) -> JobEnding:
     """Why the job in ``scontrol -o show job`` is ending, seen from its ``restart``.
 
-    COMPLETING hides the base state, but a requeue counts the restart at once, a preemption leaves its time, and a time
-    limit leaves an end that is the start plus the limit; the end of the batch step leaves its exit code; what remains
-    is a cancellation (22.05 to 26.05). So is an end within the ``grace_s`` of a preemption, and the end of a batch step
-    by TERM: a shell that waits for us obeys it at once.
+    COMPLETING hides the base state, but a requeue counts the restart at once, a preemption leaves its time, a time
+    limit leaves its reason, or an end that is the start plus the limit; the end of the batch step leaves its exit code;
+    what remains is a cancellation (22.05 to 26.05). So is an end within the ``grace_s`` of a preemption, and the end of
+    a batch step by TERM: a shell that waits for us obeys it at once.
     """
     pairs = job_pairs(text)
     state = pairs.get("JobState", "")
@@ -315,7 +318,8 @@ def parse_ending(text: str, restart: int, *, grace_s: float = 0.0) -> JobEnding:
     if state in ("NODE_FAIL", "BOOT_FAIL"):
         return JobEnding.NODE_LOST
     limit = parse_duration_s(pairs.get("TimeLimit", ""))
-    if state == "TIMEOUT" or (start and end and limit and end - start >= limit):
+    # the end of a reservation is a time limit, too, whatever the job's own
+    if state == "TIMEOUT" or pairs.get("Reason") == "TimeLimit" or (start and end and limit and end - start >= limit):
         return JobEnding.TIME_LIMIT
     if state in ("COMPLETING", "FAILED") and pairs.get("ExitCode", "0:0") not in ("0:0", *BY_TERM):
         return JobEnding.BATCH_LOST

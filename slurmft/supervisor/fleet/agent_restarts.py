@@ -20,8 +20,10 @@ import logging
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import SlurmError
+from slurmft.ipc.reports import Hello
 from slurmft.storage.events import EventName
 from slurmft.supervisor.attempt_folder import AttemptFolder
+from slurmft.supervisor.cluster import Cluster
 from slurmft.supervisor.fleet.agents import AgentLink, AgentPool
 from slurmft.supervisor.fleet.roster import Roster
 from slurmft.supervisor.start import Start
@@ -42,8 +44,8 @@ class Reviver:
     def __init__(self, config: RunConfig, start: Start, pool: AgentPool, roster: Roster, folder: AttemptFolder) -> None:
         self._config, self._cluster, self._journal = config, start.cluster, start.journal
         self._pool, self._roster, self._folder = pool, roster, folder
-        self._attempt = start.cluster.attempt  # agents find the supervisor in its folder, also in later attempts
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._expecting: asyncio.Task[None] | None = None
         self._room = asyncio.Semaphore(MAX_AT_ONCE)
         self.processes: list[asyncio.subprocess.Process] = []
 
@@ -56,9 +58,22 @@ class Reviver:
         self._tasks[link.node] = task = asyncio.create_task(self._revive(link) if hung_up else self._give_up(link))
         task.add_done_callback(lambda _: self._tasks.pop(link.node, None))
 
+    def expect(self, cluster: Cluster, within_s: float) -> None:
+        """Start agents where none has reported within this time; those that lived before have ended by then."""
+        self._expecting = asyncio.create_task(self._start_missing(cluster, within_s))
+
+    async def _start_missing(self, cluster: Cluster, within_s: float) -> None:
+        await asyncio.sleep(within_s)
+        for node, host in enumerate(cluster.agent_hosts(self._config)):
+            if node not in self._pool.links:
+                hello = Hello(node=node, host=host, pid=0, birth=None, lender=None)
+                self._pool.links[node] = link = AgentLink(None, hello)
+                link.dropped = True
+                self.lost(link, hung_up=True)
+
     async def close(self) -> None:
         """Try no more."""
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *([self._expecting] if self._expecting else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -89,7 +104,7 @@ class Reviver:
     async def _try(self, link: AgentLink) -> None:
         try:
             process = await self._cluster.start_agent(
-                self._config, self._folder.path, self._attempt, host=link.host, index=link.node
+                self._config, self._folder.path, self._folder.attempt, host=link.host, index=link.node
             )
         except (SlurmError, OSError) as error:
             log.warning("the agent on %s cannot be started again: %s", link.host, error)

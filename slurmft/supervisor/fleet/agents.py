@@ -33,15 +33,27 @@ class AgentLost(Exception):
     """The agent's connection is gone, or it does not answer."""
 
 
+def open_port(host: str | None, port: int = 0) -> socket.socket:
+    """A socket that listens, on every interface where there is no host, and on a free port where none is given.
+
+    Raises:
+        OSError: another process has the port.
+    """
+    # one socket: given no host, start_server opens one per address family, each with a port of its own
+    if host is None and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server((host or "", port))
+
+
 class AgentLink:
     """One node's agent as the supervisor sees it. Survives a reconnection of the same agent."""
 
-    def __init__(self, channel: Channel, hello: Hello) -> None:
+    def __init__(self, channel: Channel | None, hello: Hello) -> None:
         self.node, self.host, self.pid = hello.node, hello.host, hello.pid
         self.birth = hello.birth or ""
         """Distinguishes it from others with its process id, of which each container may have its own."""
 
-        self.address = channel.peer
+        self.address = channel.peer if channel is not None else ""
         self.channel: Channel | None = channel
         self.lender = hello.lender or ""
         """The job that lends this node; empty for one of the run's own job."""
@@ -122,13 +134,9 @@ class AgentPool:
         self.events: asyncio.Queue[tuple[AgentLink, Report]] = asyncio.Queue()
         self.complete = asyncio.Event()
 
-    async def listen(self, host: str | None) -> int:
-        """Open the port; None listens on every interface. Returns the port."""
-        # one socket: given no host, start_server opens one per address family, each with a port of its own
-        if host is None and socket.has_dualstack_ipv6():
-            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
-            listener = socket.create_server((host or "", 0))
+    async def listen(self, host: str | None, listener: socket.socket | None = None) -> int:
+        """Take agents in, by a socket that is open already (``open_port``) or by a new one. Returns the port."""
+        listener = listener or open_port(host)
         self._server = await asyncio.start_server(self._serve, sock=listener, limit=MAX_LINE_BYTES)
         return int(listener.getsockname()[1])
 

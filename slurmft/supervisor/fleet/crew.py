@@ -16,6 +16,7 @@ from slurmft.supervisor.attempt_folder import AttemptFolder
 from slurmft.supervisor.cluster import Cluster
 from slurmft.supervisor.fleet.agent_restarts import Reviver
 from slurmft.supervisor.fleet.agents import AgentLink, AgentLost, AgentPool
+from slurmft.supervisor.fleet.outliving import Orphan, Outlived
 from slurmft.supervisor.fleet.roster import Roster
 from slurmft.supervisor.fleet.shutdown import end_agents
 from slurmft.supervisor.start import Start
@@ -38,16 +39,17 @@ class Crew:
 
     Args:
         start: the first attempt's; its folder is where agents find the supervisor, and where srun leaves its errors.
+        outlived: agents that have outlived the supervisor before this one; they are not started but listened to.
     """
 
-    def __init__(self, config: RunConfig, start: Start) -> None:
-        self._config = config
+    def __init__(self, config: RunConfig, start: Start, outlived: Outlived | None = None) -> None:
+        self._config, self._outlived = config, outlived
         self.secret = start.secret
         self.pool = AgentPool(start.secret, start.cluster.size(config))
         self.roster = Roster(self.pool, config.size)
-        self.folder = AttemptFolder(start)
+        self.folder = AttemptFolder(start, of=outlived.attempt if outlived else None)
         self.reviver = Reviver(config, start, self.pool, self.roster, self.folder)
-        self.processes: list[asyncio.subprocess.Process] = []
+        self.processes: list[asyncio.subprocess.Process | Orphan] = []
         self._mustered = False
 
     @property
@@ -67,9 +69,14 @@ class Crew:
             return
         self._mustered = True
         allow_connections(cluster.size(self._config))
+        if self._outlived is not None:
+            await self.pool.listen(None, self._outlived.listener)
+            self.processes = [*self._outlived.processes]
+            self.reviver.expect(cluster, self._config.fault_tolerance.supervisor_lease_s)
+            return
         port = await self.pool.listen(cluster.listen_host)
         await self.folder.tell_agents({"hosts": cluster.control_hosts(), "port": port})
-        self.processes = await cluster.start_agents(self._config, self.folder.path)
+        self.processes = [*await cluster.start_agents(self._config, self.folder.path)]
 
     def _muster_again(self) -> None:
         """Where every srun has ended, each agent has, too, or will: one by one they are started again."""

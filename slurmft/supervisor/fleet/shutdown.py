@@ -15,6 +15,7 @@ from slurmft.policy.verdicts.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATIO
 from slurmft.storage.events import EventName
 from slurmft.storage.journal import Journal
 from slurmft.supervisor.fleet.agents import AgentLink, AgentPool
+from slurmft.supervisor.fleet.outliving import Orphan
 
 PEER_GRACE_S = 3.0
 """After one rank has complained of others, or has spoken for all: how long the rest may take to end by itself."""
@@ -56,7 +57,9 @@ async def end_of_workers(pool: AgentPool, ends: Collection[int], *, per_node: in
         await asyncio.sleep(0.01)
 
 
-async def end_agents(pool: AgentPool, processes: Sequence[asyncio.subprocess.Process], *, node_lost: bool) -> None:
+async def end_agents(
+    pool: AgentPool, processes: Sequence[asyncio.subprocess.Process | Orphan], *, node_lost: bool
+) -> None:
     """Return when the agents and the processes that started them have ended, or cannot be ended.
 
     A srun waits for the tasks of a lost node until Slurm has noticed, so with ``node_lost`` it is not waited for.

@@ -1,8 +1,7 @@
 """One attempt of an inference run: agents with replicas come and go, and it ends when every request is answered.
 
-Where training needs all ranks at once, here every node, agent and replica lives alone: a lost one costs its share of
-the speed. What is decided about an end, and how the run goes on after it, is the same as for training; a step is a
-request, and what is saved is what is committed.
+Where training needs all ranks, here each node, agent and replica lives alone: a lost one costs its share of the speed.
+The decisions about an end are those of training; a step is a request, and what is saved is what is committed.
 """
 
 from __future__ import annotations
@@ -20,8 +19,11 @@ from slurmft.errors import LaunchError, SlurmftError, StorageError
 from slurmft.inference.answers import Output, write_output
 from slurmft.inference.coordinator import Coordinator
 from slurmft.inference.ledger import Ledger, open_ledger
+from slurmft.inference.parts import OutputParts
+from slurmft.inference.request_checkpoints import fingerprint, forget_all, left_behind
 from slurmft.inference.requests import folder_of, load, prepare
-from slurmft.ipc.calls import BeginReplicas, Drain, Kill, Lease, Ping, Shutdown
+from slurmft.inference.serving.roster import Roster
+from slurmft.ipc.calls import BeginReplicas, Call, Drain, Kill, Ping, Shutdown
 from slurmft.ipc.channel import UNANSWERED
 from slurmft.ipc.reports import (
     Disconnected,
@@ -41,7 +43,7 @@ from slurmft.supervisor.attempt_folder import AttemptFolder
 from slurmft.supervisor.cluster import Cluster
 from slurmft.supervisor.fleet.agents import AgentLink, AgentLost
 from slurmft.supervisor.fleet.crew import Crew
-from slurmft.supervisor.inference.stops import InferenceStops
+from slurmft.supervisor.inference.stops import COMMIT_MARGIN_S, InferenceStops
 from slurmft.supervisor.job_state import SlurmsWord
 from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.signals import hearing
@@ -51,6 +53,7 @@ from slurmft.system.sleeping import overslept_s
 
 POLL_S = 0.25
 PROGRESS_S = 1.0
+PARTS_S = 2.0
 BROKEN_S = 1.0
 BEGIN_S = 40.0
 LOOKS_PER_TIMEOUT = 12
@@ -59,7 +62,6 @@ LENT_S = 20.0
 
 DEATHS_OF_A_GPU = 3
 """Engines that must die on one replica's GPUs, without a request that explains it, before the node is suspected."""
-
 log = logging.getLogger(__name__)
 
 
@@ -82,7 +84,7 @@ class InferenceAttempt:
             config, start, self._pool, self._slurm, over=self._over, background=self._background
         )
         self._ledger: Ledger | None = None
-        self._coordinator: Coordinator | None = None
+        self._coordinator: Coordinator | Roster | None = None
         self._joined: dict[int, AgentLink] = {}
         self._lost: list[str] = []
         self._deaths: Counter[tuple[str, int]] = Counter()
@@ -92,6 +94,8 @@ class InferenceAttempt:
 
         self._problem = ""
         self._output: Output | None = None
+        self._parts: OutputParts | None = None
+        self._writes_output = asyncio.Lock()
         self._first = 0
         self._stopping: asyncio.Task[None] | None = None
 
@@ -121,10 +125,16 @@ class InferenceAttempt:
         # slurmft infer has read them; a batch script written by hand has not
         batch = await self._in_folder(lambda: load(folder) or prepare(self._section, folder))
         self._ledger = await self._in_folder(lambda: open_ledger(batch, self._start.generation))
-        self._coordinator = Coordinator(
+        self._coordinator = self.stops.coordinator = Coordinator(
             self._section, batch, self._ledger, self._start.thread.submit, self._journal.append
         )
-        self.stops.coordinator = self._coordinator
+        if self._section.engine.continue_from_prefix != "never":
+            engine, expire_after_s = fingerprint(self._section.engine), self._section.partial_expires_after_s
+            before = await self._in_folder(lambda: left_behind(folder, engine, expire_after_s=expire_after_s))
+            self._coordinator.partials = before
+        self._output_folder = self._section.output or self._run.path / "output"
+        self._parts = OutputParts(batch, self._ledger, self._output_folder, size=self._section.part_requests,
+                                  format=self._section.output_format)  # fmt: skip
         self._first = self._ledger.count
         self._journal.append(EventName.REQUESTS_OPENED, total=batch.total, answered=self._ledger.count)
 
@@ -139,7 +149,7 @@ class InferenceAttempt:
                 work = (
                     self._slurm.read_terms, self._watch_requests, self._handle_events, self._watch_agents,
                     self._watch_processes, self._coordinator.commit_regularly, self._coordinator.watch_tail,
-                    self._accuser.watch,
+                    self._accuser.watch, self._write_parts,
                 )  # fmt: skip
                 for each in work:
                     self._background.start(each())
@@ -162,13 +172,16 @@ class InferenceAttempt:
 
     async def _finish(self) -> None:
         """Write the output; what turns out to be unreadable is asked for again."""
-        assert self._coordinator is not None and self._ledger is not None
-        ledger, folder = self._ledger, self._section.output or self._run.path / "output"
-        batch = self._coordinator.batch
+        assert isinstance(self._coordinator, Coordinator) and self._ledger is not None
+        ledger, folder, batch = self._ledger, self._output_folder, self._coordinator.batch
         # minutes for millions of answers: signs of life must not wait for it
-        found = await asyncio.to_thread(write_output, batch, ledger, folder)
+        async with self._writes_output:
+            found = await asyncio.to_thread(write_output, batch, ledger, folder, format=self._section.output_format)
         if isinstance(found, Output):
             self._output = found
+            if self._parts is not None:
+                await asyncio.to_thread(self._parts.remove)
+            await self._in_folder(lambda: forget_all(folder_of(self._run.path)))
             self._journal.append(EventName.OUTPUT_WRITTEN, folder=str(folder), answers=found.answers,
                                  errors=found.errors)  # fmt: skip
             self._over.set()
@@ -177,6 +190,18 @@ class InferenceAttempt:
         self._journal.append(EventName.ANSWERS_UNREADABLE, count=len(found), first=found[0])
         ledger.forget(found)
         self._coordinator.requests.reopen(found)
+
+    async def _write_parts(self) -> None:
+        """Give those who look at the output meanwhile what is complete."""
+        while self._parts is not None and not self._over.is_set():
+            await asyncio.sleep(PARTS_S)
+            async with self._writes_output:
+                if self._output is not None:
+                    return
+                try:
+                    await asyncio.to_thread(self._parts.write)
+                except StorageError as error:
+                    log.warning("parts of the output cannot be written, trying again: %s", error)
 
     # Agents
 
@@ -205,16 +230,17 @@ class InferenceAttempt:
     async def _take_in(self, link: AgentLink) -> None:
         assert self._coordinator is not None
 
-        def send(lease: Lease) -> None:
+        def send(call: Call[Any]) -> None:
             current = self._pool.links.get(link.node)
             if current is not None and current.channel is not None:
-                current.channel.send(lease.as_call(UNANSWERED))
+                current.channel.send(call.as_call(UNANSWERED))
 
         self._joined[link.node] = link
         self.stops.joined.add(link.node)
         epoch = self._coordinator.join(link.node, link.host, send)
         try:
-            begin = BeginReplicas(attempt=str(self._cluster.attempt), epoch=epoch, generation=self._start.generation)
+            begin = BeginReplicas(attempt=str(self._cluster.attempt), epoch=epoch, generation=self._start.generation,
+                                  node=link.node)  # fmt: skip
             await link.call(begin, timeout_s=BEGIN_S)
         except AgentLost as error:
             self._lose(link, str(error), hung_up=False)
@@ -241,12 +267,16 @@ class InferenceAttempt:
     def _let_go(self, link: AgentLink) -> None:
         """The job that lends this node ends: its requests are finished in the time it has, or go to others."""
         link.leaving = True
+        if self._coordinator is not None:
+            self._coordinator.let_go(link.node)
         if link.channel is not None:
             link.channel.send(Drain(within_s=LENT_S).as_call(UNANSWERED))
 
     async def _part_with(self, link: AgentLink) -> None:
         with contextlib.suppress(AgentLost):
             await link.call(Shutdown())
+        if self._coordinator is not None:  # what it has reported is not to be asked again
+            await self._coordinator.commit_now(LENT_S)
         self._lose(link, f"the job {link.lender}, which lent {link.host}, ends", hung_up=False)
 
     async def _on_disconnect(self, link: AgentLink) -> None:
@@ -287,7 +317,8 @@ class InferenceAttempt:
                 case Drained():
                     self.stops.drained.add(link.node)
                 case InferenceReport():
-                    if self._coordinator.on_report(link.node, report):
+                    # once all is answered, engines end because we end them
+                    if self._coordinator.on_report(link.node, report) and not self._coordinator.requests.finished:
                         self._tell(link, report)
             if self._coordinator.all_down and self.stops.planned is None and not self._over.is_set():
                 self._problem = f"no replica is left: {self._last_death}"
@@ -295,6 +326,9 @@ class InferenceAttempt:
 
     def _tell(self, link: AgentLink, report: InferenceReport) -> None:
         match report:
+            case ReplicaPhase(phase="ready") if report.why:
+                self._journal.append(EventName.ANSWERS_HELD_UP, node=link.host, replica=report.replica,
+                                     reason=report.why)  # fmt: skip
             case ReplicaPhase(phase="ready"):
                 self._journal.append(EventName.REPLICA_READY, node=link.host, replica=report.replica, start=report.life)
             case ReplicaPhase(phase="down"):
@@ -352,11 +386,14 @@ class InferenceAttempt:
             self._over.set()
 
     def _write_progress(self) -> None:
-        if self._coordinator is None:
-            return
-        done, total = self._coordinator.requests.done, self._coordinator.batch.total
-        self._run.write_progress(at=time.time(), attempt=str(self._cluster.attempt), resumed=self._first, step=done,
-                                 until=total, saved=done, state="running")  # fmt: skip
+        if isinstance(self._coordinator, Coordinator):
+            self._run.write_progress(
+                **self._progress(self._coordinator.requests.done), until=self._coordinator.batch.total
+            )
+
+    def _progress(self, done: int) -> dict[str, Any]:
+        return {"at": time.time(), "attempt": str(self._cluster.attempt), "resumed": self._first, "step": done,
+                "saved": done, "state": "running"}  # fmt: skip
 
     # The end
 
@@ -364,10 +401,9 @@ class InferenceAttempt:
         self._over.set()
         if self._coordinator is not None:
             await self._pool.tell_all(Kill())
-            await self._coordinator.commit_now()
-        await self._background.cancel_all()
-        if self._coordinator is not None:
+            await self._coordinator.commit_now(COMMIT_MARGIN_S)
             self._start.thread.submit(self._last_words)
+        await self._background.cancel_all()
 
     def _last_words(self) -> None:
         try:
@@ -388,9 +424,8 @@ class InferenceAttempt:
             return Verdict(cause=self.stops.planned, reason=self.stops.reason, **facts)
         suspects = tuple(Suspect(node=host) for host in dict.fromkeys(self._lost))
         if suspects and not self._joined:
-            names = ", ".join(each.node for each in suspects)
-            return Verdict(cause=Cause.NODE_LOST, reason=f"the agents are gone: {names}; {self._problem}",
-                           suspects=suspects, **facts)  # fmt: skip
+            told = f"the agents are gone: {', '.join(each.node for each in suspects)}; {self._problem}"
+            return Verdict(cause=Cause.NODE_LOST, reason=told, suspects=suspects, **facts)
         if self._coordinator is not None and self._coordinator.all_down:
             code = EXIT_USAGE if self._is_hopeless else 1
             return Verdict(cause=Cause.WORKER_ERROR, reason=self._problem, exit_code=code, **facts)

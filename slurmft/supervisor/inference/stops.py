@@ -7,6 +7,7 @@ import time
 
 from slurmft.config.config import RunConfig
 from slurmft.inference.coordinator import Coordinator
+from slurmft.inference.serving.roster import Roster
 from slurmft.ipc.calls import Drain
 from slurmft.ipc.channel import UNANSWERED
 from slurmft.policy.timing.grace import REQUEUE_COST_S
@@ -36,7 +37,7 @@ class InferenceStops:
     ) -> None:  # fmt: skip
         self._section, self._journal, self._cluster = config.preemption, start.journal, start.cluster
         self._pool, self._slurm, self._over, self._background = pool, slurm, over, background
-        self.coordinator: Coordinator | None = None
+        self.coordinator: Coordinator | Roster | None = None
         """None before there is anything to stop."""
 
         self.joined: set[int] = set()
@@ -107,6 +108,6 @@ class InferenceStops:
                 and (time.monotonic() < min(deadline_s, self._slurm.kill_at_s))
             ):
                 await asyncio.sleep(LOOK_S)
-            await self.coordinator.commit_now()
+            await self.coordinator.commit_now(COMMIT_MARGIN_S)
             self._journal.append(EventName.STOP_SAVED, step=self.coordinator.requests.done)
         self._over.set()

@@ -54,13 +54,15 @@ class Ending:
         ends_at_s: monotonic time at which Slurm will have ended the job; None when no end is known.
         dismiss: ends the agents; called once it is decided that no attempt follows with them.
         has_nodes: whether enough of them are left for another attempt.
+        outlived: the agents have outlived the supervisor in whose place this process acts.
     """
 
     def __init__(
         self, config: RunConfig, start: Start, accuser: Accuser, log_file: BackgroundLog,
-        *, dismiss: Callable[[], None], has_nodes: Callable[[], bool], ends_at_s: float | None = None,
+        *, dismiss: Callable[[], None], has_nodes: Callable[[], bool], outlived: bool = False,
+        ends_at_s: float | None = None,
     ) -> None:  # fmt: skip
-        self._dismiss, self._has_nodes = dismiss, has_nodes
+        self._dismiss, self._has_nodes, self._outlived = dismiss, has_nodes, outlived
         self.config, self.start, self.ends_at_s, self.log_file = config, start, ends_at_s, log_file
         self._accuser = accuser
         self.cluster: Cluster = start.cluster
@@ -87,7 +89,8 @@ class Ending:
         # a supervisor in whose place we act may have judged this attempt already: it is one end all the same
         attempt = str(self.cluster.attempt)
         earlier = [event for event in self.start.history if event.attempt != attempt]
-        budget = replace(budget_of(earlier, verdict, self.config, attempt), has_nodes=self._has_nodes())
+        budget = budget_of(earlier, verdict, self.config, attempt)
+        budget = replace(budget, has_nodes=self._has_nodes(), outlived=self._outlived)
         self._budget = budget
         decision = decide(verdict, budget, self.config.exit_actions)
         decision = Remedies(self.config, self.start, self._accuser, has_nodes=budget.has_nodes).applied(

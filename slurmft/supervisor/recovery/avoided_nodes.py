@@ -17,6 +17,7 @@ from slurmft.policy.nodes.capacity import Candidate, Dropped, Place, Strength, c
 from slurmft.policy.nodes.suspicion import Rules, State, standing
 from slurmft.scheduler import nodes as slurm_nodes
 from slurmft.scheduler import slurm
+from slurmft.scheduler.environment import asked_for
 from slurmft.scheduler.nodes import NodeRecord
 from slurmft.storage.exclusions import ExclusionList, Exclusions
 from slurmft.storage.patience import FolderThread
@@ -184,13 +185,11 @@ def for_submission(
     given = {**(config.slurm.model_extra or {}), **{key.replace("-", "_"): value for key, value in options.items()}}
     if "clusters" in given:
         return Avoidance(problem="the job goes to another cluster than the list is of")
-    # as for sbatch: its command line overrides its variables, and these override the script
-    partition = options.get("partition") or environment.get("SBATCH_PARTITION") or config.slurm.partition
     try:
         exclusions = FolderThread().call(lambda: _read_and_tidy(config, environment), timeout_s=LIST_S)
         found = to_avoid(
             exclusions,
-            partition=str(partition) if partition else None,
+            partition=asked_for(config.slurm, options, environment).partition or None,
             nodes_needed=config.nodes + config.spare_nodes,
             suspects=sorted(suspects),
             max_excluded_fraction=config.exclusions.max_excluded_fraction,

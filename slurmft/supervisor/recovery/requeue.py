@@ -124,7 +124,7 @@ class Continuation:
         try:
             done = queueing.requeue(
                 job, restart=self._cluster.attempt.restart, delay_s=delay_s, avoid=self._avoid, nodes=nodes,
-                patience_s=self._patience_s(),
+                patience_s=self._patience_s(), orderly=verdict.cause in PLANNED and not self._cluster.lost,
             )  # fmt: skip
         except queueing.JobCancelled as error:
             self._journal.append(EventName.NOT_CONTINUED, reason=error.what)

@@ -102,6 +102,7 @@ class Observations:
             stopped=facts.state == State.STOPPED,
             finished=facts.state == State.FINISHED,
             killed=report.killed,
+            starved=report.starved,
             error="" if report.code == 0 or report.killed else self._error_of(rank),
             step=facts.step,
         )

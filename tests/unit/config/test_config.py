@@ -11,7 +11,6 @@ import yaml
 from pydantic import BaseModel
 
 from slurmft.cli.schema import configuration_schema
-from slurmft.config import config as configuration
 from slurmft.config.config import RunConfig, load, validate
 from slurmft.config.types import section_of
 from slurmft.errors import ConfigError
@@ -480,10 +479,6 @@ RUNS = [path for path in sorted((REPOSITORY / "configs").glob("*.yaml")) if path
 def test_the_shipped_configurations_load(path):
     config = load(path)
     assert bool(config.command) != bool(config.inference)
-
-
-def test_yaml_has_one_home():
-    assert configuration.yaml is yaml
 
 
 @pytest.mark.parametrize(

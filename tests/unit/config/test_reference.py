@@ -25,7 +25,10 @@ REFERENCE = CONFIGS / "reference.yaml"
 OPTIONAL_SECTION = "# inference:"
 """The first line of a section that is commented out, since its key excludes another one."""
 
-NEEDED_BY_RULE = {("command",)}
+WITHIN = "  # serving:"
+"""The same in that section."""
+
+NEEDED_BY_RULE = {("command",), ("inference", "input")}
 """Required although it has a default: by a rule about two keys."""
 
 
@@ -45,9 +48,11 @@ KEYS = dict(leaves(RunConfig))
 
 
 def whole_reference() -> str:
-    """The reference as it reads once "# " is removed from its optional section."""
+    """The reference as it reads once "# " is removed from its optional sections."""
     before, line, after = REFERENCE.read_text(encoding="utf-8").partition(f"{OPTIONAL_SECTION}\n")
-    return before + "".join(each[2:] or "\n" for each in (line + after).splitlines(keepends=True))
+    text = before + "".join(each[2:] or "\n" for each in (line + after).splitlines(keepends=True))
+    before, line, after = text.partition(f"{WITHIN}\n")
+    return before + "".join("  " + (each[4:] or "\n") for each in (line + after).splitlines(keepends=True))
 
 
 def in_reference() -> dict[tuple[str, ...], Any]:
@@ -106,10 +111,17 @@ def test_the_optional_section_of_the_reference_loads_once_it_is_uncommented_and_
     with pytest.raises(ConfigError, match="give one of command, callable and url; given: none"):
         configuration.validate(raw, source="all")
     raw["inference"]["engine"]["url"] = "http://host:8000"
+    with pytest.raises(ConfigError, match=r"give one of input \(a batch\) and serving \(an endpoint\)"):
+        configuration.validate(raw, source="all")
+    serving = raw["inference"].pop("serving")
     least = {"run_folder": raw["run_folder"]}
     section = {"input": raw["inference"]["input"], "engine": {"url": "http://host:8000"}}
     assert configuration.validate(raw, source="all") == configuration.validate(
         least | {"inference": section}, source="required only"
+    )
+    endpoint = {"serving": serving, "engine": {"command": ["engine", "{port}"]}}
+    assert configuration.validate(least | {"inference": endpoint}, source="all") == configuration.validate(
+        least | {"inference": endpoint | {"serving": {}}}, source="required only"
     )
 
 

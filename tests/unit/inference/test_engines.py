@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 from aiohttp import web
 
 from slurmft.config.inference import InferenceConfig
-from slurmft.errors import UsageError
-from slurmft.inference.engines import CallableEngine, HttpEngine, OutOfMemory
+from slurmft.errors import LaunchError, UsageError
+from slurmft.inference import engines
+from slurmft.inference.engines import CallableEngine, Closed, HttpEngine, OutOfMemory
 from slurmft.inference.retrying import Again
 
 Handler = Callable[[web.Request], Coroutine[Any, Any, web.StreamResponse]]
@@ -143,6 +145,77 @@ def call(name: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return await found.answer([{"id": str(place), "body": body} for place, body in enumerate(bodies)])
 
     return asyncio.run(main())
+
+
+SERVER = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        with open(sys.argv[2], "a") as file:
+            file.write(self.path)
+        self.send_response(200)
+        self.end_headers()
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+LEAVING = """
+import socket, sys, time
+listener = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+while True:
+    other, _ = listener.accept()
+    if other.recv(1000):  # else it was only a look whether something listens
+        other.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\nConnection: close\\r\\n\\r\\n")
+        break
+listener.close()
+time.sleep(60)
+"""
+
+
+def test_an_engine_that_lives_and_takes_no_connection_is_told_apart():
+    async def tries(found: HttpEngine) -> None:
+        while True:  # until it has closed its port
+            try:
+                await found.answer([{"id": "a", "body": {}}])
+            except Closed:
+                return
+            except Again:
+                await asyncio.sleep(0.05)
+
+    async def main() -> None:
+        given = {"input": "x.jsonl", "engine": {"command": [sys.executable, "-c", LEAVING, "{port}"]}}
+        found = HttpEngine(InferenceConfig.model_validate(given), 0)
+        try:
+            await found.start()
+            await asyncio.wait_for(tries(found), 20)
+        finally:
+            await found.close()
+            await found.ended()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("owner", [None, 4242])
+def test_another_users_server_at_the_engines_port_is_asked_nothing(tmp_path: Path, monkeypatch, owner: int | None):
+    async def main() -> None:
+        command = [sys.executable, "-c", SERVER, "{port}", str(tmp_path / "asked")]
+        given = {"input": "x.jsonl", "engine": {"command": command}}
+        found = HttpEngine(InferenceConfig.model_validate(given), 0)
+        try:
+            await found.start()
+        finally:
+            await found.close()
+            await found.ended()
+
+    if owner is None:
+        asyncio.run(main())
+        assert (tmp_path / "asked").read_text() == "/health"
+        return
+    monkeypatch.setattr(engines, "owners_of_loopback_port", lambda port: {owner})
+    with pytest.raises(LaunchError, match=r"user 4242 listens at port [0-9]+, which was the engine's"):
+        asyncio.run(main())
+    assert not (tmp_path / "asked").exists()
 
 
 @pytest.fixture

@@ -36,6 +36,17 @@ def test_what_a_lost_agent_held_goes_to_the_others_first():
     assert requests.lose(1) == 0
 
 
+def test_what_an_agent_gave_back_is_not_taken_from_the_next_one_when_it_is_lost():
+    requests = fresh(10)
+    requests.lease(1, 4, 0.0)
+    assert requests.give_back(1, [(0, 4)]) == 4
+    assert numbers(requests.lease(2, 3, 0.0)) == [0, 1, 2]
+    assert requests.give_back(1, [(0, 3)]) == 0, "it has them no more"
+    assert requests.lose(1) == 0
+    assert numbers(requests.lease(2, 2, 0.0)) == [3, 4]
+    assert requests.lose(2) == 5
+
+
 def test_at_the_end_old_leases_are_given_to_a_second_agent_once():
     requests = fresh(4)
     requests.lease(1, 4, 0.0)
@@ -43,6 +54,8 @@ def test_at_the_end_old_leases_are_given_to_a_second_agent_once():
     assert requests.lease(2, 10, 4.0) == []
     assert numbers(requests.lease(2, 10, 6.0)) == [1, 2, 3]
     assert requests.lease(3, 10, 7.0) == []
+    assert requests.lose(2) == 0, "the first one still has them"
+    assert requests.lose(1) == 3
     requests.answered([(1, 4)])
     assert requests.finished
 
@@ -120,7 +133,7 @@ def test_every_request_is_open_leased_done_or_given_up(story):
                 requests.lose(agent)
                 held[agent].clear()
             case "return":
-                requests.give_back([(index, index + 1) for index in some])
+                requests.give_back(agent, [(index, index + 1) for index in some])
                 held[agent] -= set(some)
             case "die":
                 given_up |= {index for index, _ in requests.died(some, f"r#{number}", "SIGKILL")}

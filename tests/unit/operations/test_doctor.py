@@ -24,6 +24,7 @@ from slurmft.policy.site.doctor import (
     exit_code,
     judge_clocks,
     judge_cluster,
+    judge_federation,
     judge_folder,
     judge_partitions,
     judge_permissions,
@@ -45,6 +46,12 @@ def levels(conf: dict[str, str], wishes: Wishes | None = None) -> dict[str, Leve
     return {each.check: each.level for each in judge_cluster(conf, wishes or Wishes())}
 
 
+def test_a_federation_is_named():
+    assert not list(judge_federation(""))
+    (found,) = judge_federation("everywhere")
+    assert (found.level, "everywhere" in found.text) == (WARNING, True)
+
+
 def test_of_a_good_cluster_there_is_nothing_to_do():
     assert {name: level for name, level in levels(GOOD).items() if level is not OK} == {"requeue delay": NOTE}
 
@@ -56,6 +63,7 @@ def test_of_a_good_cluster_there_is_nothing_to_do():
         ("JobRequeue", "0", "requeue", NOTE),
         ("ProctrackType", "proctrack/pgid", "proctrack", WARNING),
         ("ProctrackType", "proctrack/linuxproc", "proctrack", OK),
+        ("PrivateData", "jobs,nodes", "PrivateData", NOTE),
         ("SlurmdTimeout", "0 sec", "SlurmdTimeout", WARNING),
         ("SlurmdTimeout", "3600 sec", "SlurmdTimeout", WARNING),
         ("AccountingStorageType", "accounting_storage/none", "accounting", WARNING),

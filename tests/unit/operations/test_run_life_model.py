@@ -106,8 +106,9 @@ class LifeOfARun(RuleBasedStateMachine):
         """The controller is killed, and restarted from what it had written last; what it forgot may be given again."""
         self.world.slurm.lose_state()
         self.world.advance(5)
-        if self.world.jobs(*ALIVE, *WAITING):
-            self.world.is_stopped = False  # Slurm itself has brought back what was cancelled
+        if self.world.is_stopped and self.world.jobs(*ALIVE, *WAITING):
+            # Slurm itself has brought back what was cancelled: it goes on, or ends with what has died meanwhile
+            self.world.is_stopped, self.world.may_end = False, True
 
     @rule()
     def another_run_is_submitted(self) -> None:

@@ -189,7 +189,7 @@ def test_slurms_clock_and_killwait(site):
         slurm.terms()
 
 
-@pytest.mark.parametrize("version", ["22.05", "24.11", "26.05"])
+@pytest.mark.parametrize("version", ["22.05", "23.11", "24.11", "25.11", "26.05"])
 def test_a_cluster_without_preemption_says_so_in_either_way(version):
     recorded = Path(__file__).parents[1] / "data" / "slurm" / version / "config.txt"
     text = recorded.read_text()
@@ -199,7 +199,7 @@ def test_a_cluster_without_preemption_says_so_in_either_way(version):
         assert parse_site(without).preempt_type == parse_configuration(without)["PreemptType"] == "preempt/none"
 
 
-@pytest.mark.parametrize("version", ["22.05", "24.11", "26.05"])
+@pytest.mark.parametrize("version", ["22.05", "23.11", "24.11", "25.11", "26.05"])
 def test_what_each_version_says_of_its_partitions_and_clock(version):
     folder = Path(__file__).parents[1] / "data" / "slurm" / version
     found = {each.name: each for each in parse_partitions((folder / "partitions.txt").read_text())}

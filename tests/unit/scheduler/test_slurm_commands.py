@@ -16,8 +16,9 @@ import pytest
 from slurmft.config.config import RunConfig, validate
 from slurmft.errors import SlurmError, SlurmUnavailable, UsageError
 from slurmft.policy.site.job_identity import JobIdentity, OwnJob
-from slurmft.scheduler import command, own_jobs, queueing, slurm, submission, successor
-from slurmft.scheduler.parsing.parsing import NamedNodes
+from slurmft.scheduler import command, nodes, own_jobs, queueing, slurm, submission, successor
+from slurmft.scheduler.environment import Asked
+from slurmft.scheduler.parsing.parsing import JobRecord, NamedNodes
 from slurmft.scheduler.submission import parse_sbatch_options, script_text, submit_to_slurm
 from slurmft.storage.run_folder import RunFolder
 
@@ -46,6 +47,75 @@ def stubs(tmp_path, monkeypatch) -> Stubs:
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     return Stubs(folder)
+
+
+# what the site hides, changes or refuses
+
+
+def test_where_the_states_of_nodes_are_hidden_the_partitions_name_them(stubs):
+    stubs.write("sinfo", 'echo "slurm_load_node: Access/permission denied" >&2; exit 1')
+    stubs.write(
+        "scontrol",
+        """
+        echo "PartitionName=low Default=YES GraceTime=9 Nodes=cpu-a,gpu[01-02] PriorityJobFactor=1"
+        echo "PartitionName=none Default=NO Nodes=(null) PriorityJobFactor=1"
+    """,
+    )
+    found = nodes.nodes()
+    assert [(each.node, each.partition, each.is_default, each.usable) for each in found] == [
+        (name, "low", True, True) for name in ("cpu-a", "gpu01", "gpu02")
+    ]
+    assert not any(each.is_free for each in found), "nobody knows"
+
+
+def test_a_silent_slurm_names_no_nodes(stubs):
+    stubs.write("sinfo", 'echo "Unable to contact slurm controller (connect failure)" >&2; exit 1')
+    with pytest.raises(SlurmUnavailable):
+        nodes.nodes()
+    assert len(stubs.calls()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "section", "environment"),
+    [
+        ({"clusters": "a,b"}, {}, {}),
+        ({}, {"clusters": "all"}, {}),
+        ({}, {}, {"SLURM_CLUSTERS": "a,b"}),
+        ({}, {}, {"SBATCH_CLUSTERS": "ALL"}),
+    ],
+)
+def test_several_clusters_are_refused(stubs, options, section, environment):
+    config = validate({"command": ["true"], "run_folder": "/r", "slurm": section}, source="test")
+    with pytest.raises(UsageError, match="one of several clusters"):
+        submission.wished_cluster(config, options, environment)
+
+
+def test_in_a_federation_the_cluster_must_be_named(stubs):
+    stubs.write("scontrol", 'echo "Federation: fed1"; echo "Self:       mars:10.0.0.1:6817 ID:1 FedState:ACTIVE"')
+    config = validate({"command": ["true"], "run_folder": "/r"}, source="test")
+    with pytest.raises(UsageError, match="belongs to the federation fed1"):
+        submission.wished_cluster(config, {}, {})
+    assert submission.wished_cluster(config, {"clusters": "mars"}, {}) == "mars"
+    stubs.write("scontrol", "")
+    assert submission.wished_cluster(config, {}, {}) == ""
+
+
+@pytest.mark.parametrize(
+    ("partition", "time", "said"),
+    [
+        ("", "", []),
+        ("low", "10", []),
+        ("high,low", "0:10:00", []),
+        ("high", "10", ["it is in partition low, not high"]),
+        ("low", "1:00:00", ["its time limit is 10 minutes, not 1:00:00"]),
+        ("low", "UNLIMITED", ["its time limit is 10 minutes, not UNLIMITED"]),
+        ("low", "nonsense", []),
+    ],
+)
+def test_what_the_site_has_changed_is_said(partition, time, said):
+    record = JobRecord(job_id="7", state="PENDING", reason="None", nodes="", batch_host="", start=None, end=None,
+                       limit_s=600.0, partition="low")  # fmt: skip
+    assert submission.changed_by_site(record, Asked(partition, time)) == said
 
 
 # command
@@ -235,6 +305,25 @@ def test_a_begin_time_after_a_long_silence_allows_for_slurmds_late_report(stubs,
     stubs.write("scontrol", "")
     queueing.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1)
     assert stubs.calls()[-1] == f"scontrol update JobId=7 StartTime=now+{2 + queueing.COMPLETION_RETRY_S}"
+
+
+@pytest.mark.parametrize(
+    ("listed", "delay_s"),
+    [
+        ("echo 7.batch; echo 7.extern", 2),
+        ("echo 7.batch; echo 7.0; echo 7.1", 2 + queueing.COMPLETION_RETRY_S),
+        ("[ -e LOOKED ] || echo 7.0; touch LOOKED", 2),
+        ("echo 'Socket timed out' >&2; exit 1", 2),
+    ],
+    ids=["ended", "not heard of", "heard of late", "no answer"],
+)
+def test_a_step_whose_end_slurm_has_not_heard_of_delays_the_begin(stubs, monkeypatch, tmp_path, listed, delay_s):
+    monkeypatch.setattr(queueing, "STEPS_END_S", 0.4)
+    monkeypatch.setattr(queueing, "SLOWNESS", 0)
+    stubs.write("scontrol", "")
+    stubs.write("squeue", listed.replace("LOOKED", str(tmp_path / "looked")))
+    placed = queueing.requeue(OwnJob("7"), restart=0, delay_s=2, patience_s=1, orderly=True)
+    assert placed.delay_s == delay_s
 
 
 def test_requeueing_that_is_switched_off_is_switched_on(stubs):

@@ -129,3 +129,32 @@ def test_a_kept_signal_outlives_an_exec(tmp_path):
     """
     assert start(tmp_path, body).wait(60) == 0
     assert said(tmp_path) == ["first", "15"]
+
+
+@pytest.mark.parametrize("losses", [1, 3])
+def test_what_is_spared_lives_on(tmp_path, losses):
+    """The next program finds it as a child of the guardian; everything else is ended; in the end it too."""
+    body = f"""
+    if len(sys.argv) > 2 and int(os.environ['SLURMFT_GUARD_LOSSES']) < {losses}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    body += """
+    if len(sys.argv) > 2:
+        said_so = os.path.exists('/proc/' + (here / 'spared.pid').read_text())
+        say(str(said_so))
+        say(f"{os.path.exists('/proc/' + (here / 'other.pid').read_text())}")
+        if said_so:
+            os.kill(int((here / 'spared.pid').read_text()), signal.SIGKILL)
+        sys.exit(0)
+    for name in ("spared", "other"):
+        (here / f"{name}.pid").write_text(str(subprocess.Popen(["sleep", "60"]).pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    prologue = PROLOGUE.replace(
+        "str(here)])",
+        "str(here)], lambda pid: str(pid) == (here / 'spared.pid').read_text())",
+    )
+    (tmp_path / "program.py").write_text(prologue + textwrap.dedent(body))
+    argv = [sys.executable, str(tmp_path / "program.py"), str(tmp_path)]
+    assert subprocess.run(argv, check=False, timeout=60, start_new_session=True).returncode == 0
+    assert said(tmp_path) == [str(losses < 3), "False"]

@@ -211,6 +211,8 @@ class FakeSlurm:
             jobs = [self.state.jobs[job_id] for job_id in wanted if job_id in self.state.jobs]
             if not jobs:
                 return "", "slurm_load_jobs error: Invalid job id specified"
+        if "-s" in rest:
+            return "".join(f"{job.job_id}.batch\n" for job in jobs if job.state in ALIVE), ""
         if "-t" not in rest:
             jobs = [job for job in jobs if not job.is_over]
         if states := env.get("SQUEUE_STATES"):

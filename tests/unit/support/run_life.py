@@ -24,7 +24,7 @@ from slurmft.errors import Fenced, RunBusy, SlurmftError
 from slurmft.operations import control, rescue
 from slurmft.policy.verdicts.verdict import Cause, Verdict
 from slurmft.scheduler import command, own_jobs, queueing, submission, successor
-from slurmft.scheduler.environment import current_job
+from slurmft.scheduler.environment import Asked, current_job
 from slurmft.storage import claim
 from slurmft.storage.fence import GENERATION_VARIABLE, RUN_FOLDER_VARIABLE, check_fence
 from slurmft.storage.patience import FolderThread
@@ -165,6 +165,9 @@ class World:
         self.starts: list[StartOfAJob] = []
         self.violations = self.slurm.violations
         self.is_stopped = False
+        self.may_end = False
+        """It was stopped, and Slurm has forgotten that: both are right, that it goes on and that it ends."""
+
         self.given_up = False
         self._patch(monkeypatch)
 
@@ -266,7 +269,7 @@ class World:
             return error
 
     def submit(self) -> Any:
-        from slurmft.cli import submit
+        from slurmft.operations import submit
 
         def act() -> None:
             with self.run.lock():
@@ -276,9 +279,9 @@ class World:
                 script = self.run.submissions / f"submission_file_{next(self.pids)}.sh"
                 script.write_text("#!/bin/sh\n")
                 job = self.slurm.submit(str(script))
-                self.run.add_job(job.job_id, submission.look_at_submitted(job.job_id, ""))
+                self.run.add_job(job.job_id, submission.look_at_submitted(job.job_id, "", Asked("", "")))
                 self.run.journal().append("submitted", job=job.job_id)
-            self.is_stopped = self.given_up = False
+            self.is_stopped = self.given_up = self.may_end = False
 
         return self.attempt(act)
 
@@ -349,6 +352,8 @@ class World:
             assert not busy and not training, f"it was stopped, and goes on\n{self.story()}"
         elif self.run.owner() is not None and not self.given_up and not has_ended:
             held = [job for job in busy if job.is_held]
+            if self.may_end and not busy and not training:
+                return
             assert len(busy) == 1, f"{len(busy)} continuations\n{self.story()}"
             assert held or (len(training) == 1 and training[0].is_current), f"no supervisor trains\n{self.story()}"
 

@@ -12,7 +12,7 @@ from slurmft.policy.verdicts.verdict import Action, Cause, Verdict
 from slurmft.scheduler.parsing.parsing import parse_requeueing
 
 RECORDED = Path(__file__).parents[2] / "data" / "slurm"
-VERSIONS = ("22.05", "24.11", "26.05")
+VERSIONS = ("22.05", "23.11", "24.11", "25.11", "26.05")
 MOMENTS = {
     # the recording, its restart, and whether an earlier start was preempted
     "calm": ("job-calm", 0, False),

@@ -202,6 +202,9 @@ def test_after_the_restarts_comes_the_queue():
     assert decide(STUCK, replace(spent, restarts_so_far=3, failures_so_far=2)).action is Action.STOP
     for cause in (Cause.LAUNCH_FAILURE, Cause.SUPERVISOR_LOST, Cause.DATA_CORRUPTION):
         assert decide(verdict(cause), spent).action is Action.CONTINUE
+    assert decide(verdict(Cause.SUPERVISOR_LOST), replace(spent, outlived=True)).action is Action.RESTART
+    for budget in (replace(spent, outlived=True, has_nodes=False), replace(spent, outlived=True, restarts_so_far=3)):
+        assert decide(verdict(Cause.SUPERVISOR_LOST), budget).action is Action.CONTINUE
     assert decide(verdict(Cause.NODE_LOST), spent).action is Action.RESTART, "a spare takes over"
     for cause in (Cause.NODE_LOST, Cause.HANG, Cause.RESIZED):
         assert decide(verdict(cause), replace(spent, has_nodes=False)).action is Action.CONTINUE, "nobody is left"

@@ -259,6 +259,10 @@ def test_an_end_within_the_grace_of_a_preemption_is_a_scancel(end, grace_s, endi
         pytest.param(scontrol("COMPLETING", **LIMIT_REACHED), 0, JobEnding.TIME_LIMIT, id="time limit, completing"),
         pytest.param(scontrol("TIMEOUT"), 0, JobEnding.TIME_LIMIT, id="time limit"),
         pytest.param(
+            scontrol("COMPLETING").replace("Reason=None", "Reason=TimeLimit"), 0, JobEnding.TIME_LIMIT,
+            id="end of its reservation",
+        ),
+        pytest.param(
             scontrol("COMPLETING", StartTime="1763650000", EndTime="1763650180"), 0, JobEnding.TIME_LIMIT,
             id="time limit in epoch seconds",
         ),
@@ -433,6 +437,7 @@ def test_reasons_that_pass(reason):
         ("job requeued in held state", False, "it is held; scontrol release"),
         ("JobHeldUser", False, "it is held; scontrol release"),
         ("JobHeldAdmin", False, "an administrator holds it"),
+        ("Reservation course was deleted", False, "its reservation is gone; scontrol release"),
         ("BeginTime", False, ""),
         ("Priority", False, ""),
     ],

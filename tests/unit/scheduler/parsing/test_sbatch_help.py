@@ -13,7 +13,9 @@ from slurmft.scheduler.parsing.sbatch_help import NOT_FOR_A_RUN, HelpedOptions, 
 RECORDED = Path(__file__).parents[2] / "data" / "slurm"
 
 
-@pytest.mark.parametrize(("version", "count"), [("22.05", 85), ("24.11", 91), ("26.05", 93)])
+@pytest.mark.parametrize(
+    ("version", "count"), [("22.05", 85), ("23.11", 87), ("24.11", 91), ("25.11", 92), ("26.05", 93)]
+)
 def test_our_list_has_every_option_of_these_versions(version: str, count: int) -> None:
     helped = parse_sbatch_help((RECORDED / version / "sbatch-help.txt").read_text())
     assert len(helped.names) == count

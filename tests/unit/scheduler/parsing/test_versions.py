@@ -1,4 +1,4 @@
-"""Output of 22.05.8, 24.11.5 and 26.05.5, recorded on clusters of the same shape: each version says the same."""
+"""Output of 22.05.8, 23.11.4, 24.11.5, 25.11.2 and 26.05.5, recorded on clusters of one shape: each says the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slurmft.scheduler.parsing.parsing import (
     why_held,
 )
 
-VERSIONS = pytest.mark.parametrize("version", ["22.05", "24.11", "26.05"])
+VERSIONS = pytest.mark.parametrize("version", ["22.05", "23.11", "24.11", "25.11", "26.05"])
 
 
 def recorded(version: str, name: str) -> str:

@@ -44,7 +44,7 @@ def keep_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return call
 
 
-@pytest.mark.parametrize("version", ["22.05", "24.11", "26.05"])
+@pytest.mark.parametrize("version", ["22.05", "23.11", "24.11", "25.11", "26.05"])
 def test_in_the_grace_the_journal_knows_it_before_slurm(keep_ended: Callable, version: str, tmp_path: Path) -> None:
     events, updates = keep_ended(f"{version}/job-grace")
     assert [event.event for event in events] == ["switching requeue off"]

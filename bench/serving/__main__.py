@@ -1,0 +1,224 @@
+"""An endpoint: what a router adds to each request, how long a dead replica is felt, and what an idle router costs.
+
+python bench/serving --output bench/results/serving.md     # nothing else should run meanwhile
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import psutil
+import yaml
+
+import slurmft
+from slurmft.inference import Client
+from slurmft.inference.serving.endpoint import HighAvailabilityCluster, token_of
+
+ENGINE = Path(__file__).with_name("engine.py")
+SLURMFT = [sys.executable, "-m", "slurmft"]
+DIRECT_PORT = 18_765
+RATE, SECONDS = 200, 5.0
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Milliseconds of one round: to the first byte, and to the last."""
+
+    first: list[float]
+    last: list[float]
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def wait(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no {what} within {PATIENCE_S:.0f} s")
+        time.sleep(0.02)
+
+
+class Endpoint:
+    """On this machine: one node with a router, and two replicas."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "endpoint"
+        config = folder / "serve.yaml"
+        engine = {"command": [sys.executable, str(ENGINE), "--socket", "{socket}"]}
+        section = {"engine": engine, "replicas_per_node": 2, "concurrency": 256, "serving": {"routers": 1}}
+        config.write_text(yaml.safe_dump({"run_folder": str(self.path), "nodes": 1, "inference": section}))
+        subprocess.run([*SLURMFT, "serve", str(config), "--cluster", "local"], check=True, capture_output=True)
+        wait(lambda: HighAvailabilityCluster.read(self.path).available, "router")
+        self.url = HighAvailabilityCluster.read(self.path).routers[0].urls[0]
+        self.headers = {"Authorization": f"Bearer {token_of(self.path)}"}
+        with Client.of_run(self.path) as client:
+            wait(lambda: client.get("/status").json()["replicas"]["ready"] == 2, "replicas")
+
+    @property
+    def router(self) -> psutil.Process:
+        port = int(self.url.rpartition(":")[2])
+        (pid,) = [each.pid for each in psutil.net_connections("tcp") if each.laddr and each.laddr.port == port
+                  and each.status == psutil.CONN_LISTEN]  # fmt: skip
+        return psutil.Process(pid)
+
+    def engines(self) -> list[psutil.Process]:
+        return [each for each in psutil.process_iter(["cmdline"]) if str(ENGINE) in (each.info["cmdline"] or [])
+                and "--socket" in each.info["cmdline"]]  # fmt: skip
+
+    def stop(self) -> None:
+        subprocess.run([*SLURMFT, "stop", str(self.path), "--timeout", "30"], check=True, capture_output=True)
+
+
+async def one(session: aiohttp.ClientSession, url: str, into: Times) -> None:
+    began = time.perf_counter()
+    async with session.post(f"{url}/v1/chat/completions", json={"stream": True}) as answer:
+        answer.raise_for_status()
+        await answer.content.readany()
+        into.first.append((time.perf_counter() - began) * 1e3)
+        await answer.content.read()
+        into.last.append((time.perf_counter() - began) * 1e3)
+
+
+async def at_rate(url: str, headers: dict[str, str]) -> Times:
+    """Requests at fixed times, whatever became of the ones before."""
+    into, loop = Times([], []), asyncio.get_running_loop()
+    async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
+        await asyncio.gather(*(one(session, url, Times([], [])) for _ in range(20)))
+        began, tasks = loop.time(), []
+        for number in range(int(RATE * SECONDS)):
+            await asyncio.sleep(began + number / RATE - loop.time())
+            tasks.append(asyncio.create_task(one(session, url, into)))
+        await asyncio.gather(*tasks)
+    return into
+
+
+def latency(endpoint: Endpoint, rounds: int) -> list[str]:
+    direct = subprocess.Popen([sys.executable, str(ENGINE), "--port", str(DIRECT_PORT)])
+    try:
+        time.sleep(1.0)
+        found: dict[str, list[float]] = {}
+        for number in range(rounds):
+            say(f"  round {number + 1} of {rounds}")
+            alone = asyncio.run(at_rate(f"http://127.0.0.1:{DIRECT_PORT}", {}))
+            routed = asyncio.run(at_rate(endpoint.url, endpoint.headers))
+            for what in ("first", "last"):
+                for share in (50, 99):
+                    cut = [statistics.quantiles(getattr(each, what), n=100)[share - 1] for each in (routed, alone)]
+                    found.setdefault(f"{what} p{share}", []).append(cut[0] - cut[1])
+    finally:
+        direct.terminate()
+        direct.wait()
+    goals = {"first p50": "<= 1", "first p99": "<= 5"}
+    lines = [f"## Added to a request, at {RATE} a second, streams of ten events", "",
+             "Through the router less straight from an engine, one after the other in each round, ms.", "",
+             "| byte | median (min - max) | goal |", "|---|---|---|"]  # fmt: skip
+    for name, values in found.items():
+        lines.append(f"| {name} | {statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f}) | "
+                     f"{goals.get(name, '')} |")  # fmt: skip
+    return [*lines, ""]
+
+
+def failover(endpoint: Endpoint, rounds: int) -> list[str]:
+    """The longest of the requests that ran when an engine was killed."""
+    longest, failed = [], 0
+    for _ in range(rounds):
+
+        async def work() -> tuple[float, int]:
+            into, errors = Times([], []), 0
+            timeout = aiohttp.ClientTimeout(total=30)
+            async with aiohttp.ClientSession(headers=endpoint.headers, timeout=timeout) as session:
+                for number in range(100):
+                    if number == 20:
+                        endpoint.engines()[0].kill()
+                    try:
+                        await asyncio.gather(*(one(session, endpoint.url, into) for _ in range(4)))
+                    except aiohttp.ClientError:
+                        errors += 1
+            return max(into.first), errors
+
+        worst, errors = asyncio.run(work())
+        longest.append(worst / 1e3)
+        failed += errors
+        with Client.of_run(endpoint.path) as client:
+            wait(lambda: client.get("/status").json()["replicas"]["ready"] == 2, "replicas")
+        if len(longest) == 3:
+            break  # a fourth death within the window and the replica stays down
+    return ["## A killed replica", "",
+            "Longest time to the first byte of 400 requests, 4 at a time, while an engine gets SIGKILL: "
+            f"{max(longest):.3f} s, of {len(longest)} kills (goal <= 0.3 s). Requests that failed: {failed}.",
+            ""]  # fmt: skip
+
+
+def idle(endpoint: Endpoint) -> list[str]:
+    router = endpoint.router
+    before, began = router.cpu_times(), time.monotonic()
+    time.sleep(20)
+    after = router.cpu_times()
+    share = (after.user + after.system - before.user - before.system) / (time.monotonic() - began)
+    return ["## An idle router", "", f"{share:.2%} of a core over 20 s (goal <= 1 %).", ""]
+
+
+def memory(endpoint: Endpoint, requests: int) -> list[str]:
+    router, sizes = endpoint.router, []
+
+    async def work() -> None:
+        async with aiohttp.ClientSession(headers=endpoint.headers) as session:
+
+            async def many(count: int) -> None:
+                for _ in range(count):
+                    async with session.get(f"{endpoint.url}/v1/models") as answer:
+                        await answer.read()
+
+            for _ in range(10):
+                await asyncio.gather(*(many(requests // 10 // 50) for _ in range(50)))
+                sizes.append(router.memory_info().rss / 2**20)
+
+    began = time.monotonic()
+    asyncio.run(work())
+    rate = requests / (time.monotonic() - began)
+    told = ", ".join(f"{size:.1f}" for size in sizes)
+    return [f"## Memory over {requests} requests", "",
+            f"MiB after each tenth: {told} (goal: flat). {rate:.0f} requests a second, 50 at a time.", ""]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench/serving", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=100_000, help="for the memory")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    load = os.getloadavg()[0]
+    lines = ["# Serving", "",
+             f"`python bench/serving` on {os.cpu_count()} cores, {platform.system()}, Python "
+             f"{platform.python_version()}, slurmft {slurmft.__version__}; client, router, gates, engines share them. "
+             f"Processes that wanted to run when it began (load average): {load:.1f}.", ""]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        endpoint = Endpoint(Path(folder))
+        try:
+            for part in (lambda: latency(endpoint, args.rounds), lambda: failover(endpoint, args.rounds),
+                         lambda: idle(endpoint), lambda: memory(endpoint, args.requests)):  # fmt: skip
+                lines += part()
+        finally:
+            endpoint.stop()
+    if args.output:
+        args.output.write_text("\n".join(lines))
+    else:
+        print("\n".join(lines))
+
+
+main()

@@ -1,0 +1,59 @@
+"""``slurmft serve`` and ``slurmft endpoint``."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import click
+
+from slurmft.cli.arguments import Amount, own_run_argument
+from slurmft.cli.output import say
+from slurmft.cli.submit import submit_run
+from slurmft.errors import UsageError
+from slurmft.operations.run_configuration import load_given
+from slurmft.storage.run_folder import RunFolder
+
+MAX_TIMEOUT_S = 366 * 86_400
+
+
+@click.command(context_settings={"ignore_unknown_options": False})
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("sbatch_options", nargs=-1, type=click.UNPROCESSED)
+@click.option("--dry-run", is_flag=True, help="Print exactly what would be submitted, and change nothing.")
+@click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with the run's exit code.")
+@click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default="auto", show_default=True,
+              help="Where to run; auto: Slurm where its commands are, else this machine.")  # fmt: skip
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
+              help="Override one key, such as inference.serving.routers=1.")  # fmt: skip
+def serve(
+    *, config: Path, sbatch_options: tuple[str, ...], dry_run: bool, wait: bool, cluster: str,
+    overrides: tuple[str, ...],
+) -> int:  # fmt: skip
+    """Serve a model: submit an endpoint, or continue one that has stopped. Options behind -- go to sbatch."""
+    settings = load_given(config, overrides)
+    if settings.inference is None or settings.inference.serving is None:
+        raise UsageError(f"{config} has no section inference.serving", hint="slurmft infer answers a batch")
+    if not dry_run:
+        from slurmft.operations.endpoint import prepare_endpoint
+
+        folder, headers = (shlex.quote(str(path)) for path in (settings.run_folder, prepare_endpoint(settings)))
+        say(f'test it with: curl -H @{headers} "$(slurmft endpoint {folder} --timeout 600)/v1/models"')
+    return submit_run(settings, sbatch_options, dry_run=dry_run, strict=False, wait=wait, cluster=cluster)
+
+
+@click.command()
+@own_run_argument
+@click.option("--header-file", is_flag=True, help="Print the path of a file with the header that has the token, for "
+              "curl -H @FILE, instead.")  # fmt: skip
+@click.option("--timeout", default=0.0, type=Amount(0, MAX_TIMEOUT_S), show_default=True,
+              help="Seconds to wait until a router takes connections.")  # fmt: skip
+def endpoint(*, run: RunFolder, header_file: bool, timeout: float) -> int:
+    """Print the address of a router of the endpoint RUN that lives."""
+    from slurmft.inference.serving.endpoint import headers_file
+    from slurmft.operations.endpoint import living_url
+
+    if not (headers := headers_file(run.path)).is_file():
+        raise UsageError(f"run {run.path.name} is no endpoint", hint="slurmft serve starts one")
+    say(str(headers) if header_file else living_url(run, within_s=timeout))
+    return 0

@@ -1,0 +1,75 @@
+"""The section ``inference.serving`` of the configuration: an endpoint in front of the replicas."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from slurmft.config.types import Count, Folder, Fraction, Positive, Seconds, Section, Text
+from slurmft.policy import plain_values as plain
+
+
+class ServingConfig(Section):
+    """An endpoint over HTTP: routers that clients talk to, in front of the replicas."""
+
+    routers: Annotated[Positive, AfterValidator(plain.at_most(64))] = 2
+    """Nodes with a router, the first ones of the job; each knows all replicas, and a client may use any of them."""
+
+    port: Annotated[Count, AfterValidator(plain.at_most(65_535))] = Field(default=0, ge=0)
+    """Port of every router; 0: a free one of each node, kept while its agent lives."""
+
+    token_file: Folder | None = None
+    """A file of mode 0600 with the token that clients must send as ``Authorization: Bearer``; empty: one is made in the
+    run folder."""
+
+    tls_certificate: Folder | None = None
+    """A PEM file with the routers' certificate, and those that it depends on; empty: plain HTTP."""
+
+    tls_key: Folder | None = None
+    """Its private key, a PEM file of mode 0600."""
+
+    max_queue: Count = Field(default=1024, ge=0)
+    """Requests that may wait in a router for a free replica; more are refused at once with 429."""
+
+    degraded_below: Fraction = 0.5
+    """Share of the replicas: with fewer that are ready, each gets half as many requests at a time, time limits are
+    doubled, and requests with ``X-Priority: low`` are refused with 503."""
+
+    restart_window_s: Annotated[Seconds, Field(gt=0)] = 3600.0
+    """``max_restarts`` counts the restarts of a replica, or of a router, within these seconds."""
+
+    max_header_bytes: Annotated[Positive, AfterValidator(plain.at_most(1 << 20))] = 32_768
+    """The longest header, and the longest request line, that a client may send."""
+
+    max_body_bytes: Annotated[Positive, AfterValidator(plain.at_most(1 << 32))] = 67_108_864
+    """The longest body that a client may send."""
+
+    client_timeout_s: Annotated[Seconds, Field(gt=0)] = 30.0
+    """Seconds for a client to send its request, and to take each part of the answer; a slower one is cut off."""
+
+    allow_paths: tuple[Text, ...] = ()
+    """Administrative paths of the engine that clients may use all the same, such as ``/v1/load_lora_adapter``; those
+    below them as well."""
+
+    @model_validator(mode="after")
+    def _has_both(self) -> Self:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("give tls_certificate and tls_key, or neither")
+        return self
+
+    @field_validator("allow_paths")
+    @classmethod
+    def _are_paths(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for path in value:
+            if not re.fullmatch(r"/[^\s?#%]*", path):
+                raise ValueError(f"{path!r} is not a path such as /v1/load_lora_adapter")
+        return value
+
+    def with_paths(self, absolute: Callable[[Path | None], Path | None]) -> Self:
+        """The same section with every path passed through ``absolute``."""
+        names = ("token_file", "tls_certificate", "tls_key")
+        return self.model_copy(update={name: absolute(getattr(self, name)) for name in names})

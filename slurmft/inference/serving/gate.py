@@ -1,0 +1,312 @@
+"""The gate of one replica: it lets the run's routers through to the engine, and no one else.
+
+Behind the handshake the bytes of a connection pass unchanged, without a look into them: the engine may speak any HTTP,
+and pays next to nothing for it. On a connection of its own each router says how many requests it has there, and hears
+at once when the replica drains or its engine has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from slurmft.inference.serving.handshake import (
+    ANSWER_BYTES,
+    CONTROL,
+    answered_well,
+    listening_socket,
+    notice_lost_peers,
+)
+from slurmft.system.authentication import new_nonce
+from slurmft.system.sleeping import overslept_s
+
+HANDSHAKE_S = 5.0
+BEAT_S = 0.5
+SILENT_S = 8 * BEAT_S
+"""A router that was not heard for so long has nothing in flight here any more: its node may be dead."""
+
+SOON_S = 0.05
+"""After which routers hear that another one has begun or ended requests here."""
+
+MAX_LINE_BYTES = 4096
+MAX_STRANGERS = 64
+"""Connections that have not proved themselves yet. One more ends the oldest: routers prove themselves within
+milliseconds, and nobody else can hold descriptors, or keep them out."""
+
+Connect = Callable[[Callable[[], asyncio.Protocol]], Any]
+"""Opens a connection to the engine, for a protocol."""
+
+log = logging.getLogger(__name__)
+
+
+class Gate:
+    """Listens for routers.
+
+    Args:
+        connect: opens a connection to the engine.
+    """
+
+    def __init__(self, key: bytes, connect: Connect) -> None:
+        self.key, self.connect = key, connect
+        self.phase = "ready"
+        self.strangers: dict[_Visitor, asyncio.Transport] = {}
+        """Connections that have not proved themselves yet, the oldest one first."""
+
+        self.moved = False
+        """Bytes came from the engine since the last look."""
+
+        self._routers: set[_Control] = set()
+        self._before = 0, 0
+        self._gone = 0, 0
+        self._server: asyncio.Server | None = None
+        self._beats: asyncio.Task[None] | None = None
+        self._soon: asyncio.TimerHandle | None = None
+
+    async def listen(self, host: str | None) -> int:
+        """Begin; returns the port."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Visitor(self), sock=listening_socket(host, 0))
+        self._beats = asyncio.create_task(self._beat())
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def close(self) -> None:
+        """Take no more connections."""
+        if self._server is not None:
+            self._server.close()
+        if self._beats is not None:
+            self._beats.cancel()
+        if self._soon is not None:
+            self._soon.cancel()
+
+    def say(self, phase: str) -> None:
+        """Tell all routers: ``draining`` (nothing new, please) or ``ended`` (the engine is gone)."""
+        self.phase = phase
+        self._tell_all()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that the routers have here."""
+        return sum(each.begun - each.done for each in self._routers)
+
+    def counted(self) -> tuple[int, int]:
+        """Requests begun and ended since the last call. Those of a router that is gone have ended."""
+        begun = self._gone[0] + sum(each.begun for each in self._routers)
+        done = self._gone[1] + sum(each.done for each in self._routers)
+        before, self._before = self._before, (begun, done)
+        return begun - before[0], done - before[1]
+
+    def joined(self, router: _Control) -> None:
+        """A router has proved itself."""
+        self._routers.add(router)
+        router.tell(self._words())
+
+    def left(self, router: _Control) -> None:
+        """Its connection has ended."""
+        self._routers.discard(router)
+        self._gone = self._gone[0] + router.begun, self._gone[1] + router.begun
+
+    def changed(self) -> None:
+        """A router has begun or ended requests."""
+        if self._soon is None:
+            self._soon = asyncio.get_running_loop().call_later(SOON_S, self._tell_soon)
+
+    def _tell_soon(self) -> None:
+        self._soon = None
+        self._tell_all()
+
+    async def _beat(self) -> None:
+        while True:
+            asleep_s = await overslept_s(BEAT_S)
+            for router in list(self._routers):
+                router.heard_s += asleep_s
+                if time.monotonic() - router.heard_s > SILENT_S:
+                    log.warning("a router was silent for %.1f s; what it had in flight is over", SILENT_S)
+                    router.end()
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        for router in self._routers:
+            router.tell(self._words())
+
+    def _words(self) -> bytes:
+        return json.dumps({"phase": self.phase, "in_flight": self.in_flight}).encode() + b"\n"
+
+
+class _Visitor(asyncio.Protocol):
+    """A connection that has just come."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate, self._nonce, self._answer = gate, new_nonce(), b""
+        self._transport: asyncio.Transport | None = None
+        self._limit: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        if (connection := transport.get_extra_info("socket")) is not None:
+            notice_lost_peers(connection)
+        strangers = self._gate.strangers
+        if len(strangers) >= MAX_STRANGERS:
+            strangers.pop(next(iter(strangers))).abort()
+        strangers[self] = self._transport = transport
+        self._limit = asyncio.get_running_loop().call_later(HANDSHAKE_S, transport.abort)
+        transport.write(self._nonce)
+
+    def data_received(self, data: bytes) -> None:
+        assert self._transport is not None and self._limit is not None
+        self._answer += data
+        if len(self._answer) < ANSWER_BYTES:
+            return
+        self._limit.cancel()
+        self._gate.strangers.pop(self, None)
+        found = answered_well(self._gate.key, self._nonce, self._answer[:ANSWER_BYTES])
+        if found is None:
+            log.warning("refused a connection from %s: it does not hold the run's key", self._peer())
+            self._transport.abort()
+            return
+        what, proof = found
+        self._transport.write(proof)
+        rest = self._answer[ANSWER_BYTES:]
+        heir: _Control | _Through = _Control(self._gate) if what == CONTROL else _Through(self._gate)
+        self._transport.set_protocol(heir)
+        heir.connection_made(self._transport)
+        if rest:
+            heir.data_received(rest)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+        self._gate.strangers.pop(self, None)
+
+    def _peer(self) -> str:
+        return str(((self._transport and self._transport.get_extra_info("peername")) or ("?",))[0])
+
+
+class _Control(asyncio.Protocol):
+    """A router's own connection."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate, self._rest = gate, b""
+        self.begun = self.done = 0
+        self.heard_s = time.monotonic()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._gate.joined(self)
+
+    def data_received(self, data: bytes) -> None:
+        self.heard_s = time.monotonic()
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        is_news = False
+        try:
+            for line in lines:
+                told = json.loads(line)
+                before, begun, done = (self.begun, self.done), int(told["begun"]), int(told["done"])
+                self.begun = max(self.begun, begun)
+                self.done = min(max(self.done, done), self.begun)
+                is_news = is_news or (begun, done) != before
+            if is_news:
+                self._gate.changed()
+        except (ValueError, KeyError, TypeError):
+            self.end()
+        if len(self._rest) > MAX_LINE_BYTES:
+            self.end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._gate.left(self)
+
+    def tell(self, line: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            if self._transport.get_write_buffer_size() > 1 << 16:  # it has not listened for long
+                self._transport.abort()
+            else:
+                self._transport.write(line)
+
+    def end(self) -> None:
+        """Hang up."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class _Side(asyncio.Protocol):
+    """One end of a connection that passes through."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.other: _Side | None = None
+
+    def pause_writing(self) -> None:
+        if self.other is not None and self.other.transport is not None:
+            self.other.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self.other is not None and self.other.transport is not None:
+            self.other.transport.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.other is not None and self.other.transport is not None and not self.other.transport.is_closing():
+            self.other.transport.close()  # after what was written has gone out
+
+
+class _Through(_Side):
+    """The router's end; what comes before the engine's end is there waits."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self._gate, self._early = gate, b""
+        self._opening: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self._opening = asyncio.ensure_future(self._open())
+
+    async def _open(self) -> None:
+        assert self.transport is not None
+        try:
+            await self._gate.connect(lambda: _ToEngine(self._gate, self))
+        except OSError as error:
+            log.debug("the engine takes no connection: %s", error)
+            self.transport.abort()
+            return
+        assert self.other is not None and self.other.transport is not None
+        if self._early:
+            self.other.transport.write(self._early)
+        self._early = b""
+        if self.transport.is_closing():
+            self.other.transport.abort()
+        else:
+            self.transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        if self.other is not None and self.other.transport is not None and not self._early:
+            self.other.transport.write(data)
+            return
+        assert self.transport is not None
+        self._early += data
+        self.transport.pause_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.other is not None and self.other.transport is not None:
+            self.other.transport.abort()  # the client is gone: an engine that goes on would work for nobody
+
+
+class _ToEngine(_Side):
+    def __init__(self, gate: Gate, router: _Through) -> None:
+        super().__init__()
+        self._gate, self.other = gate, router
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport) and self.other is not None
+        self.transport = transport
+        self.other.other = self
+
+    def data_received(self, data: bytes) -> None:
+        self._gate.moved = True
+        if self.other is not None and self.other.transport is not None:
+            self.other.transport.write(data)

@@ -1,0 +1,298 @@
+"""The replicas as a router sees them: it knows at once which are gone, from their own words and broken connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import aiohttp
+from aiohttp.client_proto import ResponseHandler
+
+from slurmft.inference.serving.gate import BEAT_S
+from slurmft.inference.serving.handshake import CONTROL, REQUESTS, NotTheGate, knock
+from slurmft.policy.inference.rotation import Breaker, Load, choose
+from slurmft.system.sleeping import overslept_s
+
+if TYPE_CHECKING:
+    from aiohttp import ClientRequest, ClientTimeout
+    from aiohttp.tracing import Trace
+
+KNOCK_S = 3.0
+SILENT_S = 4 * BEAT_S
+"""A replica that was not heard for so long gets nothing new: its node may be cut off."""
+
+LOST_S = 8 * BEAT_S
+"""After so long what it has is done elsewhere."""
+
+KEPT_S = 4.0
+"""How long an engine's connection is kept for the next request: servers close theirs after 5 s (uvicorn) and more."""
+
+AGAIN_S = 0.2
+TELL_S = 0.02
+LOOK_S = 0.25
+
+log = logging.getLogger(__name__)
+
+
+class Leaving(Protocol):
+    """Something that a replica works on."""
+
+    def lost(self) -> None:
+        """The replica is gone."""
+
+
+class _ToGate(aiohttp.BaseConnector):
+    """Connections to an engine, by way of its replica's gate."""
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__(limit=0, keepalive_timeout=KEPT_S)
+        self._replica = replica
+
+    async def _create_connection(
+        self, req: ClientRequest, traces: list[Trace], timeout: ClientTimeout
+    ) -> ResponseHandler:
+        connection = await self._replica.knock(REQUESTS)
+        try:
+            _, protocol = await self._loop.create_connection(self._factory, sock=connection)
+        except BaseException:
+            connection.close()
+            raise
+        return protocol
+
+
+class Replica:
+    """One life of one replica.
+
+    Args:
+        on_change: called when it comes or goes.
+        on_room: called when it may take more.
+    """
+
+    def __init__(
+        self, name: str, hosts: Collection[str], port: int, key: bytes, *, on_change: Callable[[], None],
+        on_room: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.name, self._hosts, self._port, self._key = name, list(hosts), port, key
+        self._on_change, self._on_room = on_change, on_room
+        self.errands: set[Leaving] = set()
+        """What is to be told at once when it is lost."""
+
+        self.phase = ""
+        """As it says itself; empty before its first word."""
+
+        self.begun = self.done = 0
+        """Requests of this router."""
+
+        self._others = 0
+        self._heard_s = 0.0
+        self.breaker = Breaker()
+        self.gone = asyncio.Event()
+        """It has ended, or is lost; replaced when it is heard again after all."""
+
+        self._base = 0
+        self.session = aiohttp.ClientSession(
+            connector=_ToGate(self), auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None), trust_env=False,
+        )  # fmt: skip
+        self._writer: asyncio.StreamWriter | None = None
+        self._telling: asyncio.TimerHandle | None = None
+        self._life = asyncio.ensure_future(self._live())
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that it has, of all routers as far as is known."""
+        return self.begun - self.done + self._others
+
+    def load(self, now_s: float) -> Load | None:
+        """For the choice; None where it is not in the rotation."""
+        if self.phase != "ready" or self.gone.is_set() or now_s - self._heard_s > SILENT_S:
+            return None
+        return Load(self.name, self.in_flight, avoided=self.breaker.is_open(now_s))
+
+    def begin(self) -> None:
+        """It gets a request."""
+        self.begun += 1
+        self._tell_soon()
+
+    def end(self) -> None:
+        """One has ended, however."""
+        self.done += 1
+        self._tell_soon()
+        self._on_room()
+
+    async def knock(self, what: bytes) -> socket.socket:
+        """A connection to its gate.
+
+        Raises:
+            OSError: there is none to be had.
+        """
+        error: OSError = OSError("no address")
+        for host in list(self._hosts):
+            try:
+                async with asyncio.timeout(KNOCK_S):
+                    connection = await knock(host, self._port, self._key, what)
+            except OSError as refusal:  # TimeoutError as well
+                error = refusal
+                continue
+            if self._hosts[0] != host:
+                self._hosts.remove(host)
+                self._hosts.insert(0, host)
+            return connection
+        raise error
+
+    async def close(self) -> None:
+        """Let go of it."""
+        self._life.cancel()
+        if self._telling is not None:
+            self._telling.cancel()
+        self._lose()
+        await asyncio.gather(self._life, return_exceptions=True)
+        await self.session.close()
+
+    def look(self, now_s: float) -> None:
+        """Whether it was heard lately."""
+        if self._heard_s and now_s - self._heard_s > LOST_S:
+            self._lose()
+
+    def slept(self, seconds: float) -> None:
+        """This process was stopped for so long, and could not hear."""
+        self._heard_s += seconds if self._heard_s else 0.0
+
+    async def _live(self) -> None:
+        """Connect, and listen until the end; a gate that is not reached is tried until it is not named any more."""
+        while True:
+            beats = None
+            try:
+                connection = await self.knock(CONTROL)
+                reader, self._writer = await asyncio.open_connection(sock=connection)
+                self._base = self.done
+                self._tell()
+                beats = asyncio.ensure_future(self._beat())
+                while line := await reader.readline():
+                    self._hear(json.loads(line))
+                self._lose()  # the gate is gone, and that means its process
+                await asyncio.sleep(AGAIN_S)
+            except NotTheGate as error:
+                log.debug("%s: %s", self.name, error)
+                await asyncio.sleep(AGAIN_S)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                log.debug("%s: %s", self.name, error)
+                if self._heard_s:
+                    self._lose()
+                await asyncio.sleep(AGAIN_S)
+            finally:
+                if beats is not None:
+                    beats.cancel()
+                if self._writer is not None:
+                    self._writer.close()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            self._tell()
+
+    def _hear(self, told: Mapping[str, Any]) -> None:
+        self._heard_s = time.monotonic()
+        self._others = max(0, int(told["in_flight"]) - (self.begun - self.done))
+        before, self.phase = (self.phase, self.gone.is_set()), str(told["phase"])
+        if self.phase == "ended":
+            self._lose()
+            return
+        if self.gone.is_set():
+            self.gone = asyncio.Event()
+        if before != (self.phase, False):
+            log.info("%s is %s", self.name, self.phase)
+            self._on_change()
+        self._on_room()
+
+    def _lose(self) -> None:
+        if not self.gone.is_set():
+            self.gone.set()
+            for errand in list(self.errands):
+                errand.lost()
+            self._on_change()
+
+    def _tell_soon(self) -> None:
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(TELL_S, self._tell)
+
+    def _tell(self) -> None:
+        self._telling = None
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(
+                json.dumps({"begun": self.begun - self._base, "done": self.done - self._base}).encode() + b"\n"
+            )
+
+
+class Replicas:
+    """All replicas that the supervisor has named."""
+
+    def __init__(self, key: bytes, on_change: Callable[[], None], on_room: Callable[[], None]) -> None:
+        self._key, self._on_change, self._on_room = key, on_change, on_room
+        self.by_name: dict[str, Replica] = {}
+        self.expected = 0
+        self._closing: set[asyncio.Task[None]] = set()
+        self._watching = asyncio.ensure_future(self._watch())
+
+    def take(self, members: Mapping[str, Any]) -> None:
+        """The members as the agent passed them on: those that are not named any more are gone."""
+        self.expected = int(members["expected"])
+        named = {str(each["name"]): each for each in members["replicas"]}
+        for name in [name for name in self.by_name if name not in named]:
+            self._forget(self.by_name.pop(name))
+        for name, each in named.items():
+            if name not in self.by_name:
+                self.by_name[name] = Replica(
+                    name,
+                    each["hosts"],
+                    int(each["port"]),
+                    self._key,
+                    on_change=self._on_change,
+                    on_room=self._on_room,
+                )
+        self._on_change()
+
+    def choose(self, limit: int, without: Collection[str]) -> Replica | None:
+        """The one that takes the next request; None where none has room."""
+        name = choose(self.loads(), limit=limit, without=without)
+        return None if name is None else self.by_name[name]
+
+    def loads(self) -> list[Load]:
+        """Of those in the rotation."""
+        now_s = time.monotonic()
+        return [load for each in self.by_name.values() if (load := each.load(now_s)) is not None]
+
+    @property
+    def ready(self) -> int:
+        """How many are in the rotation."""
+        return len(self.loads())
+
+    async def close(self) -> None:
+        """Let go of all."""
+        self._watching.cancel()
+        for replica in self.by_name.values():
+            self._forget(replica)
+        self.by_name = {}
+        await asyncio.gather(self._watching, *self._closing, return_exceptions=True)
+
+    def _forget(self, replica: Replica) -> None:
+        task = asyncio.ensure_future(replica.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _watch(self) -> None:
+        ready = -1
+        while True:
+            asleep_s = await overslept_s(LOOK_S)
+            for replica in self.by_name.values():
+                if asleep_s:
+                    replica.slept(asleep_s)
+                replica.look(time.monotonic())
+            if (now := self.ready) != ready:
+                ready = now
+                self._on_change()

@@ -1,0 +1,194 @@
+"""The roster: in the supervisor, it knows the replicas and routers of all nodes, and tells every router of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slurmft.config.inference import InferenceConfig
+from slurmft.errors import StorageError
+from slurmft.inference.coordinator import Send, Submit
+from slurmft.inference.serving.endpoint import HighAvailabilityCluster, RouterAddress
+from slurmft.ipc.calls import Members, ReplicaPlace
+from slurmft.ipc.reports import InferenceReport, ReplicaDied, ReplicaPhase, RouterPhase
+
+WRITE_AGAIN_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Agent:
+    node: int
+    host: str
+    epoch: int
+    send: Send
+    phases: dict[int, str] = field(default_factory=dict)
+    places: dict[int, ReplicaPlace] = field(default_factory=dict)
+    router_is_down: bool = False
+    """It was started too often, and another node has one instead."""
+
+    answered: int = 0
+    """Requests of its router's present life."""
+
+
+@dataclass(slots=True)
+class Served:
+    """Requests that the endpoint has answered, as the steps of the run."""
+
+    done: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """An endpoint never is."""
+        return False
+
+
+class Roster:
+    """The agents of an endpoint, their replicas, and their routers.
+
+    Args:
+        nodes: of the run; with ``replicas_per_node`` the replicas that there should be.
+        submit: does blocking work of the run folder in order, in a thread.
+        served: requests answered in earlier attempts.
+    """
+
+    def __init__(self, config: InferenceConfig, *, nodes: int, run_folder: Path, submit: Submit, served: int) -> None:
+        assert config.serving is not None
+        self._config, self._serving, self._run_folder, self._submit = config, config.serving, run_folder, submit
+        self._expected = nodes * config.replicas_per_node
+        self.requests = Served(served)
+        self.cluster = HighAvailabilityCluster()
+        self.agents: dict[int, _Agent] = {}
+        self._epochs = itertools.count(1)
+        self._changed = asyncio.Event()
+        self._changed.set()  # what an earlier attempt has left in endpoints.json is gone
+        self.committed = asyncio.Event()
+        """Never set: an endpoint does not end by itself."""
+
+    def join(self, node: int, host: str, send: Send) -> int:
+        """An agent takes part; returns the epoch under which it does. ``admit`` follows once it knows that."""
+        if node in self.agents:
+            self.lose(node)
+        epoch = next(self._epochs)
+        self.agents[node] = _Agent(node, host, epoch, send)
+        return epoch
+
+    def admit(self, node: int) -> None:
+        """The agent knows its epoch, and can be told of the others."""
+        if node in self.agents:
+            self._tell_all()
+
+    def lose(self, node: int) -> int:
+        """An agent is gone with its replicas and its router; returns 0: routers know best what they have in flight."""
+        if (agent := self.agents.pop(node, None)) is not None:
+            self._without_router(agent)
+            self._tell_all()
+        return 0
+
+    def on_report(self, node: int, report: InferenceReport) -> bool:
+        """Handle a report; whether it belongs to an agent that counts."""
+        agent = self.agents.get(node)
+        if agent is None or report.epoch != agent.epoch:
+            return False
+        match report:
+            case ReplicaPhase():
+                self._on_phase(agent, report)
+            case ReplicaDied():
+                agent.phases[report.replica] = "waiting"
+                self._drop_place(agent, report.replica)
+            case RouterPhase():
+                self._on_router(agent, report)
+        return True
+
+    def let_go(self, node: int) -> None:
+        """Nothing: the replicas of this agent tell the routers themselves that they drain."""
+
+    def stop(self) -> None:
+        """Nothing: the replicas tell the routers themselves that they drain."""
+
+    @property
+    def all_down(self) -> bool:
+        """Every replica of every agent has given up."""
+        phases = [phase for agent in self.agents.values() for phase in agent.phases.values()]
+        return len(phases) >= self._config.replicas_per_node * len(self.agents) > 0 and set(phases) == {"down"}
+
+    async def commit_regularly(self) -> None:
+        """Write ``endpoints.json`` when routers come and go."""
+        while True:
+            await self._changed.wait()
+            await self.commit_now()
+
+    async def commit_now(self, within_s: float | None = None) -> None:
+        """Write it, if it has changed, or give up after this time; a disk that is full is tried again."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._write()
+
+    async def _write(self) -> None:
+        if not self._changed.is_set():
+            return
+        self._changed.clear()
+        cluster = self.cluster
+        try:
+            await asyncio.wrap_future(self._submit(lambda: cluster.write(self._run_folder)))
+        except (OSError, StorageError) as error:
+            log.warning("endpoints.json cannot be written, trying again: %s", error)
+            self._changed.set()
+            await asyncio.sleep(WRITE_AGAIN_S)
+
+    async def watch_tail(self) -> None:
+        """Nothing: requests wait in the routers."""
+        await asyncio.Event().wait()
+
+    def close(self) -> None:
+        """No router lives any more."""
+        self.cluster = HighAvailabilityCluster()
+        self._changed.set()
+
+    def _on_phase(self, agent: _Agent, report: ReplicaPhase) -> None:
+        agent.phases[report.replica] = report.phase
+        if report.phase == "ready" and report.port is not None and report.hosts is not None:
+            name = f"{agent.host}.{agent.node}/{report.replica}#{agent.epoch}.{report.life}"
+            agent.places[report.replica] = ReplicaPlace(name=name, hosts=report.hosts, port=report.port)
+            self._tell_all()
+        else:
+            self._drop_place(agent, report.replica)
+
+    def _drop_place(self, agent: _Agent, replica: int) -> None:
+        if agent.places.pop(replica, None) is not None:
+            self._tell_all()
+
+    def _on_router(self, agent: _Agent, report: RouterPhase) -> None:
+        new = report.answered - agent.answered
+        self.requests.done += new if new >= 0 else report.answered
+        agent.answered = report.answered
+        if report.phase == "ready":
+            tls = self._serving.tls_certificate is not None
+            address = RouterAddress(agent.node, agent.host, report.hosts, report.port, tls)
+            if address not in self.cluster.routers:
+                self.cluster = self.cluster.with_router(address)
+                self._changed.set()
+            return
+        agent.answered = 0
+        self._without_router(agent)
+        if report.phase == "down":
+            agent.router_is_down = True
+            self._tell_all()
+
+    def _without_router(self, agent: _Agent) -> None:
+        if any(each.number == agent.node for each in self.cluster.routers):
+            self.cluster = self.cluster.without_node(agent.node)
+            self._changed.set()
+
+    def _tell_all(self) -> None:
+        places = tuple(place for agent in self.agents.values() for place in agent.places.values())
+        able = [agent.node for agent in self.agents.values() if not agent.router_is_down]
+        with_router = sorted(able)[: self._serving.routers]
+        for agent in self.agents.values():
+            agent.send(Members(epoch=agent.epoch, router=agent.node in with_router, expected=self._expected,
+                               replicas=places))  # fmt: skip

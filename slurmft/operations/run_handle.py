@@ -1,0 +1,222 @@
+"""slurmft from Python: ``slurmft.submit`` and the handle of a run, for notebooks, sweeps and scripts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from slurmft.config.config import RunConfig, from_values
+from slurmft.errors import RunFailed, StorageError, UsageError
+from slurmft.operations import control
+from slurmft.operations.endpoint import prepare_endpoint
+from slurmft.operations.run_configuration import load_given
+from slurmft.operations.status import Overview, account_of, exit_code_of, has_ended, logs_of, overviews, story
+from slurmft.operations.submit import read_requests, submit_run
+from slurmft.scheduler.site_options import known_options
+from slurmft.storage.events import EventName
+from slurmft.storage.journal import Event
+from slurmft.storage.run_folder import RunFolder
+from slurmft.system.opening import LOG_LIMIT_BYTES, read_bytes, read_part
+from slurmft.system.processes import who
+
+LOOK_S, ASK_SLURM_S = 0.2, 3.0
+"""How often ``wait`` reads the folder, and asks Slurm."""
+
+MAX_RESULT_BYTES = 2 << 30
+
+log = logging.getLogger(__name__)
+
+
+class RunHandle:
+    """One run, whether it waits, runs or has ended; cheap to make, and safe to make again in another process.
+
+    Args:
+        folder: the run folder.
+
+    Raises:
+        StorageError: it belongs to another user, or is a copy of another run's folder.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._run = RunFolder(Path(folder).absolute())
+        self._run.refuse_foreign()
+        self._run.refuse_copy()
+
+    def __repr__(self) -> str:
+        return f"RunHandle({str(self._run.path)!r})"
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self._run.path
+
+    def status(self) -> Overview:
+        """The run at this moment: ``state`` is finished, running, waiting, stopped, unknown, damaged or new."""
+        return overviews([self._run])[0]
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait until the run has ended for good, over requeues and restarts; returns its exit code.
+
+        Raises:
+            TimeoutError: it has not ended within ``timeout_s``; it goes on.
+            StorageError: the run was never submitted, or its journal cannot be read.
+        """
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        asked_s = -ASK_SLURM_S
+        while True:
+            if self._run.done() is not None or time.monotonic() - asked_s >= ASK_SLURM_S:
+                asked_s = time.monotonic()
+                view, events = self.status(), self._since_submission()
+                if has_ended(view, events, since=events[0].seconds()):
+                    return exit_code_of(view, events)
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                raise TimeoutError(f"run {self._run.path.name} has not ended within {timeout_s} s")
+            time.sleep(LOOK_S)
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Wait for the run's end; returns what the submitted callable returned on rank 0, None for other runs.
+
+        Raises:
+            RunFailed: the run has ended otherwise, or was stopped; names the cause and the traceback.
+            TimeoutError: it has not ended within ``timeout_s``; it goes on.
+            StorageError: the result cannot be read.
+        """
+        if code := self.wait(timeout_s):
+            view, rows = self.status(), account_of(self._since_submission())
+            traceback = "\n".join(text for name, text in rows if name == "traceback")
+            raise RunFailed(f"run {view.run} has ended with exit code {code}: {view.detail}", run_exit_code=code,
+                            traceback=traceback, hint=f"slurmft explain {self._run.path}")  # fmt: skip
+        if not self._run.call.exists():
+            return None
+        try:
+            stored = read_bytes(self._run.result, limit_bytes=MAX_RESULT_BYTES, owners={os.geteuid()})
+        except OSError as error:
+            raise StorageError(f"cannot read {self._run.result}: {error.strerror or error}") from error
+        return pickle.loads(stored)  # noqa: S301 - written by the user's own job, in a private folder
+
+    def stop(self) -> str:
+        """Ask the run to save and end; a waiting job is cancelled. Returns what was done, in words.
+
+        Raises:
+            SlurmError: Slurm refused or did not answer.
+        """
+        return control.stop(self._run, who())
+
+    def requeue(self) -> str:
+        """Ask the run to save and go through the queue again; returns what was done, in words.
+
+        Raises:
+            SlurmError: Slurm refused or did not answer.
+            UsageError: the run has no job.
+        """
+        return control.requeue(self._run, who())
+
+    def logs(self, rank: int = 0, *, lines: int | None = None) -> str:
+        """The newest output of a rank, or its last ``lines``; the supervisor's where no worker has written yet.
+
+        Raises:
+            UsageError: there is no such rank.
+            StorageError: nothing was written yet.
+        """
+        newest = logs_of(self._run, rank=rank)[-1]
+        text = read_part(newest, -LOG_LIMIT_BYTES, LOG_LIMIT_BYTES).decode(errors="replace")
+        return text if lines is None else "".join(text.splitlines(keepends=True)[-lines:] if lines else [])
+
+    def explain(self) -> list[Event]:
+        """All events of the run's journal, oldest first: what happened, what was decided, and why.
+
+        Raises:
+            StorageError: nothing was submitted, or the journal cannot be read.
+        """
+        return story(self._run).events
+
+    def _since_submission(self) -> list[Event]:
+        events = self.explain()
+        begins = [at for at, event in enumerate(events) if event.event == EventName.SUBMITTING]
+        if not begins:
+            raise StorageError(f"run {self._run.path.name} was not submitted with slurmft",
+                               hint="its status tells how it is")  # fmt: skip
+        return events[begins[-1] :]
+
+
+def submit(
+    what: str | os.PathLike[str] | Mapping[str, Any] | Callable[..., Any], /, *, args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None, sbatch_options: Sequence[str] = (), cluster: str = "auto",
+    strict: bool = False, **overrides: Any,
+) -> RunHandle:  # fmt: skip
+    """Submit a run, or continue one that has stopped; as ``slurmft submit``, ``infer`` and ``serve`` do.
+
+    Args:
+        what: the path of a configuration, its keys and values, or a callable. A callable is pickled into the run folder
+            and called in each worker; it needs ``run_folder=`` and may use ``slurmft.start_session`` inside. It is
+            called again from its beginning after each restart: what it does not save itself is done again.
+        args: for the callable.
+        kwargs: for the callable.
+        sbatch_options: further options of sbatch, such as ``["--nice=5"]``.
+        cluster: ``slurm``, ``local``, or ``auto``: Slurm where its commands are, else this machine.
+        strict: refuse when a stop would not have the time for its save.
+        **overrides: keys of the configuration; a section as a mapping of those keys that are to change:
+            ``nodes=2, slurm={"time": 30}``.
+
+    Raises:
+        UsageError: the configuration cannot be used, or the run is busy or finished; nothing was submitted.
+        SlurmftError: it was refused; nothing was submitted.
+    """
+    call = None
+    if callable(what):
+        call = cloudpickle.dumps((what, tuple(args), dict(kwargs or {})))
+        settings = _settings_of_callable(overrides)
+    elif args or kwargs:
+        raise UsageError("args and kwargs are for a callable, and a configuration was given")
+    elif isinstance(what, Mapping):
+        settings = from_values(_plain(what), list(_as_overrides(overrides)), source="slurmft.submit",
+                               known_here=known_options)  # fmt: skip
+    else:
+        settings = load_given(Path(what), list(_as_overrides(overrides)))
+    if settings.inference is not None and settings.inference.serving is not None:
+        prepare_endpoint(settings)
+    elif settings.inference is not None:
+        read_requests(settings, lambda _count: None)
+    made = submit_run(
+        settings, tuple(sbatch_options), strict=strict, cluster=cluster, who=who(), command="slurmft.submit",
+        tell=log.warning, call=call,
+    )  # fmt: skip
+    return RunHandle(made.run.path)
+
+
+def _settings_of_callable(overrides: Mapping[str, Any]) -> RunConfig:
+    for key in ("command", "inference"):
+        if key in overrides:
+            raise UsageError(f"a callable was given, and {key} as well: one of them is to run")
+    given = from_values({**_plain(overrides), "command": ["-"]}, source="slurmft.submit", known_here=known_options)
+    run = RunFolder(given.run_folder)
+    command = (sys.executable, "-m", "slurmft.worker.call", str(run.call), str(run.result))
+    return given.model_copy(update={"command": command})
+
+
+def _as_overrides(values: Mapping[str, Any], inside: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _as_overrides(value, f"{inside}{key}.")
+        else:
+            try:
+                yield f"{inside}{key}={json.dumps(_plain(value))}"
+            except (TypeError, ValueError) as error:
+                raise UsageError(f"{inside}{key}: {error}", hint="give texts, numbers, lists and mappings") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value

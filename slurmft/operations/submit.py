@@ -1,0 +1,278 @@
+"""Submitting a run, or continuing one that has stopped: what ``slurmft submit`` and ``slurmft.submit`` do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slurmft.config.config import RunConfig
+from slurmft.errors import RunBusy, SlurmError, SlurmUnavailable, StorageError, UsageError
+from slurmft.operations.run_configuration import refuse_shared
+from slurmft.policy.site.job_identity import OwnJob
+from slurmft.policy.timing.grace import Severity
+from slurmft.scheduler import own_jobs, slurm, submission
+from slurmft.scheduler.environment import asked_for
+from slurmft.scheduler.nodes import compress
+from slurmft.storage.events import EventName
+from slurmft.storage.run_folder import RunFolder
+from slurmft.supervisor import grace
+from slurmft.supervisor.recovery import avoided_nodes
+from slurmft.supervisor.recovery.avoided_nodes import Avoidance
+from slurmft.supervisor.recovery.place_elsewhere import duty_of
+from slurmft.system import processes
+from slurmft.system.files import refuse_uncreatable, replace_atomically
+
+Tell = Callable[[str], None]
+"""Takes a line for the user: a warning, or what is avoided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A run that was just submitted."""
+
+    run: RunFolder
+    job: str
+    """Slurm's job id; for a local run its process and log, in words."""
+
+    where: str
+    """``slurm`` or ``local``."""
+
+    before: int
+    """Events that the journal had before: those of earlier submissions."""
+
+
+def plan(settings: RunConfig, sbatch_options: tuple[str, ...], *, strict: bool, cluster: str, tell: Tell) -> str:
+    """What ``submit_run`` would submit, as text; changes nothing.
+
+    Raises:
+        SlurmftError: it would be refused.
+    """
+    run, where, options, avoiding = _considered(settings, sbatch_options, strict=strict, cluster=cluster, tell=tell)
+    run.create(only_look=True)
+    _refuse_if_finished_or_busy(run, where)
+    refuse_shared(run, settings.checkpoint_dir)
+    _make_checkpoint_dir(settings, only_look=True)
+    text = submission.script_text(settings, run, options, frozenset(avoiding.nodes))
+    return text if where == "slurm" else _local_plan(run)
+
+
+def submit_run(
+    settings: RunConfig, sbatch_options: tuple[str, ...] = (), *, strict: bool = False, cluster: str = "auto",
+    who: str, command: str, tell: Tell, call: bytes | None = None,
+) -> Submitted:  # fmt: skip
+    """Submit the run that ``settings`` describe, or continue it where it has stopped.
+
+    Args:
+        cluster: ``slurm``, ``local``, or ``auto``: Slurm where its commands are, else this machine.
+        who: the user, for the journal.
+        command: how it was asked for, for the journal.
+        call: a pickled callable that the workers run (``slurmft.worker.call``).
+
+    Raises:
+        SlurmftError: it was refused; nothing was submitted.
+    """
+    run, where, options, avoiding = _considered(settings, sbatch_options, strict=strict, cluster=cluster, tell=tell)
+    run.create()
+    _warn_if_replaceable(run, tell)
+    with run.lock():  # two submissions at once: the second one must find the first one's job
+        _refuse_if_finished_or_busy(run, where)
+        refuse_shared(run, settings.checkpoint_dir)
+        _prepare(run, settings, tell, call)
+        before = len(run.journal().read())
+        job = _submit(where, settings, run, options, avoiding, who=who, command=command)
+    return Submitted(run, job, where, before)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsRead:
+    """The requests of a batch that was read for the first time."""
+
+    total: int
+    bad: int
+    """Lines that are no requests, and will be in errors.jsonl."""
+
+
+def read_requests(settings: RunConfig, tell: Callable[[int], None]) -> RequestsRead | None:
+    """Read and check the requests of a batch before it is submitted; None where that was done before.
+
+    Args:
+        tell: takes the count of requests that were read so far.
+
+    Raises:
+        SlurmftError: a line is no request, the input has changed, or the output is of another batch.
+    """
+    # not for training: they cost an import of numpy
+    from slurmft.inference.answers import refuse_foreign_output, refuse_unwritable
+    from slurmft.inference.requests import folder_of, load, prepare
+
+    if settings.inference is None:
+        raise TypeError("this configuration has no section inference")
+    refuse_unwritable(settings.inference.output_format)
+    run = RunFolder(settings.run_folder)
+    run.create()
+    folder = folder_of(run.path)
+    output = settings.inference.output or run.path / "output"
+    if (before := load(folder)) is None:
+        refuse_foreign_output(output, None)
+    batch = prepare(settings.inference, folder, tell)
+    refuse_foreign_output(output, batch.digest)
+    if before is not None:
+        return None
+    return RequestsRead(batch.total, sum(last - first for first, last in batch.bad))
+
+
+def _considered(
+    settings: RunConfig, sbatch_options: tuple[str, ...], *, strict: bool, cluster: str, tell: Tell
+) -> tuple[RunFolder, str, dict[str, Any], Avoidance]:
+    """Where it would run, with which options, and which nodes it avoids; warnings of the grace are said."""
+    run = RunFolder(settings.run_folder)
+    where = _where(cluster)
+    options = submission.parse_sbatch_options(sbatch_options)
+    if where == "local":
+        if options:
+            raise UsageError("options behind -- go to sbatch, but this run is local", hint="use --cluster slurm")
+        return run, where, options, Avoidance()
+    submission.wished_cluster(settings, options, os.environ)  # refuses several
+    findings = grace.check(settings, options, os.environ)
+    for finding in findings:
+        tell(f"{'warning' if finding.severity is Severity.WARNING else 'grace'}: {finding.text}")
+    if strict:
+        grace.refuse_warnings(findings)
+    suspects = duty_of(run.journal().read()).undecided if run.exists() else ()
+    avoiding = avoided_nodes.for_submission(settings, options, os.environ, suspects)
+    for line in avoiding.lines():
+        tell(line)
+    return run, where, options, avoiding
+
+
+def _where(cluster: str) -> str:
+    if cluster == "auto":
+        return "slurm" if slurm.available() else "local"
+    if cluster == "slurm" and not slurm.available():
+        raise SlurmUnavailable("there is no sbatch on this machine", hint="use --cluster local, or a login node")
+    return cluster
+
+
+def _local_plan(run: RunFolder) -> str:
+    return " ".join(submission.RunSupervisor(run.config).argv())
+
+
+def _refuse_if_finished_or_busy(run: RunFolder, where: str) -> None:
+    if (done := run.done()) is not None:
+        raise UsageError(
+            f"run {run.path.name} is finished ({done.get('reason')})",
+            hint=f"choose another run_folder, or remove {run.path}/done.json to train on",
+        )
+    if not run.exists():
+        return
+    from slurmft.operations import control  # not for a new run: they take 60 ms
+    from slurmft.supervisor.owner import local_owner_lives
+
+    owner = run.owner()
+    if owner is not None and local_owner_lives(owner):
+        raise RunBusy(f"run {run.path.name} is running here (process {owner.pid})", hint=f"slurmft stop {run.path}")
+    if (pid := _started_here(run)) is not None:
+        raise RunBusy(f"run {run.path.name} is starting or ending here (process {pid})",
+                      hint=f"slurmft status {run.path}")  # fmt: skip
+    if where == "slurm" or slurm.available():
+        records = control.records_of(run)
+        for record in records.values():
+            if record.alive or record.waiting:
+                raise RunBusy(
+                    f"run {run.path.name} has job {record.job_id} in state {record.state}",
+                    hint=f"slurmft stop {run.path} ends it after a save",
+                )
+        if control.is_unseen(run, records):
+            raise RunBusy(
+                f"run {run.path.name} is being trained, although Slurm does not know its job {owner and owner.job}",
+                hint="is this the cluster it runs on? If its nodes are gone, try again in a minute",
+            )
+
+
+def _started_here(run: RunFolder) -> int | None:
+    """The process that was started for the run on this machine, while it lives: it owns the run only a moment later."""
+    started = [event.details for event in run.journal().read() if event.event == EventName.STARTED_HERE]
+    if not started or started[-1].get("host") != processes.me().host:
+        return None
+    pid, birth = started[-1].get("process"), started[-1].get("birth")
+    return pid if isinstance(pid, int) and isinstance(birth, str) and processes.lives(pid, birth) else None
+
+
+def _warn_if_replaceable(run: RunFolder, tell: Tell) -> None:
+    try:
+        run.refuse_replaceable()
+    except StorageError as error:
+        tell(f"warning: {error.what}; requeue --rescue will leave the run alone ({error.hint})")
+
+
+def _prepare(run: RunFolder, settings: RunConfig, tell: Tell, call: bytes | None) -> None:
+    try:
+        if call is not None:
+            run.result.unlink(missing_ok=True)
+            replace_atomically(run.call, call)
+        replace_atomically(run.config, settings.as_yaml())
+        if run.take_request("KILL") is not None:
+            tell("removed the KILL file: this submission continues the run that it stopped")
+    except OSError as error:
+        raise StorageError(f"cannot write into {run.path}: {error.strerror or error}") from error
+    _make_checkpoint_dir(settings)
+
+
+def _make_checkpoint_dir(settings: RunConfig, *, only_look: bool = False) -> None:
+    folder = settings.checkpoint_dir
+    try:
+        if only_look:
+            refuse_uncreatable(folder)
+        else:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot create the folder of the checkpoints {folder}: {error.strerror or error}",
+                           hint="see checkpoint.directory") from error  # fmt: skip
+
+
+def _submit(
+    where: str, settings: RunConfig, run: RunFolder, options: dict[str, Any], avoiding: Avoidance, *,
+    who: str, command: str,
+) -> str:  # fmt: skip
+    journal = run.journal()
+    if where == "local":
+        journal.append(EventName.SUBMITTING, cluster="local", who=who)
+        pid = submission.submit_here(settings, run)
+        me = processes.me().host
+        journal.append(EventName.STARTED_HERE, process=pid, birth=processes.birth_of(pid), host=me)
+        return f"local process {pid}, log {submission.local_log(run, pid)}"
+    own = compress(avoided_nodes.excluded_by_user(settings, options))
+    wishes = {name: value for name, value in os.environ.items() if name.startswith("SBATCH_")}
+    journal.append(EventName.SUBMITTING, cluster="slurm", who=who, command=command,
+                   **({"excluded": own} if own else {}), **({"wishes": wishes} if wishes else {}))  # fmt: skip
+    if not avoiding.is_silent:
+        journal.append(EventName.AVOIDING, **avoiding.as_event())
+    try:
+        job, avoided = avoided_nodes.submitted(
+            avoiding, lambda nodes: submission.submit_to_slurm(settings, run, options, nodes)
+        )
+    except SlurmError as error:
+        journal.append(EventName.SUBMISSION_FAILED, reason=error.what)
+        raise
+    cluster = submission.wished_cluster(settings, options, os.environ)
+    seen = submission.look_at_submitted(job, cluster, asked_for(settings.slurm, options, os.environ))
+    try:
+        run.add_job(job, seen)
+    except StorageError as error:
+        raise _withdrawn(OwnJob(job, seen), error) from error
+    if avoided != avoiding:
+        journal.append(EventName.AVOIDING, **avoided.as_event())
+    journal.append(EventName.SUBMITTED, job=job, host=os.uname().nodename)
+    return job
+
+
+def _withdrawn(job: OwnJob, error: StorageError) -> StorageError:
+    """What to say of a job that cannot be noted; it is cancelled, as the next submission would not know of it."""
+    try:
+        own_jobs.cancel(job)
+    except SlurmError as refusal:
+        return StorageError(f"{error.what}; job {job}, just submitted, cannot be cancelled: {refusal.what}",
+                            hint=f"scancel {job}, or the next submission makes a second job of this run")  # fmt: skip
+    return type(error)(f"{error.what}; job {job}, just submitted, is cancelled", hint=error.hint)

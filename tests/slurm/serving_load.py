@@ -1,0 +1,98 @@
+"""Clients of an endpoint that count what becomes of their requests.
+
+python serving_load.py RUN_FOLDER CLIENTS SECONDS plain|ours    prints one line of JSON
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from slurmft.inference import Client, RequestFailed
+from slurmft.inference.serving.endpoint import HighAvailabilityCluster, token_of
+
+
+@dataclass
+class Count:
+    """What became of the requests of all clients."""
+
+    asked: int = 0
+    right: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    longest_s: float = 0.0
+
+    def add(self, body: dict[str, Any], prompt: str, began_s: float) -> None:
+        text = body["choices"][0]["message"]["content"]
+        is_right = text == hashlib.sha256(prompt.encode()).hexdigest()
+        self.right += is_right
+        self.errors["another request's answer"] += not is_right
+        self.longest_s = max(self.longest_s, time.monotonic() - began_s)
+
+
+async def load(run_folder: Path, *, clients: int, seconds: float, kind: str) -> Count:
+    """So many clients, each with one request at a time."""
+    count, until_s = Count(), time.monotonic() + seconds
+
+    async def ours(number: int, client: Client) -> None:
+        while time.monotonic() < until_s:
+            count.asked += 1
+            prompt, began_s = f"{number}-{count.asked}", time.monotonic()
+            try:
+                answer = await client.post_async("/v1/chat/completions", _body(prompt), timeout_s=60)
+            except RequestFailed as error:
+                count.errors[str(error)[:200]] += 1
+                continue
+            if answer.status == 200:
+                count.add(answer.json(), prompt, began_s)
+            else:
+                count.errors[f"HTTP {answer.status}"] += 1
+
+    async def plain(number: int, session: aiohttp.ClientSession, urls: list[str]) -> None:
+        while time.monotonic() < until_s:
+            count.asked += 1
+            prompt, began_s = f"{number}-{count.asked}", time.monotonic()
+            url = urls[number % len(urls)] + "/v1/chat/completions"
+            try:
+                async with session.post(url, json=_body(prompt)) as answer:
+                    body = await answer.json()
+                    if answer.status == 200:
+                        count.add(body, prompt, began_s)
+                    else:
+                        count.errors[f"HTTP {answer.status}"] += 1
+            except (aiohttp.ClientError, OSError, ValueError) as error:
+                count.errors[f"{type(error).__name__} of {urls[number % len(urls)]}"] += 1
+                await asyncio.sleep(0.05)
+
+    if kind == "ours":
+        async with Client.of_run(run_folder) as client:
+            await asyncio.gather(*(ours(number, client) for number in range(clients)))
+        return count
+    urls = [each.urls[0] for each in HighAvailabilityCluster.read(run_folder).routers]
+    headers = {"Authorization": f"Bearer {token_of(run_folder)}"}
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=60)
+    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as session:
+        await asyncio.gather(*(plain(number, session, urls) for number in range(clients)))
+    return count
+
+
+def _body(prompt: str) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": prompt}]}
+
+
+def main() -> None:
+    found = asyncio.run(load(Path(sys.argv[1]), clients=int(sys.argv[2]), seconds=float(sys.argv[3]), kind=sys.argv[4]))
+    told = {"asked": found.asked, "right": found.right, "errors": +found.errors, "longest_s": round(found.longest_s, 3)}
+    sys.stdout.write(json.dumps(told) + "\n")
+
+
+if __name__ == "__main__":
+    main()

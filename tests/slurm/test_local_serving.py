@@ -1,0 +1,187 @@
+"""An endpoint on this machine: routers, replicas and agents are killed under the load of a hundred clients."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+import yaml
+
+from slurm.conftest import eventually
+from slurmft.inference import Client
+from slurmft.inference.serving.endpoint import HighAvailabilityCluster, headers_file, token_of
+from slurmft.storage.run_folder import RunFolder
+
+pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
+SLURMFT = [sys.executable, "-m", "slurmft"]
+HERE = Path(__file__).parent
+CLIENTS = 100
+
+
+class Endpoint:
+    """One endpoint on this machine: two nodes, each with a router and two replicas."""
+
+    def __init__(self, path: Path, **changes: Any) -> None:
+        self.folder = RunFolder(path)
+        self.config = path.with_suffix(".yaml")
+        engine = [sys.executable, str(HERE / "serving_engine.py"), "--socket", "{socket}"]
+        section = {"engine": {"command": engine}, "replicas_per_node": 2, "concurrency": 64, "hang_timeout_s": 3,
+                   "serving": {}, **changes}  # fmt: skip
+        faults = {"agent_timeout_s": 3, "supervisor_lease_s": 6, "retry_delay_s": 0}
+        self.config.write_text(yaml.safe_dump({"run_folder": str(path), "nodes": 2, "inference": section,
+                                               "fault_tolerance": faults}))  # fmt: skip
+
+    def slurmft(self, *arguments: str) -> str:
+        result = subprocess.run([*SLURMFT, *arguments], capture_output=True, text=True, timeout=100, check=False)
+        assert result.returncode == 0, result.stderr + self.story()
+        return result.stdout
+
+    def start(self) -> None:
+        self.slurmft("serve", str(self.config), "--cluster", "local")
+        self.wait_for(2, 4)
+
+    def wait_for(self, routers: int, replicas: int) -> None:
+        """Until so many routers listen, and all of them see so many replicas."""
+
+        def is_so() -> bool:
+            found = HighAvailabilityCluster.read(self.folder.path).routers
+            return len(found) == routers and all(self.status(each.urls[0]) == replicas for each in found)
+
+        eventually(is_so, 60, lambda: f"{routers} routers with {replicas} replicas\n{self.story()}")
+
+    def status(self, url: str) -> int:
+        request = urllib.request.Request(f"{url}/status", headers=self.headers)
+        try:
+            with urllib.request.urlopen(request, timeout=5) as answer:
+                return int(json.load(answer)["replicas"]["ready"])
+        except (OSError, urllib.error.URLError):
+            return -1
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {token_of(self.folder.path)}"}
+
+    def load(self, seconds: float, kind: str = "ours") -> subprocess.Popen[str]:
+        argv = [sys.executable, str(HERE / "serving_load.py"), str(self.folder.path), str(CLIENTS), str(seconds), kind]
+        return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+
+    def processes(self, what: str) -> list[psutil.Process]:
+        """Of this run: those whose environment or command names it."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                words = " ".join(process.cmdline())
+                if what in words and str(self.folder.path) in " ".join([words, *process.environ().values()]):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return sorted(found, key=lambda each: each.pid)
+
+    def routers(self) -> list[int]:
+        """Process ids of those that listen on the routers' ports."""
+        ports = {each.port for each in HighAvailabilityCluster.read(self.folder.path).routers}
+        return [each.pid for each in psutil.net_connections("tcp") if each.laddr and each.laddr.port in ports
+                and each.status == psutil.CONN_LISTEN and each.pid]  # fmt: skip
+
+    def events(self, name: str) -> list[Any]:
+        return [event for event in self.folder.journal().read() if event.event == name]
+
+    def story(self) -> str:
+        lines = [f"{e.at:%H:%M:%S.%f} {e.attempt} {e.event} {e.details}" for e in self.folder.journal().read()]
+        logs = [f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}"
+                for pattern in ("submissions/*.out", "attempts/*/*.log")
+                for path in sorted(self.folder.path.glob(pattern))]  # fmt: skip
+        return "\n".join([*lines, *logs])
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> Iterator[Endpoint]:
+    found = Endpoint(tmp_path / "endpoint")
+    found.start()
+    yield found
+    found.slurmft("stop", str(found.folder.path), "--timeout", "30")
+    assert HighAvailabilityCluster.read(found.folder.path).routers == (), "no router is named that is gone"
+    eventually(lambda: found.processes("serving_engine.py") == [], 10, "an engine has outlived its driver")
+
+
+def test_what_a_user_does(endpoint: Endpoint) -> None:
+    url, headers = endpoint.slurmft("endpoint", str(endpoint.folder.path)).strip(), headers_file(endpoint.folder.path)
+    assert endpoint.slurmft("endpoint", str(endpoint.folder.path), "--header-file").strip() == str(headers)
+    assert headers.stat().st_mode & 0o777 == 0o600
+    curl = subprocess.run(["curl", "-s", "-H", f"@{headers}", f"{url}/v1/models"], capture_output=True, check=True)
+    assert json.loads(curl.stdout)["data"][0]["id"] == "m"
+    # the client of OpenAI, unchanged
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=token_of(endpoint.folder.path), max_retries=0)
+    asked: Any = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+    whole = client.chat.completions.create(**asked).choices[0].message.content
+    assert whole is not None and len(whole) == 64
+    parts = client.chat.completions.create(**asked, stream=True, extra_body={"tokens": 64})
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == whole
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "BAD"}])
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
+    client.close()
+    with Client.of_run(endpoint.folder.path) as own:
+        assert own.get("/v1/models").json()["data"][0]["id"] == "m"
+        stream = b"".join(own.stream("/v1/chat/completions", {**asked, "stream": True}))
+        assert stream.endswith(b"data: [DONE]\n\n")
+    eventually(lambda: (endpoint.folder.progress() or {}).get("step", 0) >= 5, 10, "requests count as steps")
+    status = json.loads(endpoint.slurmft("status", str(endpoint.folder.path), "--json"))
+    assert status["state"] == "running" and status["step"] >= 5
+
+
+@pytest.mark.parametrize(
+    "victim", ["engine", pytest.param("driver", marks=pytest.mark.soak), "engine stopped", "agent", "supervisor"]
+)
+def test_no_request_of_our_client_fails_when_something_dies(endpoint: Endpoint, victim: str) -> None:
+    load = endpoint.load(8)
+    eventually(lambda: (endpoint.folder.progress() or {}).get("step", 0) > 300, 30, endpoint.story)
+    engines = {each.pid for each in endpoint.processes("serving_engine.py")}
+    if victim == "agent":
+        endpoint.processes("slurmft agent")[1].kill()
+    elif victim == "supervisor":
+        owner = endpoint.folder.owner()
+        assert owner is not None
+        os.kill(owner.pid, signal.SIGKILL)
+    elif victim == "driver":
+        endpoint.processes("serving_engine.py")[0].parent().kill()  # type: ignore[union-attr]
+    else:
+        number = signal.SIGSTOP if victim == "engine stopped" else signal.SIGKILL
+        endpoint.processes("serving_engine.py")[0].send_signal(number)
+    told = json.loads(load.communicate(timeout=120)[0])
+    assert told["errors"] == {}, f"{told}\n{endpoint.story()}"
+    assert told["right"] == told["asked"] > 1000, told
+    endpoint.wait_for(2, 4)
+    if victim == "supervisor":
+        assert {each.pid for each in endpoint.processes("serving_engine.py")} == engines, "they live on"
+        assert len(endpoint.events("attempt started")) == 2
+    elif victim != "agent":
+        assert len(endpoint.events("replica died")) == 1
+
+
+@pytest.mark.parametrize("kind", ["ours", "plain"])
+def test_a_dead_router_costs_a_plain_client_what_it_had_and_ours_nothing(endpoint: Endpoint, kind: str) -> None:
+    load = endpoint.load(6, kind)
+    eventually(lambda: (endpoint.folder.progress() or {}).get("step", 0) > 300, 30, endpoint.story)
+    os.kill(endpoint.routers()[0], signal.SIGKILL)
+    told = json.loads(load.communicate(timeout=120)[0])
+    assert told["right"] > 1000, told
+    if kind == "ours":
+        assert told["errors"] == {}, f"{told}\n{endpoint.story()}"
+    else:  # what was in flight; then connections are refused until it listens again, on the same port
+        cut = {what: count for what, count in told["errors"].items() if not what.startswith("ClientConnectorError")}
+        assert 0 < sum(cut.values()) <= CLIENTS // 2, f"{told}\n{endpoint.story()}"
+    endpoint.wait_for(2, 4)
+    assert len(endpoint.events("router ended")) == 1

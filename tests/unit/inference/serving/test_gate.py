@@ -1,0 +1,154 @@
+"""The gate of a replica lets in who holds the run's key, by every address, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+from serving_world import KEY, answers, run, serving
+
+from slurmft.inference.serving.gate import MAX_STRANGERS, Gate
+from slurmft.inference.serving.handshake import CONTROL, REQUESTS, NotTheGate, knock
+from slurmft.system.authentication import NONCE_BYTES, TAG_BYTES
+
+
+async def end(writer: asyncio.StreamWriter) -> None:
+    """Close a connection that may have been reset."""
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+async def refuse(_protocol: object) -> None:
+    raise ConnectionRefusedError
+
+
+@pytest.mark.parametrize("host", [None, "127.0.0.1"])
+def test_one_port_answers_on_every_address(host: str | None) -> None:
+    async def work() -> None:
+        gate = Gate(KEY, refuse)
+        port = await gate.listen(host)
+        for address in ("127.0.0.1", "localhost"):
+            connection = await knock(address, port, KEY, CONTROL)
+            reader, writer = await asyncio.open_connection(sock=connection)
+            assert json.loads(await reader.readline()) == {"phase": "ready", "in_flight": 0}
+            await end(writer)
+        gate.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    "say", [b"", b"GET /v1/models HTTP/1.1\r\nHost: h\r\n\r\n" + b" " * 100, b"\x00" * 65, b"r" * 500]
+)
+def test_who_does_not_hold_the_key_gets_a_nonce_and_nothing_else(say: bytes) -> None:
+    async def work() -> None:
+        async with serving({"a": answers("a")}) as world:
+            reader, writer = await asyncio.open_connection("127.0.0.1", world["a"].port)
+            writer.write(say)
+            writer.write_eof()
+            found = b""
+            with contextlib.suppress(ConnectionError):
+                found = await asyncio.wait_for(reader.read(), 10)
+            assert len(found) in (0, NONCE_BYTES)  # a reset may overtake it
+            assert world["a"].seen == []
+            await end(writer)
+
+    run(work())
+
+
+def test_a_wrong_key_is_refused_by_both_sides() -> None:
+    async def work() -> None:
+        async with serving({"a": answers("a")}) as world:
+            with pytest.raises(OSError):
+                await knock("127.0.0.1", world["a"].port, b"another" * 8, REQUESTS)
+
+        ended = asyncio.Event()
+
+        async def pose(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"n" * NONCE_BYTES + b"t" * TAG_BYTES)
+            await reader.read()
+            await end(writer)
+            ended.set()
+
+        async with await asyncio.start_server(pose, "127.0.0.1", 0) as poser:
+            with pytest.raises(NotTheGate):
+                await knock("127.0.0.1", poser.sockets[0].getsockname()[1], KEY, REQUESTS)
+            await ended.wait()
+
+    run(work())
+
+
+def test_strangers_do_not_keep_routers_out() -> None:
+    async def work() -> None:
+        async with serving({"a": answers("a")}) as world:
+            gate = world["a"].gate
+            assert gate is not None
+            strangers = [await asyncio.open_connection("127.0.0.1", world["a"].port) for _ in range(MAX_STRANGERS + 9)]
+            await world.until(lambda: len(gate.strangers) == MAX_STRANGERS)
+            assert await world.ask() == (200, {"by": "a"})
+            await asyncio.gather(*(end(writer) for _, writer in strangers))
+            await world.until(lambda: not gate.strangers)
+
+    run(work())
+
+
+def test_requests_are_counted_once_also_those_of_a_router_that_is_gone() -> None:
+    async def work() -> None:
+        gate = Gate(KEY, refuse)
+        port = await gate.listen("127.0.0.1")
+        reader, writer = await asyncio.open_connection(sock=await knock("127.0.0.1", port, KEY, CONTROL))
+        writer.write(b'{"begun": 5, "done": 2}\n')
+        while gate.in_flight != 3:
+            await reader.readline()
+        assert gate.counted() == (5, 2)
+        writer.write(b'{"begun": 6, "done": 2}\n')
+        while gate.in_flight != 4:
+            await reader.readline()
+        assert gate.counted() == (1, 0)
+        await end(writer)
+        async with asyncio.timeout(10):
+            while gate.in_flight:
+                await asyncio.sleep(0.01)
+        assert gate.counted() == (0, 4)
+        gate.close()
+
+    run(work())
+
+
+def test_a_router_that_falls_silent_has_nothing_in_flight_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the replica would be taken for one that hangs: the connection of a dead node does not end by itself."""
+    monkeypatch.setattr("slurmft.inference.serving.gate.SILENT_S", 1.0)
+
+    async def work() -> None:
+        gate = Gate(KEY, refuse)
+        port = await gate.listen("127.0.0.1")
+        reader, writer = await asyncio.open_connection(sock=await knock("127.0.0.1", port, KEY, CONTROL))
+        writer.write(b'{"begun": 5, "done": 0}\n')
+        while gate.in_flight != 5:
+            await reader.readline()
+        async with asyncio.timeout(10):
+            while gate.in_flight:
+                await asyncio.sleep(0.01)
+        assert gate.counted() == (5, 5)
+        await end(writer)
+        gate.close()
+
+    run(work())
+
+
+def test_a_router_that_waits_for_a_long_answer_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slurmft.inference.serving.gate.SILENT_S", 1.0)
+
+    async def work() -> None:
+        async with serving({"a": answers("a", delay_s=2.5)}) as world:
+            gate = world["a"].gate
+            assert gate is not None
+            asked = asyncio.create_task(world.ask())
+            await world.until(lambda: gate.in_flight == 1)
+            assert await asked == (200, {"by": "a"})
+            assert gate.counted()[0] == 1
+
+    run(work())

@@ -1,0 +1,354 @@
+"""The router over real sockets: what it passes on, what it refuses, and what follows when a replica fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from serving_world import TOKEN, World, answers, never, run, serving, streams
+from yarl import URL
+
+PARTS = [f"data: {number}\n\n".encode() for number in range(5)]
+
+
+def test_requests_go_to_the_replica_with_the_fewest_in_flight() -> None:
+    async def work() -> None:
+        async with serving({"a": answers("a", delay_s=0.1), "b": answers("b", delay_s=0.1)}) as world:
+            found = await asyncio.gather(*(world.ask() for _ in range(8)))
+            assert sorted(answer["by"] for _, answer in found) == ["a"] * 4 + ["b"] * 4
+
+    run(work())
+
+
+def test_any_method_path_header_and_body_passes_unchanged_but_for_the_hops_own() -> None:
+    async def echo(request: web.BaseRequest) -> web.Response:
+        headers = [[name.lower(), value] for name, value in request.headers.items()]
+        told = {"method": request.method, "path": request.raw_path, "headers": headers,
+                "body": (await request.read()).hex()}  # fmt: skip
+        return web.json_response(told, status=207, headers={"X-Own": "yes", "Content-Encoding": "identity"})
+
+    async def work() -> None:
+        async with serving({"a": echo}) as world:
+            given = {"X-Thing": "1", "Content-Type": "application/x-thing", "Connection": "X-Hop", "X-Hop": "2"}
+            url = URL(f"{world.url}/any/%C3%A4?b=%2F&c", encoded=True)
+            async with world.client.request("PATCH", url, data=b"\x00\xff", headers=given) as answer:
+                told = await answer.json()
+                assert (answer.status, answer.headers["X-Own"]) == (207, "yes")
+            assert (told["method"], told["path"], told["body"]) == ("PATCH", "/any/%C3%A4?b=%2F&c", "00ff")
+            names = dict(told["headers"])
+            assert (names["x-thing"], names["content-type"]) == ("1", "application/x-thing")
+            assert not {"x-hop", "authorization"} & names.keys(), "the token is for the router alone"
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("path", "header", "status"),
+    [
+        ("/v1/x", "", 401), ("/v1/x", "Bearer wrong", 401), ("/v1/x", f"Basic {TOKEN}", 401), ("/status", "", 401),
+        ("/metrics", "", 401), ("/sleep", f"Bearer {TOKEN}", 403), ("/v1/load_lora_adapter/", f"Bearer {TOKEN}", 403),
+        ("/V1/Unload_Lora_Adapter", f"Bearer {TOKEN}", 403), ("/%73leep", f"Bearer {TOKEN}", 403),
+        ("/x/../sleep", f"Bearer {TOKEN}", 400), ("//sleep", f"Bearer {TOKEN}", 400),
+        ("/x%2f..%2fsleep", f"Bearer {TOKEN}", 400), ("/%2573leep", f"Bearer {TOKEN}", 400),
+    ],
+)  # fmt: skip
+def test_what_never_reaches_an_engine(path: str, header: str, status: int) -> None:
+    async def work() -> None:
+        async with serving({"a": answers("a")}) as world:
+            reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
+            lines = [f"GET {path} HTTP/1.1", "Host: h", *([f"Authorization: {header}"] if header else []), "", ""]
+            writer.write("\r\n".join(lines).encode())
+            assert (await reader.readline()).split()[1] == str(status).encode()
+            writer.close()
+            assert world["a"].seen == []
+
+    run(work())
+
+
+def test_an_administrative_path_is_open_where_the_configuration_names_it() -> None:
+    async def work() -> None:
+        async with serving({"a": answers("a")}, {"allow_paths": ["/sleep"]}) as world:
+            assert (await world.ask("/sleep"))[0] == 200
+            assert (await world.ask("/wake_up"))[0] == 403
+
+    run(work())
+
+
+def test_what_a_dead_replica_had_is_done_by_another_one() -> None:
+    async def work() -> None:
+        async with serving({"a": never, "b": answers("b")}) as world:
+            asked = [asyncio.create_task(world.ask()) for _ in range(2)]
+            await world.until(lambda: len(world["a"].seen) == 1)
+            await world["a"].die()
+            assert [await each for each in asked] == [(200, {"by": "b"})] * 2
+            assert world.router.budget.has_one
+            assert world.router.replicas.ready == 1
+
+    run(work())
+
+
+def test_a_replica_that_its_supervisor_names_no_more_is_lost() -> None:
+    async def work() -> None:
+        async with serving({"a": never, "b": answers("b")}) as world:
+            asked = [asyncio.create_task(world.ask()) for _ in range(2)]
+            await world.until(lambda: len(world["a"].seen) == 1)
+            world.name_members("b", expected=2)
+            assert [await each for each in asked] == [(200, {"by": "b"})] * 2
+
+    run(work())
+
+
+@pytest.mark.parametrize("status", [400, 404, 422])
+def test_a_clients_mistake_is_answered_once_and_opens_no_breaker(status: int) -> None:
+    async def work() -> None:
+        async with serving({"a": answers("a", status=status), "b": answers("b", status=status)}) as world:
+            for _ in range(10):
+                assert (await world.ask())[0] == status
+            assert len(world["a"].seen) + len(world["b"].seen) == 10
+            assert not any(load.avoided for load in world.router.replicas.loads())
+
+    run(work())
+
+
+def test_a_sick_replica_costs_no_request_and_is_avoided_while_another_one_works() -> None:
+    async def work() -> None:
+        async with serving({"a": answers("a", status=500), "b": answers("b")}) as world:
+            assert [await world.ask() for _ in range(30)] == [(200, {"by": "b"})] * 30
+            assert len(world["a"].seen) == 5
+
+    run(work())
+
+
+def test_when_all_replicas_are_sick_retries_are_a_tenth_of_the_requests() -> None:
+    async def work() -> None:
+        async with serving({"a": answers("a", status=500), "b": answers("b", status=500)}) as world:
+            for _ in range(300):
+                assert await world.ask() in ((500, {"by": "a"}), (500, {"by": "b"}))
+            tries = len(world["a"].seen) + len(world["b"].seen)
+            assert 300 < tries <= 300 + 10 + 30
+
+    run(work())
+
+
+def test_a_full_router_refuses_at_once() -> None:
+    async def work() -> None:
+        async with serving({"a": never}, {"max_queue": 3}, concurrency=2) as world:
+            asked = [asyncio.create_task(world.ask()) for _ in range(5)]
+            await world.until(lambda: world.router.waiting == 3)
+            async with world.client.post("/v1/x") as answer:
+                assert answer.status == 429 and int(answer.headers["Retry-After"]) >= 1
+            for each in asked:
+                each.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+            await world.until(lambda: world.router.waiting == 0 and world.router.in_flight == 0)
+            assert world.router.replicas.by_name["a"].in_flight == 0, "a client that goes away frees its place"
+
+    run(work())
+
+
+def test_requests_that_wait_are_answered_in_their_turn() -> None:
+    async def work() -> None:
+        async with serving({"a": answers("a", delay_s=0.01)}, concurrency=1) as world:
+            assert await asyncio.gather(*(world.ask() for _ in range(40))) == [(200, {"by": "a"})] * 40
+
+    run(work())
+
+
+@pytest.mark.parametrize("engine", ["slow", "full"])
+def test_a_request_ends_at_its_own_deadline(engine: str) -> None:
+    async def work() -> None:
+        async with serving({"a": never}, concurrency=1) as world:
+            other = asyncio.create_task(world.ask()) if engine == "full" else None
+            await world.until(lambda: len(world["a"].seen) == (engine == "full"))
+            began_s = asyncio.get_running_loop().time()
+            status, answer = await world.ask(headers={"X-Request-Timeout": "0.3"})
+            assert status == 504 and "deadline" in answer["error"]["message"]
+            assert 0.25 < asyncio.get_running_loop().time() - began_s < 3
+            if other is not None:
+                other.cancel()
+
+    run(work())
+
+
+async def streamed(world: World, path: str = "/v1/x") -> tuple[int, bytes]:
+    async with world.client.post(path) as answer:
+        return answer.status, await answer.read()
+
+
+def test_a_stream_passes_part_by_part() -> None:
+    async def work() -> None:
+        async with serving({"a": streams(PARTS, delay_s=0.2)}) as world, world.client.post("/v1/x") as answer:
+            began_s = asyncio.get_running_loop().time()
+            assert await answer.content.readany() == PARTS[0]
+            assert asyncio.get_running_loop().time() - began_s < 0.15
+            assert await answer.read() == b"".join(PARTS[1:])
+            assert answer.content_type == "text/event-stream"
+
+    run(work())
+
+
+@pytest.mark.parametrize("last", [b"data: 1\n\n", b"data: hal"])
+def test_a_stream_whose_replica_dies_ends_with_an_error_event_of_its_own(last: bytes) -> None:
+    async def work() -> None:
+        async with serving({"a": streams([last, b"never"], delay_s=30)}) as world:
+            async with world.client.post("/v1/x") as answer:
+                assert await answer.content.readany() == last
+                await world["a"].die()
+                rest = await answer.read()
+            *_, event = [each for each in (last + rest).split(b"\n\n") if each]
+            kind, _, data = event.partition(b"\n")
+            assert kind == b"event: error"
+            assert json.loads(data.removeprefix(b"data: "))["error"]["code"] == 502
+
+    run(work())
+
+
+def test_another_answer_that_has_no_end_is_no_whole_one_for_its_client() -> None:
+    async def work() -> None:
+        async with (
+            serving({"a": streams([b"half", b"never"], delay_s=30, kind="application/x-thing")}) as world,
+            world.client.post("/v1/x") as answer,
+        ):
+            assert await answer.content.readany() == b"half"
+            await world["a"].die()
+            with pytest.raises(aiohttp.ClientError):
+                await answer.read()
+
+    run(work())
+
+
+def test_a_stream_beyond_its_deadline_says_so() -> None:
+    async def work() -> None:
+        async with (
+            serving({"a": streams(PARTS, delay_s=30)}) as world,
+            world.client.post("/v1/x", headers={"X-Request-Timeout": "0.3"}) as answer,
+        ):
+            assert b"the deadline of the request" in await answer.read()
+
+    run(work())
+
+
+def test_a_client_that_goes_away_ends_the_engines_work() -> None:
+    async def work() -> None:
+        ended = asyncio.Event()
+
+        async def endless(request: web.BaseRequest) -> web.StreamResponse:
+            answer = web.StreamResponse()
+            await answer.prepare(request)
+            try:
+                while True:
+                    await answer.write(b"more")
+                    await asyncio.sleep(0.01)
+            finally:
+                ended.set()
+
+        async with serving({"a": endless}) as world:
+            answer = await world.client.post("/v1/x")
+            await answer.content.readany()
+            answer.close()
+            await asyncio.wait_for(ended.wait(), 10)
+            await world.until(lambda: world.router.in_flight == 0)
+
+    run(work())
+
+
+def test_an_endpoint_with_too_few_replicas_is_degraded_and_comes_back() -> None:
+    async def work() -> None:
+        engines = {name: answers(name) for name in "abcd"}
+        async with serving(engines, concurrency=8) as world:
+            low = {"X-Priority": "low"}
+            assert (await world.ask(headers=low))[0] == 200
+            for name in "abc":
+                await world[name].die()
+            await world.until(lambda: world.router.degraded)
+            async with world.client.post("/v1/x", headers=low) as answer:
+                assert (answer.status, answer.headers["X-Slurmft-State"]) == (503, "degraded")
+                assert int(answer.headers["Retry-After"]) > 0
+            async with world.client.post("/v1/x") as answer:
+                assert (answer.status, answer.headers["X-Slurmft-State"]) == (200, "degraded")
+            told = await (await world.client.get("/status")).json()
+            assert (told["state"], told["concurrency"], told["replicas"]) == (
+                "degraded", 4, {"ready": 1, "expected": 4},
+            )  # fmt: skip
+
+    run(work())
+
+
+def test_an_endpoint_that_drains_refuses_what_is_new_and_finishes_what_it_has() -> None:
+    async def work() -> None:
+        async with serving({"a": answers("a", delay_s=0.5)}) as world:
+            asked = asyncio.create_task(world.ask())
+            await world.until(lambda: len(world["a"].seen) == 1)
+            gate = world["a"].gate
+            assert gate is not None
+            gate.say("draining")
+            await world.until(lambda: world.router.replicas.ready == 0)
+            async with world.client.post("/v1/x") as answer:
+                assert answer.status == 503 and "Retry-After" in answer.headers
+            assert await asked == (200, {"by": "a"})
+
+    run(work())
+
+
+@pytest.mark.parametrize("say", [b"", b"GET /v1/x HT", b"POST /v1/x HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer "
+                                 + TOKEN.encode() + b"\r\nContent-Length: 9\r\n\r\nhalf"])  # fmt: skip
+def test_a_client_that_does_not_finish_its_request_is_cut_off(say: bytes) -> None:
+    async def work() -> None:
+        async with serving({"a": answers("a")}, {"client_timeout_s": 0.5}) as world:
+            reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
+            writer.write(say)
+            with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+                await asyncio.wait_for(reader.readexactly(1 << 20), 10)
+            writer.close()
+            assert world["a"].seen == []
+
+    run(work())
+
+
+def test_a_client_that_does_not_take_its_answer_is_cut_off() -> None:
+    async def work() -> None:
+        async with serving({"a": streams([b"x" * (1 << 20)] * 64, delay_s=0)}, {"client_timeout_s": 0.5}) as world:
+            reader, writer = await asyncio.open_connection("127.0.0.1", world.port, limit=1024)
+            writer.write(f"GET /v1/x HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
+            await reader.readline()
+            await world.until(lambda: world.router.in_flight == 0)
+            assert "slow client" in world.router.metrics.text().decode()
+            writer.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("limits", "request_of", "status"),
+    [
+        ({"max_body_bytes": 10}, {"data": b"x" * 11}, 413),
+        ({"max_header_bytes": 200}, {"headers": {"X-Long": "x" * 400}}, 400),
+    ],
+)
+def test_what_is_too_long_is_refused(limits: dict[str, Any], request_of: dict[str, Any], status: int) -> None:
+    async def work() -> None:
+        async with serving({"a": answers("a")}, limits) as world:
+            async with world.client.post("/v1/x", **request_of) as answer:
+                assert answer.status == status
+            assert world["a"].seen == []
+
+    run(work())
+
+
+def test_a_body_without_a_length_has_the_same_limit() -> None:
+    async def parts() -> Any:
+        for _ in range(100):
+            yield b"xx"
+
+    async def work() -> None:
+        async with (
+            serving({"a": answers("a")}, {"max_body_bytes": 10}) as world,
+            world.client.post("/v1/x", data=parts()) as answer,
+        ):
+            assert answer.status == 413
+
+    run(work())

@@ -1,0 +1,150 @@
+"""The supervisor's roster: which replicas routers are told of, which nodes have a router, and what clients find."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmft.config.inference import InferenceConfig
+from slurmft.inference.replica_health import AutoRestartManager
+from slurmft.inference.serving.endpoint import HighAvailabilityCluster
+from slurmft.inference.serving.roster import Roster
+from slurmft.ipc.calls import Call, Members
+from slurmft.ipc.reports import ReplicaDied, ReplicaPhase, RouterPhase
+
+
+class Cluster:
+    """A roster, and what each of its agents was told last."""
+
+    def __init__(self, folder: Path, *, nodes: int = 3, routers: int = 2) -> None:
+        config = InferenceConfig.model_validate(
+            {"engine": {"command": ["e", "{port}"]}, "replicas_per_node": 2, "serving": {"routers": routers}}
+        )
+        self.roster = Roster(config, nodes=nodes, run_folder=folder, submit=self._submit, served=100)
+        self.told: dict[int, Members] = {}
+        self.epochs: dict[int, int] = {}
+
+    @staticmethod
+    def _submit(work: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(work())
+        return done
+
+    def join(self, node: int) -> None:
+        def send(call: Call[Any]) -> None:
+            assert isinstance(call, Members)
+            self.told[node] = call
+
+        self.epochs[node] = self.roster.join(node, f"n{node}", send)
+        self.roster.admit(node)
+
+    def replica(self, node: int, number: int, phase: str = "ready", life: int = 1) -> bool:
+        where: dict[str, Any] = {"hosts": (f"n{node}",), "port": 4000 + number} if phase == "ready" else {}
+        report = ReplicaPhase(epoch=self.epochs[node], replica=number, phase=phase, life=life, **where)
+        return self.roster.on_report(node, report)
+
+    def router(self, node: int, phase: str = "ready", answered: int = 0) -> None:
+        report = RouterPhase(epoch=self.epochs[node], phase=phase, hosts=(f"n{node}",), port=80, answered=answered)
+        self.roster.on_report(node, report)
+
+    @property
+    def with_router(self) -> list[int]:
+        return sorted(node for node, call in self.told.items() if call.router and node in self.roster.agents)
+
+    def names(self, node: int) -> list[str]:
+        return [place.name.partition("#")[0] for place in self.told[node].replicas]
+
+
+def test_every_router_is_told_of_every_replica_that_is_ready(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    for node in range(3):
+        cluster.join(node)
+    assert cluster.with_router == [0, 1]
+    cluster.replica(0, 0, "starting")
+    assert cluster.names(2) == []
+    cluster.replica(0, 0)
+    cluster.replica(2, 1)
+    assert cluster.names(0) == cluster.names(1) == ["n0.0/0", "n2.2/1"]
+    assert cluster.told[0].expected == 6
+    died = ReplicaDied(epoch=cluster.epochs[0], replica=0, name="n0/0#1", code=-9, how="ended by SIGKILL", in_flight=(),
+                       was_ready=True, answered=3, failures=1)  # fmt: skip
+    cluster.roster.on_report(0, died)
+    assert cluster.names(1) == ["n2.2/1"]
+    cluster.replica(0, 0, life=2)
+    assert len({place.name for place in cluster.told[1].replicas}) == 2, "another life has another name"
+
+
+def test_the_replicas_of_a_lost_agent_are_gone_and_another_node_gets_its_router(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    for node in range(3):
+        cluster.join(node)
+        cluster.replica(node, 0)
+    cluster.router(0)
+    cluster.router(1)
+    before = cluster.epochs[0]
+    cluster.roster.lose(0)
+    assert cluster.with_router == [1, 2] and cluster.names(1) == ["n1.1/0", "n2.2/0"]
+    assert [each.node for each in cluster.roster.cluster.routers] == ["n1"]
+    late = ReplicaPhase(epoch=before, replica=0, phase="ready", life=1, hosts=("n0",), port=4000)
+    assert not cluster.roster.on_report(0, late)
+    cluster.join(0)
+    assert not cluster.roster.on_report(0, late), "what it said before it was lost does not count"
+    assert cluster.with_router == [0, 1]
+
+
+def test_a_router_that_stays_down_is_replaced_and_its_requests_stay_counted(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    for node in range(3):
+        cluster.join(node)
+    cluster.router(0, answered=5)
+    cluster.router(0, answered=9)
+    assert cluster.roster.requests.done == 109
+    cluster.router(0, "died")
+    assert cluster.with_router == [0, 1] and not cluster.roster.cluster.available
+    cluster.router(0, answered=2)
+    assert cluster.roster.requests.done == 111, "its next life counts from 0"
+    cluster.router(0, "down")
+    assert cluster.with_router == [1, 2]
+
+
+def test_all_replicas_must_be_down_before_the_endpoint_is(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, nodes=1)
+    cluster.join(0)
+    assert not cluster.roster.all_down
+    cluster.replica(0, 0, "down")
+    assert not cluster.roster.all_down
+    cluster.replica(0, 1, "down")
+    assert cluster.roster.all_down
+
+
+def test_the_cluster_of_routers_is_read_as_it_was_written(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    for node in (1, 0):
+        cluster.join(node)
+        cluster.router(node)
+    found = cluster.roster.cluster
+    found.write(tmp_path)
+    assert HighAvailabilityCluster.read(tmp_path) == found
+    assert [each.urls for each in found.routers] == [["http://n0:80"], ["http://n1:80"]]
+    assert [found.after(place) for place in (0, 1, 2)] == [*found.routers, found.routers[0]]
+
+
+def test_restarts_of_an_endpoint_are_counted_within_a_window() -> None:
+    clock = [0.0]
+    manager = AutoRestartManager(2, window_s=100.0, clock=lambda: clock[0])
+    delays = []
+    for at_s in (0.0, 10.0, 20.0, 105.0, 300.0):
+        clock[0] = at_s
+        delays.append(manager.failed(0))
+        manager.succeeded(0)
+    assert delays == [0.0, 1.0, None, None, 0.0], "what it answers in between does not matter, and old failures neither"
+    assert manager.failures(0) == 1
+
+
+@pytest.mark.parametrize("window_s", [None, 100.0])
+def test_each_replica_has_restarts_of_its_own(window_s: float | None) -> None:
+    manager = AutoRestartManager(0, window_s=window_s, clock=lambda: 0.0)
+    assert manager.failed(0) is None and manager.failures(1) == 0

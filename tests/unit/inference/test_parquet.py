@@ -1,0 +1,133 @@
+"""Parquet in and out: the same requests and answers as in JSON lines, in the same order, a group of rows at a time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+from click.testing import CliRunner
+
+from slurmft.cli.main import cli
+from slurmft.config.inference import InferenceConfig
+from slurmft.errors import UsageError
+from slurmft.inference import answers
+from slurmft.inference.answers import Output, refuse_foreign_output, refuse_unwritable, write_output
+from slurmft.inference.ledger import open_ledger, segments_of
+from slurmft.inference.requests import Batch, Requests, prepare
+from slurmft.inference.segments import SegmentWriter
+
+COUNT = 50
+ROWS = [{"custom_id": f"ü{number}" if number % 7 else f"\ud800{number}", "n": number} for number in range(COUNT)]
+
+
+def prepared(source: Path, folder: Path) -> Batch:
+    section = {"input": str(source), "engine": {"callable": "a:b"}}
+    return prepare(InferenceConfig.model_validate(section), folder)
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Batch:
+    """A batch of which every fifth request ended with an error, answered backwards."""
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    batch = prepared(source, tmp_path / "inference")
+    ledger = open_ledger(batch, 1)
+    writer = SegmentWriter(segments_of(batch.folder) / "g000001-n0-r0-1-1.jsonl", {"generation": 1})
+    end = writer.append(
+        {"index": index, "error": {"code": "no_answer", "message": "dead"}} if index % 5 == 0
+        else {"index": index, "response": {"status_code": 200, "body": {"text": f"\ud83d {index}", "x": None}}}
+        for index in reversed(range(COUNT))
+    )  # fmt: skip
+    ledger.commit([(writer.path.name, end, [[0, COUNT]])])
+    writer.close()
+    ledger.close()
+    return batch
+
+
+def write(batch: Batch, folder: Path, format: str, generation: int) -> None:
+    ledger = open_ledger(batch, generation)
+    assert write_output(batch, ledger, folder, format=format) == Output(answers=40, errors=10)
+    ledger.close()
+
+
+def test_the_table_holds_what_the_lines_hold_in_the_order_of_the_input(batch, tmp_path, monkeypatch):
+    monkeypatch.setattr(answers, "GROUP_ROWS", 8)
+    write(batch, tmp_path / "lines", "jsonl", 2)
+    write(batch, tmp_path / "table", "parquet", 3)
+    for name, count in ("answers", 40), ("errors", 10):
+        content = (tmp_path / "lines" / f"{name}.jsonl").read_bytes().decode(errors="surrogatepass")
+        lines = [json.loads(line) for line in content.split("\n") if line]
+        file = pyarrow.parquet.ParquetFile(tmp_path / "table" / f"{name}.parquet")
+        assert file.schema_arrow.names == ["id", "custom_id", "response", "error"]
+        assert file.metadata.num_row_groups == -(-count // 8), "no more than a group is held in memory"
+        rows: list[dict[str, Any]] = file.read().to_pylist()
+        for row in rows:
+            row["response"], row["error"] = [
+                None if row[key] is None else json.loads(row[key]) for key in ("response", "error")
+            ]
+        for line in lines:
+            line["custom_id"] = line["custom_id"].replace("\ud800", "?")
+        assert rows == lines and len(rows) == count
+    assert sorted(path.name for path in (tmp_path / "table").iterdir()) == [
+        "answers.parquet", "errors.parquet", "source.json"
+    ]  # fmt: skip
+
+
+def test_an_output_without_errors_is_an_empty_table(tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"n": 1}\n')
+    batch = prepared(source, tmp_path / "inference")
+    ledger = open_ledger(batch, 1)
+    writer = SegmentWriter(segments_of(batch.folder) / "g000001-n0-r0-1-1.jsonl", {"generation": 1})
+    end = writer.append([{"index": 0, "response": {"status_code": 200, "body": {}}}])
+    ledger.commit([(writer.path.name, end, [[0, 1]])])
+    assert write_output(batch, ledger, tmp_path / "out", format="parquet") == Output(answers=1, errors=0)
+    assert pyarrow.parquet.read_table(tmp_path / "out" / "errors.parquet").num_rows == 0
+
+
+def test_answers_to_another_input_are_refused_in_either_form(batch, tmp_path):
+    write(batch, tmp_path / "out", "parquet", 2)
+    refuse_foreign_output(tmp_path / "out", batch.digest)
+    with pytest.raises(UsageError, match="answers to another input"):
+        refuse_foreign_output(tmp_path / "out", "another")
+    (tmp_path / "out" / "source.json").unlink()
+    with pytest.raises(UsageError, match=r"answers\.parquet is there already"):
+        refuse_foreign_output(tmp_path / "out", batch.digest)
+
+
+def test_without_the_package_nothing_starts(tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_text('{"n": 1}\n')
+    config = {
+        "run_folder": str(tmp_path / "run"),
+        "inference": {"input": str(tmp_path / "in.jsonl"), "output_format": "parquet", "engine": {"callable": "a:b"}},
+    }
+    (tmp_path / "infer.yaml").write_text(json.dumps(config))
+    monkeypatch.setattr("slurmft.inference.answers.importlib.util.find_spec", lambda name: None)
+    found = CliRunner().invoke(cli, ["infer", str(tmp_path / "infer.yaml"), "--cluster", "local"])
+    assert isinstance(found.exception, UsageError) and "needs the package pyarrow" in str(found.exception)
+    assert not (tmp_path / "run").exists()
+    refuse_unwritable("jsonl")
+
+
+def test_a_table_of_requests_is_read(tmp_path):
+    rows = [{"custom_id": "a", "prompt": "x", "n": 1}, {"custom_id": "b", "prompt": "y", "n": None}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
+    batch = prepared(tmp_path / "in.parquet", tmp_path / "inference")
+    with Requests(batch.folder) as requests:
+        assert [requests.get(index) for index in range(2)] == [
+            {"id": "a", "body": {"prompt": "x", "n": 1}}, {"id": "b", "body": {"prompt": "y", "n": None}}
+        ]  # fmt: skip
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 no table PAR1")
+    with pytest.raises(UsageError, match=r"broken\.parquet cannot be read"):
+        prepared(tmp_path / "broken.parquet", tmp_path / "second")
+
+
+def test_the_package_is_not_imported_for_lines():
+    look = "import sys, slurmft.inference.answers; print('pyarrow' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert found.stdout == "False\n"

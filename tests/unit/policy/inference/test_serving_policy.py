@@ -1,0 +1,188 @@
+"""The decisions of an endpoint, as tables of values and as properties."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmft.policy.inference.degradation import GracefulDegradation
+from slurmft.policy.inference.http_headers import end_to_end, seconds_asked
+from slurmft.policy.inference.paths import ADMINISTRATIVE, is_open, normal
+from slurmft.policy.inference.rotation import AVOIDED_S, Breaker, Entry, Load, Queue, choose, entry_of
+from slurmft.policy.inference.second_tries import MOST_SAVED, SHARE, Failure, RetryBudget, SecondTry, after_failure
+
+LOADS = st.lists(
+    st.builds(Load, st.text("abcdefgh", min_size=1, max_size=3), st.integers(0, 9), avoided=st.booleans()),
+    max_size=8, unique_by=lambda each: each.name,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("loads", "without", "chosen"),
+    [
+        ([], (), None),
+        ([Load("a", 3), Load("b", 1), Load("c", 1)], (), "b"),
+        ([Load("a", 3), Load("b", 1)], ("b",), "a"),
+        ([Load("a", 4), Load("b", 1)], ("b",), "b"),
+        ([Load("a", 4), Load("b", 4)], (), None),
+        ([Load("a", 0, avoided=True), Load("b", 3)], (), "b"),
+        ([Load("a", 0, avoided=True), Load("b", 4)], (), None),
+        ([Load("a", 2, avoided=True), Load("b", 1, avoided=True)], (), "b"),
+    ],
+)  # fmt: skip
+def test_which_replica_gets_a_request(loads, without, chosen):
+    assert choose(loads, limit=4, without=without) == chosen
+
+
+@given(LOADS, st.integers(1, 9), st.sets(st.text("abcdefgh", min_size=1, max_size=3)))
+def test_a_chosen_replica_has_room_and_none_that_may_be_chosen_has_less_to_do(loads, limit, without):
+    name = choose(loads, limit=limit, without=without)
+    able = [each for each in loads if not each.avoided] or loads
+    if name is None:
+        assert all(each.in_flight >= limit for each in able)
+        return
+    chosen = next(each for each in loads if each.name == name)
+    assert chosen in able and chosen.in_flight < limit
+    assert all(
+        each.in_flight >= chosen.in_flight for each in able if (each.name in without) <= (chosen.name in without)
+    )
+
+
+def test_a_breaker_opens_after_failures_in_a_row_and_closes_with_an_answer():
+    breaker = Breaker()
+    for _ in range(4):
+        breaker = breaker.failed(10.0)
+    assert not breaker.is_open(10.0)
+    breaker = breaker.failed(10.0)
+    assert breaker.is_open(10.0 + AVOIDED_S - 0.01) and not breaker.is_open(10.0 + AVOIDED_S)
+    assert breaker.failed(20.0).is_open(20.0), "the one that tried it failed, too"
+    assert not breaker.succeeded().is_open(10.0) and breaker.succeeded().failures == 0
+
+
+QUIET = Queue(waiting=0, most=2, slots=4, mean_s=1.0, has_room=True)
+
+
+@pytest.mark.parametrize(
+    ("queue", "more", "entry"),
+    [
+        (QUIET, {}, Entry.ADMITTED),
+        (QUIET, {"closing": True}, Entry.CLOSED),
+        (QUIET, {"is_low": True}, Entry.ADMITTED),
+        (QUIET, {"is_low": True, "degraded": True}, Entry.LOW_PRIORITY),
+        (QUIET, {"degraded": True}, Entry.ADMITTED),
+        (Queue(0, 2, 4, 1.0, has_room=False), {}, Entry.ADMITTED),
+        (Queue(1, 2, 4, 1.0, has_room=True), {}, Entry.ADMITTED),
+        (Queue(2, 2, 4, 1.0, has_room=True), {}, Entry.FULL),
+        (Queue(0, 0, 4, 1.0, has_room=False), {}, Entry.FULL),
+        (Queue(0, 0, 4, 1.0, has_room=True), {}, Entry.ADMITTED),
+        (Queue(1, 2, 4, 30.0, has_room=False), {}, Entry.FULL),  # it would wait 15 s, and has 10
+        (Queue(1, 2, 0, 30.0, has_room=False), {}, Entry.ADMITTED),  # no replica yet: how long is not known
+    ],
+)  # fmt: skip
+def test_what_becomes_of_a_request_that_comes(queue, more, entry):
+    given = {"left_s": 10.0, "is_low": False, "degraded": False, "closing": False, **more}
+    assert entry_of(queue, **given) is entry
+
+
+TRY = {"failed": 1, "max_retries": 3, "sent": False, "left_s": 10.0, "budget": RetryBudget(), "base_delay_s": 1.0,
+       "max_delay_s": 4.0, "others": False}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("failure", "more", "then"),
+    [
+        (Failure.LOST, {}, SecondTry(again=True)),
+        (Failure.LOST, {"budget": RetryBudget(0.0)}, SecondTry(again=True)),
+        (Failure.LOST, {"sent": True}, SecondTry(again=False)),
+        (Failure.LOST, {"left_s": 0.0}, SecondTry(again=False)),
+        (Failure.LOST, {"failed": 4}, SecondTry(again=False)),
+        (Failure.SICK, {}, SecondTry(again=True, spends=True, pause_s=1.0)),
+        (Failure.SICK, {"failed": 3}, SecondTry(again=True, spends=True, pause_s=4.0)),
+        (Failure.SICK, {"others": True}, SecondTry(again=True, spends=True)),
+        (Failure.SICK, {"asked_s": 2.5}, SecondTry(again=True, spends=True, pause_s=2.5)),
+        (Failure.SICK, {"asked_s": 99.0}, SecondTry(again=True, spends=True, pause_s=4.0)),
+        (Failure.SICK, {"budget": RetryBudget(0.9)}, SecondTry(again=False)),
+        (Failure.SICK, {"sent": True}, SecondTry(again=False)),
+        (Failure.SICK, {"left_s": 0.5}, SecondTry(again=False, spends=True, pause_s=1.0)),
+    ],
+)  # fmt: skip
+def test_what_follows_a_failed_try(failure, more, then):
+    assert after_failure(failure, **{**TRY, **more}) == then
+
+
+@given(st.lists(st.booleans(), max_size=400))
+def test_retries_are_a_tenth_of_the_requests_and_what_was_saved_up(wishes):
+    budget, retries = RetryBudget(), 0
+    for wants in wishes:
+        budget = budget.came()
+        if wants and budget.has_one:
+            budget, retries = budget.spent(), retries + 1
+        assert 0 <= budget.saved <= MOST_SAVED
+    assert retries <= SHARE * len(wishes) + MOST_SAVED / 2
+
+
+def test_degradation_begins_below_its_share_and_ends_above_a_higher_one():
+    state = GracefulDegradation(below=0.5, concurrency=32)
+    seen = []
+    for ready in (10, 5, 4, 5, 6, 5, 4, 0):
+        state = state.saw(ready, 10)
+        seen.append(state.degraded)
+    assert seen == [False, False, True, True, False, False, True, True]
+    assert (state.terms.concurrency, state.terms.timeout_factor) == (16, 2.0)
+    assert GracefulDegradation(concurrency=1, degraded=True).terms.concurrency == 1
+    assert not GracefulDegradation(below=0.0).saw(0, 10).degraded, "0 switches it off"
+    assert not GracefulDegradation(below=0.9).saw(0, 10).saw(10, 10).degraded, "all that there are is always enough"
+
+
+@pytest.mark.parametrize("path", ADMINISTRATIVE)
+@pytest.mark.parametrize(
+    "form", ["{}", "{}/", "{}/below", "{up}", "%{first:02x}{rest}"]
+)  # fmt: skip
+def test_an_administrative_path_is_closed_however_it_is_written(path, form):
+    written = form.format(path, up=path.upper(), first=ord("/"), rest=path[1:])
+    if form.startswith("%"):
+        written = "/" + "".join(f"%{ord(letter):02x}" for letter in path[1:]) if "/" not in path[1:] else path
+    found = normal(written)
+    assert found is not None and not is_open(found, ())
+    assert is_open(found, (path,))
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/models", "/health", "/sleeping", "/generate", "/", "/v1/"]
+)
+def test_other_paths_are_open(path):
+    found = normal(path)
+    assert found is not None and is_open(found, ())
+
+
+@pytest.mark.parametrize(
+    "path", ["/a/../b", "/a/./b", "//a", "/a//b", "/a%2fb", "/a%2Fb", "/%2e%2e/a", "/a\\b", "/a%5cb", "/a%00",
+             "/a%0d%0a", "/a;b", "/%2573leep", "a", "", "*", "http://h/a", "/a b"],
+)  # fmt: skip
+def test_a_path_with_two_meanings_is_none(path):
+    assert normal(path) is None
+
+
+@given(st.text(max_size=30))
+def test_a_normal_path_is_read_as_itself_by_any_engine(text):
+    if (found := normal("/" + text)) is not None:
+        assert normal(found) == found
+        assert "//" not in found and "/../" not in found + "/"
+
+
+def test_headers_of_the_connection_stay_on_it():
+    given = [("Connection", "close, X-Mine"), ("x-mine", "1"), ("Keep-Alive", "2"), ("X-Other", "3"),
+             ("Transfer-Encoding", "chunked"), ("Content-Length", "4"), ("Set-Cookie", "a"), ("Set-Cookie", "b"),
+             ("Authorization", "Bearer t"), ("Host", "h")]  # fmt: skip
+    kept = [("X-Other", "3"), ("Set-Cookie", "a"), ("Set-Cookie", "b")]
+    assert end_to_end(given, to_engine=True) == kept
+    assert end_to_end(given) == [*kept, ("Authorization", "Bearer t"), ("Host", "h")]
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [(None, None), ("3", 3.0), ("0.5", 0.5), ("0", None), ("-1", None), ("nan", None), ("inf", None), ("soon", None)],
+)
+def test_the_time_that_a_client_gives(header, seconds):
+    assert seconds_asked(header) == seconds

@@ -1,0 +1,101 @@
+"""Agents that outlive their supervisor: which processes those are, and when they cannot be taken over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from slurmft.config.config import RunConfig
+from slurmft.storage.run_folder import Attempt, RunFolder
+from slurmft.supervisor.fleet import outliving
+from slurmft.supervisor.fleet.outliving import Orphan, find_outlived, outlives_its_supervisor
+from slurmft.system.processes import words_of
+
+HERE = SimpleNamespace(listen_host="127.0.0.1")
+
+
+def config_of(folder, *, inference: bool) -> RunConfig:
+    given = {"inference": {"input": "a.jsonl", "engine": {"url": "http://h"}}} if inference else {"command": ["true"]}
+    return RunConfig.model_validate({"run_folder": str(folder), **given})
+
+
+@pytest.fixture
+def agent(tmp_path):
+    """A process with the words of an agent."""
+    words = ["-m", "slurmft", "agent", str(tmp_path / "config.yaml"), "7.0.0"]
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", *words]) as process:
+        while "agent" not in words_of(process.pid):  # it has not come to its exec yet
+            time.sleep(0.01)
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_agents_of_an_inference_run_outlive_its_supervisor(tmp_path, agent, inference):
+    assert outlives_its_supervisor(config_of(tmp_path, inference=inference), agent.pid) is inference
+    assert not outlives_its_supervisor(config_of(tmp_path / "another", inference=inference), agent.pid)
+    assert not outlives_its_supervisor(config_of(tmp_path, inference=inference), os.getpid())
+
+
+def test_an_orphan_ends(agent):
+    orphan = Orphan(agent.pid)
+    assert orphan.returncode is None
+    orphan.terminate()
+    assert asyncio.run(asyncio.wait_for(orphan.wait(), 10)) == outliving.EXIT_UNKNOWN
+    agent.wait()
+    orphan.kill()  # by now another process may have the number: nothing is sent
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch) -> RunFolder:
+    """A run whose supervisor is gone; its agents are children of this process, as if this were the guardian's."""
+    run = RunFolder(tmp_path)
+    run.create()
+    attempt = Attempt(job="7", restart=0, cycle=1)
+    monkeypatch.setattr(RunFolder, "owner", lambda self: SimpleNamespace(job="7", restart=0, cycle=2))
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    monkeypatch.setattr(outliving, "END_S", 1.0)
+    run.attempt_folder(attempt)
+    run.new_secret(attempt)
+    return run
+
+
+def test_agents_are_taken_over_at_the_port_where_they_look(tmp_path, run, agent):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (run.attempts / "7.0.1" / "control.json").write_text(f'{{"format": 1, "hosts": ["127.0.0.1"], "port": {port}}}')
+    found = find_outlived(config_of(tmp_path, inference=True), run, HERE)
+    assert found is not None
+    assert (str(found.attempt), found.listener.getsockname()[1]) == ("7.0.1", port)
+    assert [orphan.pid for orphan in found.processes] == [agent.pid]
+    assert len(found.secret) >= 16
+    assert repr(found.secret) not in repr(found)
+    found.end()
+    assert agent.wait(10) < 0
+
+
+@pytest.mark.parametrize("why", ["nothing said", "damaged", "taken", "no secret"])
+def test_agents_that_cannot_be_taken_over_are_ended(tmp_path, run, agent, why):
+    where = run.attempts / "7.0.1" / "control.json"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        match why:
+            case "damaged":
+                where.write_text('{"format": 1, "hosts": [], "port": "x"}')
+            case "taken":
+                where.write_text(f'{{"format": 1, "hosts": [], "port": {taken.getsockname()[1]}}}')
+            case "no secret":
+                where.write_text('{"format": 1, "hosts": [], "port": 1}')
+                (where.parent / "secret").unlink()
+        assert find_outlived(config_of(tmp_path, inference=True), run, HERE) is None
+    assert agent.wait(10) < 0
+
+
+def test_a_run_without_agents_has_none_to_take_over(tmp_path, run):
+    assert find_outlived(config_of(tmp_path, inference=True), run, HERE) is None
