@@ -48,7 +48,7 @@ def test_a_node_whose_cpu_is_limited_is_found_and_no_other(trained: Callable[...
         lab.restore_speed("n3")
     assert (found.details["nodes"], found.details["slowdown"] > 1.2) == (["n3"], True)
     assert accused(run) == {"n3"}, run.story()
-    run.slurmft("stop", str(run.path))
+    run.slurmft("stop", str(run.path), "--timeout", "60")  # the past is written every second, and at the end
     past = json.loads((run.path / "stragglers.json").read_text())
     assert [each["nodes"] for each in past["convictions"]] == [["n3"]]
 
