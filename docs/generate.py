@@ -234,7 +234,7 @@ def _public_names() -> Iterator[str]:
     yield "## slurmft.compat"
     yield _paragraphs(
         """Further names of other packages, which would be confused with others here: `from slurmft.compat import
-        FaultTolerancePlugin`. [Coming from another tool](../how-to/coming-from.md) says what each becomes."""
+        FaultTolerancePlugin`. [Come from another tool](../how-to/coming-from.md) says what each becomes."""
     )
     for name, home in slurmft.compat._HOMES.items():
         if name not in homes:

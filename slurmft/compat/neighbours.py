@@ -2,7 +2,7 @@
 
 Sources: ``nvidia_resiliency_ext.fault_tolerance.config`` (also of older versions), ``megatron.bridge.training.config``,
 ``megatron.bridge.recipes.run_plugins`` and ``nemo.lightning.run.plugins``; option by option in
-docs/how-to/coming-from.md.
+docs/coming-from.
 """
 
 from __future__ import annotations
