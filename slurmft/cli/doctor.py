@@ -10,7 +10,7 @@ import click
 
 from slurmft.cli.arguments import own_configuration
 from slurmft.cli.output import say, say_json
-from slurmft.operations.doctor import as_lines, diagnose
+from slurmft.operations.site.doctor import as_lines, diagnose
 
 FORMAT = 1
 _EXIT_CODES = """\b
@@ -25,15 +25,17 @@ Exit codes:
 
 @click.command(epilog=_EXIT_CODES)
 @click.argument("config", type=click.Path(path_type=Path), required=False)
+@click.option("--production", is_flag=True,
+              help="Look at hooks, permissions, results of nodes and room as well (docs/deployment.md).")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
-def doctor(*, config: Path | None, as_json: bool) -> int:
+def doctor(*, config: Path | None, production: bool, as_json: bool) -> int:
     """Say what will and will not work on this cluster, and what to do about it.
 
     For the run of CONFIG, or for any. Asks Slurm a few questions and tries locks and replacing in the run folder's
     filesystem. Changes nothing.
     """
     settings = own_configuration(config) if config is not None else None
-    found = diagnose(settings, os.environ, here=Path.cwd())
+    found = diagnose(settings, os.environ, here=Path.cwd(), production=production)
     if as_json:
         facts = [asdict(finding) for finding in found.findings]
         say_json({"format": FORMAT, "exit_code": found.exit_code, "findings": facts})

@@ -14,7 +14,7 @@ from rich.text import Text
 from slurmft.cli.arguments import Amount, own_configuration
 from slurmft.cli.output import console, say, say_block, say_json
 from slurmft.errors import UsageError
-from slurmft.operations.drill import carry_out, prepared
+from slurmft.operations.site.drill import carry_out, prepared
 from slurmft.policy.site.drill import passed
 from slurmft.scheduler import slurm
 from slurmft.scheduler.signalling import preempt_argv, signal_argv

@@ -34,6 +34,17 @@ def test_a_good_cluster_and_two_bad_partitions(new_run: NewRun) -> None:
     assert told(stuck) == (2, {"partition cancel": "problem"})
 
 
+def test_what_the_site_lacks_for_production(new_run: NewRun) -> None:
+    """A lab without hooks: an ordinary user is told of each. Its shared folder is a local one of this machine."""
+    run = new_run("doctor-production")
+    result = run.lab.run(["slurmft", "doctor", str(run.config), "--production", "--json"], check=False)
+    found = {each["check"]: each for each in json.loads(result.stdout)["findings"]}
+    missing = ("HealthCheckProgram", "Epilog", "EpilogSlurmctld", "health.yaml")
+    assert [found[check]["level"] for check in missing] == ["warning"] * 4
+    assert "which other nodes usually do not see" in found["run folder's place"]["text"]
+    assert (found["installation"]["level"], result.returncode) == ("ok", 1)
+
+
 @pytest.mark.soak
 def test_a_badly_configured_cluster_and_a_silent_one(lab: Lab, new_run: NewRun) -> None:
     run = new_run()

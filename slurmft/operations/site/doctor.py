@@ -13,7 +13,8 @@ from pathlib import Path
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import LabUnavailable, SlurmError, SlurmUnavailable
-from slurmft.operations.container_trial import look_at_container
+from slurmft.operations.site.container_trial import look_at_container
+from slurmft.operations.site.production import examine
 from slurmft.policy.site import doctor as policy
 from slurmft.policy.site.doctor import AdminFacts, Finding, FolderFacts, Level, PartitionFacts, Wishes
 from slurmft.policy.timing.grace import Severity
@@ -36,8 +37,13 @@ class Diagnosis:
     exit_code: int
 
 
-def diagnose(config: RunConfig | None, environment: Mapping[str, str], *, here: Path) -> Diagnosis:
-    """Look at the site around us, for this run or for any; ``here`` stands for its folder where there is no run."""
+def diagnose(
+    config: RunConfig | None, environment: Mapping[str, str], *, here: Path, production: bool = False
+) -> Diagnosis:
+    """Look at the site around us, for this run or for any; ``here`` stands for its folder where there is no run.
+
+    ``production``: also at what many people rely on (hooks, permissions, room).
+    """
     folder = try_folder(here if config is None else config.run_folder)
     found = [*policy.judge_folder(folder)]
     container = None if config is None else look_at_container(config, environment)
@@ -55,6 +61,7 @@ def diagnose(config: RunConfig | None, environment: Mapping[str, str], *, here: 
             found.append(_missing(f"Slurm did not answer: {error.what}", "try again, or see scontrol ping"))
             code = EXIT_SILENT
     found += policy.judge_clocks(offsets)
+    found += examine(config, environment) if production else []
     return Diagnosis(findings=tuple(found), exit_code=code or policy.exit_code(found))
 
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmft.errors import SlurmError, SlurmUnavailable
-from slurmft.operations import doctor as diagnosing
-from slurmft.operations.doctor import try_folder
+from slurmft.operations.site import doctor as diagnosing
+from slurmft.operations.site.doctor import try_folder
 from slurmft.policy.site.doctor import (
     AdminFacts,
     FolderFacts,

@@ -12,7 +12,7 @@ import pytest
 
 import slurmft
 from slurmft.config.config import RunConfig, validate
-from slurmft.operations.container_trial import look_at_container
+from slurmft.operations.site.container_trial import look_at_container
 from slurmft.policy.site.doctor import ContainerFacts, Finding, Level, judge_container
 from slurmft.scheduler.containers import names_option
 

@@ -1,0 +1,132 @@
+"""What a site should have before many rely on it: facts in, findings out."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from pathlib import Path
+
+import pytest
+
+from slurmft.config.config import validate
+from slurmft.operations.site.production import examine, newest_size, place
+from slurmft.policy.site.doctor import Level
+from slurmft.policy.site.production import HOOKS, Place, RunFacts, SiteFacts, judge_run, judge_site
+
+OURS = Place(path="/opt/slurmft/venv")
+CONF = {key: f"/opt/slurmft/bin/{name}" for key, (name, _) in HOOKS.items()}
+PROGRAMS = {key: Place(path=path) for key, path in CONF.items()}
+HEALTH = Place(path="/etc/slurmft/health.yaml")
+RESULTS = Place(path="/shared/health")
+GIB = 1 << 30
+
+
+def site(**changed: object) -> dict[str, Level]:
+    facts = {"installation": OURS, "conf": CONF, "programs": PROGRAMS, "health": HEALTH, "results": RESULTS,
+             "nodes": ("n1", "n2"), "looked_at": {"n1": 60.0, "n2": 290.0}}  # fmt: skip
+    return {each.check: each.level for each in judge_site(SiteFacts(**facts | changed))}  # type: ignore[arg-type]
+
+
+def run(**changed: object) -> dict[str, Level]:
+    facts = {"folder": Place(path="/shared/runs/first", owner="ann"), "kind": "nfs4", "nodes": 4, "kept": 3,
+             "free_bytes": 100 * GIB, "checkpoint_bytes": GIB, "time_limit": "60", "is_told": True}  # fmt: skip
+    return {each.check: each.level for each in judge_run(RunFacts(**facts | changed))}  # type: ignore[arg-type]
+
+
+def test_of_a_good_site_and_run_there_is_nothing_to_do():
+    bad = (Level.WARNING, Level.PROBLEM)
+    assert not [check for check, level in {**site(), **run()}.items() if level in bad]
+
+
+OTHERS = Place(path="/x", changeable_by="every user")
+ANNS = Place(path="/x", owner="ann")
+
+
+@pytest.mark.parametrize(
+    ("changed", "check", "level"),
+    [
+        ({"conf": {}, "programs": {}, "installation": OTHERS}, "installation", Level.WARNING),
+        ({"installation": OTHERS}, "installation", Level.PROBLEM),
+        ({"installation": ANNS}, "installation", Level.NOTE),
+        ({"conf": CONF | {"Epilog": "(null)"}}, "Epilog", Level.WARNING),
+        ({"conf": CONF | {"Epilog": "/opt/slurmft/bin/slurmft-epilog-of-another"}}, "Epilog", Level.WARNING),
+        ({"conf": CONF | {"Epilog": "/etc/one,/opt/slurmft/bin/slurmft-epilog"}}, "Epilog", Level.OK),
+        ({"programs": PROGRAMS | {"Epilog": Place(path="/x", exists=False)}}, "Epilog", Level.NOTE),
+        ({"programs": PROGRAMS | {"Epilog": OTHERS}}, "Epilog", Level.PROBLEM),
+        ({"programs": PROGRAMS | {"Epilog": ANNS}}, "Epilog", Level.PROBLEM),
+        ({"health": Place(path="/x", exists=False), "results": None}, "health.yaml", Level.WARNING),
+        ({"health": OTHERS}, "health.yaml", Level.PROBLEM),
+        ({"health": ANNS}, "health.yaml", Level.PROBLEM),
+        ({"health_error": "line 3: ..."}, "health.yaml", Level.PROBLEM),
+        ({"results": None}, "node results", Level.WARNING),
+        ({"results": OTHERS}, "node results", Level.PROBLEM),
+        ({"looked_at": {"n1": 60.0}}, "node results", Level.WARNING),
+        ({"looked_at": {"n1": 60.0, "n2": 1801.0}}, "node results", Level.WARNING),
+    ],
+)
+def test_what_is_said_of_a_site(changed: dict[str, object], check: str, level: Level):
+    assert site(**changed)[check] is level
+
+
+@pytest.mark.parametrize(
+    ("changed", "check", "level"),
+    [
+        ({"folder": OTHERS}, "run folder's place", Level.PROBLEM),
+        ({"kind": "ext4"}, "run folder's place", Level.WARNING),
+        ({"kind": "ext4", "nodes": 1}, "run folder's place", Level.OK),
+        ({"free_bytes": GIB - 1}, "room for checkpoints", Level.PROBLEM),
+        ({"free_bytes": 4 * GIB - 1}, "room for checkpoints", Level.WARNING),
+        ({"free_bytes": 4 * GIB}, "room for checkpoints", Level.OK),
+        ({"free_bytes": None}, "room for checkpoints", Level.NOTE),
+        ({"checkpoint_bytes": 0}, "room for checkpoints", Level.NOTE),
+        ({"kept": 1}, "kept checkpoints", Level.WARNING),
+        ({"time_limit": ""}, "time limit", Level.NOTE),
+        ({"is_told": False}, "notifications", Level.NOTE),
+    ],
+)
+def test_what_is_said_of_a_run(changed: dict[str, object], check: str, level: Level):
+    assert run(**changed)[check] is level
+
+
+def test_who_may_change_a_place(tmp_path: Path):
+    """Also by a folder above it, and by what a link leads to."""
+    me = pwd.getpwuid(os.geteuid()).pw_name
+    real, other = tmp_path / "real", tmp_path / "other"
+    real.mkdir()
+    other.mkdir()
+    (real / "program").touch(0o755)
+    (other / "link").symlink_to(real / "program")
+    assert place(real / "program") == Place(path=str(real / "program"), owner=me)
+    assert not place(tmp_path / "missing").exists
+    real.chmod(0o777)
+    assert place(real / "program").changeable_by == place(other / "link").changeable_by == "every user"
+    real.chmod(0o1777)
+    assert place(real / "program").changeable_by == ""
+    (real / "program").chmod(0o666)
+    assert place(other / "link").changeable_by == "every user"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
+def test_an_owner_of_a_folder_above_may_change_a_place(tmp_path: Path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "program").touch()
+    os.chown(folder, 54321, 54321)
+    assert place(folder / "program").changeable_by == "user 54321"
+
+
+def test_the_room_is_compared_with_the_newest_committed_checkpoint(tmp_path: Path):
+    for name, size, is_committed in (("step-00000001.g1.c1", 10, True), ("step-00000002.g1.c2", 100, True),
+                                     ("step-00000003.g1.c3", 1000, False)):  # fmt: skip
+        folder = tmp_path / "checkpoints" / name
+        folder.mkdir(parents=True)
+        (folder / "__0_0.distcp").write_bytes(bytes(size))
+        if is_committed:
+            (folder / "manifest.json").touch()
+    given = {"command": ["true"], "run_folder": str(tmp_path), "checkpoint": {"keep_last_n": 5}}
+    text = next(
+        each.text for each in examine(validate(given, source="test"), {}) if each.check == "room for checkpoints"
+    )
+    assert text.endswith("a checkpoint has 0.00 GiB") and "GiB free" in text
+    assert newest_size(tmp_path / "checkpoints") == 100
+    assert newest_size(tmp_path / "missing") == 0
