@@ -36,6 +36,7 @@ VERBS = {
     "join": ("join", "Lend nodes to a run: submit a job on whose nodes it trains too, from its next checkpoint on"),
     "lab": ("lab", "A real Slurm cluster on this machine, for tests and for trying things out (needs root)"),
     "logs": ("logs", "Print a worker's output, and the supervisor's when there is none"),
+    "plan": ("plan", "Simulate the life of CONFIG on a described cluster, with the policy that decides in a real run"),
     "quickstart": ("quickstart", "Train a small GPT, with live progress: about a minute, no Slurm and no GPU needed"),
     "requeue": ("requeue", "Save and go through the queue again; start a waiting job now; rescue one that lost its "
                 "batch script"),

@@ -262,15 +262,20 @@ def read(path: Path) -> dict[str, Any]:
     return raw
 
 
-def load_section(path: Path, model: type[Own]) -> Own:
-    """Read a file that holds one section by itself, such as health.yaml.
+def load_section(path: Path | None, model: type[Own], overrides: Sequence[str] = ()) -> Own:
+    """Read a file that holds one section by itself, such as health.yaml, and apply ``key.sub=value`` overrides.
+
+    Without a file the section has its defaults.
 
     Raises:
         ConfigError: names every wrong key at once, with the nearest known one.
     """
-    raw = yaml_text.parsed(_text_of(path), of=str(path)) or {}
+    raw = {} if path is None else yaml_text.parsed(_text_of(path), of=str(path)) or {}
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold keys and values")
+    for override in overrides:
+        _apply(raw, override)
+    path = Path("the command line") if path is None else path
     given = {key: value for key, value in raw.items() if value is not None}
     try:
         problems = list(plain.unusable(given))

@@ -41,6 +41,7 @@ ALLOWED = {
     "checkpoint": {*_BESIDE_THE_TRAINER, "trainer", "checkpoint"},
     "health": {"errors", "system", "policy", "config", "storage", "scheduler", "health"},
     "operations": {*_SHARED, "inference", "supervisor", "agent", "health", "operations"},
+    "planning": {"errors", "policy", "config", "operations.advise", "planning"},
     "compat": {"errors", "policy", "config", "worker", "health", "compat"},
     "lab": {"", "errors", "system.files", "lab"},
     "cli": {
@@ -51,6 +52,7 @@ ALLOWED = {
         "agent",
         "health",
         "operations",
+        "planning",
         "lab",
         "checkpoint",
         "examples",
@@ -88,6 +90,7 @@ HOMES = {
     "prometheus_client": ("inference/",),
     "zstandard": ("inference/",),
     "pyarrow": ("inference/",),
+    "simpy": ("planning/",),
     "click": ("cli/",),
     "rich": ("cli/",),
 }
