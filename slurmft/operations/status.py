@@ -19,6 +19,7 @@ from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY, GOES_ON, Cause
 from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.parsing.parsing import JobRecord, why_held, why_never
 from slurmft.storage.events import EventName
+from slurmft.storage.handover import read_handover
 from slurmft.storage.journal import Event
 from slurmft.storage.progress import progress_of
 from slurmft.storage.run_folder import Owner, RunFolder
@@ -150,6 +151,8 @@ def overview(run: RunFolder, records: Mapping[OwnJob, JobRecord] | None) -> Over
     state, detail = _state(run, owner, done, run.own_jobs(newest=NEWEST), records)
     if progress.problem:
         detail = f"{detail} ({progress.problem})"
+    if state == "running" and (waits := _successor_waits(run, owner)):
+        detail = f"{detail}; handover: {waits}"
     failed = max(0, progress.failed_saves or 0) if state == "running" else 0
     if failed:
         detail = f"{detail}; SAVES FAIL: {failed} in a row, {progress.save_problem or 'reason unknown'}"
@@ -168,6 +171,12 @@ def overview(run: RunFolder, records: Mapping[OwnJob, JobRecord] | None) -> Over
         at=progress.at,
         failed_saves=failed,
     )
+
+
+def _successor_waits(run: RunFolder, owner: Owner | None) -> str:
+    """Why the successor of an endpoint has no nodes, and what follows; empty where there is none, or it has some."""
+    handover = read_handover(run.path)
+    return handover.waits if handover is not None and owner is not None and handover.predecessor == owner.job else ""
 
 
 def _refuse_odd(path: Path) -> None:
