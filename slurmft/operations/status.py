@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.errors import SlurmError, StorageError, UsageError
+from slurmft.inference.serving.handover import read_handover
 from slurmft.policy.site.job_identity import OwnJob
 from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY, GOES_ON, Cause
 from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.parsing.parsing import JobRecord, why_held, why_never
 from slurmft.storage.events import EventName
-from slurmft.storage.handover import read_handover
 from slurmft.storage.journal import Event
 from slurmft.storage.progress import progress_of
 from slurmft.storage.run_folder import Owner, RunFolder

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from slurm.conftest import eventually
+from slurm.conftest import eventually, preempt
 from slurm.endpoints import NODES, Load, NewEndpoint, maker
+from slurmft.inference.serving.handover import read_handover
 from slurmft.lab.cluster import Lab
-from slurmft.storage.handover import read_handover
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
@@ -149,3 +149,50 @@ def test_three_jobs_in_a_row_behind_one_endpoint(new_endpoint: NewEndpoint) -> N
     run.slurmft("stop", str(run.path))
     run.wait_until_out_of_queue(jobs[-1])
     print(told)
+
+
+@pytest.mark.soak
+def test_a_preemption_without_room_leaves_the_run_to_the_successor(lab: Lab, new_endpoint: NewEndpoint) -> None:
+    run = new_endpoint()
+    job = run.submit()
+    load = Load(run, 40)
+    run.wait_for_step(300)
+    preempt(lab, seconds=5)
+    run.wait_for("successor submitted")
+    run.wait_until_out_of_queue(job)
+    told = load.result()
+    assert told["errors"] == {} and told["right"] == told["asked"] > 600, f"{told}\n{run.story()}"
+    jobs = run.folder.jobs()
+    owner = run.folder.owner()
+    assert len(jobs) == 2 and owner is not None and (owner.job, owner.restart) == (jobs[1], 0), run.story()
+    assert not run.events("candidate started"), run.story()
+    run.slurmft("stop", str(run.path))
+    run.wait_until_out_of_queue(jobs[1])
+    lab.wait_until_idle(30)
+
+
+@pytest.mark.soak
+def test_a_dead_owner_node_in_the_middle_makes_the_candidate_the_owner(lab: Lab, new_endpoint: NewEndpoint) -> None:
+    run = new_endpoint(slurm={"exclusive": True})
+    job = run.submit()
+    load = Load(run, 60)
+    run.wait_for_step(300)
+    victim = run.events("attempt started")[0].details["host"]
+    run.slurmft("requeue", str(run.path))
+    successor = run.wait_for("candidate started").attempt.partition(".")[0]
+    lab.kill_node(victim)
+    try:
+        eventually(lambda: (owner := run.folder.owner()) is not None and owner.job == successor, 90, run.story)
+        told = load.result()
+    finally:
+        lab.start_node(victim)
+    assert told["errors"] == {} and told["right"] == told["asked"] > 600, f"{told}\n{run.story()}"
+    owner = run.folder.owner()
+    assert owner is not None and owner.job == successor, run.story()
+    # Slurm has requeued the old job: it finds that it has handed over, and ends
+    run.wait_until_out_of_queue(job)
+    owner = run.folder.owner()
+    assert owner is not None and owner.job == successor, run.story()
+    run.slurmft("stop", str(run.path))
+    run.wait_until_out_of_queue(successor)
+    lab.wait_until_idle(30)

@@ -13,11 +13,11 @@ from pathlib import Path
 from slurmft.config.config import RunConfig
 from slurmft.errors import Fenced
 from slurmft.inference.serving.endpoint import folder_of
+from slurmft.inference.serving.handover import read_handover, write_handover
 from slurmft.ipc.calls import ReplicaPlace
 from slurmft.ipc.channel import BadMessage
 from slurmft.policy.verdicts.final_ends import End
 from slurmft.storage import signs_of_life
-from slurmft.storage.handover import read_handover, write_handover
 from slurmft.storage.patience import write_state
 from slurmft.storage.run_folder import Owner, RunFolder
 from slurmft.supervisor.cluster import Cluster, SlurmCluster

@@ -12,12 +12,12 @@ from typing import Any
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
+from slurmft.inference.serving.handover import Handover, call_off, read_handover, write_handover
 from slurmft.policy.inference.handover import PAUSE_S, Situation, Step, Successor, due_s, lead_s, next_step
 from slurmft.policy.site.job_identity import JobIdentity, OwnJob
 from slurmft.scheduler import own_jobs, successor
 from slurmft.scheduler.nodes import compress, expand
 from slurmft.storage.events import EventName
-from slurmft.storage.handover import Handover, call_off, read_handover, write_handover
 from slurmft.storage.journal import Journal
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor.cluster import Cluster, SlurmCluster
