@@ -20,14 +20,14 @@ def new_endpoint(lab: Lab, request: pytest.FixtureRequest) -> NewEndpoint:
 def test_a_requeue_hands_over_without_a_failed_request(new_endpoint: NewEndpoint) -> None:
     run = new_endpoint()
     job = run.submit()
-    load, before = Load(run, 30), run.routers
+    load, before = Load(run, 25), run.routers
     run.wait_for_step(300)
     run.slurmft("requeue", str(run.path))
     handed = run.wait_for("handed over")
     run.wait_until_out_of_queue(job)
     told = load.result()
     assert told["errors"] == {} and told["right"] == told["asked"] > 600, f"{told}\n{run.story()}"
-    assert told["longest_s"] < 5.0, f"a client waited\n{told}\n{run.story()}"
+    assert told["longest_s"] < 10.0, f"a client waited\n{told}\n{run.story()}"
     successor = handed.details["job"]
     assert run.folder.jobs() == [job, successor]
     owner = run.folder.owner()
@@ -136,13 +136,15 @@ def test_a_successor_without_room_is_reported_and_stopped_with_the_run(lab: Lab,
 @pytest.mark.timeout(900)
 def test_three_jobs_in_a_row_behind_one_endpoint(new_endpoint: NewEndpoint) -> None:
     """The shortest limits that leave room: Slurm counts minutes, and its signal may come 30 s early."""
-    run = new_endpoint(slurm={"time": "3"}, preemption={"signal_lead_s": 20}, serving={"handover_lead_s": 75})
+    run = new_endpoint(slurm={"time": "4"}, preemption={"signal_lead_s": 20}, serving={"handover_lead_s": 110})
     run.submit()
     load = Load(run, 330)
     run.wait_for("handed over", 2, within_s=400)
     told = load.result()
+    leaving = [run.events("router ended")[2 * n + 1].at - run.events("handed over")[n].at for n in range(2)]
+    assert all(each.total_seconds() < 20 for each in leaving), f"{leaving}\n{run.story()}"
     assert told["errors"] == {} and told["right"] == told["asked"] > 6000, f"{told}\n{run.story()}"
-    assert told["longest_s"] < 5.0, f"a client waited\n{told}\n{run.story()}"
+    assert told["longest_s"] < 10.0, f"a client waited\n{told}\n{run.story()}"
     jobs = run.folder.jobs()
     states = run.job_states()
     assert len(jobs) >= 3 and [states[job] for job in jobs[:2]] == ["COMPLETED"] * 2, f"{states}\n{run.story()}"
@@ -189,7 +191,7 @@ def test_a_dead_owner_node_in_the_middle_makes_the_candidate_the_owner(lab: Lab,
     assert told["errors"] == {} and told["right"] == told["asked"] > 600, f"{told}\n{run.story()}"
     owner = run.folder.owner()
     assert owner is not None and owner.job == successor, run.story()
-    # Slurm has requeued the old job: it finds that it has handed over, and ends
+    # without its batch host the old job would keep its other node
     run.wait_until_out_of_queue(job)
     owner = run.folder.owner()
     assert owner is not None and owner.job == successor, run.story()

@@ -96,7 +96,9 @@ class RouterServer:
             self._listener.close()
         while self._server.connections:
             for connection in list(self._server.connections):
-                connection.close()  # once its request is answered
+                connection.close()  # once its request is answered ...
+                if connection not in self._busy and connection.transport is not None:
+                    connection.transport.close()  # ... which aiohttp does not do where there is none
             await asyncio.sleep(LEAVE_LOOK_S)
 
     async def close(self) -> None:

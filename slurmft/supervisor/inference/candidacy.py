@@ -17,11 +17,12 @@ from slurmft.inference.serving.handover import read_handover, write_handover
 from slurmft.ipc.calls import ReplicaPlace
 from slurmft.ipc.channel import BadMessage
 from slurmft.policy.verdicts.final_ends import End
+from slurmft.scheduler import own_jobs
 from slurmft.storage import signs_of_life
 from slurmft.storage.patience import write_state
 from slurmft.storage.run_folder import Owner, RunFolder
 from slurmft.supervisor.cluster import Cluster, SlurmCluster
-from slurmft.supervisor.owner import owner_lives, this_process
+from slurmft.supervisor.owner import job_of, owner_lives, this_process
 from slurmft.supervisor.recovery.final_ends import Superfluous
 from slurmft.system.files import read_json
 
@@ -81,6 +82,8 @@ class Candidacy:
     def __init__(self, run: RunFolder, cluster: Cluster) -> None:
         self._run, self._cluster = run, cluster
         self._looked_s = time.monotonic()
+        self.before: Owner | None = None
+        """The owner from whom the run was taken."""
 
     def why_over(self) -> str:
         """Why this job is not to take the run over any more; empty while it is.
@@ -121,6 +124,7 @@ class Candidacy:
                 return None
             mine = this_process(self._run, self._cluster, before.generation + 1)
             self._run.take_over(mine)
+            self.before = before
             return mine
 
     def _why_over(self) -> str:
@@ -132,6 +136,27 @@ class Candidacy:
         if owner is not None and owner.job != handover.predecessor:
             return f"job {owner.job} owns the run, which this one was not to take over from"
         return ""
+
+
+def see_off(run: RunFolder, before: Owner) -> str | None:
+    """Cancel the job of the owner before, if that gives no signs of life any more: it would keep its nodes.
+
+    Returns its state when it was cancelled, empty when it is gone, and None while it may be leaving; blocking.
+
+    Raises:
+        SlurmError: Slurm refused or did not answer.
+        StorageError: the run folder cannot be read or written.
+    """
+    if signs_of_life.is_fresh(run, before):
+        return None
+    job = job_of(run, before)
+    found = own_jobs.find_one(job)
+    if found is None:
+        return ""
+    if found.state == "COMPLETING":
+        return None
+    own_jobs.cancel(job)
+    return found.state
 
 
 def places_of_owner(run: RunFolder) -> tuple[ReplicaPlace, ...]:

@@ -63,6 +63,9 @@ class Giver:
         self._told_waits = ""
         self._submitting: asyncio.Task[None] | None = None
         self._given_up = False
+        self.is_held: Callable[[], bool] = lambda: False
+        """Whether none may begin at the moment."""
+
         self._record: Handover | None = None
         self._tries = 0
         self.successor = Successor.NONE
@@ -74,6 +77,11 @@ class Giver:
             return False
         self._reason = reason
         return True
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a successor is submitted, or is about to be."""
+        return self._record is not None or self._submitting is not None
 
     async def watch(self) -> None:
         """Do what is to be done, until cancelled."""
@@ -124,7 +132,7 @@ class Giver:
             self._asked_s = now_s
             await self._ask(self._record)
         match next_step(self._situation()):
-            case Step.SUBMIT:
+            case Step.SUBMIT if not self.is_held():
                 self._tries += 1
                 self._submitting = asyncio.create_task(self._submit(tried=False))
             case Step.REPLACE if self._record is not None:

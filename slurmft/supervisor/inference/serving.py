@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slurmft.config.config import RunConfig
-from slurmft.errors import StorageError
+from slurmft.errors import SlurmError, StorageError
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster, prepare
 from slurmft.inference.serving.roster import Roster
 from slurmft.ipc.reports import InferenceReport, RouterPhase
@@ -26,11 +26,15 @@ from slurmft.supervisor.cluster import SlurmCluster
 from slurmft.supervisor.fleet.agents import AgentLink
 from slurmft.supervisor.fleet.crew import Crew
 from slurmft.supervisor.inference.attempt import POLL_S, PROGRESS_S, InferenceAttempt
-from slurmft.supervisor.inference.candidacy import Candidacy, is_heir
+from slurmft.supervisor.inference.candidacy import Candidacy, is_heir, see_off
 from slurmft.supervisor.inference.handover import Giver
+from slurmft.supervisor.inference.rolling_update import RollingUpdate
 from slurmft.supervisor.inference.serving_stops import ServingStops
 from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.start import Start
+
+SEE_OFF_S = 5.0
+"""How often a new owner looks whether the job before it has ended."""
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +54,7 @@ class ServingAttempt(InferenceAttempt):
         """Nodes whose routers are known to listen."""
 
         self._candidacy = Candidacy(self._run, self._cluster) if start.candidate else None
+        self._update: RollingUpdate | None = None
         self._since_s = time.monotonic()
         self._startup_s: float | None = None
         self.is_called_off = False
@@ -83,13 +88,25 @@ class ServingAttempt(InferenceAttempt):
             self._offer()
 
     def _offer(self) -> None:
-        """Hand the endpoint over when that is due."""
+        """Hand the endpoint over when that is due, and give it another engine when that is asked for."""
         assert self._section.serving is not None
+        self._update = update = RollingUpdate(self._section, self._start, self._joined, self._is_calm)
+        self._background.start(update.watch())
         is_wanted = self._section.serving.handover and self._config.preemption.continue_by != "nothing"
         if is_wanted and isinstance(self._cluster, SlurmCluster):
             giver = Giver(self._config, self._start, self._cluster, self._slurm, lambda: self._startup_s)
+            giver.is_held = lambda: update.is_rolling
             self.stops.giver = giver
             self._background.start(giver.watch())
+
+    def _is_calm(self) -> bool:
+        giver = self.stops.giver
+        return self.stops.planned is None and not self._over.is_set() and not (giver and giver.is_under_way)
+
+    def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
+        if self._update is not None and link.node in self._joined:
+            self._update.lost(link.node)
+        super()._lose(link, reason, hung_up=hung_up)
 
     async def _take_in(self, link: AgentLink) -> None:
         await super()._take_in(link)
@@ -97,6 +114,8 @@ class ServingAttempt(InferenceAttempt):
 
     def _tell(self, link: AgentLink, report: InferenceReport) -> None:
         super()._tell(link, report)
+        if self._update is not None:
+            self._update.heard(link.node, report)
         if self._startup_s is None and self._roster.readiness().suffices(1.0):
             self._startup_s = time.monotonic() - self._since_s
         if not isinstance(report, RouterPhase):
@@ -185,6 +204,8 @@ class ServingAttempt(InferenceAttempt):
         mine: Owner | None = await self._in_folder(lambda: candidacy.claim(places))
         if mine is None:
             return
+        if candidacy.before is not None:
+            self._background.start(self._see_off(candidacy.before))
         self._candidacy = None
         self._start = replace(self._start, generation=mine.generation, candidate=False)
         self._roster.publish_again()
@@ -196,6 +217,18 @@ class ServingAttempt(InferenceAttempt):
         self._first += more
         self._roster.requests.done += more
         self._offer()
+
+    async def _see_off(self, before: Owner) -> None:
+        """See to it that the job before ends: one that has lost its batch host keeps the nodes that are left."""
+        state: str | None = None
+        while state is None:
+            await asyncio.sleep(SEE_OFF_S)
+            try:
+                state = await asyncio.to_thread(see_off, self._run, before)
+            except (SlurmError, StorageError, OSError) as error:
+                log.debug("whether job %s is gone: %s", before.job, error)
+        if state:
+            self._journal.append(EventName.PREDECESSOR_CANCELLED, job=before.job, state=state)
 
     def _publish(self, cluster: HighAvailabilityCluster) -> None:
         """Only the owner names its routers to clients; in the thread of the run folder."""
