@@ -20,10 +20,12 @@ from slurmft.inference.pool import ReplicaPool
 from slurmft.inference.replica import ReplicaSettings
 from slurmft.inference.serving.router_settings import SETTINGS_VARIABLE as ROUTER_VARIABLE
 from slurmft.inference.serving.router_settings import RouterSettings
-from slurmft.ipc.calls import BeginReplicas, Call, Drain, Lease, Members
+from slurmft.inference.serving.updates import OWN_CONFIG, is_config_name
+from slurmft.ipc.calls import BeginReplicas, Call, Drain, Lease, Members, RenewReplica
 from slurmft.ipc.reports import ReplicaPhase, Sent
 from slurmft.policy.inference.devices import devices_of
 from slurmft.storage.run_folder import RunFolder
+from slurmft.system.background import Background
 from slurmft.system.foreign_text import one_line
 from slurmft.system.opening import read_part
 
@@ -64,6 +66,10 @@ class Replicas:
         self._hosts = hosts_here(host, environment)
         self._gpus: list[str] | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._background = Background()
+        self._configs: dict[int, str] = {}
+        """Of replicas that an update has changed: the configuration, as a path in the run folder."""
+
         self._pool = ReplicaPool(
             config.inference, run_folder=config.run_folder, folder=workers.folder, node=node, host=host,
             start=self._start, kill=lambda number: workers.kill_one(self._first + number),
@@ -98,9 +104,18 @@ class Replicas:
             case Drain():
                 if self._draining is None or self._draining.done():
                     self._draining = asyncio.create_task(self._pool.drain(call.within_s))
+            case RenewReplica() if call.replica < len(self._pool.replicas) and is_config_name(call.config):
+                self._renew(call)
             case _:
                 return False
         return True
+
+    def _renew(self, call: RenewReplica) -> None:
+        if self._configs.get(call.replica, OWN_CONFIG) == call.config:
+            self._pool.tell_state(self._pool.replicas[call.replica])
+            return
+        self._configs[call.replica] = call.config
+        self._background.start(self._pool.renew(call.replica, call.within_s))
 
     @property
     def _router_rank(self) -> int:
@@ -126,6 +141,7 @@ class Replicas:
         """Stop looking after the replicas; the agent kills them."""
         if self._draining is not None:
             self._draining.cancel()
+        await self._background.cancel_all()
         if self._router is not None:
             await self._router.close()
         await self._pool.close()
@@ -157,8 +173,9 @@ class Replicas:
             environment[VISIBLE_VARIABLE] = ",".join(devices)
         command = COMMAND if self._section.serving is None else SERVING_COMMAND
         settings = ReplicaSettings(
-            socket=socket, config=str(self._run.config), generation=self._pool.generation, node=self._node,
-            replica=number, life=life, device="cuda" if devices else "",
+            socket=socket, config=str(self._run.path / self._configs.get(number, OWN_CONFIG)),
+            generation=self._pool.generation, node=self._node, replica=number, life=life,
+            device="cuda" if devices else "",
         )  # fmt: skip
         environment[SETTINGS_VARIABLE] = settings.as_text()
         self._start_one(rank, environment, command)

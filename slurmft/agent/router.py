@@ -29,6 +29,9 @@ SILENT_S = 10.0
 """A router that does not say for so long that it lives is killed: it says so every second."""
 
 LOOK_S = 0.5
+LEAVE_S = 600.0
+"""How long a router that is not wanted any more has for what it has in flight, while its agent lives."""
+
 MAX_LINE_BYTES = 4096
 
 log = logging.getLogger(__name__)
@@ -59,7 +62,7 @@ class NodeRouter:
         self._epoch = 0
         self._manager = self._new_manager()
         self._members = b""
-        self._wanted = self._runs = False
+        self._wanted = self._runs = self._leaves = False
         self._port, self._answered = config.port, 0
         """The port stays the same over restarts: clients know it."""
 
@@ -78,7 +81,8 @@ class NodeRouter:
         """The replicas as of now."""
         if call.epoch != self._epoch:
             return
-        told = {"expected": call.expected, "replicas": [each.as_mapping() for each in call.replicas]}
+        told = {"expected": call.expected, "replicas": [each.as_mapping() for each in call.replicas],
+                "leave": not call.router}  # fmt: skip
         self._members, self._wanted = json.dumps(told).encode() + b"\n", call.router
         if self._server is None:
             self._server = await asyncio.start_unix_server(self._serve, self._socket, limit=MAX_LINE_BYTES)
@@ -86,8 +90,9 @@ class NodeRouter:
         self._pass_on()
         if self._wanted and not self._runs:
             self._start_now()
-        elif not self._wanted and self._runs:
-            self._kill()
+        elif not self._wanted and self._runs and not self._leaves:
+            self._leaves = True
+            self._background.start(self._kill_in(LEAVE_S))
 
     def on_exit(self, code: int) -> None:
         """Its process has ended."""
@@ -101,17 +106,29 @@ class NodeRouter:
             self._server.close()
 
     def _start_now(self) -> None:
-        self._runs, self._heard_s = True, None
+        self._runs, self._leaves, self._heard_s = True, False, None
         try:
             self._start(str(self._socket), self._port)
         except (OSError, ValueError) as error:
             self._runs = False
             self._tell("down", str(error))
 
+    async def _kill_in(self, seconds: float) -> None:
+        """A router that is not wanted any more leaves by itself; one that does not is killed."""
+        until_s = time.monotonic() + seconds
+        while self._runs and not self._wanted:
+            if time.monotonic() > until_s:
+                self._kill()
+                return
+            await asyncio.sleep(LOOK_S)
+
     async def _bury(self, code: int) -> None:
         how = how_it_ended(code)
         if how.startswith(EXIT_CODE) and (words := await asyncio.to_thread(self._last_words)):
             how += f"; its last words: {words}"
+        if self._leaves and self._wanted:  # it is wanted again
+            self._start_now()
+            return
         if not self._wanted:
             self._tell("ended")
             return

@@ -24,16 +24,28 @@ MAX_TIMEOUT_S = 366 * 86_400
 @click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with the run's exit code.")
 @click.option("--cluster", type=click.Choice(["auto", "slurm", "local"]), default="auto", show_default=True,
               help="Where to run; auto: Slurm where its commands are, else this machine.")  # fmt: skip
+@click.option("--update", is_flag=True, help="Give the endpoint that runs the engine of CONFIG, replica by replica, "
+              "and wait for the end; it goes back when one does not become ready.")  # fmt: skip
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
               help="Override one key, such as inference.serving.routers=1.")  # fmt: skip
 def serve(
     *, config: Path, sbatch_options: tuple[str, ...], dry_run: bool, wait: bool, cluster: str,
-    overrides: tuple[str, ...],
+    update: bool, overrides: tuple[str, ...],
 ) -> int:  # fmt: skip
     """Serve a model: submit an endpoint, or continue one that has stopped. Options behind -- go to sbatch."""
     settings = load_given(config, overrides)
     if settings.inference is None or settings.inference.serving is None:
         raise UsageError(f"{config} has no section inference.serving", hint="slurmft infer answers a batch")
+    if update:
+        from slurmft.operations.engine_update import engine_keys, update_engine
+
+        if sbatch_options or wait or cluster != "auto":
+            raise UsageError("--update takes no options of a submission", hint="only --dry-run and --set")
+        if dry_run:
+            say(f"would change: {', '.join(engine_keys(settings))}")
+            return 0
+        say(update_engine(settings, say))
+        return 0
     if not dry_run:
         from slurmft.operations.endpoint import prepare_endpoint
 

@@ -39,6 +39,15 @@ class ServingConfig(Section):
     """Share of the replicas: with fewer that are ready, each gets half as many requests at a time, time limits are
     doubled, and requests with ``X-Priority: low`` are refused with 503."""
 
+    handover: bool = True
+    """Before the time limit, at a preemption or a requeue, submit a successor job, which takes the endpoint over once
+    its replicas are ready. It needs as many nodes again for a while. Not with ``preemption.continue_by: nothing``, and
+    not without Slurm."""
+
+    handover_lead_s: Annotated[Seconds, Field(gt=0)] | None = None
+    """Seconds before the time limit at which the successor is submitted; empty: ``preemption.signal_lead_s``, 1.5 times
+    as long as the replicas took to become ready, and 90 s. Not in the first half of a job."""
+
     restart_window_s: Annotated[Seconds, Field(gt=0)] = 3600.0
     """``max_restarts`` counts the restarts of a replica, or of a router, within these seconds."""
 

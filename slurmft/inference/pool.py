@@ -16,7 +16,7 @@ from slurmft.config.inference import InferenceConfig
 from slurmft.errors import StorageError
 from slurmft.inference.driver import MAX_LINE_BYTES
 from slurmft.inference.ledger import segments_of
-from slurmft.inference.replica import EXIT_CODE, Phase, Replica, how_it_ended, slow_requests
+from slurmft.inference.replica import EXIT_CODE, RENEWED, Phase, Replica, how_it_ended, slow_requests
 from slurmft.inference.replica_health import AutoRestartManager, WorkerHealthMonitor
 from slurmft.inference.requests import folder_of, load
 from slurmft.inference.segments import left_in, runs_of, segment_name
@@ -116,7 +116,7 @@ class ReplicaPool:
             if replica.phase in (Phase.WAITING, Phase.DOWN):
                 self._start_replica(replica)
             else:  # it lives on: the supervisor may be a new one
-                self._tell_state(replica)
+                self.tell_state(replica)
         self._ask_for_more()
 
     def lease(
@@ -195,6 +195,18 @@ class ReplicaPool:
             self._drained_told = True
             self._report(Drained(epoch=self._epoch))
 
+    async def renew(self, number: int, within_s: float) -> None:
+        """End this replica when it has finished what it has, or that time is up, and start it again at once."""
+        replica, until_s = self.replicas[number], time.monotonic() + within_s
+        life, is_ready, replica.why = replica.life, replica.phase is Phase.READY, RENEWED
+        if replica.phase in (Phase.WAITING, Phase.DOWN):
+            self._start_replica(replica)
+        self._tell(replica, kind="drain")
+        while is_ready and replica.phase is Phase.READY and time.monotonic() < until_s:
+            await asyncio.sleep(0.02)
+        if replica.life == life and replica.phase in (Phase.STARTING, Phase.READY):
+            self._kill(number)
+
     async def close(self) -> None:
         """Stop watching; the drivers are killed by the agent."""
         await self._background.cancel_all()
@@ -206,14 +218,13 @@ class ReplicaPool:
     def _start_replica(self, replica: Replica) -> None:
         replica.begin(self.generation)
         self._monitor.started(replica.number, time.monotonic())
+        why = ""
         try:
             self._start(replica.number, str(self.socket), replica.life)
         except (OSError, ValueError) as error:
             self._monitor.gone(replica.number)
-            replica.phase = Phase.DOWN
-            self._tell_state(replica, str(error))
-            return
-        self._tell_state(replica)
+            replica.phase, why = Phase.DOWN, str(error)
+        self.tell_state(replica, why)
 
     async def _bury(self, replica: Replica, code: int) -> None:
         """What a dead replica has answered counts; what it was working on goes elsewhere, and makes suspects."""
@@ -227,26 +238,26 @@ class ReplicaPool:
         if how.startswith(EXIT_CODE) and (words := await asyncio.to_thread(self._last_words, replica.number)):
             how += f"; its last words: {words}"
         replica.phase, replica.in_flight, replica.alone = Phase.WAITING, {}, False
-        if asked or time.monotonic() - self._signalled_s < SIGNALLED_S:
+        if asked or replica.why == RENEWED or time.monotonic() - self._signalled_s < SIGNALLED_S:
             self._return(lost)
-            replica.phase = Phase.WAITING if not asked else Phase.DOWN
-            if not asked:
-                self._later(replica, 1.0)
+            if asked:
+                replica.phase = Phase.DOWN
+            else:
+                self._later(replica, 0.0 if replica.why == RENEWED else 1.0)
             return
         self._queue.extendleft(reversed([index for index in lost if index not in begun]))
-        name = f"{self._host}/{replica.number}#{replica.life}"
         delay_s = self._manager.failed(replica.number)
         if code == EXIT_USAGE and not was_ready:  # it fails again wherever it is tried
             delay_s = None
         died = ReplicaDied(
-            epoch=self._epoch, replica=replica.number, name=name, code=code, how=how[:MAX_TOLD],
-            in_flight=tuple(sorted(begun)), was_ready=was_ready, answered=replica.answered,
+            epoch=self._epoch, replica=replica.number, name=f"{self._host}/{replica.number}#{replica.life}", code=code,
+            how=how[:MAX_TOLD], in_flight=tuple(sorted(begun)), was_ready=was_ready, answered=replica.answered,
             failures=self._manager.failures(replica.number),
         )  # fmt: skip
         self._report(died)
         if delay_s is None:
             replica.phase = Phase.DOWN
-            self._tell_state(replica, how)
+            self.tell_state(replica, how)
         else:
             self._later(replica, delay_s)
         if not any(each.phase is not Phase.DOWN for each in self.replicas):
@@ -266,7 +277,6 @@ class ReplicaPool:
         name = segment_name(generation=replica.generation, node=self._node, replica=replica.number, life=replica.life,
                             epoch=self._epoch)  # fmt: skip
         path, start = segments_of(self._batch_folder) / name, replica.ends.get(name, 0)
-
         epoch, (indexes, end) = self._epoch, await asyncio.to_thread(left_in, path, start, self._total)
         if indexes and epoch == self._epoch:
             self._report_answers(name, end, indexes)
@@ -358,7 +368,7 @@ class ReplicaPool:
             case "ready":
                 replica.phase, replica.slots, replica.port = Phase.READY, message["slots"], message.get("port", 0)
                 self._monitor.ready(replica.number, now_s)
-                self._tell_state(replica)
+                self.tell_state(replica)
                 if self._draining:
                     self._tell(replica, kind="drain")
                 self._feed()
@@ -369,7 +379,7 @@ class ReplicaPool:
             case "held":  # the engine is not to blame
                 self._monitor.progressed(replica.number, now_s)
                 if not replica.is_held:
-                    self._tell_state(replica, message["why"])
+                    self.tell_state(replica, message["why"])
                 replica.is_held = True
             case "answered":
                 replica.is_held = False
@@ -420,7 +430,8 @@ class ReplicaPool:
         if replica.writer is not None and not replica.writer.is_closing():
             replica.writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
 
-    def _tell_state(self, replica: Replica, why: str = "") -> None:
+    def tell_state(self, replica: Replica, why: str = "") -> None:
+        """Report how it is."""
         port = replica.port if replica.phase is Phase.READY and replica.port else None
         self._report(ReplicaPhase(epoch=self._epoch, replica=replica.number, phase=replica.phase.value,
                                   life=replica.life, why=why[:MAX_TOLD], port=port))  # fmt: skip

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Self
 
 EXIT_CODE = "exit code"
+RENEWED = "it gets another engine"
 
 
 class Phase(StrEnum):

@@ -279,11 +279,26 @@ class Members(Call[Done]):
     replicas: Annotated[tuple[ReplicaPlace, ...], Shape(fits=is_list, of=ReplicaPlace)]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RenewReplica(Call[Done]):
+    """Start a replica anew with another configuration, once it has finished what it has."""
+
+    kind: ClassVar[str] = "renew replica"
+    reply: ClassVar[type[Done]] = Done
+    replica: Count
+    config: Name
+    """Path in the run folder. A replica that has it already only says how it is."""
+
+    within_s: Seconds
+    """Time for what it has in flight."""
+
+
 _CALLS: Mapping[str, type[Call[Any]]] = {
     each.kind: each
     for each in (
         StartWorkers, Port, Ping, LookNow, Propose, Commit, Withdraw, PassOnTerm, AskSections, TakeEvidence,
         RescueState, Inject, Kill, Shutdown, BeginReplicas, Lease, Drain, Members,
+        RenewReplica,
     )
 }  # fmt: skip
 

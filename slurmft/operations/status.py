@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.errors import SlurmError, StorageError, UsageError
+from slurmft.inference.serving.handover import read_handover
+from slurmft.inference.serving.updates import State, read_update
 from slurmft.policy.site.job_identity import OwnJob
 from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY, GOES_ON, Cause
 from slurmft.scheduler import own_jobs, slurm
@@ -150,6 +152,10 @@ def overview(run: RunFolder, records: Mapping[OwnJob, JobRecord] | None) -> Over
     state, detail = _state(run, owner, done, run.own_jobs(newest=NEWEST), records)
     if progress.problem:
         detail = f"{detail} ({progress.problem})"
+    if state == "running" and (waits := _successor_waits(run, owner)):
+        detail = f"{detail}; handover: {waits}"
+    if state == "running" and (update := _update_told(run)):
+        detail = f"{detail}; {update}"
     failed = max(0, progress.failed_saves or 0) if state == "running" else 0
     if failed:
         detail = f"{detail}; SAVES FAIL: {failed} in a row, {progress.save_problem or 'reason unknown'}"
@@ -168,6 +174,22 @@ def overview(run: RunFolder, records: Mapping[OwnJob, JobRecord] | None) -> Over
         at=progress.at,
         failed_saves=failed,
     )
+
+
+def _successor_waits(run: RunFolder, owner: Owner | None) -> str:
+    """Why the successor of an endpoint has no nodes, and what follows; empty where there is none, or it has some."""
+    handover = read_handover(run.path)
+    return handover.waits if handover is not None and owner is not None and handover.predecessor == owner.job else ""
+
+
+def _update_told(run: RunFolder) -> str:
+    """A rolling update that is under way, or has gone back; empty where there is none."""
+    update = read_update(run)
+    if update is None or update.state is State.DONE:
+        return ""
+    if update.state is State.BACK:
+        return f"update {update.number} went back to the old engine: {update.reason}"
+    return f"update {update.number}: {update.renewed} of {update.total} replicas have the new engine"
 
 
 def _refuse_odd(path: Path) -> None:

@@ -66,6 +66,30 @@ def submit_successor(
             time.sleep(1.0)
 
 
+def submit_beside(
+    script: Path, *, beside: OwnJob, options: Sequence[str], environment: Mapping[str, str], patience_s: float,
+    known: Sequence[OwnJob] = (), tried: bool = False,
+) -> str:  # fmt: skip
+    """Submit ``script`` to start at once, while job ``beside`` still runs; returns the new job id.
+
+    As ``submit_successor`` it looks for the job of an earlier try first.
+
+    Raises:
+        SlurmError: Slurm refused, or did not answer for ``patience_s`` seconds.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            if tried and (found := _earlier_try(script, [*known, beside])):
+                return found
+            tried = True
+            return _sbatch(["sbatch", "--parsable", *options, str(script)], environment, Path.cwd())
+        except SlurmUnavailable:
+            if time.monotonic() + 1.0 > deadline:
+                raise
+            time.sleep(1.0)
+
+
 def test_placement(script: Path, *, excluded: Collection[str]) -> str:
     """Ask Slurm whether it could ever place ``script`` without these nodes; returns its estimate.
 

@@ -8,10 +8,14 @@ from types import TracebackType
 from typing import Self
 
 from slurmft.config.config import RunConfig
+from slurmft.policy.verdicts.final_ends import End
+from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
+from slurmft.storage.events import EventName
 from slurmft.supervisor.attempt import AttemptRunner
 from slurmft.supervisor.fleet.crew import Crew
 from slurmft.supervisor.fleet.outliving import Outlived
 from slurmft.supervisor.inference.attempt import InferenceAttempt
+from slurmft.supervisor.inference.handover import call_off_for_good
 from slurmft.supervisor.inference.serving import ServingAttempt
 from slurmft.supervisor.recovery.act import Ending
 from slurmft.supervisor.recovery.exclusions import Accuser
@@ -40,6 +44,8 @@ class Attempts:
         self._runner = asyncio.Runner()  # one loop for all of them: the agents' connections live in it
         self._crew: Crew | None = None
         self._lost = False
+        self.generation: int | None = None
+        """As which this process owned the run in the last attempt; None while it has never."""
 
     @property
     def secret(self) -> bytes | None:
@@ -57,6 +63,8 @@ class Attempts:
         accuser = Accuser(self._config, start)
         ending = Ending(self._config, start, accuser, self._log_file, dismiss=self.dismiss, has_nodes=self._has_nodes)
         if (escape := settle(self._config, start)) is not None:
+            if start.candidate:
+                return self._leave(ending, escape[0].reason, called_off=False)
             return ending.follow(*escape, may_stay=False)
         attempt = start.cluster.attempt
         where = start.run.attempts / str(attempt)
@@ -66,8 +74,26 @@ class Attempts:
         supervisor = _runner_of(self._config)(self._config, start, accuser, self._crew)
         verdict = self._runner.run(supervisor.run())
         self._lost = bool(start.cluster.lost)
+        if isinstance(supervisor, ServingAttempt):
+            if supervisor.start.candidate:
+                return self._leave(ending, verdict.reason, called_off=supervisor.is_called_off)
+            if supervisor.is_handed_over:
+                return ending.leave(End.HANDED_ON, 0)
+            start = supervisor.start  # a candidate owns the run by now
+            ending = Ending(self._config, start, accuser, self._log_file, dismiss=self.dismiss,
+                            has_nodes=self._has_nodes)  # fmt: skip
+        self.generation = start.generation
         ending.ends_at_s = supervisor.stops.ends_at_s
-        return ending.act_on(verdict)
+        code = ending.act_on(verdict)
+        if isinstance(supervisor, ServingAttempt) and ending.has_stopped:
+            call_off_for_good(start.run, start.cluster, start.journal, verdict.reason)
+        return code
+
+    def _leave(self, ending: Ending, reason: str, *, called_off: bool) -> int:
+        """End a candidate, which decides nothing for the run."""
+        log.warning("this job does not take the run over: %s", reason)
+        ending.journal.append(EventName.CANDIDATE_LEFT, reason=reason)
+        return ending.leave(End.HANDED_ON if called_off else End.OPEN, 0 if called_off else EXIT_TEMPORARY)
 
     def _has_nodes(self) -> bool:
         return self._crew is not None and self._crew.roster.can_go_on()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import TYPE_CHECKING
 
 from slurmft.errors import SlurmError
 from slurmft.policy.site.job_identity import OwnJob
@@ -11,6 +12,9 @@ from slurmft.scheduler import own_jobs
 from slurmft.storage import signs_of_life
 from slurmft.storage.run_folder import Owner, RunFolder
 from slurmft.system import processes
+
+if TYPE_CHECKING:
+    from slurmft.supervisor.cluster import Cluster
 
 BEATS_S = 10.0
 """How long a process that takes a run over watches for a sign of its owner's life, where Slurm does not answer."""
@@ -39,6 +43,23 @@ def owner_lives(run: RunFolder, owner: Owner) -> bool:
     if record is not None:
         return record.alive and record.state != "COMPLETING"
     return owner_writes(run, owner)
+
+
+def this_process(run: RunFolder, cluster: Cluster, generation: int) -> Owner:
+    """The record of this process as the run's owner."""
+    me = processes.me()
+    return Owner(
+        job=cluster.attempt.job,
+        restart=cluster.attempt.restart,
+        cycle=cluster.attempt.cycle,
+        generation=generation,
+        cluster=cluster.name,
+        host=me.host,
+        pid=me.pid,
+        birth=me.birth,
+        folder=str(run.path),
+        inode=run.path.stat().st_ino,
+    )
 
 
 def local_owner_lives(owner: Owner) -> bool:

@@ -34,7 +34,8 @@ from slurmft.supervisor.cluster import (
 from slurmft.supervisor.evidence import collect
 from slurmft.supervisor.fleet.outliving import Outlived, find_outlived
 from slurmft.supervisor.guardian import lost_pids
-from slurmft.supervisor.owner import owner_lives, owner_writes
+from slurmft.supervisor.inference.candidacy import candidate_of, handed_over
+from slurmft.supervisor.owner import owner_lives, owner_writes, this_process
 from slurmft.supervisor.recovery.act import Ending
 from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.recovery.final_ends import Superfluous, keep_ended, superfluous
@@ -90,9 +91,9 @@ def supervise(config: RunConfig, environment: Mapping[str, str], outlived: Outli
                 return 0
             if isinstance(start, Superfluous):
                 return _end_superfluous(start, cluster, run, thread)
-            held = start.generation
             if (code := attempts.run(start)) is not None:
                 return code
+            held = attempts.generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,15 @@ def _begin(
         queued = cluster.own.known.submitted[-1:]
         if (over := superfluous(history, cluster.attempt, queued[0] if queued else None)) is not None:
             return over
-    generation, overruled = _take_over(run, cluster, claim)
+        if (handed := handed_over(run, cluster)) is not None:
+            return handed
+    overruled, owner = "", None
+    if claim.held is None and isinstance(cluster, SlurmCluster):
+        owner = candidate_of(config, run, cluster)
+    if owner is not None:
+        generation = owner.generation
+    else:
+        generation, overruled = _take_over(run, cluster, claim)
     run.attempt_folder(cluster.attempt)
     signs_of_life.touch(run, cluster.attempt)
     if overruled:
@@ -206,6 +215,11 @@ def _begin(
     if (secret := claim.secret) is None:
         secret = read_bytes(run.new_secret(cluster.attempt), owners={os.geteuid()})
     container = config.contained()
+    if owner is not None:
+        journal.append(EventName.CANDIDATE_STARTED, owner=owner.job, host=os.uname().nodename,
+                       nodes=os.environ.get("SLURM_JOB_NODELIST", ""))  # fmt: skip
+        return Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=generation, history=history,
+                     secret=secret, candidate=True)  # fmt: skip
     journal.append(EventName.ATTEMPT_STARTED, generation=generation, cluster=cluster.name, host=os.uname().nodename,
                    nodes=os.environ.get("SLURM_JOB_NODELIST", ""), folder=str(Path.cwd()),
                    **({"container": container.name} if container else {}))  # fmt: skip
@@ -279,21 +293,7 @@ def _take_over_from(before: Owner | None, run: RunFolder, cluster: Cluster) -> t
         if run.owner() != before:
             return None
         generation = 1 if before is None else before.generation + 1
-        me = processes.me()
-        run.take_over(
-            Owner(
-                job=cluster.attempt.job,
-                restart=cluster.attempt.restart,
-                cycle=cluster.attempt.cycle,
-                generation=generation,
-                cluster=cluster.name,
-                host=me.host,
-                pid=me.pid,
-                birth=me.birth,
-                folder=str(run.path),
-                inode=run.path.stat().st_ino,
-            )
-        )
+        run.take_over(this_process(run, cluster, generation))
         run.add_job(cluster.attempt.job, cluster.own.known if isinstance(cluster, SlurmCluster) else None)
         # this start lives: a process that settled its end took it for gone, or meant an earlier job with its number
         ending = run.ending(cluster.attempt)

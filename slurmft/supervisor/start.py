@@ -22,8 +22,13 @@ class Start:
     """Does everything in the run folder that the supervisor must not wait for."""
 
     generation: int
+    """As which this process owns the run; of a candidate the owner's."""
+
     history: Sequence[Event] = field(repr=False)
     """The journal as it was before."""
 
     secret: bytes = field(repr=False)
     """The control channel's."""
+
+    candidate: bool = False
+    """Another job owns the run, and this one is to take it over: it decides nothing."""

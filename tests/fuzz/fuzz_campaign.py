@@ -65,6 +65,7 @@ ft-launch --print-config --set SET --ft-rank-heartbeat-timeout TEXT train.py TEX
 ft-launch --dry-run --cluster local --ft-cfg-path CONFIG TEXT
 infer --dry-run CONFIG
 serve --dry-run CONFIG
+serve --update --dry-run CONFIG
 serve --dry-run BATCH --set SET
 endpoint RUN
 endpoint --header-file RUN

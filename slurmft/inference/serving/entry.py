@@ -32,6 +32,7 @@ from slurmft.inference.serving.router_settings import SETTINGS_VARIABLE, RouterS
 from slurmft.system.agents_child import run_below_agent
 
 ALIVE_S = 1.0
+LEAVE_LOOK_S = 0.05
 SWEEP_S = 1.0
 KEPT_S = 75.0
 """How long a client's connection is kept for its next request."""
@@ -88,6 +89,17 @@ class RouterServer:
             raise LaunchError(f"cannot listen on port {port}: {error.strerror or error}") from error
         self._sweeping = asyncio.create_task(self._sweep())
         return int(listening.getsockname()[1])
+
+    async def leave(self) -> None:
+        """Take no more connections; returns when those that are there have got the answer they wait for."""
+        if self._listener is not None:
+            self._listener.close()
+        while self._server.connections:
+            for connection in list(self._server.connections):
+                connection.close()  # once its request is answered ...
+                if connection not in self._busy and connection.transport is not None:
+                    connection.transport.close()  # ... which aiohttp does not do where there is none
+            await asyncio.sleep(LEAVE_LOOK_S)
 
     async def close(self) -> None:
         """Take no more clients, and end those that are there."""
@@ -167,10 +179,21 @@ async def serve(settings: RouterSettings) -> int:
     gc.freeze()  # what is there now stays: a full collection would hold requests up
     say(kind="ready", port=port)
     living = asyncio.create_task(say_alive())
-    try:
+
+    async def obey() -> None:
+        leaving: asyncio.Task[None] | None = None
         with contextlib.suppress(OSError):
             while line := await reader.readline():
-                router.replicas.take(json.loads(line))
+                told = json.loads(line)
+                router.replicas.take(told)
+                if told.get("leave") and leaving is None:
+                    leaving = asyncio.create_task(server.leave())
+                    leaving.add_done_callback(lambda _task: obeying.cancel())
+
+    obeying = asyncio.create_task(obey())
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            await obeying
     finally:
         living.cancel()
         await server.close()

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slurmft.config.inference import InferenceConfig
@@ -15,6 +16,7 @@ from slurmft.inference.coordinator import Send, Submit
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster, RouterAddress
 from slurmft.ipc.calls import Members, ReplicaPlace
 from slurmft.ipc.reports import InferenceReport, ReplicaDied, ReplicaPhase, RouterPhase
+from slurmft.policy.inference.handover import Readiness
 
 WRITE_AGAIN_S = 1.0
 
@@ -59,7 +61,7 @@ class Roster:
 
     def __init__(self, config: InferenceConfig, *, nodes: int, run_folder: Path, submit: Submit, served: int) -> None:
         assert config.serving is not None
-        self._config, self._serving, self._run_folder, self._submit = config, config.serving, run_folder, submit
+        self._config, self._serving, self._submit = config, config.serving, submit
         self._expected = nodes * config.replicas_per_node
         self.requests = Served(served)
         self.cluster = HighAvailabilityCluster()
@@ -67,6 +69,13 @@ class Roster:
         self._epochs = itertools.count(1)
         self._changed = asyncio.Event()
         self._changed.set()  # what an earlier attempt has left in endpoints.json is gone
+        self.publish: Callable[[HighAvailabilityCluster], None] = lambda cluster: cluster.write(run_folder)
+        """Writes endpoints.json, where these are the routers that clients are to use."""
+
+        self._heirs: tuple[ReplicaPlace, ...] | None = None
+        """Replicas of the job that has taken the endpoint over; None before that."""
+
+        self._retired = False
         self.committed = asyncio.Event()
         """Never set: an endpoint does not end by itself."""
 
@@ -133,9 +142,9 @@ class Roster:
         if not self._changed.is_set():
             return
         self._changed.clear()
-        cluster = self.cluster
+        cluster, publish = self.cluster, self.publish
         try:
-            await asyncio.wrap_future(self._submit(lambda: cluster.write(self._run_folder)))
+            await asyncio.wrap_future(self._submit(lambda: publish(cluster)))
         except (OSError, StorageError) as error:
             log.warning("endpoints.json cannot be written, trying again: %s", error)
             self._changed.set()
@@ -149,6 +158,33 @@ class Roster:
         """No router lives any more."""
         self.cluster = HighAvailabilityCluster()
         self._changed.set()
+
+    def publish_again(self) -> None:
+        """Write endpoints.json: from now on clients are to use these routers."""
+        self._changed.set()
+
+    @property
+    def places(self) -> tuple[ReplicaPlace, ...]:
+        """All replicas that are ready."""
+        return tuple(place for agent in self.agents.values() for place in agent.places.values())
+
+    def readiness(self) -> Readiness:
+        """How far the replicas and routers are."""
+        phases = [phase for agent in self.agents.values() for phase in agent.phases.values()]
+        wanted = min(self._serving.routers, max(1, len(self.agents)))
+        return Readiness(ready=len(self.places), down=phases.count("down"), expected=self._expected,
+                         routers=len(self.cluster.routers), routers_wanted=wanted)  # fmt: skip
+
+    def hand_over(self, heirs: Sequence[ReplicaPlace], job: str) -> None:
+        """From now on the routers here have the replicas of ``job`` as well, which go on when these drain."""
+        # names may be the same: a node of both jobs
+        self._heirs = tuple(replace(each, name=f"{each.name}@{job}") for each in heirs)
+        self._tell_all()
+
+    def retire(self) -> None:
+        """The routers take no more connections, finish what they have, and end."""
+        self._retired = True
+        self._tell_all()
 
     def _on_phase(self, agent: _Agent, report: ReplicaPhase) -> None:
         agent.phases[report.replica] = report.phase
@@ -186,9 +222,10 @@ class Roster:
             self._changed.set()
 
     def _tell_all(self) -> None:
-        places = tuple(place for agent in self.agents.values() for place in agent.places.values())
-        able = [agent.node for agent in self.agents.values() if not agent.router_is_down]
+        places = (*self.places, *(self._heirs or ()))
+        able = [] if self._retired else [agent.node for agent in self.agents.values() if not agent.router_is_down]
         with_router = sorted(able)[: self._serving.routers]
+        expected = self._expected if self._heirs is None else len(self._heirs)
         for agent in self.agents.values():
-            agent.send(Members(epoch=agent.epoch, router=agent.node in with_router, expected=self._expected,
+            agent.send(Members(epoch=agent.epoch, router=agent.node in with_router, expected=expected,
                                replicas=places))  # fmt: skip

@@ -1,21 +1,40 @@
-"""One attempt of an endpoint: as of a batch, but it ends only when it is ended, and what it counts is served."""
+"""One attempt of an endpoint: as of a batch, but it ends only when it is ended, and what it counts is served.
+
+It may begin as a candidate, beside the attempt of another job that owns the run, and it may lose the run to one.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
 
 from slurmft.config.config import RunConfig
-from slurmft.errors import StorageError
-from slurmft.inference.serving.endpoint import prepare
+from slurmft.errors import SlurmError, StorageError
+from slurmft.inference.serving.endpoint import HighAvailabilityCluster, prepare
 from slurmft.inference.serving.roster import Roster
 from slurmft.ipc.reports import InferenceReport, RouterPhase
+from slurmft.policy.verdicts.verdict import Cause
+from slurmft.storage import signs_of_life
 from slurmft.storage.events import EventName
 from slurmft.storage.progress import progress_of
+from slurmft.storage.run_folder import Owner
+from slurmft.supervisor.cluster import SlurmCluster
 from slurmft.supervisor.fleet.agents import AgentLink
 from slurmft.supervisor.fleet.crew import Crew
-from slurmft.supervisor.inference.attempt import InferenceAttempt
+from slurmft.supervisor.inference.attempt import POLL_S, PROGRESS_S, InferenceAttempt
+from slurmft.supervisor.inference.candidacy import Candidacy, is_heir, see_off
+from slurmft.supervisor.inference.handover import Giver
+from slurmft.supervisor.inference.rolling_update import RollingUpdate
+from slurmft.supervisor.inference.serving_stops import ServingStops
 from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.start import Start
+
+SEE_OFF_S = 5.0
+"""How often a new owner looks whether the job before it has ended."""
 
 log = logging.getLogger(__name__)
 
@@ -23,12 +42,33 @@ log = logging.getLogger(__name__)
 class ServingAttempt(InferenceAttempt):
     """Runs one attempt of an endpoint."""
 
+    stops: ServingStops
     _roster: Roster
 
     def __init__(self, config: RunConfig, start: Start, accuser: Accuser, crew: Crew) -> None:
         super().__init__(config, start, accuser, crew)
+        self.stops: ServingStops = ServingStops(
+            config, start, self._pool, self._slurm, over=self._over, background=self._background
+        )
         self._routers: set[int] = set()
         """Nodes whose routers are known to listen."""
+
+        self._candidacy = Candidacy(self._run, self._cluster) if start.candidate else None
+        self._update: RollingUpdate | None = None
+        self._since_s = time.monotonic()
+        self._startup_s: float | None = None
+        self.is_called_off = False
+        """This candidate is not wanted any more."""
+
+    @property
+    def start(self) -> Start:
+        """As of now: a candidate becomes the owner."""
+        return self._start
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Another job has taken the endpoint over, as was wanted."""
+        return self.stops.superseded
 
     async def _open(self) -> None:
         config, section = self._config, self._section
@@ -40,9 +80,33 @@ class ServingAttempt(InferenceAttempt):
         self._roster = Roster(
             section, nodes=config.nodes, run_folder=self._run.path, submit=self._start.thread.submit, served=self._first
         )
+        self._roster.publish = self._publish
         self._coordinator = self.stops.coordinator = self._roster
         self._journal.append(EventName.ENDPOINT_OPENED, routers=section.serving.routers,
                              replicas=config.nodes * section.replicas_per_node)  # fmt: skip
+        if self._candidacy is None:
+            self._offer()
+
+    def _offer(self) -> None:
+        """Hand the endpoint over when that is due, and give it another engine when that is asked for."""
+        assert self._section.serving is not None
+        self._update = update = RollingUpdate(self._section, self._start, self._joined, self._is_calm)
+        self._background.start(update.watch())
+        is_wanted = self._section.serving.handover and self._config.preemption.continue_by != "nothing"
+        if is_wanted and isinstance(self._cluster, SlurmCluster):
+            giver = Giver(self._config, self._start, self._cluster, self._slurm, lambda: self._startup_s)
+            giver.is_held = lambda: update.is_rolling
+            self.stops.giver = giver
+            self._background.start(giver.watch())
+
+    def _is_calm(self) -> bool:
+        giver = self.stops.giver
+        return self.stops.planned is None and not self._over.is_set() and not (giver and giver.is_under_way)
+
+    def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
+        if self._update is not None and link.node in self._joined:
+            self._update.lost(link.node)
+        super()._lose(link, reason, hung_up=hung_up)
 
     async def _take_in(self, link: AgentLink) -> None:
         await super()._take_in(link)
@@ -50,6 +114,10 @@ class ServingAttempt(InferenceAttempt):
 
     def _tell(self, link: AgentLink, report: InferenceReport) -> None:
         super()._tell(link, report)
+        if self._update is not None:
+            self._update.heard(link.node, report)
+        if self._startup_s is None and self._roster.readiness().suffices(1.0):
+            self._startup_s = time.monotonic() - self._since_s
         if not isinstance(report, RouterPhase):
             return
         if report.phase == "ready":
@@ -61,16 +129,134 @@ class ServingAttempt(InferenceAttempt):
         event = EventName.ROUTER_DOWN if report.phase == "down" else EventName.ROUTER_ENDED
         self._journal.append(event, node=link.host, reason=report.why)
 
+    # Who owns the run
+
+    async def _watch_requests(self) -> None:
+        told_s = 0.0
+        while not self._over.is_set():
+            await asyncio.sleep(POLL_S)
+            if time.monotonic() - told_s > PROGRESS_S:
+                told_s = time.monotonic()
+                await self._tell_progress()
+            if self.stops.superseded:  # requests are for the new owner
+                continue
+            if self._candidacy is not None:
+                await self._heed_stop()
+                continue
+            for kind, who in (await self._folder.requests(ready=True)).items():
+                self._heed(kind, who)
+
+    def _heed(self, kind: str, who: str) -> None:
+        if kind == "KILL":
+            self.stops.stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
+        elif kind == "REQUEUE":
+            if self.stops.giver is None or not self.stops.giver.want(f"requeued by {who}"):
+                self.stops.stop_for(Cause.REQUEUED_BY_USER, f"requeued by {who}")
+        else:
+            self._journal.append(EventName.SAVE_REQUESTED, who=who, step=self._roster.requests.done)
+
+    async def _heed_stop(self) -> None:
+        """A candidate leaves requests to the owner, but for a stop, which means both."""
+        try:
+            who = await self._in_folder(lambda: self._run.see_request("KILL"))
+        except (OSError, StorageError):
+            return
+        if who is not None:
+            self.is_called_off = True
+            self.stops.stop_for(Cause.STOPPED_BY_USER, f"stopped by {who}")
+
+    async def _tell_progress(self) -> None:
+        self._journal.retry()
+        try:
+            await self._in_folder(lambda: signs_of_life.touch(self._run, self._cluster.attempt))
+            if self._candidacy is not None:
+                await self._stand(self._candidacy)
+                return
+            await self._in_folder(self._write_progress)
+            owner = await self._in_folder(self._run.owner)
+        except (OSError, StorageError):
+            return
+        if owner is None or owner.generation <= self._start.generation or self.stops.superseded:
+            return
+        if not await self._in_folder(lambda: is_heir(self._run, self._cluster.attempt.job, owner)):
+            self._over.set()
+            return
+        self.stops.superseded = True
+        self._background.start(self.stops.leave_to(owner, self._run, self._roster))
+
+    async def _stand(self, candidacy: Candidacy) -> None:
+        """As a candidate: leave where that is over, and take the run over once all is ready, or nobody else has it."""
+        if why := await self._in_folder(candidacy.why_over):
+            self.is_called_off = True
+            self._problem = why
+            self._over.set()
+            return
+        if self.stops.planned is not None or self._over.is_set():
+            return
+        readiness, least = (
+            self._roster.readiness(),
+            self._section.serving.degraded_below if self._section.serving else 0,
+        )
+        is_alone = not readiness.suffices(least) and await asyncio.to_thread(candidacy.is_alone)
+        if not readiness.suffices(least) and not is_alone:
+            return
+        places = self._roster.places
+        mine: Owner | None = await self._in_folder(lambda: candidacy.claim(places))
+        if mine is None:
+            return
+        if candidacy.before is not None:
+            self._background.start(self._see_off(candidacy.before))
+        self._candidacy = None
+        self._start = replace(self._start, generation=mine.generation, candidate=False)
+        self._roster.publish_again()
+        self._journal.append(EventName.ATTEMPT_STARTED, generation=mine.generation, cluster=self._cluster.name,
+                             host=mine.host, nodes=os.environ.get("SLURM_JOB_NODELIST", ""),
+                             folder=str(Path.cwd()), taken_over=True)  # fmt: skip
+        before = await self._in_folder(lambda: progress_of(self._run))
+        more = (before.step or 0) - self._first
+        self._first += more
+        self._roster.requests.done += more
+        self._offer()
+
+    async def _see_off(self, before: Owner) -> None:
+        """See to it that the job before ends: one that has lost its batch host keeps the nodes that are left."""
+        state: str | None = None
+        while state is None:
+            await asyncio.sleep(SEE_OFF_S)
+            try:
+                state = await asyncio.to_thread(see_off, self._run, before)
+            except (SlurmError, StorageError, OSError) as error:
+                log.debug("whether job %s is gone: %s", before.job, error)
+        if state:
+            self._journal.append(EventName.PREDECESSOR_CANCELLED, job=before.job, state=state)
+
+    def _publish(self, cluster: HighAvailabilityCluster) -> None:
+        """Only the owner names its routers to clients; in the thread of the run folder."""
+        if self._start.candidate:
+            return
+        with self._run.lock():
+            owner = self._run.owner()
+            if owner is not None and owner.generation == self._start.generation:
+                cluster.write(self._run.path)
+
     def _write_progress(self) -> None:
-        if self._coordinator is not None:
+        if self._coordinator is not None and not self._start.candidate and not self.stops.superseded:
             self._run.write_progress(**self._progress(self._roster.requests.done))
 
+    # The end
+
     async def _wind_down(self) -> None:
+        if (giver := self.stops.giver) is not None and not self.stops.superseded:
+            outside = self._slurm.outside[0] if self._slurm.outside is not None else None
+            if Cause.STOPPED_BY_USER is self.stops.planned or outside in (Cause.CANCELLED, Cause.REQUEUED):
+                await giver.call_off(self.stops.reason)
+            else:
+                await giver.finish()
         await super()._wind_down()
         if self._coordinator is not None:
             self._roster.close()
             cluster = self._roster.cluster
             try:
-                await self._in_folder(lambda: cluster.write(self._run.path))
+                await self._in_folder(lambda: self._publish(cluster))
             except (OSError, StorageError) as error:
                 log.warning("endpoints.json still names routers that are gone: %s", error)

@@ -119,6 +119,18 @@ class Ending:
         self._flush()
         return EXIT_TEMPORARY
 
+    def leave(self, end: End, exit_code: int) -> int:
+        """End this start, which decides nothing for the run; returns ``exit_code``."""
+        self._dismiss()
+        keep_ended(end, self.cluster, self.journal, self.start.history)
+        self._flush()
+        return exit_code
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether it was decided that nothing follows."""
+        return self._end in (End.STOPPED, End.FINISHED)
+
     def follow(self, verdict: Verdict, decision: Decision, *, may_stay: bool = True) -> int | None:
         """Find a place for what was decided, journal, act; returns as ``act_on`` does. Main thread only.
 

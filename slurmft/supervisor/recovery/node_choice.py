@@ -22,6 +22,7 @@ from slurmft.supervisor.recovery.place_elsewhere import MAX_ESCAPES, Duty, choos
 from slurmft.supervisor.start import Start
 
 _MOVING = frozenset({Cause.STRAGGLER, Cause.VALIDATION_FAILED, Cause.DATA_CORRUPTION})
+_STARTS = frozenset({EventName.ATTEMPT_STARTED, EventName.CANDIDATE_STARTED})
 log = logging.getLogger(__name__)
 
 
@@ -31,7 +32,7 @@ def next_cycle(attempt: Attempt, history: Sequence[Event]) -> Attempt:
     cycles = [
         int(event.attempt.removeprefix(mine))
         for event in history
-        if event.event == EventName.ATTEMPT_STARTED and event.attempt.startswith(mine)
+        if event.event in _STARTS and event.attempt.startswith(mine)
     ]
     return Attempt(job=attempt.job, restart=attempt.restart, cycle=max(cycles, default=-1) + 1)
 

@@ -163,13 +163,7 @@ class Continuation:
     def _resubmit(self) -> bool:
         job_id, script = self._cluster.job.job_id, self._run.script
         try:
-            options = [f"--chdir={Path.cwd()}"]
-            if not script.is_file():  # submitted with plain sbatch: Slurm has the script, the environment its options
-                replace_atomically(script, successor.batch_script(self._cluster.own))
-                section = self._config.preemption
-                signal_option = f"--signal={section.signal}@{section.signal_lead_s}"
-                options += ["--requeue", "--open-mode=append", signal_option, *successor.inherited_options(os.environ)]
-            next_job = self._successor(options)
+            next_job = self._successor(successor_options(self._config, script, self._cluster))
         except (SlurmError, OSError) as error:
             self._journal.append(EventName.RESUBMIT_FAILED, reason=str(error))
             log.warning("no successor could be submitted: %s", error)
@@ -242,6 +236,22 @@ class Continuation:
 
     def _in_words(self) -> dict[str, Any]:
         return {} if self._avoid is None else {"excluded": compress(self._avoid)}
+
+
+def successor_options(config: RunConfig, script: Path, cluster: SlurmCluster) -> list[str]:
+    """sbatch options with which ``script`` makes a job like this one; writes the script where it is not there.
+
+    Raises:
+        SlurmError: Slurm has the script, and refused or did not answer.
+        OSError: it cannot be written.
+    """
+    options = [f"--chdir={Path.cwd()}"]
+    if not script.is_file():  # submitted with plain sbatch: Slurm has the script, the environment its options
+        replace_atomically(script, successor.batch_script(cluster.own))
+        section = config.preemption
+        signal_option = f"--signal={section.signal}@{section.signal_lead_s}"
+        options += ["--requeue", "--open-mode=append", signal_option, *successor.inherited_options(os.environ)]
+    return options
 
 
 def past_requeues(history: Iterable[Event], job_id: str) -> list[tuple[int, float]]:

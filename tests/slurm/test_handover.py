@@ -1,0 +1,200 @@
+"""An endpoint is handed over from job to job, while a hundred clients ask it."""
+
+from __future__ import annotations
+
+import pytest
+
+from slurm.conftest import eventually, preempt
+from slurm.endpoints import NODES, Load, NewEndpoint, maker
+from slurmft.inference.serving.handover import read_handover
+from slurmft.lab.cluster import Lab
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+
+
+@pytest.fixture
+def new_endpoint(lab: Lab, request: pytest.FixtureRequest) -> NewEndpoint:
+    return maker(lab, request)
+
+
+def test_a_requeue_hands_over_without_a_failed_request(new_endpoint: NewEndpoint) -> None:
+    run = new_endpoint()
+    job = run.submit()
+    load, before = Load(run, 25), run.routers
+    run.wait_for_step(300)
+    run.slurmft("requeue", str(run.path))
+    handed = run.wait_for("handed over")
+    run.wait_until_out_of_queue(job)
+    told = load.result()
+    assert told["errors"] == {} and told["right"] == told["asked"] > 600, f"{told}\n{run.story()}"
+    assert told["longest_s"] < 10.0, f"a client waited\n{told}\n{run.story()}"
+    successor = handed.details["job"]
+    assert run.folder.jobs() == [job, successor]
+    owner = run.folder.owner()
+    assert owner is not None and (owner.job, owner.generation) == (successor, 2), run.story()
+    assert len(run.routers) == NODES and set(run.routers).isdisjoint(before)
+    assert not run.events("superseded") and not run.events("requeued"), run.story()
+    assert not run.events("decision"), "the old job decides nothing"
+    run.slurmft("stop", str(run.path))
+    run.wait_until_out_of_queue(successor)
+    eventually(lambda: run.routers == [], 20, run.story)
+    assert run.job_states()[job] == "COMPLETED", run.story()
+
+
+def supervisor_of(lab: Lab, node: str, job: str) -> str:
+    """Process id of a job's supervisor: below the guardian, which is the batch script's own process."""
+    script = f"""
+        for p in $(pgrep -f "[s]lurmft run "); do
+            tr '\\0' '\\n' < /proc/$p/environ | grep -qx SLURM_JOB_ID={job} || continue
+            pgrep -f "[s]lurmft run " -P $p
+        done"""
+    found = lab.run_on_as_admin(node, ["bash", "-c", script], check=False).stdout.split()
+    assert len(found) == 1, f"{found} on {node}"
+    return found[0]
+
+
+def test_a_stop_during_a_handover_stops_both(lab: Lab, new_endpoint: NewEndpoint) -> None:
+    run = new_endpoint()
+    job = run.submit()
+    run.slurmft("requeue", str(run.path))
+    run.wait_for("candidate started")
+    run.slurmft("stop", str(run.path))
+    run.wait_until_out_of_queue(job)
+    run.wait_until_out_of_queue(run.folder.jobs()[1])
+    assert len(run.events("attempt started")) == 1, run.story()
+    assert run.events("candidate left") and read_handover(run.path) is None and run.routers == [], run.story()
+    assert run.folder.see_request("KILL") is None
+    lab.wait_until_idle(30)
+
+
+@pytest.mark.parametrize("victim", ["owner", "candidate"])
+@pytest.mark.soak
+def test_a_killed_supervisor_in_the_middle_costs_no_request(lab: Lab, new_endpoint: NewEndpoint, victim: str) -> None:
+    run = new_endpoint()
+    job = run.submit()
+    load = Load(run, 40)
+    run.wait_for_step(300)
+    run.slurmft("requeue", str(run.path))
+    candidate = run.wait_for("candidate started")
+    successor = candidate.attempt.partition(".")[0]
+    if victim == "owner":
+        lab.run_on_as_admin(
+            run.events("attempt started")[0].details["host"],
+            ["kill", "-9", supervisor_of(lab, run.events("attempt started")[0].details["host"], job)],
+        )
+    else:
+        host = candidate.details["host"]
+        lab.run_on_as_admin(host, ["kill", "-9", supervisor_of(lab, host, successor)])
+    eventually(lambda: (owner := run.folder.owner()) is not None and owner.job == successor, 90, run.story)
+    run.wait_until_out_of_queue(job)
+    told = load.result()
+    assert told["errors"] == {} and told["right"] == told["asked"] > 600, f"{told}\n{run.story()}"
+    assert run.folder.jobs() == [job, successor]
+    run.slurmft("stop", str(run.path))
+    run.wait_until_out_of_queue(successor)
+    lab.wait_until_idle(30)
+
+
+@pytest.mark.soak
+def test_a_candidate_that_is_cancelled_leaves_the_owner_in_charge_which_tries_again(
+    lab: Lab, new_endpoint: NewEndpoint
+) -> None:
+    run = new_endpoint()
+    job = run.submit()
+    load = Load(run, 60)
+    run.slurmft("requeue", str(run.path))
+    first = run.wait_for("candidate started").attempt.partition(".")[0]
+    lab.run(["scancel", first])
+    run.wait_for("successor lost")
+    handed = run.wait_for("handed over", within_s=120)
+    told = load.result()
+    assert told["errors"] == {} and told["right"] == told["asked"] > 600, f"{told}\n{run.story()}"
+    assert run.folder.jobs() == [job, first, handed.details["job"]]
+    run.slurmft("stop", str(run.path))
+    run.wait_until_out_of_queue(handed.details["job"])
+
+
+def test_a_successor_without_room_is_reported_and_stopped_with_the_run(lab: Lab, new_endpoint: NewEndpoint) -> None:
+    run = new_endpoint(slurm={"exclusive": True})
+    job = run.submit()
+    filler = lab.run(["sbatch", "--parsable", "-p", "low", "-N", "2", "--exclusive", "-t", "5", "-o", "/dev/null",
+                      "--wrap", "sleep 300"], cwd=lab.home).stdout.strip()  # fmt: skip
+    eventually(lambda: "RUNNING" in lab.run(["squeue", "-h", "-j", filler, "-o", "%T"]).stdout, 60, run.story)
+    run.slurmft("requeue", str(run.path))
+    waits = run.wait_for("successor waits")
+    assert waits.details["reason"] and waits.details["ends"], run.story()
+    assert f"job {waits.details['job']} waits" in run.slurmft("status", str(run.path))
+    assert "successor waits" in run.slurmft("explain", str(run.path))
+    run.slurmft("stop", str(run.path))
+    run.wait_until_out_of_queue(job)
+    run.wait_until_out_of_queue(waits.details["job"])
+    lab.run(["scancel", filler])
+    lab.wait_until_idle(30)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_three_jobs_in_a_row_behind_one_endpoint(new_endpoint: NewEndpoint) -> None:
+    """The shortest limits that leave room: Slurm counts minutes, and its signal may come 30 s early."""
+    run = new_endpoint(slurm={"time": "4"}, preemption={"signal_lead_s": 20}, serving={"handover_lead_s": 110})
+    run.submit()
+    load = Load(run, 330)
+    run.wait_for("handed over", 2, within_s=400)
+    told = load.result()
+    leaving = [run.events("router ended")[2 * n + 1].at - run.events("handed over")[n].at for n in range(2)]
+    assert all(each.total_seconds() < 20 for each in leaving), f"{leaving}\n{run.story()}"
+    assert told["errors"] == {} and told["right"] == told["asked"] > 6000, f"{told}\n{run.story()}"
+    assert told["longest_s"] < 10.0, f"a client waited\n{told}\n{run.story()}"
+    jobs = run.folder.jobs()
+    states = run.job_states()
+    assert len(jobs) >= 3 and [states[job] for job in jobs[:2]] == ["COMPLETED"] * 2, f"{states}\n{run.story()}"
+    run.slurmft("stop", str(run.path))
+    run.wait_until_out_of_queue(jobs[-1])
+    print(told)
+
+
+@pytest.mark.soak
+def test_a_preemption_without_room_leaves_the_run_to_the_successor(lab: Lab, new_endpoint: NewEndpoint) -> None:
+    run = new_endpoint()
+    job = run.submit()
+    load = Load(run, 40)
+    run.wait_for_step(300)
+    preempt(lab, seconds=5)
+    run.wait_for("successor submitted")
+    run.wait_until_out_of_queue(job)
+    told = load.result()
+    assert told["errors"] == {} and told["right"] == told["asked"] > 600, f"{told}\n{run.story()}"
+    jobs = run.folder.jobs()
+    owner = run.folder.owner()
+    assert len(jobs) == 2 and owner is not None and (owner.job, owner.restart) == (jobs[1], 0), run.story()
+    assert not run.events("candidate started"), run.story()
+    run.slurmft("stop", str(run.path))
+    run.wait_until_out_of_queue(jobs[1])
+    lab.wait_until_idle(30)
+
+
+@pytest.mark.soak
+def test_a_dead_owner_node_in_the_middle_makes_the_candidate_the_owner(lab: Lab, new_endpoint: NewEndpoint) -> None:
+    run = new_endpoint(slurm={"exclusive": True})
+    job = run.submit()
+    load = Load(run, 60)
+    run.wait_for_step(300)
+    victim = run.events("attempt started")[0].details["host"]
+    run.slurmft("requeue", str(run.path))
+    successor = run.wait_for("candidate started").attempt.partition(".")[0]
+    lab.kill_node(victim)
+    try:
+        eventually(lambda: (owner := run.folder.owner()) is not None and owner.job == successor, 90, run.story)
+        told = load.result()
+    finally:
+        lab.start_node(victim)
+    assert told["errors"] == {} and told["right"] == told["asked"] > 600, f"{told}\n{run.story()}"
+    owner = run.folder.owner()
+    assert owner is not None and owner.job == successor, run.story()
+    # without its batch host the old job would keep its other node
+    run.wait_until_out_of_queue(job)
+    owner = run.folder.owner()
+    assert owner is not None and owner.job == successor, run.story()
+    run.slurmft("stop", str(run.path))
+    run.wait_until_out_of_queue(successor)
+    lab.wait_until_idle(30)
