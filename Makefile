@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart quickstart-infer test test-fast soak soak-faults check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-recovery bench-fleet bench-inference bench-serving bench-checkpoint clean
+.PHONY: help install quickstart quickstart-infer test test-fast soak soak-faults soak-lightning check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-recovery bench-fleet bench-inference bench-serving bench-lightning bench-checkpoint clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -32,7 +32,7 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 		"$(PYTHON)" -m venv .venv || { rm -rf .venv; echo "no virtual environment: on Debian, apt-get install python3-venv" >&2; exit 1; }; \
 	fi
 	@echo "installing into .venv (the first time torch is downloaded: a few minutes)"
-	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[train,inference,plan,test,lint,docs]'
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[train,inference,plan,lightning,test,lint,docs]'
 	@$(BIN)/python -m compileall -q slurmft
 	@touch $@
 
@@ -68,6 +68,10 @@ soak: install ## the long tests that `make test` leaves out (root; 95 minutes)
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[soak]'
 	@$(BIN)/pytest -m soak --numprocesses 2 --dist loadfile --durations 15 tests/slurm tests/unit
 	@$(BIN)/pytest -m soak --numprocesses 2 --dist load tests/fuzz
+
+STOPS ?= 100
+soak-lightning: install ## a hundred TERMs at a Lightning training, and a hundred kills in its saves (hours; goes on where it ended; STOPS=20)
+	@SLURMFT_LIGHTNING_STOPS=$(STOPS) $(BIN)/pytest -m soak tests/slurm/test_lightning.py tests/unit/integrations
 
 SEEDS ?= 1000-1099
 soak-faults: install ## random faults on the lab until there are 1,000 of each storm (root; hours; goes on where it ended; SEEDS=100-160)
@@ -129,6 +133,9 @@ bench-inference: install ## measure batch inference, into bench/results/ (15 min
 
 bench-serving: install ## measure an endpoint, into bench/results/ (5 minutes, nothing else running)
 	@$(BIN)/python bench/serving --output bench/results/serving.md
+
+bench-lightning: install ## measure what the integration with Lightning costs in a step (2 minutes)
+	@$(BIN)/python bench/lightning --output bench/results/lightning.md
 
 bench-checkpoint: install ## measure what checkpoints cost beside torch's and NVRx's (root; 20 minutes, nothing else running)
 	@$(BIN)/pip install --quiet --no-deps --target build/nvrx nvidia-resiliency-ext==0.4.1 defusedxml nvidia-ml-py pynvml

@@ -17,7 +17,7 @@ import operator
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
@@ -126,12 +126,13 @@ class Session(Sections):
         """Whether this is rank 0: the one that prints."""
         return self.rank == 0
 
-    def steps(self, *, start: int, until: int, save: SaveFunction) -> Iterator[int]:
+    def steps(self, *, start: int, until: int, save: SaveFunction) -> Generator[int, bool | None, None]:
         """The numbers of the steps to do: ``start`` up to ``until - 1``.
 
         ``save(step)`` is called on every rank, with the number of steps that are complete: as often as
         ``checkpoint.interval`` says, on request, before a stop, and at the end. A stop raises
-        PlannedStop here, after the save, on all ranks at the same step.
+        PlannedStop here, after the save, on all ranks at the same step. A loop that ends earlier says so with
+        ``send(True)`` after its last step, on every rank.
 
         Raises:
             PlannedStop: the run was asked to stop, and its state is saved.
@@ -158,7 +159,7 @@ class Session(Sections):
             if page[Slot.FAULT] != self._faults.seen:
                 self._faults.strike(step)
             try:
-                yield step
+                was_last = yield step
             except GeneratorExit:  # the loop was left early: later code belongs to no step
                 self._sections.phase(Phase.NONE)
                 raise
@@ -168,6 +169,9 @@ class Session(Sections):
             page[Slot.STATE] = State.TRAINING  # an evaluation that was begun and never ended is over now
             self._signal.chain_again()
             self._step_is_done(step + 1, start)
+            if was_last:
+                page[Slot.UNTIL] = until = step + 1
+                break
         if until > start:
             self._step = until
             self._saves.at_end(until, lambda tries: self._at_tick(tick_of(until, 0, tries), None))

@@ -15,6 +15,7 @@ ROOT = Path(slurmft.__file__).parent
 ALLOWED: Mapping[str, str] = {
     "checkpoint/writer/spawned_writer.py: _living": "a fork of the process must close the sockets of all its writers",
     "compat/megatron.py: _Process.machine": "get_rerun_state_machine() takes no argument, in Megatron as here",
+    "integrations/lightning_fit.py: Process.current": "Trainers of a process share its session, and their numbering",
     "supervisor/signals.py: _kept": "signals come to the process, also between two listeners",
     "supervisor/signals.py: _listeners": "a signal handler has no other way to the listener of its process",
     "trainer/savers.py: SAVERS": "session and managers of a process find each other, and neither needs the other",
