@@ -172,7 +172,7 @@ class Client:
                         failed = 0
                         yield out
                     if stream.broken:
-                        raise aiohttp.ClientPayloadError(stream.broken)
+                        raise aiohttp.ClientPayloadError(stream.broken.decode(errors="replace"))
                     part = b"" if can_go_on and stream.is_closed else await response.content.readany()
                 if left := stream.left_over():
                     yield left
@@ -181,9 +181,14 @@ class Client:
                 why = f"the stream broke off: {error or type(error).__name__}"
                 if not can_go_on or isinstance(error, Unjoinable) or time.monotonic() > deadline_s:
                     raise RequestFailed(why) from error
-                if not stream.broken:
+                if not (event := stream.broken):
                     self._avoided[str(response.url.origin())] = time.monotonic() + AVOIDED_S
-                asked, ending = _rest_of(stream, why)
+                try:
+                    asked, ending = stream.rest()
+                except Unjoinable as reason:
+                    if not event:
+                        raise RequestFailed(f"{why}, and {reason}") from error
+                    asked, ending = None, event
             finally:
                 response.close()
             if asked is None:
@@ -333,13 +338,6 @@ async def _as_coroutine(work: Awaitable[Value]) -> Value:
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
     loop.close()
-
-
-def _rest_of(stream: JoinedStream, why: str) -> tuple[dict[str, Any] | None, bytes]:
-    try:
-        return stream.rest()
-    except Unjoinable as reason:
-        raise RequestFailed(f"{why}, and {reason}") from reason
 
 
 def _refuse_passing(answer: EndpointAnswer) -> None:

@@ -70,6 +70,12 @@ class Errand:
         self._rest: dict[str, Any] | None = None
         """The request for what is missing of it."""
 
+        self.crashed: set[str] = set()
+        """Replicas that crashed while they worked on it."""
+
+        self.is_poison = False
+        """It has crashed them."""
+
         self._cut_for, self._last = LOST, b""
 
     async def run(self) -> web.StreamResponse:
@@ -78,7 +84,7 @@ class Errand:
         router.budget = router.budget.came()
         began_s = time.monotonic()
         while True:
-            replica = await router.replica_for(self._deadline_s, without)
+            replica = await router.replica_for(self._deadline_s, without, is_suspect=bool(self.crashed))
             if replica is None:
                 return await self._give_up("deadline", 504, "no replica had room before the deadline of the request")
             try:
@@ -91,6 +97,10 @@ class Errand:
                 return answer
             finally:
                 replica.end()
+            if self.is_poison:
+                router.remember_poison(self._request, self._body)
+                told = f"this request has crashed {len(self.crashed)} replicas: {', '.join(sorted(self.crashed))}"
+                return await self._give_up("poison", UNPROCESSABLE, told)
             failed += 1
             without.add(replica.name)
             left_s = self._deadline_s - time.monotonic()
@@ -170,18 +180,15 @@ class Errand:
                     raise _Failed(Failure.SICK, f"HTTP {response.status}", answer, after_s)
                 replica.breaker = replica.breaker.succeeded()
                 if self._answer is not None:
-                    return await self._go_on(response)
+                    return await self._go_on(response, gone)
                 length = response.content_length
                 if length is not None and length <= MAX_BUFFERED_BYTES:
                     return await self._whole(response, MAX_BUFFERED_BYTES)
                 first = await response.content.readany()  # until it is there another replica can take over
                 self._response = response
-                return await self._pass_on(response, first)
+                return await self._pass_on(response, first, gone)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            try:
-                async with asyncio.timeout(WORD_S):
-                    await gone.wait()
-            except TimeoutError:
+            if not await _is_set(gone):
                 replica.breaker = replica.breaker.failed(time.monotonic())
                 raise _Failed(Failure.SICK, f"no answer: {error or type(error).__name__}") from error
             raise _Failed(Failure.LOST, LOST) from error
@@ -201,7 +208,7 @@ class Errand:
         headers.update(self._router.state_header())
         return headers
 
-    async def _pass_on(self, response: aiohttp.ClientResponse, part: bytes) -> web.StreamResponse:
+    async def _pass_on(self, response: aiohttp.ClientResponse, part: bytes, gone: asyncio.Event) -> web.StreamResponse:
         """Part by part, as it comes, from the first one on.
 
         Raises:
@@ -218,15 +225,15 @@ class Errand:
         with self._is_passed():
             if not await self._gives(answer.prepare(self._request)):
                 return answer
-            return await self._parts(response, part)
+            return await self._parts(response, part, gone)
 
-    async def _go_on(self, response: aiohttp.ClientResponse) -> web.StreamResponse:
+    async def _go_on(self, response: aiohttp.ClientResponse, gone: asyncio.Event) -> web.StreamResponse:
         """The rest of a stream, of another engine."""
         if response.status != 200 or not _is_of_events(response):
             return await self._end_with_error(f"HTTP {response.status} from the engine that was to go on with it")
         self._response = response
         with self._is_passed():
-            return await self._parts(response, b"")
+            return await self._parts(response, b"", gone)
 
     @contextlib.contextmanager
     def _is_passed(self) -> Iterator[None]:
@@ -240,7 +247,7 @@ class Errand:
         finally:
             late.cancel()
 
-    async def _parts(self, response: aiohttp.ClientResponse, part: bytes) -> web.StreamResponse:
+    async def _parts(self, response: aiohttp.ClientResponse, part: bytes, gone: asyncio.Event) -> web.StreamResponse:
         answer, stream = self._answer, self._stream
         assert answer is not None
         try:
@@ -257,6 +264,7 @@ class Errand:
         except Unjoinable as error:
             return await self._end_with_error(str(error))
         except (aiohttp.ClientError, OSError) as error:
+            await _is_set(gone)
             return await self._broken(response, error)
         if stream is not None and (rest := stream.left_over()) and not await self._gives(answer.write(rest)):
             return answer
@@ -277,7 +285,7 @@ class Errand:
             try:
                 self._rest, ending = self._stream.rest()
             except Unjoinable as reason:
-                why, status = f"{why}, and {reason}", UNPROCESSABLE
+                why = f"{why}, and {reason}"
             else:
                 if self._rest is not None:
                     self._router.metrics.tried_again("stream")
@@ -324,6 +332,16 @@ class Errand:
 def error_answer(status: int, why: str) -> dict[str, Any]:
     """An error of the router's own, in the form that clients of OpenAI's interface know."""
     return {"error": {"message": why, "type": "slurmft", "code": status}}
+
+
+async def _is_set(gone: asyncio.Event) -> bool:
+    """Whether the word comes that a replica is gone, whose connection has broken."""
+    try:
+        async with asyncio.timeout(WORD_S):
+            await gone.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 def _is_of_events(response: aiohttp.ClientResponse) -> bool:

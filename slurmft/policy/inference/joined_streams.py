@@ -63,8 +63,8 @@ class JoinedStream:
 
     def __init__(self, path: str, body: bytes, forms: frozenset[Form], *, of_router: bool = False) -> None:
         self._path, self._raw_body, self._forms, self._of_router = path, body, forms, of_router
-        self.broken = ""
-        """The error with which a router has ended it, although it may go on."""
+        self.broken = b""
+        """The event with which a router has ended it, although it may go on."""
 
         self._held = b""
         """The beginning of an event whose end has not come."""
@@ -143,7 +143,7 @@ class JoinedStream:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             told = json.loads(error.partition(b"\n")[0])["error"]
             if told["type"] == "slurmft" and told["code"] == MAY_GO_ON:
-                self.broken = str(told["message"])
+                self.broken = ROUTERS_ERROR + error
                 return before
         return whole
 
@@ -167,7 +167,7 @@ class JoinedStream:
         Raises:
             Unjoinable: it cannot go on.
         """
-        self._held, self.broken = b"", ""
+        self._held = self.broken = b""
         self._look_back()
         if self.is_ended:
             return None, b""
@@ -284,7 +284,7 @@ class JoinedStream:
             last, text = self._last, self._note(event)
             if self.is_ended or not self._is_text_only:
                 self.is_ended = False
-                raise Unjoinable("the engine that was to go on sent an error, or more than text")
+                raise Unjoinable(f"what was to go on sent an error, or more than text: {data[:200]!r}")
             if text and self._is_stopped(text):
                 self._last = last
                 yield self._ending("stop")

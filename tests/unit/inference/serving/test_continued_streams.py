@@ -281,3 +281,37 @@ def test_our_client_goes_on_with_another_router(path: str) -> None:
             await other.close()
 
     run(work())
+
+
+def test_our_client_goes_on_where_its_router_could_not() -> None:
+    """A router that gave up, such as for a request that is a rest itself, may be no end for its client."""
+    number = [0]
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        number[0] += 1
+        return await WordEngine(0.001, lambda _: None, events=15 if number[0] < 4 else None).complete(request)
+
+    async def work() -> None:
+        body = asked(CHAT, 174)
+        async with serving({"a": handle, "b": handle}, engine=ALWAYS, max_retries=0) as world:
+            async with Client([world.url], token=TOKEN) as client:
+                found = b"".join([part async for part in client.stream_async(CHAT, body, timeout_s=30)])
+            assert text_in(CHAT, found) == right(CHAT, body)
+            assert b"error" not in found
+            assert number[0] == 4
+            plain = await streamed(world, CHAT, body)
+            assert text_in(CHAT, plain) == right(CHAT, body)
+
+    run(work())
+
+
+def test_our_client_gets_the_error_of_a_stream_that_cannot_go_on() -> None:
+    async def dies(request: web.BaseRequest) -> web.StreamResponse:
+        return await WordEngine(0.001, lambda _: None, events=15).complete(request)
+
+    async def work() -> None:
+        async with serving({"a": dies}, engine=ALWAYS) as world, Client([world.url], token=TOKEN) as client:
+            body = asked(TEXT, 174, n=2)
+            assert "is not continued" in error_in(b"".join([part async for part in client.stream_async(TEXT, body)]))
+
+    run(work())
