@@ -1,4 +1,4 @@
-"""Storms of seeded random faults on the lab, of training and of inference at once; tables by kind of fault.
+"""Storms of seeded random faults on the lab, of training, inference and serving at once; tables by kind of fault.
 
     python bench/random_faults --seeds 1000-1100          # root; goes on where it ended, Ctrl-C at any moment
     python bench/random_faults --only-tables              # of the results that there are
@@ -41,6 +41,7 @@ class Soak:
 SOAKS = (
     Soak("training", "test_random_faults.py", "random_faults.md"),
     Soak("inference", "test_random_inference_faults.py", "random_inference_faults.md"),
+    Soak("serving", "test_random_serving_faults.py", "random_serving_faults.md"),
 )
 
 
@@ -98,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench/random_faults", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1000-1099"))
     parser.add_argument("--faults", type=int, default=1000, help="of each kind of storm, after which it ends")
-    parser.add_argument("--storms", default="training,inference")
+    parser.add_argument("--storms", default="training,inference,serving")
     parser.add_argument("--results", type=Path, default=RESULTS / "random_faults.jsonl")
     parser.add_argument("--only-tables", action="store_true")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the tables")

@@ -14,6 +14,16 @@ WHAT = {
     "filled; faults come at random moments, also while it recovers from the one before.",
     "inference": "Each run answers 3,000 requests on 3 nodes x 2 replicas, its folder on a disk that can be filled; "
     "faults come at random moments, also while it recovers from the one before.",
+    "serving": "Each run is an endpoint on 3 nodes x 2 replicas with 2 routers, under the load of 100 clients, 35 of "
+    "which ask for streams; its engine is deterministic, and every answer is compared. 75 use "
+    "`slurmft.inference.Client`, 25 are plain and ask once. Faults come at random moments, also while it recovers from "
+    "the one before.",
+}
+
+TITLES = {
+    "training": "Random faults on the lab, with a spare",
+    "inference": "Random faults on a batch of requests",
+    "serving": "Random faults on an endpoint under constant load",
 }
 
 ROUTINE = frozenset({
@@ -43,6 +53,7 @@ FOUND = {
         "Not counted: runs that were interrupted to change the storm.",
         MERGES,
     ],
+    "serving": [],
 }  # fmt: skip
 """What failed, and since when it does not."""
 
@@ -51,12 +62,12 @@ def page(name: str, lines: Sequence[dict[str, Any]]) -> str:
     """The whole page."""
     commits = Counter(line["commit"] for line in lines)
     slurm = ", ".join(sorted({line["slurm"] for line in lines}))
-    title = "Random faults on the lab, with a spare" if name == "training" else "Random faults on a batch of requests"
+    title = TITLES[name]
     return "\n".join([
         f"# {title}", "",
         f"`make soak-faults`, {slurm}, {os.cpu_count()} cores that other work used as well. {WHAT[name]} "
         f"Commits (runs): {', '.join(f'{commit} ({count})' for commit, count in commits.items())}.", "",
-        *totals(name, lines), "",
+        *totals(name, lines), "", *(clients(lines) if name == "serving" else ()),
         "## What it found, and what is not counted", "", *(f"- {text}" for text in FOUND[name]), "",
         *kinds(lines), "", *waits(lines), "", *runs(lines), "",
     ])  # fmt: skip
@@ -76,6 +87,13 @@ def totals(name: str, lines: Sequence[dict[str, Any]]) -> list[str]:
             ("committed checkpoints lost", count("a committed checkpoint")),
             ("files found damaged, and not used", sum(line["damaged"] for line in lines)),
         ]
+    elif name == "serving":
+        rows += [
+            ("replicas that died, routers that ended, nodes that were lost",
+             ", ".join(str(sum(line[key] for line in lines)) for key in ("deaths", "routers", "nodes_lost"))),
+            ("runs with a request that was neither answered nor refused", count("neither answered")),
+            ("runs with an error of our client", count("an error of our client")),
+        ]  # fmt: skip
     else:
         rows += [
             ("requests", sum(line["requests"] for line in lines)),
@@ -86,6 +104,24 @@ def totals(name: str, lines: Sequence[dict[str, Any]]) -> list[str]:
              ("waits that nothing explains", count("nothing explains")),
              ("runs that failed, for whatever reason", sum(bool(line["failures"]) for line in lines))]  # fmt: skip
     return ["| | |", "|---|---|", *(f"| {what} | {number} |" for what, number in rows)]
+
+
+def clients(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """What became of the requests, by kind of client."""
+    table = [
+        "Requests, as their clients saw them. Properly refused: a status with a reason, an error event in a stream, or "
+        "a connection that was refused or broke. Plain clients ask a router that is named, once, also while there is "
+        "none.",
+        "",
+        "| client | requests | right | properly refused | neither | longest, s |", "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for kind in lines[0]["clients"] if lines else ():
+        all_ = [line["clients"][kind] for line in lines if kind in line["clients"]]
+        refused, wrong = (sum(sum(each[what].values()) for each in all_) for what in ("refused", "wrong"))
+        asked, right = (sum(each[what] for each in all_) for what in ("asked", "right"))
+        longest = max((each["longest_s"] for each in all_), default=0.0)
+        table.append(f"| {kind} | {asked} | {right} | {refused} | {wrong} | {longest:.1f} |")
+    return [*table, ""]
 
 
 def kinds(lines: Iterable[dict[str, Any]]) -> list[str]:

@@ -6,7 +6,7 @@
     for part in client.stream("/v1/chat/completions", {..., "stream": True}): ...
 
 A request that breaks off before its answer is there is sent again, to another router where there is one, until its
-deadline: it may be computed twice. A stream that has begun is not.
+deadline: it may be computed twice. A stream that has begun goes on with another router where engines can continue it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -31,6 +32,7 @@ from slurmft.errors import SlurmftError, StorageError
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster, token_of
 from slurmft.inference.serving.handshake import notice_lost_peers
 from slurmft.policy.inference.answers import retry_after_s
+from slurmft.policy.inference.joined_streams import CONTINUED, JoinedStream, Unjoinable
 
 PASSING = frozenset({429, 502, 503, 504})
 """What a router answers when another try, or another router, may do better."""
@@ -151,35 +153,64 @@ class Client:
     async def stream_async(
         self, path: str, body: Any, *, timeout_s: float = 600.0, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[bytes]:
-        """The parts of the answer to a POST, as they come.
+        """The parts of the answer to a POST, as they come; whole events, where it is a stream that can be continued.
 
         Raises:
             RequestFailed: the answer has another status than 2xx, has not begun within ``timeout_s`` seconds, or breaks
-                off. An error that the endpoint itself writes into a stream is one of its parts.
+                off and cannot go on. An error that the endpoint itself writes into a stream is one of its parts.
         """
         deadline_s = time.monotonic() + timeout_s
-
-        async def begin(url: str) -> tuple[aiohttp.ClientResponse, bytes]:
-            response = await self._sent(url + path, "POST", body, headers, deadline_s)
+        stream = JoinedStream(path, json.dumps(body).encode(), frozenset(), of_router=True)
+        asked, failed = body, 0
+        while True:
+            begin = partial(self._begin, path, asked, headers, deadline_s)
+            response, part = await self._retrying(begin, deadline_s, max(0.0, deadline_s - time.monotonic()))
+            can_go_on = stream.may_be_continued(response.headers.get(CONTINUED))
             try:
-                if response.status in PASSING or response.status >= 400:
-                    answer = EndpointAnswer(response.status, dict(response.headers), await response.read())
-                    _refuse_passing(answer)
-                    raise RequestFailed(f"HTTP {answer.status}: {answer.body[:500].decode(errors='replace')}")
-                return response, await response.content.readany()
-            except BaseException:
+                while part:
+                    if out := stream.take(part) if can_go_on else part:
+                        failed = 0
+                        yield out
+                    if stream.broken:
+                        raise aiohttp.ClientPayloadError(stream.broken.decode(errors="replace"))
+                    part = b"" if can_go_on and stream.is_closed else await response.content.readany()
+                if left := stream.left_over():
+                    yield left
+                return
+            except (aiohttp.ClientError, OSError, Unjoinable) as error:
+                why = f"the stream broke off: {error or type(error).__name__}"
+                if not can_go_on or isinstance(error, Unjoinable) or time.monotonic() > deadline_s:
+                    raise RequestFailed(why) from error
+                if not (event := stream.broken):
+                    self._avoided[str(response.url.origin())] = time.monotonic() + AVOIDED_S
+                try:
+                    asked, ending = stream.rest()
+                except Unjoinable as reason:
+                    if not event:
+                        raise RequestFailed(f"{why}, and {reason}") from error
+                    asked, ending = None, event
+            finally:
                 response.close()
-                raise
+            if asked is None:
+                yield ending
+                return
+            await asyncio.sleep(_grown_s(failed))
+            failed += 1
 
-        response, part = await self._retrying(begin, deadline_s, timeout_s)
+    async def _begin(
+        self, path: str, body: Any, headers: Mapping[str, str] | None, deadline_s: float, url: str
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        """A stream with its first part."""
+        response: aiohttp.ClientResponse = await self._sent(url + path, "POST", body, headers, deadline_s)
         try:
-            while part:
-                yield part
-                part = await response.content.readany()
-        except (aiohttp.ClientError, OSError) as error:
-            raise RequestFailed(f"the stream broke off: {error or type(error).__name__}") from error
-        finally:
+            if response.status in PASSING or response.status >= 400:
+                answer = EndpointAnswer(response.status, dict(response.headers), await response.read())
+                _refuse_passing(answer)
+                raise RequestFailed(f"HTTP {answer.status}: {answer.body[:500].decode(errors='replace')}")
+            return response, await response.content.readany()
+        except BaseException:
             response.close()
+            raise
 
     # The end
 
@@ -318,8 +349,12 @@ def _refuse_passing(answer: EndpointAnswer) -> None:
 def _pause_s(state: RetryCallState) -> float:
     """Exponential with full jitter (Brooker, 2015), at least what the router asks for."""
     error: Any = state.outcome.exception() if state.outcome is not None else None
-    longest_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(state.attempt_number, 30))
-    return (error.after_s or 0.0) + random.uniform(0.0, longest_s)  # noqa: S311 - jitter
+    return (error.after_s or 0.0) + _grown_s(state.attempt_number)
+
+
+def _grown_s(failed: int) -> float:
+    longest_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(failed, 30)) if failed else 0.0
+    return random.uniform(0.0, longest_s)  # noqa: S311 - jitter
 
 
 def _socket_for(address: Any) -> socket.socket:

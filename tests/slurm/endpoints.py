@@ -47,8 +47,9 @@ class EndpointRun(Run):
     def submit(self, *options: str) -> str:
         output = self.slurmft("serve", str(self.config), *options)
         job = output.split(" as job ")[1].split()[0]
-        self.wait_for("replica ready", NODES * REPLICAS)
-        self.wait_for_routers(NODES)
+        nodes = yaml.safe_load(self.config.read_text())["nodes"]
+        self.wait_for("replica ready", nodes * REPLICAS)
+        self.wait_for_routers(2)
         return job
 
     def wait_for_routers(self, count: int) -> None:

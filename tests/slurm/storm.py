@@ -167,7 +167,7 @@ class Storm:
     name: ClassVar[str]
     kinds: ClassVar[dict[str, Kind]]
 
-    def __init__(self, run: Run, seed: int, disk: SmallDisk) -> None:
+    def __init__(self, run: Run, seed: int, disk: SmallDisk | None = None) -> None:
         self.run, self.lab, self.seed, self.disk = run, run.lab, seed, disk
         self.chance = random.Random(seed)
         self._due = [name for place, name in enumerate(self.kinds) if place % ROUND == seed % ROUND]

@@ -28,6 +28,7 @@ from slurmft.inference.engines import HttpEngine
 from slurmft.inference.replica import ReplicaSettings
 from slurmft.inference.serving.endpoint import is_local, key_of
 from slurmft.inference.serving.gate import Gate
+from slurmft.policy.inference.poison import has_crashed
 
 TELL_S = 0.05
 DRAINED_LOOK_S = 0.02
@@ -73,7 +74,7 @@ class ServingDriver:
         for task in tasks:
             if task.done() and (error := task.exception()) is not None:
                 raise error
-        self._gate.say("ended")
+        self._gate.say("ended", crashed=ended.done() and has_crashed(ended.result()))
         if ended.done():
             await asyncio.sleep(LAST_WORDS_S)
             sys.stderr.write(f"slurmft: the engine has ended with {ended.result()}\n")

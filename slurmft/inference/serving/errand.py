@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -16,6 +18,7 @@ from yarl import URL
 from slurmft.inference.serving.replicas import Replica
 from slurmft.policy.inference.answers import Outcome, outcome_of_status, retry_after_s
 from slurmft.policy.inference.http_headers import end_to_end
+from slurmft.policy.inference.joined_streams import CONTINUED, JoinedStream, Unjoinable
 from slurmft.policy.inference.second_tries import Failure, after_failure
 
 if TYPE_CHECKING:
@@ -28,13 +31,15 @@ MAX_ERROR_BYTES = 1 << 16
 WORD_S = 0.25
 """How long a broken connection waits for the word that its replica is gone."""
 
+UNPROCESSABLE = 422
+LOST, LATE = "its replica is gone", "the deadline of the request"
 AS_THEY_CAME = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 log = logging.getLogger(__name__)
 
 
 class _Failed(Exception):
-    """A try has failed before the client has got a byte."""
+    """A try has failed: the client has not got a byte, or its stream can go on elsewhere."""
 
     def __init__(
         self, failure: Failure, why: str, answer: web.Response | None = None, after_s: float | None = None
@@ -55,8 +60,23 @@ class Errand:
         self._url = URL(f"http://replica{request.raw_path}", encoded=True)
         self._limit: asyncio.Timeout | None = None
         self._response: aiohttp.ClientResponse | None = None
-        self._is_lost = self._sent = False
-        self._cut_for = "its replica is gone"
+        self._is_lost = self._is_passing = self._is_late = False
+        self._answer: web.StreamResponse | None = None
+        """What the client gets part by part, once it has begun."""
+
+        self._stream: JoinedStream | None = None
+        """What it holds, where that may be continued."""
+
+        self._rest: dict[str, Any] | None = None
+        """The request for what is missing of it."""
+
+        self.crashed: set[str] = set()
+        """Replicas that crashed while they worked on it."""
+
+        self.is_poison = False
+        """It has crashed them."""
+
+        self._cut_for, self._last = LOST, b""
 
     async def run(self) -> web.StreamResponse:
         """The answer, of the first replica that gives one."""
@@ -64,10 +84,9 @@ class Errand:
         router.budget = router.budget.came()
         began_s = time.monotonic()
         while True:
-            replica = await router.replica_for(self._deadline_s, without)
+            replica = await router.replica_for(self._deadline_s, without, is_suspect=bool(self.crashed))
             if replica is None:
-                router.metrics.failed("deadline")
-                return router.error(504, "no replica had room before the deadline of the request")
+                return await self._give_up("deadline", 504, "no replica had room before the deadline of the request")
             try:
                 answer = await self._try(replica)
             except _Failed as error:
@@ -78,6 +97,10 @@ class Errand:
                 return answer
             finally:
                 replica.end()
+            if self.is_poison:
+                router.remember_poison(self._request, self._body)
+                told = f"this request has crashed {len(self.crashed)} replicas: {', '.join(sorted(self.crashed))}"
+                return await self._give_up("poison", UNPROCESSABLE, told)
             failed += 1
             without.add(replica.name)
             left_s = self._deadline_s - time.monotonic()
@@ -88,10 +111,12 @@ class Errand:
                 others=others, asked_s=failure.after_s,
             )  # fmt: skip
             if not then.again:
-                router.metrics.failed("deadline" if left_s <= 0 else failure.failure.value)
                 if left_s <= 0:
-                    return router.error(504, f"no answer before the deadline of the request; the last try: {why}")
-                return failure.answer or router.error(502, f"{failed} tries have failed, the last: {why}")
+                    why = f"no answer before the deadline of the request; the last try: {why}"
+                    return await self._give_up("deadline", 504, why)
+                return await self._give_up(
+                    failure.failure.value, 502, f"{failed} tries have failed, the last: {why}", failure.answer
+                )
             if then.spends:
                 router.budget = router.budget.spent()
             router.metrics.tried_again(failure.failure.value)
@@ -101,41 +126,51 @@ class Errand:
 
     def lost(self) -> None:
         """The replica that works on it is gone."""
-        if self._sent:
-            self._cut_off("its replica is gone")
+        if self._is_passing:
+            self._cut_off()
         elif self._limit is not None:
             self._is_lost = True
             self._limit.reschedule(asyncio.get_running_loop().time())
 
-    def _cut_off(self, why: str) -> None:
-        self._cut_for = why
+    def _cut_off(self, why: str = LOST) -> None:
+        self._cut_for, self._is_late = why, why != LOST
         if self._response is not None:
             self._response.close()
+
+    async def _give_up(
+        self, kind: str, status: int, why: str, answer: web.Response | None = None
+    ) -> web.StreamResponse:  # fmt: skip
+        """The error for the client, in its stream where that has begun."""
+        self._router.metrics.failed(kind)
+        if self._answer is None:
+            return answer or self._router.error(status, why)
+        return await self._end_with_error(why, status)
 
     async def _try(self, replica: Replica) -> web.StreamResponse:
         """The answer of one replica.
 
         Raises:
-            _Failed: there is none, and the client has not got a byte.
+            _Failed: there is none, and the client has not got a byte, or its stream can go on elsewhere.
         """
         loop = asyncio.get_running_loop()
-        self._is_lost, gone = False, replica.gone
+        self._is_lost, self._is_passing, gone = False, False, replica.gone
         replica.errands.add(self)
         try:
             async with asyncio.timeout_at(loop.time() + self._deadline_s - time.monotonic()) as self._limit:
                 return await self._ask(replica, gone)
         except TimeoutError as error:
             if self._is_lost:
-                raise _Failed(Failure.LOST, "its replica is gone") from error
+                raise _Failed(Failure.LOST, LOST) from error
             raise _Failed(Failure.SICK, "no answer in time") from error
         finally:
             self._limit, self._response = None, None
             replica.errands.discard(self)
 
     async def _ask(self, replica: Replica, gone: asyncio.Event) -> web.StreamResponse:
+        body = self._body if self._rest is None else json.dumps(self._rest).encode()
         try:
             async with replica.session.request(
-                self._request.method, self._url, headers=self._headers, data=self._body or None, allow_redirects=False,
+                self._request.method, self._url, headers=self._headers, data=body or None, allow_redirects=False,
                 skip_auto_headers=AS_THEY_CAME,
             ) as response:  # fmt: skip
                 if outcome_of_status(response.status) is not Outcome.ANSWER:
@@ -144,20 +179,19 @@ class Errand:
                     answer = await self._whole(response, MAX_ERROR_BYTES)
                     raise _Failed(Failure.SICK, f"HTTP {response.status}", answer, after_s)
                 replica.breaker = replica.breaker.succeeded()
+                if self._answer is not None:
+                    return await self._go_on(response, gone)
                 length = response.content_length
                 if length is not None and length <= MAX_BUFFERED_BYTES:
                     return await self._whole(response, MAX_BUFFERED_BYTES)
                 first = await response.content.readany()  # until it is there another replica can take over
                 self._response = response
-                return await self._pass_on(response, first)
+                return await self._pass_on(response, first, gone)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            try:
-                async with asyncio.timeout(WORD_S):
-                    await gone.wait()
-            except TimeoutError:
+            if not await _is_set(gone):
                 replica.breaker = replica.breaker.failed(time.monotonic())
                 raise _Failed(Failure.SICK, f"no answer: {error or type(error).__name__}") from error
-            raise _Failed(Failure.LOST, "its replica is gone") from error
+            raise _Failed(Failure.LOST, LOST) from error
 
     async def _whole(self, response: aiohttp.ClientResponse, limit: int) -> web.Response:
         parts, room = [], limit
@@ -174,43 +208,105 @@ class Errand:
         headers.update(self._router.state_header())
         return headers
 
-    async def _pass_on(self, response: aiohttp.ClientResponse, part: bytes) -> web.StreamResponse:
+    async def _pass_on(self, response: aiohttp.ClientResponse, part: bytes, gone: asyncio.Event) -> web.StreamResponse:
         """Part by part, as it comes, from the first one on.
 
-        Here an answer that breaks off would be continued on another replica, where the engine can begin from a prefix.
+        Raises:
+            _Failed: it has broken off, and can go on elsewhere.
         """
-        answer = web.StreamResponse(status=response.status, reason=response.reason, headers=self._headers_of(response))
+        self._answer = answer = web.StreamResponse(
+            status=response.status, reason=response.reason, headers=self._headers_of(response)
+        )
         if response.content_length is not None:
             answer.content_length = response.content_length
-        assert self._limit is not None
-        self._sent = True
-        self._limit.reschedule(None)  # it has no second try any more; its deadline ends it in order
-        loop = asyncio.get_running_loop()
-        late = loop.call_later(self._deadline_s - time.monotonic(), self._cut_off, "the deadline of the request")
-        last = b""
-        try:
+        elif _is_of_events(response) and self._request.method == "POST" and self._router.continued:
+            self._stream = JoinedStream(self._request.path, self._body, self._router.continued)
+            answer.headers[CONTINUED] = ", ".join(sorted(self._router.continued))
+        with self._is_passed():
             if not await self._gives(answer.prepare(self._request)):
                 return answer
-            while part:
-                if not await self._gives(answer.write(part)):
-                    return answer
-                last = (last + part)[-4:]
-                try:
-                    part = await response.content.readany()
-                except (aiohttp.ClientError, OSError) as error:
-                    log.warning("an answer that had begun has no end: %s (%s)", self._cut_for, error)
-                    self._router.metrics.failed("cut")
-                    if response.content_type != "text/event-stream":
-                        self._abort()
-                        return answer
-                    part = b"" if last.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
-                    part += _as_event(error_answer(502, f"the answer has no end: {self._cut_for}"))
-                    await self._gives(answer.write(part))
-                    break
-            await self._gives(answer.write_eof())
+            return await self._parts(response, part, gone)
+
+    async def _go_on(self, response: aiohttp.ClientResponse, gone: asyncio.Event) -> web.StreamResponse:
+        """The rest of a stream, of another engine."""
+        if response.status != 200 or not _is_of_events(response):
+            return await self._end_with_error(f"HTTP {response.status} from the engine that was to go on with it")
+        self._response = response
+        with self._is_passed():
+            return await self._parts(response, b"", gone)
+
+    @contextlib.contextmanager
+    def _is_passed(self) -> Iterator[None]:
+        """From now on the deadline and the replica's end are noticed where the answer is read."""
+        assert self._limit is not None
+        self._is_passing = True
+        self._limit.reschedule(None)
+        late = asyncio.get_running_loop().call_later(self._deadline_s - time.monotonic(), self._cut_off, LATE)
+        try:
+            yield
         finally:
             late.cancel()
+
+    async def _parts(self, response: aiohttp.ClientResponse, part: bytes, gone: asyncio.Event) -> web.StreamResponse:
+        answer, stream = self._answer, self._stream
+        assert answer is not None
+        try:
+            while part := part or await response.content.readany():
+                out = part if stream is None else stream.take(part)
+                if out and not await self._gives(answer.write(out)):
+                    return answer
+                self._last = (self._last + out)[-4:]
+                if stream is not None and stream.is_closed:
+                    break
+                part = b""
+            if stream is not None and not stream.is_whole():
+                raise aiohttp.ClientPayloadError("it ended before the answer did")
+        except Unjoinable as error:
+            return await self._end_with_error(str(error))
+        except (aiohttp.ClientError, OSError) as error:
+            await _is_set(gone)
+            return await self._broken(response, error)
+        if stream is not None and (rest := stream.left_over()) and not await self._gives(answer.write(rest)):
+            return answer
+        await self._gives(answer.write_eof())
         return answer
+
+    async def _broken(self, response: aiohttp.ClientResponse, error: Exception) -> web.StreamResponse:
+        """An answer that has begun has no end.
+
+        Raises:
+            _Failed: it can go on elsewhere.
+        """
+        assert self._answer is not None
+        status = 504 if self._is_late else 502
+        why = f"{self._cut_for} ({error})" if self._cut_for != LOST else LOST
+        log.warning("an answer that had begun has no end: %s (%s)", self._cut_for, error)
+        if self._stream is not None and not self._is_late:
+            try:
+                self._rest, ending = self._stream.rest()
+            except Unjoinable as reason:
+                why = f"{why}, and {reason}"
+            else:
+                if self._rest is not None:
+                    self._router.metrics.tried_again("stream")
+                    raise _Failed(Failure.LOST, why) from error
+                await self._gives(self._answer.write(ending))
+                await self._gives(self._answer.write_eof())
+                return self._answer
+        self._router.metrics.failed("cut")
+        if not _is_of_events(response):
+            self._abort()
+            return self._answer
+        return await self._end_with_error(why, status)
+
+    async def _end_with_error(self, why: str, status: int = UNPROCESSABLE) -> web.StreamResponse:
+        """The end of a stream that cannot go on; ``status``: 502 where another router might continue it."""
+        assert self._answer is not None
+        part = b"" if self._last.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
+        part += _as_event(error_answer(status, f"the answer has no end: {why}"))
+        if await self._gives(self._answer.write(part)):
+            await self._gives(self._answer.write_eof())
+        return self._answer
 
     async def _gives(self, work: Any) -> bool:
         """Whether the client takes something; one that does not take it in time is cut off."""
@@ -236,6 +332,20 @@ class Errand:
 def error_answer(status: int, why: str) -> dict[str, Any]:
     """An error of the router's own, in the form that clients of OpenAI's interface know."""
     return {"error": {"message": why, "type": "slurmft", "code": status}}
+
+
+async def _is_set(gone: asyncio.Event) -> bool:
+    """Whether the word comes that a replica is gone, whose connection has broken."""
+    try:
+        async with asyncio.timeout(WORD_S):
+            await gone.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+def _is_of_events(response: aiohttp.ClientResponse) -> bool:
+    return response.content_type == "text/event-stream" and "Content-Encoding" not in response.headers
 
 
 def _as_event(value: Any) -> bytes:

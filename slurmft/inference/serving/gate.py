@@ -52,7 +52,7 @@ class Gate:
 
     def __init__(self, key: bytes, connect: Connect) -> None:
         self.key, self.connect = key, connect
-        self.phase = "ready"
+        self.phase, self._crashed = "ready", False
         self.strangers: dict[_Visitor, asyncio.Transport] = {}
         """Connections that have not proved themselves yet, the oldest one first."""
 
@@ -82,9 +82,9 @@ class Gate:
         if self._soon is not None:
             self._soon.cancel()
 
-    def say(self, phase: str) -> None:
-        """Tell all routers: ``draining`` (nothing new, please) or ``ended`` (the engine is gone)."""
-        self.phase = phase
+    def say(self, phase: str, *, crashed: bool = False) -> None:
+        """Tell all routers: ``draining`` (nothing new, please) or ``ended`` (the engine is gone, by its own fault)."""
+        self.phase, self._crashed = phase, crashed
         self._tell_all()
 
     @property
@@ -133,7 +133,8 @@ class Gate:
             router.tell(self._words())
 
     def _words(self) -> bytes:
-        return json.dumps({"phase": self.phase, "in_flight": self.in_flight}).encode() + b"\n"
+        told = {"phase": self.phase, "in_flight": self.in_flight, "crashed": self._crashed}
+        return json.dumps(told).encode() + b"\n"
 
 
 class _Visitor(asyncio.Protocol):

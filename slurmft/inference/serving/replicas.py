@@ -15,6 +15,7 @@ from aiohttp.client_proto import ResponseHandler
 
 from slurmft.inference.serving.gate import BEAT_S
 from slurmft.inference.serving.handshake import CONTROL, REQUESTS, NotTheGate, knock
+from slurmft.policy.inference.poison import poisonous, weight
 from slurmft.policy.inference.rotation import Breaker, Load, choose
 from slurmft.system.sleeping import overslept_s
 
@@ -41,6 +42,12 @@ log = logging.getLogger(__name__)
 
 class Leaving(Protocol):
     """Something that a replica works on."""
+
+    crashed: set[str]
+    """Replicas that crashed while they worked on it."""
+
+    is_poison: bool
+    """It has crashed them."""
 
     def lost(self) -> None:
         """The replica is gone."""
@@ -85,6 +92,9 @@ class Replica:
         self.phase = ""
         """As it says itself; empty before its first word."""
 
+        self.has_crashed = False
+        """Its engine has ended by its own fault."""
+
         self.begun = self.done = 0
         """Requests of this router."""
 
@@ -112,7 +122,8 @@ class Replica:
         """For the choice; None where it is not in the rotation."""
         if self.phase != "ready" or self.gone.is_set() or now_s - self._heard_s > SILENT_S:
             return None
-        return Load(self.name, self.in_flight, avoided=self.breaker.is_open(now_s))
+        suspected = weight([len(each.crashed) for each in self.errands if each.crashed])
+        return Load(self.name, self.in_flight, avoided=self.breaker.is_open(now_s), suspected=suspected)
 
     def begin(self) -> None:
         """It gets a request."""
@@ -201,6 +212,7 @@ class Replica:
         self._others = max(0, int(told["in_flight"]) - (self.begun - self.done))
         before, self.phase = (self.phase, self.gone.is_set()), str(told["phase"])
         if self.phase == "ended":
+            self.has_crashed = bool(told.get("crashed"))
             self._lose()
             return
         if self.gone.is_set():
@@ -213,9 +225,19 @@ class Replica:
     def _lose(self) -> None:
         if not self.gone.is_set():
             self.gone.set()
+            if self.has_crashed:
+                self._blame()
             for errand in list(self.errands):
                 errand.lost()
             self._on_change()
+
+    def _blame(self) -> None:
+        place = self.name.partition("#")[0]
+        errands = list(self.errands)
+        guilty = poisonous([len(each.crashed - {place}) for each in errands])
+        for number, errand in enumerate(errands):
+            errand.is_poison = number == guilty
+            errand.crashed.add(place)
 
     def _tell_soon(self) -> None:
         if self._telling is None:
@@ -257,9 +279,9 @@ class Replicas:
                 )
         self._on_change()
 
-    def choose(self, limit: int, without: Collection[str]) -> Replica | None:
+    def choose(self, limit: int, without: Collection[str], *, is_suspect: bool = False) -> Replica | None:
         """The one that takes the next request; None where none has room."""
-        name = choose(self.loads(), limit=limit, without=without)
+        name = choose(self.loads(), limit=limit, without=without, is_suspect=is_suspect)
         return None if name is None else self.by_name[name]
 
     def loads(self) -> list[Load]:

@@ -1,12 +1,14 @@
 """The router: takes a client's request, has one replica answer it, and passes the answer on as it comes.
 
-It looks at method, path and headers, never into a body. A request whose replica is lost before the first byte of the
-answer is done on another one; an answer that has begun is ended in a way that the client notices.
+It looks at method, path and headers, into a body only where a stream must go on. A request whose replica is lost before
+the first byte of the answer is done on another one; a stream that has begun is continued on another one where engines
+can, else ended in a way that the client notices.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import logging
 import time
@@ -20,9 +22,12 @@ from slurmft.config.inference import InferenceConfig
 from slurmft.inference.serving.errand import Errand, error_answer
 from slurmft.inference.serving.metrics import Metrics
 from slurmft.inference.serving.replicas import Replica, Replicas
+from slurmft.policy.inference.continuation import continued_forms
 from slurmft.policy.inference.degradation import GracefulDegradation
+from slurmft.policy.inference.engines import engine_kind
 from slurmft.policy.inference.http_headers import seconds_asked
 from slurmft.policy.inference.paths import is_open, normal
+from slurmft.policy.inference.poison import KILLS
 from slurmft.policy.inference.rotation import Entry, Queue, entry_of
 from slurmft.policy.inference.second_tries import RetryBudget
 
@@ -30,6 +35,9 @@ RETRY_AFTER_S = 1
 LONG_RETRY_S = 10
 MEAN_OVER = 20
 """Requests over which the mean duration is taken, roughly."""
+
+POISON_S, MOST_POISON = 600.0, 1024
+"""How long requests that have crashed replicas are refused, and how many are known at most."""
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +55,19 @@ class Router:
         self.config, self.serving, self._node = config, config.serving, node
         self._expected_header = f"Bearer {token}".encode()
         self.engine_token = engine_token
+        kind = engine_kind(config.engine.command or ())
+        self.continued = continued_forms(config.engine.continue_from_prefix, counts_pieces=kind.counts_pieces)
+        """Forms of streams that go on with another replica."""
+
         self.replicas = Replicas(key, self._on_change, self._wake)
         self._degradation = GracefulDegradation(self.serving.degraded_below, config.concurrency)
         self._terms = self._degradation.terms
         self._waiting: deque[asyncio.Future[None]] = deque()
         self.budget = RetryBudget()
         """Replaced as requests come and are tried again."""
+
+        self._poison: dict[bytes, float] = {}
+        """Digests of requests that have crashed replicas, and until when they are refused."""
 
         self._mean_s = 0.0
         self.metrics = Metrics(self)
@@ -102,7 +117,22 @@ class Router:
             return self.error(408, "the body did not come in time (inference.serving.client_timeout_s)", closing=True)
         if body is None:
             return self.error(413, "the body is too long (inference.serving.max_body_bytes)", closing=True)
+        if self._poison and self.is_poison(request, body):
+            self.metrics.refused("poison")
+            return self.error(422, f"a request like this has crashed {KILLS} replicas lately")
         return await Errand(self, request, body, deadline_s).run()
+
+    def is_poison(self, request: web.BaseRequest, body: bytes) -> bool:
+        """Whether the same request has crashed replicas lately."""
+        until_s = self._poison.get(_digest(request, body))
+        return until_s is not None and until_s > time.monotonic()
+
+    def remember_poison(self, request: web.BaseRequest, body: bytes) -> None:
+        """Refuse this request for a while."""
+        if len(self._poison) >= MOST_POISON:
+            self._poison.pop(next(iter(self._poison)))
+        self._poison[_digest(request, body)] = time.monotonic() + POISON_S
+        log.error("a request has crashed %d replicas; it is refused for %.0f s", KILLS, POISON_S)
 
     def _refusal(self, request: web.BaseRequest, left_s: float) -> web.Response | None:
         slots = self.replicas.ready * self._terms.concurrency
@@ -138,12 +168,15 @@ class Router:
 
     # The replicas
 
-    async def replica_for(self, deadline_s: float, without: set[str]) -> Replica | None:
+    async def replica_for(
+        self, deadline_s: float, without: set[str], *, is_suspect: bool = False
+    ) -> Replica | None:  # fmt: skip
         """One that has room, with the request begun on it; None where there is none before the deadline."""
         is_woken = False
         while True:
             is_next = is_woken or not self._waiting
-            if is_next and (replica := self.replicas.choose(self._terms.concurrency, without)) is not None:
+            limit = self._terms.concurrency
+            if is_next and (replica := self.replicas.choose(limit, without, is_suspect=is_suspect)) is not None:
                 replica.begin()
                 if is_woken:
                     self._wake()  # there may be room for more
@@ -262,3 +295,7 @@ class Router:
     async def close(self) -> None:
         """Let go of the replicas."""
         await self.replicas.close()
+
+
+def _digest(request: web.BaseRequest, body: bytes) -> bytes:
+    return hashlib.sha256(b"\0".join([request.method.encode(), request.raw_path.encode(), body])).digest()

@@ -63,7 +63,7 @@ def continued_forms(setting: str, *, counts_pieces: bool) -> frozenset[Form]:
     return frozenset({Form.TEXT} if setting == "auto" and counts_pieces else ())
 
 
-def form_of(path: str, body: Mapping[str, Any]) -> Form | None:
+def form_of(path: str, body: Mapping[str, Any], *, least_tokens: int = LEAST_TOKENS) -> Form | None:
     """The form of a request that may be continued; None for any other.
 
     A text must have a limit of tokens, since engines differ in what they do without one. A seed must not matter:
@@ -73,9 +73,9 @@ def form_of(path: str, body: Mapping[str, Any]) -> Form | None:
     if form is None or not all(_is_harmless(name, value) for name, value in body.items()):
         return None
     limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
-    if len(limits) > 1 or any(not _is_count(each) or each < LEAST_TOKENS for each in limits):
+    if len(limits) > 1 or any(not is_count(each) or each < least_tokens for each in limits):
         return None
-    if body.get("min_tokens") is not None and not _is_count(body["min_tokens"]):
+    if body.get("min_tokens") is not None and not is_count(body["min_tokens"]):
         return None
     if body.get("seed") is not None and body.get("temperature") not in (0, 0.0):
         return None
@@ -142,7 +142,7 @@ class JoinedAnswer:
         if isinstance(usage, Mapping):
             self._usage = dict(usage)
             counted = usage.get("completion_tokens")
-            self._tokens = counted if _is_count(counted) else before
+            self._tokens = counted if is_count(counted) else before
         if not choices:
             return
         choice = choices[0]
@@ -173,7 +173,7 @@ class JoinedAnswer:
         known = self._prefix.prompt_tokens
         if known is None and self._usage is not None and not self._prefix.text:
             known = self._usage.get("prompt_tokens")
-        prompt_tokens = known if _is_count(known) else None
+        prompt_tokens = known if is_count(known) else None
         return Prefix("".join(self._pieces[: self._cut]), self._cut_tokens, prompt_tokens)
 
     def body(self) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class JoinedAnswer:
         else:
             choice["message"] = {"role": "assistant", **self._message, "content": text}
         body = {**self._head, "object": self._form.value, "choices": [choice]}
-        return body if self._usage is None else {**body, "usage": _joined_usage(self._usage, self._prefix)}
+        return body if self._usage is None else {**body, "usage": joined_usage(self._usage, self._prefix)}
 
     def _text_of(self, choice: Mapping[str, Any]) -> str:
         for name, value in choice.items():
@@ -221,17 +221,19 @@ def error_in(event: Mapping[str, Any]) -> tuple[int, str] | None:
     if error is None:
         return None
     code = error.get("code") if isinstance(error, Mapping) else None
-    return (code if _is_count(code) and 400 <= code < 600 else 500), str(error)
+    return (code if is_count(code) and 400 <= code < 600 else 500), str(error)
 
 
-def _joined_usage(usage: Mapping[str, Any], prefix: Prefix) -> dict[str, Any]:
-    """What the continuing engine took for a part of the prompt was generated before.
+def joined_usage(usage: Mapping[str, Any], prefix: Prefix) -> dict[str, Any]:
+    """The usage of a whole answer, of that of an engine that continued it.
+
+    What the continuing engine took for a part of the prompt was generated before.
 
     It may have divided that into other tokens, so what is known of the request itself is better than a difference.
     """
     joined = dict(usage)
     prompt, completion = joined.get("prompt_tokens"), joined.get("completion_tokens")
-    if prefix.tokens and _is_count(prompt) and _is_count(completion):
+    if prefix.tokens and is_count(prompt) and is_count(completion):
         known = prefix.prompt_tokens
         joined["prompt_tokens"] = max(0, prompt - prefix.tokens) if known is None else known
         joined["completion_tokens"] = completion + prefix.tokens
@@ -245,5 +247,6 @@ def _is_harmless(name: str, value: Any) -> bool:
     return any(type(value) is type(each) and value == each for each in NEUTRAL.get(name, ()))
 
 
-def _is_count(value: object) -> TypeGuard[int]:
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether it is a whole number from 0 on, and no truth value."""
     return type(value) is int and value >= 0

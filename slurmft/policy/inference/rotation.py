@@ -23,17 +23,21 @@ class Load:
     avoided: bool = False
     """It fails what it gets, although it lives."""
 
+    suspected: int = 0
+    """The weight of the requests on it that may have crashed another one."""
 
-def choose(loads: Sequence[Load], *, limit: int, without: Collection[str] = ()) -> str | None:
+
+def choose(loads: Sequence[Load], *, limit: int, without: Collection[str] = (), is_suspect: bool = False) -> str | None:
     """The replica with the fewest requests in flight, the first of several; None where none has room.
 
     One of ``without``, where the request has failed before, is taken where no other has room; one that is avoided only
-    where the rotation has no other: a wait for a good one is better than another failure.
+    where the rotation has no other: a wait for a good one is better than another failure. A request that may have
+    crashed an engine goes where such have the least weight.
     """
     able = [each for each in loads if not each.avoided] or loads
     free = [each for each in able if each.in_flight < limit]
     fresh = [each for each in free if each.name not in without] or free
-    return min(fresh, key=lambda each: each.in_flight).name if fresh else None
+    return min(fresh, key=lambda each: (is_suspect and each.suspected, each.in_flight)).name if fresh else None
 
 
 @dataclass(frozen=True, slots=True)

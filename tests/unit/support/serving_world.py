@@ -52,10 +52,10 @@ class Engine:
         self.gate = Gate(KEY, connect)
         self.port = await self.gate.listen("127.0.0.1")
 
-    async def die(self) -> None:
+    async def die(self, *, crashed: bool = False) -> None:
         """As the death of its process: every connection breaks at once."""
         assert self.gate is not None
-        self.gate.say("ended")
+        self.gate.say("ended", crashed=crashed)
         self.gate.close()
         for connection in self._runner.server.connections:
             if connection.transport is not None:

@@ -48,15 +48,19 @@ def prompt_of(path: str, body: dict[str, Any]) -> str:
 
 
 class WordEngine:
-    """The model; ``on_token`` hears the digest of what each token follows, and may raise to break off."""
+    """The model; ``on_token`` hears the digest of what each token follows, and may raise to break off.
 
-    def __init__(self, pause_s: float, on_token: Callable[[str], None]) -> None:
-        self._pause_s, self._on_token = pause_s, on_token
+    Args:
+        events: of a stream, behind which it breaks off.
+    """
+
+    def __init__(self, pause_s: float, on_token: Callable[[str], object], *, events: int | None = None) -> None:
+        self._pause_s, self._on_token, self._events = pause_s, on_token, events
 
     def app(self) -> web.Application:
         app = web.Application()
         for path in ("/v1/completions", "/v1/chat/completions"):
-            app.router.add_post(path, self._complete)
+            app.router.add_post(path, self.complete)
         app.router.add_get("/health", self._healthy)
         return app
 
@@ -72,10 +76,10 @@ class WordEngine:
             context += token
             yield token
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
+    async def complete(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await request.json()
         is_chat = request.path.endswith("/chat/completions")
-        prompt, limit = prompt_of(request.path, body), body.get("max_tokens", 256)
+        prompt, limit = prompt_of(request.path, body), body.get("max_tokens") or 256
         head = {"id": "words", "created": 1, "model": "words"}
         usage = {"prompt_tokens": tokens_in(prompt), "completion_tokens": 0, "total_tokens": tokens_in(prompt)}
 
@@ -97,7 +101,15 @@ class WordEngine:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
 
+        left = self._events
+
         async def say(**facts: Any) -> None:
+            nonlocal left
+            if left == 0:
+                assert request.transport is not None
+                request.transport.abort()
+                raise ConnectionResetError
+            left = None if left is None else left - 1
             await response.write(b"data: " + json.dumps({**head, "object": kind, **facts}).encode() + b"\n\n")
 
         async for token in self._tokens(prompt, limit):
@@ -106,7 +118,8 @@ class WordEngine:
             await say(choices=[choice(token, None, whole=False)], usage=usage)
         reason = "length" if usage["completion_tokens"] == limit else "stop"
         await say(choices=[choice("", reason, whole=False)], usage=usage)
-        await say(choices=[], usage=usage)
+        if (body.get("stream_options") or {}).get("include_usage"):
+            await say(choices=[], usage=usage)
         await response.write(b"data: [DONE]\n\n")
         return response
 

@@ -1,0 +1,176 @@
+"""Random faults at random moments on an endpoint under constant load: each request is answered once, or has an error.
+
+As test_random_faults.py: the seed decides; ``SLURMFT_FAULT_SEEDS`` chooses seeds, ``SLURMFT_FAULTS_OUTPUT`` takes a
+line of JSON for each run. A hundred clients count what became of their requests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import yaml
+
+from slurm.cluster_faults import CLUSTER_KINDS, kill_one
+from slurm.storm import Kind, Storm, errors_in_logs, seeds
+from slurm.endpoints import EndpointRun
+from slurmft.inference.serving.endpoint import HighAvailabilityCluster
+from slurmft.lab.cluster import Lab
+
+pytestmark = [pytest.mark.slurm, pytest.mark.soak, pytest.mark.timeout(1800)]
+
+MAX_FAULTS = 40
+NODES = 3
+ENGINE = "^[^ ]*python[^ ]* [^ ]*/word_engine.py"
+HERE = Path(__file__).parent
+CLUSTER = (
+    "agent",
+    "zygote",
+    "srun",
+    "supervisor",
+    "TERM",
+    "power",
+    "power of the batch host",
+    "partition",
+    "slow node",
+)
+
+
+class Clients:
+    """A hundred clients on the login node, in a thread of ours."""
+
+    def __init__(self, run: EndpointRun) -> None:
+        self._run, self._told, self._error = run, {}, "the clients have not ended"
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
+
+    def _work(self) -> None:
+        argv = ["python", str(self._run.path.parent / "load.py"), "load", str(self._run.path)]
+        result = self._run.lab.run(argv, check=False, timeout=1700)
+        if result.returncode == 0:
+            self._told, self._error = json.loads(result.stdout), ""
+        else:
+            self._error = result.stderr[-2000:]
+
+    def result(self) -> tuple[dict[str, Any], str]:
+        """Counts, and what went wrong with the clients themselves."""
+        (self._run.path.parent / "enough").touch()
+        self._thread.join(300)
+        return self._told, self._error
+
+
+class ServingStorm(Storm):
+    name = "serving"
+    run: EndpointRun
+
+    def hosts(self) -> list[str]:
+        started = self.last("attempt started")
+        answering = [event for event in self.journal() if event.event == "node answers"]
+        if started is None:
+            return []
+        return sorted({event.details["node"] for event in answering if event.seconds() >= started.seconds()})
+
+    def signal_engine(self, signal: str) -> str | None:
+        hosts = self.hosts()
+        return kill_one(self, self.chance.choice(hosts), ENGINE, signal) if hosts else None
+
+    def signal_driver(self, signal: str) -> str | None:
+        if not (hosts := self.hosts()):
+            return None
+        host = self.chance.choice(hosts)
+        if not (pids := self.run.pids(host)):
+            return None
+        rank = self.chance.choice(sorted(pids))
+        sent = self.lab.run_on_as_admin(host, ["kill", f"-{signal}", pids[rank]], check=False)
+        return f"{signal} to replica {rank} on {host}" if sent.returncode == 0 else None
+
+    def signal_router(self, signal: str) -> str | None:
+        routers = HighAvailabilityCluster.read(self.run.path).routers
+        if not routers:
+            return None
+        router = self.chance.choice(routers)
+        listening = self.lab.run_on_as_admin(router.node, ["ss", "-tlnpH", f"sport = :{router.port}"], check=False)
+        if (found := re.search(r"pid=(\d+)", listening.stdout)) is None:
+            return None
+        sent = self.lab.run_on_as_admin(router.node, ["kill", f"-{signal}", found[1]], check=False)
+        return f"{signal} on {router.node}" if sent.returncode == 0 else None
+
+    def bad_client(self, how: str) -> str:
+        words = f"python {self.run.path.parent}/load.py {how} {self.run.path} {self.chance.randrange(1 << 20)}"
+        self.lab.run(["bash", "-c", f"for n in 1 2 3; do setsid {words} > /dev/null 2>&1 & done"])
+        return "three of them"
+
+    kinds: ClassVar = {
+        "engine": Kind(16, lambda storm: storm.signal_engine("KILL")),
+        "driver": Kind(10, lambda storm: storm.signal_driver("KILL")),
+        "engine stopped": Kind(8, lambda storm: storm.signal_engine("STOP")),
+        "driver stopped": Kind(6, lambda storm: storm.signal_driver("STOP")),
+        "router": Kind(10, lambda storm: storm.signal_router("KILL")),
+        "router stopped": Kind(4, lambda storm: storm.signal_router("STOP"), 15),
+        "slow client": Kind(5, lambda storm: storm.bad_client("slow")),
+        "garbage": Kind(5, lambda storm: storm.bad_client("garbage")),
+        **{name: CLUSTER_KINDS[name] for name in CLUSTER},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def stormy(lab: Lab, request: pytest.FixtureRequest) -> EndpointRun:
+    name = request.node.name.replace("[", "-").replace("]", "")
+    folder = lab.home / "endpoints" / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    shutil.copy(HERE / "serving_storm_load.py", folder / "load.py")
+    shutil.copy(HERE.parent / "unit" / "support" / "word_engine.py", folder)
+    run = EndpointRun(lab, folder / "run", folder / "serve.yaml")
+    section = {
+        "engine": {"command": ["python", str(folder / "word_engine.py"), "{port}", "0.1", "/dev/null"],
+                   "continue_from_prefix": "always"},
+        "replicas_per_node": 2, "concurrency": 64, "hang_timeout_s": 6, "max_restarts": 50, "max_retries": 20,
+        "serving": {"restart_window_s": 15, "client_timeout_s": 5},
+    }  # fmt: skip
+    config = {
+        "run_folder": str(run.path), "nodes": NODES, "inference": section, "slurm": {"partition": "low"},
+        "exclusions": {"path": str(folder / "exclusions"), "threshold": 1000, "probation": 999},
+        "fault_tolerance": {"num_in_job_restarts": 100, "num_job_retries_on_failure": 100, "retry_delay_s": 0,
+                            "max_no_progress_cycles": 100, "max_retry_delay_s": 1, "agent_timeout_s": 3,
+                            "supervisor_lease_s": 6},
+    }  # fmt: skip
+    run.config.write_text(yaml.safe_dump(config))
+    for path in (folder.parent, folder, *folder.iterdir()):
+        os.chown(path, lab.uid, lab.gid)
+    return run
+
+
+@pytest.mark.parametrize("seed", seeds())
+def test_random_serving_faults(stormy: EndpointRun, seed: int) -> None:
+    run, storm = stormy, ServingStorm(stormy, seed)
+    run.submit()
+    clients = Clients(run)
+    with storm.ending() as failures:
+        run.wait_for_step(100)
+        while len(storm.done) < MAX_FAULTS and not storm.is_over():
+            storm.wait(storm.chance.uniform(0.2, 1.5))
+            if storm.is_settled() or storm.chance.random() < 0.1:
+                storm.strike()
+        storm.wait(5)
+        if storm.is_over():
+            failures.append("the run has ended by itself")
+    told, error = clients.result()
+    failures += [error] if error else []
+    failures += [f"an error of ours: {error}" for error in errors_in_logs(run)]
+    failures += storm.unexplained_waits()
+    for kind, count in told.items():
+        if count["wrong"]:
+            failures.append(f"neither answered nor refused: {kind}: {count['wrong']}")
+        if kind.startswith("our") and count["refused"]:
+            failures.append(f"an error of our client: {kind}: {count['refused']}")
+    run.slurmft("stop", str(run.path), check=False)
+    deaths, ended, lost = (len(run.events(name)) for name in ("replica died", "router ended", "agent lost"))
+    storm.record(failures, clients=told, deaths=deaths, routers=ended, nodes_lost=lost)
+    assert failures == [], storm.story()
