@@ -39,6 +39,7 @@ ALLOWED = {
     "trainer": {*_BESIDE_THE_TRAINER, "trainer"},
     "worker": {*_BESIDE_THE_TRAINER, "trainer", "worker"},
     "checkpoint": {*_BESIDE_THE_TRAINER, "trainer", "checkpoint"},
+    "integrations": {"", *_BESIDE_THE_TRAINER, "trainer", "worker", "checkpoint", "integrations"},
     "health": {"errors", "system", "policy", "config", "storage", "scheduler", "health"},
     "operations": {*_SHARED, "inference", "supervisor", "agent", "health", "operations"},
     "compat": {"errors", "policy", "config", "worker", "health", "compat"},
@@ -57,7 +58,7 @@ ALLOWED = {
         "compat",
         "cli",
     },
-    "examples": {"", "errors", "config", "worker", "checkpoint", "examples"},
+    "examples": {"", "errors", "config", "worker", "checkpoint", "integrations", "examples"},
     "": {
         "cli",
         "errors",
@@ -75,7 +76,9 @@ HOMES = {
     "yaml": ("config/yaml_text.py",),
     "submitit": ("scheduler/submission.py",),
     "filelock": ("storage/", "lab/"),
-    "torch": ("trainer/", "worker/", "checkpoint/", "examples/", "compat/megatron.py"),
+    "torch": ("trainer/", "worker/", "checkpoint/", "examples/", "integrations/", "compat/megatron.py"),
+    "transformers": ("integrations/huggingface.py",),
+    "accelerate": ("examples/",),
     "numpy": (
         "inference/",
         "policy/timing/straggler",
@@ -156,7 +159,7 @@ def test_each_heavy_dependency_has_one_home(dependency):
 def test_only_the_trainers_own_code_imports_the_worker():
     importers = {
         module for module in MODULES for name in imported(module)
-        if name.startswith("slurmft.worker") and not module.startswith(("worker/", "examples/"))
+        if name.startswith("slurmft.worker") and not module.startswith(("worker/", "examples/", "integrations/"))
     }  # fmt: skip
     # names of another package, for trainers
     assert importers == {"__init__.py", "compat/__init__.py", "compat/megatron.py"}

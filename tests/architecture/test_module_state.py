@@ -15,6 +15,9 @@ ROOT = Path(slurmft.__file__).parent
 ALLOWED: Mapping[str, str] = {
     "checkpoint/writer/spawned_writer.py: _living": "a fork of the process must close the sockets of all its writers",
     "compat/megatron.py: _Process.machine": "get_rerun_state_machine() takes no argument, in Megatron as here",
+    "integrations/huggingface.py: SlurmftCallback._in_charge": "two callbacks of one Trainer find each other",
+    "integrations/huggingface.py: SlurmftCallback._said_idle": "it is said once, for all Trainers of the process",
+    "integrations/huggingface.py: SlurmftCallback._session": "a process has one session, and may have many Trainers",
     "supervisor/signals.py: _kept": "signals come to the process, also between two listeners",
     "supervisor/signals.py: _listeners": "a signal handler has no other way to the listener of its process",
     "trainer/savers.py: SAVERS": "session and managers of a process find each other, and neither needs the other",
