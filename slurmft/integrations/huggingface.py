@@ -14,13 +14,10 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-import torch.distributed as dist
-
 from slurmft.errors import UsageError
 from slurmft.integrations import finished_folders
+from slurmft.integrations.ranks import common_steps, wait_for_all
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, StopAction
-from slurmft.trainer.host_group import host_group
 from slurmft.worker.framework_loop import FrameworkLoop
 from slurmft.worker.session import Session, start_session
 
@@ -28,9 +25,6 @@ LOWEST, NEWEST = (4, 57), (5, 23)
 """Versions of transformers that are tested; newer ones are tried."""
 
 _INSTALL = "pip install 'slurmft[huggingface]'"
-_COMPARED = 64
-"""Of so many newest folders the ranks find one that all of them can read."""
-
 try:
     import transformers
 except ImportError as missing:
@@ -100,8 +94,7 @@ class SlurmftCallback(transformers.TrainerCallback):  # type: ignore[misc]
         step = int(state.global_step)
         if args.should_save:
             finished_folders.begin(Path(args.output_dir), step)
-        if dist.is_initialized():
-            host_group()  # here, where all ranks pass
+        wait_for_all()  # no rank saves before that
         self._committed, self._is_at_epochs_end = step, False
         self._loop = FrameworkLoop(session, start=step, until=int(state.max_steps))
 
@@ -160,13 +153,13 @@ class SlurmftCallback(transformers.TrainerCallback):  # type: ignore[misc]
         step, folder = int(state.global_step), _folder(args, state)
         if args.local_process_index == 0:
             finished_folders.make_durable(folder)
-        _wait_for_all()
+        wait_for_all()
         if args.should_save:
             finished_folders.mark(folder, step, args.world_size)
         self._committed = step
         if args.should_save and self._limit is not None and self._limit > 0:
             finished_folders.prune(folder.parent, limit=self._limit, newest=step, best=state.best_model_checkpoint)
-        _wait_for_all()  # a save is over when the marker is there
+        wait_for_all()  # a save is over when the marker is there
         loop.saved(step)
         if not self._is_at_epochs_end:
             loop.answer()
@@ -198,11 +191,8 @@ def last_good_checkpoint(output_dir: str | Path) -> str | None:
     Raises:
         OSError: the folder cannot be read.
     """
-    parent = Path(output_dir)
-    steps = finished_folders.finished_steps(parent)[-_COMPARED:]
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        steps = _common(steps, parent)
-    return str(parent / f"checkpoint-{steps[-1]}") if steps else None
+    steps = common_steps(Path(output_dir))
+    return str(Path(output_dir) / f"checkpoint-{steps[-1]}") if steps else None
 
 
 def check_version(version: str) -> None:
@@ -230,22 +220,3 @@ def _check_settings(args: Any) -> None:
 
 def _folder(args: Any, state: Any) -> Path:
     return Path(args.output_dir) / f"checkpoint-{int(state.global_step)}"
-
-
-def _wait_for_all() -> None:
-    if dist.is_initialized():
-        dist.all_reduce(torch.zeros(1), group=host_group())
-
-
-def _common(steps: list[int], parent: Path) -> list[int]:
-    """The steps that all ranks have found."""
-    mine = torch.full((_COMPARED,), -1, dtype=torch.int64)
-    mine[: len(steps)] = torch.tensor(steps, dtype=torch.int64)
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, mine, group=host_group())
-    found = [set(row.tolist()) - {-1} for row in rows]
-    common = sorted(set.intersection(*found))
-    if not common and any(found):
-        lacking = [rank for rank, each in enumerate(found) if not each]
-        log.warning("ranks %s find no finished checkpoint in %s, others do: is it on a shared disk?", lacking, parent)
-    return common
