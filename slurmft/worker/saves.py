@@ -76,6 +76,12 @@ class Saves:
             self._staged, self._failures_then = step, page[Slot.SAVE_FAILURES]
         return self._ended(step, began_ns, worked=SAVERS.outcome is not Outcome.SKIPPED)
 
+    def note_saved(self, step: int, seconds: float) -> None:
+        """A framework has saved in its own way: on disk, the parts of all ranks, ``seconds`` after it began."""
+        self._listener.on_saved(step, seconds, for_all=True)
+        if self._is_lead:
+            log.info("saved step %d in %.2f s", step, seconds)
+
     def begin(self, start: int, function: SaveFunction) -> SavePace:
         """The trainer's loop begins at step ``start`` and saves with ``function``; returns when it is to do so.
 

@@ -60,7 +60,7 @@ ALLOWED = {
         "compat",
         "cli",
     },
-    "examples": {"", "errors", "config", "worker", "checkpoint", "examples"},
+    "examples": {"", "errors", "config", "worker", "checkpoint", "integrations", "examples"},
     "": {
         "cli",
         "errors",
@@ -79,6 +79,8 @@ HOMES = {
     "submitit": ("scheduler/submission.py",),
     "filelock": ("storage/", "lab/"),
     "torch": ("trainer/", "worker/", "checkpoint/", "examples/", "integrations/", "compat/megatron.py"),
+    "transformers": ("integrations/huggingface.py",),
+    "accelerate": ("examples/",),
     "numpy": (
         "inference/",
         "policy/timing/straggler",

@@ -1,0 +1,222 @@
+"""Hugging Face's Trainer, and those that are built on it, such as TRL's:
+
+    trainer = Trainer(..., callbacks=[SlurmftCallback()])
+    trainer.train(resume_from_checkpoint=last_good_checkpoint(args.output_dir))
+
+The Trainer saves in its own way. slurmft says before which step all ranks do so, notes which folders are finished on
+every rank, and ends the workers after the save where the run is to stop. Outside of a run it does nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+from slurmft.errors import UsageError
+from slurmft.integrations import finished_folders
+from slurmft.integrations.ranks import common_steps, wait_for_all
+from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, StopAction
+from slurmft.worker.framework_loop import FrameworkLoop
+from slurmft.worker.session import Session, start_session
+
+LOWEST, NEWEST = (4, 57), (5, 23)
+"""Versions of transformers that are tested; newer ones are tried."""
+
+_INSTALL = "pip install 'slurmft[huggingface]'"
+try:
+    import transformers
+except ImportError as missing:
+    raise UsageError("slurmft.integrations.huggingface needs transformers", hint=_INSTALL) from missing
+
+log = logging.getLogger(__name__)
+
+
+class SlurmftCallback(transformers.TrainerCallback):  # type: ignore[misc]
+    """Stops, saves and progress of a Trainer under slurmft.
+
+    A stop (a preemption, the time limit, ``slurmft stop``) and ``slurmft save`` make all ranks save after the same
+    step, without a collective in the steps between. An evaluation that is due at that step comes first, as ever.
+    ``save_total_limit`` is kept by this callback, after each save, so that the newest finished folder is never
+    removed.
+
+    Raises (in the ``train`` method):
+        PlannedStop: the run was asked to stop, and its state is saved.
+        UsageError: a Trainer has two of these callbacks, or settings with which nothing could be resumed.
+    """
+
+    _in_charge: ClassVar[SlurmftCallback | None] = None
+    _session: ClassVar[Session | None] = None
+    _said_idle: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        """
+        Raises:
+            UsageError: this version of transformers is not supported.
+        """
+        check_version(transformers.__version__)
+        self._loop: FrameworkLoop | None = None
+        self._control: Any = None
+        self._limit: int | None = None
+        self._committed = -1
+        self._is_at_epochs_end = False
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The process group exists now: join the run."""
+        if PAGE_VARIABLE not in os.environ:
+            if not SlurmftCallback._said_idle and args.should_log:
+                log.warning("this is not a run of slurmft (slurmft submit): SlurmftCallback does nothing")
+            SlurmftCallback._said_idle = True
+            return
+        _check_settings(args)
+        if SlurmftCallback._session is None:
+            SlurmftCallback._session = start_session()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        session = SlurmftCallback._session
+        if session is None:
+            return
+        if PAGE_VARIABLE in os.environ:
+            _check_settings(args)
+        other = SlurmftCallback._in_charge
+        if other is not None and other is not self and other._control is control:
+            raise UsageError("this Trainer has two SlurmftCallbacks", hint="give it one")
+        if state.is_hyper_param_search:
+            raise UsageError(
+                "SlurmftCallback does not support hyperparameter_search(), whose trials have folders of their own",
+                hint="submit one run for each trial",
+            )
+        SlurmftCallback._in_charge, self._control = self, control
+        if self._limit is None:
+            # HF would remove the last finished folder before the new one is finished on every rank
+            self._limit, args.save_total_limit = args.save_total_limit, None
+        step = int(state.global_step)
+        if args.should_save:
+            finished_folders.begin(Path(args.output_dir), step)
+        wait_for_all()  # no rank saves before that
+        self._committed, self._is_at_epochs_end = step, False
+        self._loop = FrameworkLoop(session, start=step, until=int(state.max_steps))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        loop = self._loop
+        if loop is not None and loop.is_busy:
+            loop.training()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        loop = self._loop
+        if loop is None:
+            return
+        pending = loop.step_done(state.global_step)
+        # what is due at an epoch's end belongs to this step, and comes right after it
+        self._is_at_epochs_end = float(state.epoch).is_integer()
+        if pending is not StopAction.NONE and not self._is_at_epochs_end:
+            control.should_save = True
+        self._announce(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        loop = self._loop
+        if loop is None:
+            return
+        self._is_at_epochs_end = False
+        is_saved = self._committed == state.global_step
+        if loop.pending is not StopAction.NONE:
+            if is_saved and not control.should_save and not control.should_evaluate:
+                loop.answer()
+                return
+            control.should_save = True
+        if is_saved and control.should_save and args.should_save:
+            finished_folders.withdraw(_folder(args, state))
+        self._announce(control)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._loop is not None and self._loop.is_busy:
+            self._loop.evaluating()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        loop = self._loop
+        if loop is None:
+            return
+        loop.training()
+        if control.should_save:
+            loop.saving()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        session = SlurmftCallback._session
+        if session is not None and self._loop is not None and logs and "loss" in logs:
+            session.report(loss=float(logs["loss"]))
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        loop = self._loop
+        if loop is None:
+            return
+        step, folder = int(state.global_step), _folder(args, state)
+        if args.local_process_index == 0:
+            finished_folders.make_durable(folder)
+        wait_for_all()
+        if args.should_save:
+            finished_folders.mark(folder, step, args.world_size)
+        self._committed = step
+        if args.should_save and self._limit is not None and self._limit > 0:
+            finished_folders.prune(folder.parent, limit=self._limit, newest=step, best=state.best_model_checkpoint)
+        wait_for_all()  # a save is over when the marker is there
+        loop.saved(step)
+        if not self._is_at_epochs_end:
+            loop.answer()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._loop is None:
+            return
+        self._loop.end()
+        self._loop, SlurmftCallback._in_charge = None, None
+        args.save_total_limit, self._limit = self._limit, None
+
+    def _announce(self, control: Any) -> None:
+        """Say what the Trainer does before its next step."""
+        assert self._loop is not None
+        if control.should_evaluate:
+            self._loop.evaluating()
+        elif control.should_save:
+            self._loop.saving()
+
+
+def last_good_checkpoint(output_dir: str | Path) -> str | None:
+    """The newest folder ``checkpoint-STEP`` in ``output_dir`` that is finished on every rank; None where there is none.
+
+    For ``train(resume_from_checkpoint=...)``. Where the ranks of the run are connected already (that is so when
+    ``TrainingArguments`` exist), all of them get the same answer: the newest one that each of them can read. It counts
+    as finished when its marker says so and its files have the sizes in it. Folders that the Trainer wrote without this
+    callback count as well, as long as none of their files is missing or cut off.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    steps = common_steps(Path(output_dir))
+    return str(Path(output_dir) / f"checkpoint-{steps[-1]}") if steps else None
+
+
+def check_version(version: str) -> None:
+    """Return when this version of transformers is supported.
+
+    Raises:
+        UsageError: it is too old, or no version.
+    """
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    if numbers < LOWEST:
+        raise UsageError(
+            f"transformers {version} is not supported: SlurmftCallback needs {LOWEST[0]}.{LOWEST[1]} or newer",
+            hint=_INSTALL,
+        )
+    if numbers > NEWEST:
+        log.info("transformers %s is newer than those that were tested (up to %d.%d)", version, *NEWEST)
+
+
+def _check_settings(args: Any) -> None:
+    if args.save_only_model:
+        raise UsageError("save_only_model=True: a stop would save nothing to resume from", hint="leave it out")
+    if getattr(args, "enable_jit_checkpoint", False):
+        raise UsageError("enable_jit_checkpoint=True: two would save at a stop", hint="leave it out under slurmft")
+
+
+def _folder(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{int(state.global_step)}"

@@ -1,0 +1,113 @@
+"""Hugging Face's Trainer on the lab, with two lines for slurmft: real stops, and the weights of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slurm.conftest import Run
+from slurmft.integrations.finished_folders import MARKER, finished_steps
+from slurmft.lab.cluster import Lab
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+pytest.importorskip("transformers")
+
+NewRun = Callable[..., Run]
+TRAINER = ["python", str(Path(__file__).parent / "trainers" / "hf_trainer.py")]
+STEPS = 40
+"""Of 8 epochs with 5 steps each."""
+
+SOAK_STOPS = 100
+
+
+def training(new_run: NewRun, name: str, *options: str, delay: float = 0.1, **changes: object) -> Run:
+    run = new_run(name)
+    run.configure(command=[*TRAINER, f"--output={run.path}/out", f"--delay={delay}", "--epochs=8", *options], **changes)
+    return run
+
+
+def term(run: Run) -> None:
+    """What Slurm sends at a preemption: TERM to the job."""
+    run.lab.run(["scancel", "--batch", "--signal=TERM", run.folder.jobs()[-1]])
+
+
+def stop_at(run: Run, number: int, steps: random.Random) -> int:
+    """TERM at a random step of what is left; returns the step at which all ranks have saved."""
+    started = run.wait_for("attempt started", number)
+    assert started
+    now = (run.folder.progress() or {}).get("step") or 0
+    run.wait_for_step(now + steps.randint(1, 6))
+    term(run)
+    saved = run.wait_for("stop saved", number)
+    agreed = run.events("stop agreed")[number - 1].details["step"]
+    assert saved.details["step"] == agreed, run.story()
+    return int(agreed)
+
+
+@pytest.fixture(scope="module")
+def calm(lab: Lab) -> dict[str, str]:
+    """Digests of undisturbed runs, by what was asked of them."""
+    return {}
+
+
+def undisturbed(calm: dict[str, str], new_run: NewRun, *options: str) -> str:
+    key = " ".join(options)
+    if key not in calm:
+        run = training(new_run, f"calm-{abs(hash(key))}", *options, delay=0.0)
+        run.submit()
+        run.wait_until_done()
+        calm[key] = run.digest()
+    return calm[key]
+
+
+def test_stops_at_random_moments_lose_nothing(lab: Lab, new_run: NewRun, calm: dict[str, str]) -> None:
+    run = training(new_run, "hf-stops")
+    run.submit()
+    moments = random.Random(20)
+    steps = [stop_at(run, number, moments) for number in (1, 2)]
+    run.wait_until_done()
+
+    assert steps == sorted(steps)
+    resumed = [int(step) for step in re.findall(r"resumed from \S+-(\d+)", run.output())]
+    assert resumed == [steps[-1]], run.output()
+    assert run.digest() == undisturbed(calm, new_run)
+    out = run.path / "out"
+    assert finished_steps(out) == [30, STEPS], "save_total_limit=2"
+    marker = json.loads((out / f"checkpoint-{STEPS}" / MARKER).read_text())
+    assert (marker["step"], marker["ranks"]) == (STEPS, 4)
+    assert "rng_state_3.pth" in marker["files"]
+    status = json.loads(run.slurmft("status", str(run.path), "--json"))
+    assert f'"step": {STEPS}' in json.dumps(status)
+
+
+def test_a_save_on_request_and_a_stop_by_hand(lab: Lab, new_run: NewRun) -> None:
+    run = training(new_run, "hf-save")
+    run.submit()
+    run.wait_for_step(3)
+    run.slurmft("save", str(run.path))
+    step = run.wait_for("save requested").details["step"]
+    run.wait_for_saved(step)
+    assert step in finished_steps(run.path / "out")
+    run.slurmft("stop", str(run.path), "--timeout", "60")
+    saved = run.wait_for("stop saved").details["step"]
+    assert finished_steps(run.path / "out")[-1] == saved > step
+    assert (run.folder.progress() or {})["metric"] == pytest.approx(3.0, abs=0.5), "the loss is shown"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(6 * 3600)
+@pytest.mark.parametrize("seed", range(SOAK_STOPS // 4))
+def test_a_hundred_stops(lab: Lab, new_run: NewRun, calm: dict[str, str], seed: int) -> None:
+    """Four in each run."""
+    run = training(new_run, f"hf-soak-{seed}")
+    run.submit()
+    moments = random.Random(seed)
+    for number in range(1, 5):
+        stop_at(run, number, moments)
+    run.wait_until_done()
+    assert run.digest() == undisturbed(calm, new_run)
