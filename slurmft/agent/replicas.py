@@ -27,7 +27,7 @@ from slurmft.policy.inference.devices import devices_of
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.background import Background
 from slurmft.system.foreign_text import one_line
-from slurmft.system.opening import read_part
+from slurmft.system.opening import read_part, read_text
 
 LOG_BYTES, MAX_WORDS = 4096, 300
 COMMAND = (sys.executable, "-m", "slurmft.inference.driver")
@@ -105,17 +105,26 @@ class Replicas:
                 if self._draining is None or self._draining.done():
                     self._draining = asyncio.create_task(self._pool.drain(call.within_s))
             case RenewReplica() if call.replica < len(self._pool.replicas) and is_config_name(call.config):
-                self._renew(call)
+                self._background.start(self._renew(call))
             case _:
                 return False
         return True
 
-    def _renew(self, call: RenewReplica) -> None:
-        if self._configs.get(call.replica, OWN_CONFIG) == call.config:
-            self._pool.tell_state(self._pool.replicas[call.replica])
-            return
+    async def _renew(self, call: RenewReplica) -> None:
+        before = self._configs.get(call.replica, OWN_CONFIG)
+        # the run's own is that of the last update that was done
+        is_same = before == call.config or await asyncio.to_thread(self._are_same, before, call.config)
         self._configs[call.replica] = call.config
-        self._background.start(self._pool.renew(call.replica, call.within_s))
+        if is_same:
+            self._pool.tell_state(self._pool.replicas[call.replica])
+        else:
+            await self._pool.renew(call.replica, call.within_s)
+
+    def _are_same(self, *names: str) -> bool:
+        try:
+            return len({read_text(self._run.path / name) for name in names}) == 1
+        except (OSError, UnicodeDecodeError):
+            return False
 
     @property
     def _router_rank(self) -> int:

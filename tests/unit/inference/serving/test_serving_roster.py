@@ -12,7 +12,7 @@ from slurmft.config.inference import InferenceConfig
 from slurmft.inference.replica_health import AutoRestartManager
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster
 from slurmft.inference.serving.roster import Roster
-from slurmft.ipc.calls import Call, Members
+from slurmft.ipc.calls import Call, Members, ReplicaPlace
 from slurmft.ipc.reports import ReplicaDied, ReplicaPhase, RouterPhase
 
 
@@ -148,3 +148,23 @@ def test_restarts_of_an_endpoint_are_counted_within_a_window() -> None:
 def test_each_replica_has_restarts_of_its_own(window_s: float | None) -> None:
     manager = AutoRestartManager(0, window_s=window_s, clock=lambda: 0.0)
     assert manager.failed(0) is None and manager.failures(1) == 0
+
+
+def test_a_handover_gives_the_routers_the_heirs_replicas_and_then_ends_them(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    for node in range(2):
+        cluster.join(node)
+        cluster.replica(node, 0)
+        cluster.router(node)
+    readiness = cluster.roster.readiness()
+    assert (readiness.ready, readiness.routers, readiness.routers_wanted) == (2, 2, 2)
+    heirs = [ReplicaPlace(name="n0.0/0#1.1", hosts=("n0",), port=5000)]
+    cluster.roster.hand_over(heirs, "7")
+    told = cluster.told[0]
+    assert [place.name for place in told.replicas] == ["n0.0/0#1.1", "n1.1/0#2.1", "n0.0/0#1.1@7"]
+    assert told.expected == 1 and cluster.with_router == [0, 1]
+    cluster.roster.retire()
+    assert cluster.with_router == []
+    cluster.router(0, "ended")
+    cluster.router(1, "ended")
+    assert cluster.roster.cluster.routers == ()
