@@ -190,7 +190,8 @@ class Replicas:
         self._start_one(rank, environment, command)
 
     def _start_router(self, rank: int, socket: str, port: int) -> None:
-        settings = RouterSettings(socket=socket, config=str(self._run.config), node=self._host, port=port)
+        settings = RouterSettings(socket=socket, config=str(self._run.config), node=self._host, hosts=self._hosts,
+                                  port=port)  # fmt: skip
         environment = common_environment(self._config, self._environment) | {ROUTER_VARIABLE: settings.as_text()}
         self._start_one(rank, environment, ROUTER_COMMAND)
 

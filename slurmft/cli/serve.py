@@ -50,7 +50,8 @@ def serve(
         from slurmft.operations.endpoint import prepare_endpoint
 
         folder, headers = (shlex.quote(str(path)) for path in (settings.run_folder, prepare_endpoint(settings)))
-        say(f'test it with: curl -H @{headers} "$(slurmft endpoint {folder} --timeout 600)/v1/models"')
+        own = f'--cacert "$(slurmft endpoint {folder} --ca-file)" ' if settings.inference.serving.tls_own else ""
+        say(f'test it with: curl {own}-H @{headers} "$(slurmft endpoint {folder} --timeout 600)/v1/models"')
     return submit_run(settings, sbatch_options, dry_run=dry_run, strict=False, wait=wait, cluster=cluster)
 
 
@@ -58,14 +59,21 @@ def serve(
 @own_run_argument
 @click.option("--header-file", is_flag=True, help="Print the path of a file with the header that has the token, for "
               "curl -H @FILE, instead.")  # fmt: skip
+@click.option("--ca-file", "ca", is_flag=True, help="Print the path of the certificate to trust, for curl --cacert, "
+              "where the endpoint makes its own (inference.serving.tls_own), instead.")  # fmt: skip
 @click.option("--timeout", default=0.0, type=Amount(0, MAX_TIMEOUT_S), show_default=True,
               help="Seconds to wait until a router takes connections.")  # fmt: skip
-def endpoint(*, run: RunFolder, header_file: bool, timeout: float) -> int:
+def endpoint(*, run: RunFolder, header_file: bool, ca: bool, timeout: float) -> int:
     """Print the address of a router of the endpoint RUN that lives."""
-    from slurmft.inference.serving.endpoint import headers_file
+    from slurmft.inference.serving.endpoint import ca_file, headers_file
     from slurmft.operations.endpoint import living_url
 
     if not (headers := headers_file(run.path)).is_file():
         raise UsageError(f"run {run.path.name} is no endpoint", hint="slurmft serve starts one")
+    if ca:
+        if not (path := ca_file(run.path)).is_file():
+            raise UsageError(f"run {run.path.name} makes no certificates of its own", hint="inference.serving.tls_own")
+        say(str(path))
+        return 0
     say(str(headers) if header_file else living_url(run, within_s=timeout))
     return 0

@@ -32,6 +32,11 @@ class ServingConfig(Section):
     tls_key: Folder | None = None
     """Its private key, a PEM file of mode 0600."""
 
+    tls_own: bool = False
+    """Routers speak HTTPS with certificates that the run makes itself: an authority in its run folder, which clients
+    trust (``serving/ca.pem``), and a new key and certificate for each start of a router, with the names and addresses of
+    its node. Needs ``openssl`` on the nodes."""
+
     max_queue: Count = Field(default=1024, ge=0)
     """Requests that may wait in a router for a free replica; more are refused at once with 429."""
 
@@ -68,7 +73,14 @@ class ServingConfig(Section):
     def _has_both(self) -> Self:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("give tls_certificate and tls_key, or neither")
+        if self.tls_own and self.tls_certificate is not None:
+            raise ValueError("give tls_own, or tls_certificate and tls_key")
         return self
+
+    @property
+    def is_https(self) -> bool:
+        """Whether the routers speak HTTPS."""
+        return self.tls_own or self.tls_certificate is not None
 
     @field_validator("allow_paths")
     @classmethod

@@ -30,6 +30,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 
 from slurmft.errors import SlurmftError, StorageError
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster, token_of
+from slurmft.inference.serving.endpoint import ca_file as own_ca_file
 from slurmft.inference.serving.handshake import notice_lost_peers
 from slurmft.policy.inference.answers import retry_after_s
 from slurmft.policy.inference.joined_streams import CONTINUED, JoinedStream, Unjoinable
@@ -92,12 +93,15 @@ class Client:
 
     @classmethod
     def of_run(cls, run_folder: str | Path, *, ca_file: Path | None = None) -> Self:
-        """A client of the endpoint with this run folder, which must be the caller's own.
+        """A client of the endpoint with this run folder, which must be the caller's own; certificates that the run has
+        made itself are trusted.
 
         Raises:
             UsageError: its token cannot be read.
         """
         path = Path(run_folder).absolute()
+        if ca_file is None and (own := own_ca_file(path)).exists():
+            ca_file = own
         return cls(token=token_of(path), run_folder=path, ca_file=ca_file)
 
     # One answer

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import LaunchError
+from slurmft.inference.serving.certificates import prepare_authority
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster, headers_file, prepare
 from slurmft.storage.run_folder import RunFolder
 
@@ -20,7 +21,7 @@ def prepare_endpoint(settings: RunConfig) -> Path:
     """Make the run folder and the secrets of the endpoint; returns the file with the header that has the token.
 
     Raises:
-        UsageError: the user's token cannot be used.
+        UsageError: the user's token cannot be used, or no certificate be made.
         StorageError: the run folder cannot be written.
     """
     if settings.inference is None or settings.inference.serving is None:
@@ -28,6 +29,8 @@ def prepare_endpoint(settings: RunConfig) -> Path:
     run = RunFolder(settings.run_folder)
     run.create()
     prepare(run.path, settings.inference.serving.token_file)
+    if settings.inference.serving.tls_own:
+        prepare_authority(run.path)
     return headers_file(run.path)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import urllib.error
@@ -20,7 +21,7 @@ import yaml
 
 from slurm.conftest import eventually
 from slurmft.inference import Client
-from slurmft.inference.serving.endpoint import HighAvailabilityCluster, headers_file, token_of
+from slurmft.inference.serving.endpoint import HighAvailabilityCluster, ca_file, headers_file, token_of
 from slurmft.storage.run_folder import RunFolder
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
@@ -63,10 +64,15 @@ class Endpoint:
     def status(self, url: str) -> int:
         request = urllib.request.Request(f"{url}/status", headers=self.headers)
         try:
-            with urllib.request.urlopen(request, timeout=5) as answer:
+            with urllib.request.urlopen(request, timeout=5, context=self.trusted) as answer:
                 return int(json.load(answer)["replicas"]["ready"])
         except (OSError, urllib.error.URLError):
             return -1
+
+    @property
+    def trusted(self) -> ssl.SSLContext | None:
+        path = ca_file(self.folder.path)
+        return ssl.create_default_context(cafile=str(path)) if path.exists() else None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -140,6 +146,24 @@ def test_what_a_user_does(endpoint: Endpoint) -> None:
     eventually(lambda: (endpoint.folder.progress() or {}).get("step", 0) >= 5, 10, "requests count as steps")
     status = json.loads(endpoint.slurmft("status", str(endpoint.folder.path), "--json"))
     assert status["state"] == "running" and status["step"] >= 5
+
+
+def test_an_endpoint_with_certificates_of_its_own(tmp_path: Path) -> None:
+    endpoint = Endpoint(tmp_path / "endpoint", serving={"tls_own": True})
+    said = endpoint.slurmft("serve", str(endpoint.config), "--cluster", "local")
+    try:
+        endpoint.wait_for(2, 4)
+        line = next(each for each in said.splitlines() if "curl" in each).partition(": ")[2]
+        environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        curl = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment, check=True)
+        assert json.loads(curl.stdout)["data"][0]["id"] == "m"
+        url = endpoint.slurmft("endpoint", str(endpoint.folder.path)).strip()
+        assert url.startswith("https://")
+        assert subprocess.run(["curl", "-s", f"{url}/v1/models"], check=False).returncode == 60, "not trusted"
+        with Client.of_run(endpoint.folder.path) as client:
+            assert client.get("/v1/models").status == 200
+    finally:
+        endpoint.slurmft("stop", str(endpoint.folder.path), "--timeout", "30")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ serving/            mode 0700
     token           what clients must show; mode 0600, as all of them
     headers         the same as a header, for ``curl -H @headers``
     key             by which routers and replicas of the run know each other
+    ca.pem          what clients trust, where the run makes its own certificates
 """
 
 from __future__ import annotations
@@ -128,6 +129,11 @@ def folder_of(run_folder: Path) -> Path:
 def headers_file(run_folder: Path) -> Path:
     """For ``curl -H @file``."""
     return folder_of(run_folder) / "headers"
+
+
+def ca_file(run_folder: Path) -> Path:
+    """The certificates that clients of an endpoint with certificates of its own trust."""
+    return folder_of(run_folder) / "ca.pem"
 
 
 def prepare(run_folder: Path, token_file: Path | None) -> None:

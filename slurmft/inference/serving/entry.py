@@ -25,6 +25,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from slurmft.config.config import load
 from slurmft.config.inference import InferenceConfig
 from slurmft.errors import LaunchError, UsageError
+from slurmft.inference.serving.certificates import context_for
 from slurmft.inference.serving.endpoint import is_local, key_of, token_in, token_of
 from slurmft.inference.serving.handshake import listening_socket
 from slurmft.inference.serving.router import Router
@@ -62,13 +63,15 @@ class RouterServer:
         self._listener: asyncio.Server | None = None
         self._sweeping: asyncio.Task[None] | None = None
 
-    async def listen(self, host: str | None, port: int) -> int:
+    async def listen(self, host: str | None, port: int, context: ssl.SSLContext | None = None) -> int:
         """Begin; returns the port.
+
+        Args:
+            context: for HTTPS with a certificate that the configuration does not name.
 
         Raises:
             SlurmftError: certificate and key cannot be used, or the port is taken.
         """
-        context = None
         if self._serving.tls_certificate is not None and self._serving.tls_key is not None:
             context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             try:
@@ -174,7 +177,10 @@ async def serve(settings: RouterSettings) -> int:
             await asyncio.sleep(ALIVE_S)
             say(kind="alive", answered=router.answered)
 
-    port = await server.listen("127.0.0.1" if is_local(os.environ) else None, settings.port)
+    host, context = "127.0.0.1" if is_local(os.environ) else None, None
+    if section.serving.tls_own:
+        context = await asyncio.to_thread(context_for, config.run_folder, settings.hosts)
+    port = await server.listen(host, settings.port, context)
     gc.collect()
     gc.freeze()  # what is there now stays: a full collection would hold requests up
     say(kind="ready", port=port)

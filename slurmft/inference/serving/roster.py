@@ -204,7 +204,7 @@ class Roster:
         self.requests.done += new if new >= 0 else report.answered
         agent.answered = report.answered
         if report.phase == "ready":
-            tls = self._serving.tls_certificate is not None
+            tls = self._serving.is_https
             address = RouterAddress(agent.node, agent.host, report.hosts, report.port, tls)
             if address not in self.cluster.routers:
                 self.cluster = self.cluster.with_router(address)

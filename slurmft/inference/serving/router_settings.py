@@ -18,6 +18,9 @@ class RouterSettings:
     """The run's configuration."""
 
     node: str
+    hosts: tuple[str, ...]
+    """Names and addresses of the node, for a certificate of the run's own."""
+
     port: int
     """0: a free one."""
 
@@ -28,4 +31,5 @@ class RouterSettings:
     @classmethod
     def from_text(cls, text: str) -> Self:
         """As ``as_text`` wrote it."""
-        return cls(**json.loads(text))
+        found = json.loads(text)
+        return cls(**{**found, "hosts": tuple(found["hosts"])})

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import SlurmError, StorageError
+from slurmft.inference.serving.certificates import prepare_authority
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster, prepare
 from slurmft.inference.serving.roster import Roster
 from slurmft.ipc.reports import InferenceReport, RouterPhase
@@ -75,6 +76,8 @@ class ServingAttempt(InferenceAttempt):
         assert section.serving is not None
         token_file = section.serving.token_file
         await self._in_folder(lambda: prepare(self._run.path, token_file))
+        if section.serving.tls_own:
+            await self._in_folder(lambda: prepare_authority(self._run.path))
         before = await self._in_folder(lambda: progress_of(self._run))
         self._first = before.step or 0
         self._roster = Roster(

@@ -12,7 +12,11 @@ import pytest
 from serving_world import KEY, TOKEN, run
 
 from slurmft.config.inference import InferenceConfig
+from slurmft.config.serving import ServingConfig
 from slurmft.errors import UsageError
+from slurmft.inference import Client
+from slurmft.inference.serving.certificates import context_for, prepare_authority
+from slurmft.inference.serving.endpoint import HighAvailabilityCluster, RouterAddress, ca_file, prepare, token_of
 from slurmft.inference.serving.entry import RouterServer
 from slurmft.inference.serving.router import Router
 
@@ -61,3 +65,54 @@ def test_a_key_that_others_may_read_is_refused(config: InferenceConfig) -> None:
         await router.close()
 
     run(work())
+
+
+def test_a_run_makes_its_own_authority_once_and_a_certificate_for_each_start(tmp_path: Path) -> None:
+    given = {"engine": {"command": ["e", "{port}"]}, "serving": {"tls_own": True}}
+    config = InferenceConfig.model_validate(given)
+    prepare(tmp_path, None)
+    prepare_authority(tmp_path)
+    authority, key = ca_file(tmp_path), tmp_path / "serving" / "ca.key"
+    before = authority.read_bytes(), key.read_bytes()
+    assert key.stat().st_mode & 0o777 == 0o600
+    prepare_authority(tmp_path)
+    assert (authority.read_bytes(), key.read_bytes()) == before, "clients that trust it go on"
+
+    async def work() -> None:
+        seen = []
+        for _ in range(2):
+            router = Router(config, node="n0", token=token_of(tmp_path), engine_token="", key=KEY)
+            server = RouterServer(router, config)
+            port = await server.listen("127.0.0.1", 0, context_for(tmp_path, ["node-7.example", "127.0.0.1"]))
+            HighAvailabilityCluster((RouterAddress(0, "n0", ("127.0.0.1",), port, tls=True),)).write(tmp_path)
+            async with Client.of_run(tmp_path) as client:
+                assert (await client.request_async("GET", "/status", timeout_s=10)).status == 200
+            trusted = ssl.create_default_context(cafile=str(authority))
+            for name in ("node-7.example", "localhost"):
+                _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusted, server_hostname=name)
+                seen.append(writer.get_extra_info("ssl_object").getpeercert()["serialNumber"])
+                writer.close()
+            with pytest.raises(ssl.SSLCertVerificationError):
+                await asyncio.open_connection("127.0.0.1", port, ssl=trusted, server_hostname="another.example")
+            async with aiohttp.ClientSession() as session:
+                with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                    await session.get(f"https://127.0.0.1:{port}/status")
+            await asyncio.sleep(0)
+            await server.close()
+            await router.close()
+        assert seen[0] == seen[1] != seen[2] == seen[3]
+
+    run(work())
+
+
+def test_without_openssl_the_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(tmp_path, None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match="tls_own: openssl cannot be run"):
+        prepare_authority(tmp_path)
+
+
+def test_only_one_kind_of_certificate_is_taken(config: InferenceConfig) -> None:
+    assert config.serving is not None
+    with pytest.raises(ValueError, match="give tls_own, or"):
+        ServingConfig.model_validate({**config.serving.model_dump(), "tls_own": True})
