@@ -18,14 +18,17 @@ from slurmft.lab.cluster import Lab
 
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="pip install 'slurmft[lightning]'"),
 ]
 
 NewRun = Callable[..., Run]
 TRAINER = Path(__file__).parent / "trainers" / "plain_lightning.py"
-STEPS, PER_EPOCH = 24, 8
+STEPS = 24
 """Optimizer steps, in three epochs with a validation each; two batches make a step."""
+
+START_S = 400.0
+"""Four imports of Lightning on a machine that others load as well."""
 
 
 @pytest.fixture
@@ -45,7 +48,7 @@ def new_lightning(lab: Lab, new_run: NewRun) -> Iterator[NewRun]:
 def undisturbed(new_lightning: NewRun) -> str:
     run = new_lightning("lightning-undisturbed", delay=0.0)
     run.submit()
-    run.wait_until_done()
+    run.wait_until_done(START_S)
     return run.digest()
 
 
@@ -59,13 +62,13 @@ def disturb(lab: Lab, run: Run, stops: int, dice: random.Random) -> list[int]:
     """Submit it, send it ``stops`` TERMs at random moments, and wait for its end; the steps it stopped at."""
     job = run.submit()
     for number in range(1, stops + 1):
-        run.wait_for("first step", number)
+        run.wait_for("first step", number, START_S)
         time.sleep(dice.uniform(0.0, 0.6))
         if run.folder.done() is not None:
             break
         lab.run(["scancel", "--signal=TERM", dice.choice(["--full", "--batch"]), job], check=False)
         eventually(lambda n=number: len(run.events("verdict")) >= n, 150, run.story)
-    run.wait_until_done()
+    run.wait_until_done(START_S)
     *verdicts, end = [event.details for event in run.events("verdict")]
     assert end["last_step"] == STEPS, run.story()
     found = [one["last_step"] for one in verdicts]

@@ -94,6 +94,19 @@ def test_what_the_page_says_from_the_start_to_the_end(page):
     assert 0 < page[Slot.FIRST_STEP_AT] <= page[Slot.PROGRESS_AT] <= time.time_ns()
 
 
+def test_a_loop_that_ends_early_says_so(page):
+    """As an early stop does: its last state is saved, and the agent waits for no further step."""
+    saves: list[int] = []
+    with start_session() as session:
+        steps = session.steps(start=0, until=1_000, save=saves.append)
+        assert [next(steps), next(steps)] == [0, 1]
+        with pytest.raises(StopIteration):
+            steps.send(True)
+    assert saves == [2]
+    facts = (Slot.TICK, Slot.STEP, Slot.UNTIL, Slot.SAVED, Slot.STATE)
+    assert tuple(page[slot] for slot in facts) == (END, 2, 2, 2, State.FINISHED)
+
+
 def test_an_error_is_seen_in_the_page(page):
     with pytest.raises(ZeroDivisionError), start_session() as session:
         Training(session).run(9, during={2: lambda: 1 // 0})
