@@ -85,20 +85,6 @@ def test_stops_at_random_moments_lose_nothing(lab: Lab, new_run: NewRun, calm: d
     assert f'"step": {STEPS}' in json.dumps(status)
 
 
-def test_a_save_on_request_and_a_stop_by_hand(lab: Lab, new_run: NewRun) -> None:
-    run = training(new_run, "hf-save")
-    run.submit()
-    run.wait_for_step(3)
-    run.slurmft("save", str(run.path))
-    step = run.wait_for("save requested").details["step"]
-    run.wait_for_saved(step)
-    assert step in finished_steps(run.path / "out")
-    run.slurmft("stop", str(run.path), "--timeout", "60")
-    saved = run.wait_for("stop saved").details["step"]
-    assert finished_steps(run.path / "out")[-1] == saved > step
-    assert (run.folder.progress() or {})["metric"] == pytest.approx(3.0, abs=0.5), "the loss is shown"
-
-
 @pytest.mark.soak
 @pytest.mark.timeout(6 * 3600)
 @pytest.mark.parametrize("seed", range(SOAK_STOPS // 4))
