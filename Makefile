@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart quickstart-infer test test-fast soak soak-faults soak-lightning check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-recovery bench-fleet bench-inference bench-serving bench-lightning bench-checkpoint clean
+.PHONY: help install quickstart quickstart-infer test test-fast soak soak-faults soak-lightning check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-recovery bench-fleet bench-inference bench-serving bench-lightning bench-checkpoint soak-integrations bench-integrations clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -66,7 +66,8 @@ test-fast: lint ## lint, and what needs neither root nor Slurm and is quick: bef
 
 soak: install ## the long tests that `make test` leaves out (root; 95 minutes)
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[soak]'
-	@$(BIN)/pytest -m soak --numprocesses 2 --dist loadfile --durations 15 tests/slurm tests/unit
+	@$(BIN)/pytest -m soak --numprocesses 2 --dist loadfile --durations 15 --ignore tests/slurm/test_huggingface.py \
+		--ignore tests/slurm/test_kills_in_saves.py tests/slurm tests/unit
 	@$(BIN)/pytest -m soak --numprocesses 2 --dist load tests/fuzz
 
 STOPS ?= 100
@@ -76,6 +77,10 @@ soak-lightning: install ## a hundred TERMs at a Lightning training, and a hundre
 SEEDS ?= 1000-1099
 soak-faults: install ## random faults on the lab until there are 1,000 of each storm (root; hours; goes on where it ended; SEEDS=100-160)
 	@$(BIN)/python bench/random_faults --seeds $(SEEDS) $(FAULTS_OPTIONS)
+
+soak-integrations: install ## a hundred stops and a hundred kills in saves of Hugging Face's Trainer, TRL, FSDP (root; hours)
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[soak]'
+	@$(BIN)/pytest -m soak tests/slurm/test_huggingface.py tests/slurm/test_kills_in_saves.py $(TESTS)
 
 check: test ## everything CI runs
 
@@ -141,6 +146,9 @@ bench-checkpoint: install ## measure what checkpoints cost beside torch's and NV
 	@$(BIN)/pip install --quiet --no-deps --target build/nvrx nvidia-resiliency-ext==0.4.1 defusedxml nvidia-ml-py pynvml
 	@$(BIN)/python bench/checkpoint --nvrx build/nvrx --output bench/results/checkpoint.md
 	@$(BIN)/python bench/checkpoint --exercise --lab --output bench/results/checkpoint-exercise.md
+
+bench-integrations: install ## measure what the adapters of frameworks cost in each step (half a minute)
+	@$(BIN)/python bench/integrations --output bench/results/integrations.md
 
 bench-rerun: install ## measure what the re-run state machine costs (10 s, nothing else running)
 	@$(BIN)/python bench/rerun --output bench/results/rerun.md

@@ -131,19 +131,25 @@ def _told(event: Event) -> str:
 
 
 def _report(run: RunFolder, view: Overview, events: list[Event]) -> int:
-    starts = sum(event.event == EventName.ATTEMPT_STARTED for event in events)
-    stops = sum(event.event == EventName.STOP_REQUESTED for event in events)
+    starts, stops = _starts_and_stops(events)
+    in_all = _starts_and_stops(run.journal().read())
+    earlier = "" if in_all == (starts, stops) else f"; in all submissions {in_all[0]} and {in_all[1]}"
     seconds = events[-1].seconds() - events[0].seconds() if events else 0.0
     say(f"{view.run}: {view.state}. {view.detail}")
     if view.until:
         say(f"  steps      {view.step} of {view.until}" + (f", loss {view.metric:.4f}" if view.metric else ""))
-    say(f"  time       {seconds:.1f} s; starts: {starts}, stops: {stops}")
+    say(f"  time       {seconds:.1f} s; starts: {starts}, stops: {stops}{earlier}")
     if view.saved is not None:
         say(f"  saved      step {view.saved} in {run.path}")
     if digest := _final_digest(run):
         say(f"  weights    sha256 {digest}")
     say(f"  the story  slurmft explain {run.path}")
     return exit_code_of(view, events)
+
+
+def _starts_and_stops(events: list[Event]) -> tuple[int, int]:
+    names = [event.event for event in events]
+    return names.count(EventName.ATTEMPT_STARTED), names.count(EventName.STOP_REQUESTED)
 
 
 def _final_digest(run: RunFolder) -> str | None:

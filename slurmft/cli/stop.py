@@ -26,7 +26,9 @@ MAX_TIMEOUT_S = 366 * 86_400
     help="Seconds to wait until it has ended.",
 )
 def stop(*, run: RunFolder, timeout: float) -> int:
-    """Save, then end the run; it is not requeued. A waiting job is cancelled."""
+    """Save, then end the run; it is not requeued. A waiting job is cancelled.
+
+    Workers that do not use slurmft get SIGTERM: only what their script saves by itself is kept."""
     say(control.stop(run, who()))
     deadline = time.monotonic() + timeout
     while timeout > 0 and control.is_alive(run):
@@ -45,5 +47,8 @@ def save(*, run: RunFolder) -> int:
     if not control.is_alive(run):
         raise UsageError(f"run {run.path.name} is not running", hint=f"slurmft status {run.path}")
     run.request("SAVE", who())
-    say(f"run {run.path.name} will save at the next step")
+    if control.has_session(run):
+        say(f"run {run.path.name} will save at the next step")
+    else:
+        say(f"run {run.path.name} cannot be made to save: its workers have not called slurmft")
     return 0

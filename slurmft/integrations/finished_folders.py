@@ -27,7 +27,7 @@ from slurmft.system.opening import opened, read_part
 
 MARKER, LIST = "slurmft_finished.json", "slurmft_checkpoints.json"
 _FOLDER = re.compile(r"checkpoint-([0-9]{1,15})")
-_END_OF_ZIP, _ZIP_TAIL_BYTES = b"PK\x05\x06", 65_557
+_END_OF_ZIP, _END_BYTES, _ZIP_TAIL_BYTES = b"PK\x05\x06", 22, 65_557
 _MAX_HEADER_BYTES = 100_000_000
 
 log = logging.getLogger(__name__)
@@ -190,8 +190,11 @@ def _looks_whole(folder: Path, step: int) -> bool:
 
 def _is_whole_file(path: Path) -> bool:
     if path.suffix in (".pt", ".pth", ".bin"):
-        size = path.stat().st_size  # torch's files are archives, whose table of contents is written last
-        return _END_OF_ZIP in read_part(path, max(0, size - _ZIP_TAIL_BYTES), _ZIP_TAIL_BYTES)
+        tail = read_part(path, -_ZIP_TAIL_BYTES, _ZIP_TAIL_BYTES)  # torch's files are archives, with their table last
+        at = tail.rfind(_END_OF_ZIP)
+        return at >= 0 and len(tail) == at + _END_BYTES + int.from_bytes(
+            tail[at + _END_BYTES - 2 : at + _END_BYTES], "little"
+        )
     if path.suffix == ".safetensors":  # github.com/huggingface/safetensors: a length, a header, and that much data
         length = int.from_bytes(read_part(path, 0, 8), "little")
         if not 0 < length <= _MAX_HEADER_BYTES:

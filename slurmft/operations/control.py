@@ -10,6 +10,7 @@ from slurmft.scheduler import own_jobs, queueing
 from slurmft.scheduler.parsing.parsing import JobRecord
 from slurmft.storage import signs_of_life
 from slurmft.storage.events import EventName
+from slurmft.storage.progress import progress_of
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor.owner import local_owner_lives
 
@@ -69,7 +70,7 @@ def stop(run: RunFolder, who: str) -> str:
         for job in waiting:
             own_jobs.cancel(job)
         if is_alive(run):
-            return f"run {run.path.name} will save and end"
+            return what_a_stop_does(run)
     except SlurmUnavailable as error:
         return f"run {run.path.name} will save and end, if it runs: {error.what}"
     run.take_request("KILL")
@@ -77,6 +78,24 @@ def stop(run: RunFolder, who: str) -> str:
     if run.done() is None:  # also where nothing waits: a run that has lost its job must not be rescued any more
         journal.append(EventName.CANCELLED, jobs=ids, reason=f"cancelled by {who}")
     return f"cancelled the waiting job {', '.join(ids)}" if waiting else f"run {run.path.name} is not running"
+
+
+def what_a_stop_does(run: RunFolder) -> str:
+    """What is to be expected of a run that was asked to stop, in words: not every script can be made to save."""
+    if has_session(run):
+        return f"run {run.path.name} will save and end"
+    return (
+        f"run {run.path.name} gets SIGTERM and ends: its workers have not called slurmft, so only what the "
+        "script saves by itself is kept, and the next start goes on from that"
+    )
+
+
+def has_session(run: RunFolder) -> bool:
+    """Whether workers of the newest attempt use a session, through which they save; also where that is unknown yet."""
+    facts = progress_of(run)
+    starts = [event.attempt for event in run.journal().read() if event.event == EventName.ATTEMPT_STARTED]
+    is_of_this_attempt = bool(starts) and facts.attempt == starts[-1]
+    return not (is_of_this_attempt and facts.state == "running" and facts.step is None)
 
 
 def requeue(run: RunFolder, who: str) -> str:

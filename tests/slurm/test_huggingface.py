@@ -85,20 +85,6 @@ def test_stops_at_random_moments_lose_nothing(lab: Lab, new_run: NewRun, calm: d
     assert f'"step": {STEPS}' in json.dumps(status)
 
 
-def test_a_save_on_request_and_a_stop_by_hand(lab: Lab, new_run: NewRun) -> None:
-    run = training(new_run, "hf-save")
-    run.submit()
-    run.wait_for_step(3)
-    run.slurmft("save", str(run.path))
-    step = run.wait_for("save requested").details["step"]
-    run.wait_for_saved(step)
-    assert step in finished_steps(run.path / "out")
-    run.slurmft("stop", str(run.path), "--timeout", "60")
-    saved = run.wait_for("stop saved").details["step"]
-    assert finished_steps(run.path / "out")[-1] == saved > step
-    assert (run.folder.progress() or {})["metric"] == pytest.approx(3.0, abs=0.5), "the loss is shown"
-
-
 @pytest.mark.soak
 @pytest.mark.timeout(6 * 3600)
 @pytest.mark.parametrize("seed", range(SOAK_STOPS // 4))
@@ -111,3 +97,25 @@ def test_a_hundred_stops(lab: Lab, new_run: NewRun, calm: dict[str, str], seed: 
         stop_at(run, number, moments)
     run.wait_until_done()
     assert run.digest() == undisturbed(calm, new_run)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["trl", "fsdp"])
+def test_other_trainers_and_fsdp(lab: Lab, new_run: NewRun, kind: str) -> None:
+    """TRL's SFTTrainer, and the environment in which ``accelerate launch`` starts a script with FSDP."""
+    fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+    digests = []
+    for name, delay in (("stopped", 0.2), ("calm", 0.0)):
+        if kind == "trl":
+            pytest.importorskip("trl")
+            run = new_run(f"trl-{name}")
+            script = Path(TRAINER[1]).with_name("trl_sft.py")
+            run.configure(command=["python", str(script), f"--output={run.path}/out", f"--delay={delay}"])
+        else:
+            run = training(new_run, f"fsdp-{name}", delay=delay, environment=fsdp)
+        run.submit()
+        if name == "stopped":
+            stop_at(run, 1, random.Random(5))
+        run.wait_until_done()
+        digests.append(run.digest())
+    assert digests[0] == digests[1]

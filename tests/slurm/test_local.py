@@ -163,9 +163,11 @@ def test_an_unchanged_script_is_stopped_by_its_signal_and_resumes(tmp_path: Path
     run = LocalRun(tmp_path / "plain", command=command, nodes=1)
     run.submit()
     eventually((tmp_path / "plain.pt").exists, 60, lambda: f"its own checkpoint\n{run.story()}")
-    run.slurmft("stop", str(run.folder.path), "--timeout", "30")
+    assert "cannot be made to save" in run.slurmft("save", str(run.folder.path)).stdout
+    said = run.slurmft("stop", str(run.folder.path), "--timeout", "30").stdout
+    assert "gets SIGTERM and ends" in said and "will save" not in said
     assert run.folder.done() is None
-    run.submit("--wait")
+    assert "starts: 1, stops: 0; in all submissions 2 and 1" in run.submit("--wait").stdout
     output = "".join(path.read_text() for path in run.folder.attempts.glob("*/rank-0.log"))
     assert "resuming at step" in output
     assert output.count("finished step 60") == 1

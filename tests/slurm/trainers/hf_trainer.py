@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--callbacks", type=int, default=1)
     parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--samples", type=int, default=80)
+    parser.add_argument("--wide", type=int, default=0, help="1: a model whose save takes a while")
     options, rest = parser.parse_known_args()
     given = dict(one.removeprefix("--").split("=", 1) for one in rest)
     settings = {name: int(value) if value.isdigit() else value for name, value in given.items()}
@@ -64,7 +65,8 @@ def main() -> None:
         }
     )  # fmt: skip
     torch.manual_seed(3)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=8, n_layer=1, n_head=2))
+    width = 160 if options.wide else 8
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=width, n_layer=1, n_head=2))
     trainer = Trainer(
         model=model, args=args, train_dataset=Tokens(options.samples), eval_dataset=Tokens(8),
         callbacks=[*(SlurmftCallback() for _ in range(options.callbacks)), Slowly(options.delay)],

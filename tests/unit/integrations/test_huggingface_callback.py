@@ -1,0 +1,118 @@
+"""The callback outside of a run, and what it refuses; what it does in one is shown on the lab."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmft.errors import UsageError
+from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, Page
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def huggingface(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = importlib.import_module("slurmft.integrations.huggingface")
+    for name, value in (("_in_charge", None), ("_session", None), ("_said_idle", False)):
+        monkeypatch.setattr(module.SlurmftCallback, name, value)
+    return module
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
+    path = tmp_path / "page"
+    page = Page.create(path, rank=0, generation=1)
+    monkeypatch.setenv(PAGE_VARIABLE, str(path))
+    return page
+
+
+class OneNumber:
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import torch
+
+        return {"x": torch.tensor([float(index)]), "labels": torch.tensor([1.0])}
+
+
+def trainer(folder: Path, *callbacks: Any, **settings: Any) -> Any:
+    import torch
+
+    class Line(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = torch.nn.Linear(1, 1)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": (self.line(x) - labels).square().mean()}
+
+    args = transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=3, save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True,
+        per_device_train_batch_size=2, **settings,
+    )  # fmt: skip
+    return transformers.Trainer(model=Line(), args=args, train_dataset=OneNumber(), callbacks=list(callbacks))
+
+
+def test_outside_of_a_run_it_says_once_that_it_does_nothing(
+    tmp_path: Path, huggingface: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("one", "two"):
+        trainer(tmp_path / name, huggingface.SlurmftCallback(), save_total_limit=1).train()
+    assert caplog.text.count("SlurmftCallback does nothing") == 1
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["checkpoint-3"], "and it has done nothing"
+    assert huggingface.last_good_checkpoint(tmp_path / "one") == str(tmp_path / "one" / "checkpoint-3")
+    assert huggingface.last_good_checkpoint(tmp_path / "none") is None
+
+
+def test_two_callbacks_are_refused(tmp_path: Path, huggingface: Any, page: Page) -> None:
+    both = trainer(tmp_path / "out", huggingface.SlurmftCallback(), huggingface.SlurmftCallback())
+    with pytest.raises(UsageError, match="two SlurmftCallbacks"):
+        both.train()
+
+
+def test_two_trainers_one_after_the_other_are_fine(tmp_path: Path, huggingface: Any, page: Page) -> None:
+    for name in ("one", "two"):
+        one = trainer(tmp_path / name, huggingface.SlurmftCallback(), save_total_limit=1)
+        one.train()
+        assert one.args.save_total_limit == 1, "it is given back"
+        assert huggingface.finished_folders.finished_steps(tmp_path / name) == [3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [({"save_only_model": True}, "nothing to resume from"), ({"enable_jit_checkpoint": True}, "two would save")],
+)
+def test_settings_that_do_not_go_with_it(
+    tmp_path: Path, huggingface: Any, page: Page, settings: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(UsageError, match=what):
+        trainer(tmp_path / "out", huggingface.SlurmftCallback(), **settings)
+
+
+@pytest.mark.parametrize("version", ["4.56.2", "3.5.1", "4.9"])
+def test_old_versions_are_refused(huggingface: Any, version: str) -> None:
+    with pytest.raises(UsageError, match=f"transformers {version} is not supported.*4.57"):
+        huggingface.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["4.57.0", "5.23.0", "6.0.0.dev0", transformers.__version__])
+def test_these_versions_are_tried(huggingface: Any, version: str) -> None:
+    huggingface.check_version(version)
+
+
+def test_without_transformers_the_error_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "transformers.py").write_text("raise ImportError('no transformers here')")
+    code = "import slurmft, slurmft.integrations\nimport slurmft.integrations.huggingface"
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{code}"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "needs transformers\n  hint: pip install 'slurmft[huggingface]'" in result.stderr
