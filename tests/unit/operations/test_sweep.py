@@ -225,7 +225,7 @@ def test_the_metrics_are_readable_by_everybody(site):
     assert "slurmft_sweep_excluded 1\n" in text
     for line in text.splitlines():
         assert line.startswith(("# HELP slurmft_", "# TYPE slurmft_", "slurmft_"))
-    assert metrics_text(SweepReport()).splitlines()[2] == "slurmft_sweep_slurm_up 0"
+    assert metrics_text(SweepReport()).splitlines()[2] == "slurmft_sweep_slurm_up 0.0"
 
 
 def test_results_that_cannot_be_read_are_a_problem_and_not_a_nodes_fault(site):
