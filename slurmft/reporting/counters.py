@@ -40,6 +40,9 @@ _COUNTED: Mapping[str, tuple[str, str]] = {
 }  # fmt: skip
 """Event -> name and meaning of its count."""
 
+NAMES = frozenset(map(str, (*_COUNTED, *_BEGINS, EventName.DECISION, EventName.REPLICA_READY, EventName.REPLICA_DOWN)))
+"""The events that change a count; no other need be read."""
+
 ABOUT: Mapping[str, str] = dict(_COUNTED.values())
 _CAUSES = frozenset(each.value for each in Cause)
 

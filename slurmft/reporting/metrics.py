@@ -18,7 +18,7 @@ from pathlib import Path
 
 import slurmft
 from slurmft.errors import StorageError
-from slurmft.reporting.counters import ABOUT, RunCounts, category_of
+from slurmft.reporting.counters import ABOUT, NAMES, RunCounts, category_of
 from slurmft.scheduler.slurm import configured_cluster
 from slurmft.storage.history import live_view
 from slurmft.storage.history.journal_tail import JournalTail
@@ -76,7 +76,7 @@ class RunMetrics:
     """One run's values, look after look."""
 
     def __init__(self, run: RunFolder) -> None:
-        self._run, self._tail = run, JournalTail(run.path)
+        self._run, self._tail = run, JournalTail(run.path, names=NAMES)
         self._counts, self._begun, self._shown = RunCounts(), 0, _Shown()
 
     def look(self) -> Look:
@@ -133,6 +133,8 @@ def _of_progress(progress: Progress) -> Iterator[tuple[str, float]]:
         "save_timestamp_seconds": progress.saved_at, "step": progress.step, "until_step": progress.until,
         "saved_step": progress.saved_step, "loss": progress.metric, "ranks": progress.world_size,
     }  # fmt: skip
+    if progress.until is None:  # an endpoint, which may have no requests for days
+        found["progress_timestamp_seconds"] = None
     yield from ((name, float(value)) for name, value in found.items() if value is not None)
     if progress.at is not None:
         yield "failed_saves", float(progress.failed_saves or 0)

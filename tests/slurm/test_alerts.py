@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def test_alerts_fire_for_the_faults_of_a_run_and_dashboards_show_data(
     run = new_run(
         command=[*TRAINER, "--steps", "100000"], checkpoint={"interval_steps": 10},
         fault_tolerance={"num_job_retries_on_failure": 2, "retry_delay_s": 10, "num_warmup_iterations": 3,
-                         "rank_section_timeouts": {"step": 30}},
+                         "rank_section_timeouts": {"step": 20}},
     )  # fmt: skip
     textfiles = run.path.with_suffix(".textfiles")
     textfiles.mkdir(mode=0o755)
@@ -75,7 +76,7 @@ def test_alerts_fire_for_the_faults_of_a_run_and_dashboards_show_data(
     def from_cron() -> str:
         return text(families(looks_at([run.folder])[0]))
 
-    name = run.path.name
+    name, since = run.path.name, time.time()
     sources = {"/job": from_the_job, "/cron": from_cron, "/sweep": swept.read_text, "/router": _router_text()}
     with monitoring.monitoring(tmp_path / "prometheus", sources) as world:
         run.submit()
@@ -112,7 +113,9 @@ def test_alerts_fire_for_the_faults_of_a_run_and_dashboards_show_data(
                 filled = expression
                 for variable, value in labels.items():
                     filled = filled.replace(variable, value)
-                eventually(lambda query=filled: world.query(query) or None, 20, f"{dashboard}, {title}: {filled}")
+                eventually(
+                    lambda query=filled: world.shown(query, since) or None, 20, f"{dashboard}, {title}: {filled}"
+                )
 
         # the supervisor stands still, with all that it would report
         owner = run.folder.owner()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ from slurmft.storage.journal import JOURNAL_FILE, MAX_LINE_BYTES
 from slurmft.system.files import FORMAT
 from slurmft.system.opening import opened
 
+_BEGIN = re.compile(rb'\{"format": \d+, "at": "[^"\\]*", "attempt": "[^"\\]*", "event": "([^"\\]*)"')
 _CHUNK_BYTES = 1 << 20
 _HEAD_BYTES = 256
 """Beginning of a journal, by which another one in its place is recognised: its first event has a time."""
@@ -50,10 +52,14 @@ class JournalTail:
 
     Args:
         place: where an earlier reader had come to.
+        names: the events that are wanted; None: all. Others are hardly looked at, which halves the time.
     """
 
-    def __init__(self, run_folder: Path, place: Place | None = None) -> None:
+    def __init__(
+        self, run_folder: Path, place: Place | None = None, *, names: Collection[str] | None = None
+    ) -> None:  # fmt: skip
         self.path = run_folder / JOURNAL_FILE
+        self._names = None if names is None else frozenset(name.encode() for name in names)
         self.place = place or Place()
         self.begun = 0
 
@@ -88,12 +94,16 @@ class JournalTail:
             *lines, held = (held + part).split(b"\n")
             for line in lines:
                 place.offset += len(line) + 1
-                if not skipping and (entry := _parse(line)) is not None:
+                if not skipping and self._is_wanted(line) and (entry := _parse(line)) is not None:
                     yield entry
                 skipping = False
             if len(held) > MAX_LINE_BYTES:  # damage without an end
                 place.offset += len(held)
                 held, skipping = b"", True
+
+    def _is_wanted(self, line: bytes) -> bool:
+        """May be true of any line; false only of one that begins as the journal writes it."""
+        return self._names is None or (begins := _BEGIN.match(line)) is None or begins[1] in self._names
 
 
 def _parse(line: bytes) -> Entry | None:

@@ -20,7 +20,7 @@ from slurmft.supervisor.watch.hangs import Hangs
 from slurmft.supervisor.watch.observations import Observations
 from slurmft.supervisor.watch.slow_nodes import SlowNodes
 
-PAUSE_S = 5.0
+PAUSE_S = 2.0
 AGENTS_PER_S = 100
 """So many agents are asked in a second: with 2,000 of them a look comes every 20 s."""
 

@@ -272,3 +272,13 @@ def test_the_events_that_are_counted_exist():
     from slurmft.reporting import counters
 
     assert set(counters._COUNTED) | set(counters._BEGINS) <= set(EventName)
+
+
+def test_an_idle_endpoint_does_not_stand_still(run: RunFolder):
+    run.write_progress(at=time.time(), attempt="7.1.0", resumed=0, step=90, saved=90, state="running")
+    assert "progress_timestamp_seconds" not in RunMetrics(run).look().gauges
+
+
+def test_events_that_count_nothing_are_skipped_but_odd_lines_are_looked_at(run: RunFolder):
+    append(run, [line("agents ready", 1), '{"event": "worker hung", "at": "2027-01-01T00:00:00+00:00", "format": 1}\n'])
+    assert [entry.name for entry in JournalTail(run.path, names={"worker hung"}).news()] == ["worker hung"]
