@@ -52,4 +52,5 @@ class Companion:
         except subprocess.TimeoutExpired:
             log.warning("the last messages about the run may not have been taken")
             self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a silent filesystem may hold it
+                self._process.wait(END_S)

@@ -58,6 +58,7 @@ def test_metrics_are_published_and_a_dead_webhook_delays_nothing(tmp_path: Path,
     assert all(b"SECRET" not in path.read_bytes() for path in run.folder.path.rglob("*") if path.is_file())
 
 
+@pytest.mark.soak
 def test_a_killed_companion_comes_back_with_the_next_attempt(tmp_path: Path):
     told = tmp_path / "told"
     keep = f"import sys; open({str(told)!r}, 'a').write(sys.stdin.read() + chr(10))"
