@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slurm import monitoring
+from slurm.conftest import TRAINER as SMALL
 from slurm.conftest import Run, eventually
+from slurm.test_local import LocalRun
 from slurmft.inference.serving.metrics import Metrics
 from slurmft.lab.cluster import Lab
+from slurmft.operations.sweep import SweepReport
+from slurmft.operations.sweep_metrics import metrics_text
 from slurmft.reporting.metrics import families, looks_at
 from slurmft.system.exposition import text
 
@@ -126,3 +132,48 @@ def test_alerts_fire_for_the_faults_of_a_run_and_dashboards_show_data(
         finally:
             lab.run_on_as_admin(owner.host, ["kill", "-CONT", str(owner.pid)], check=False)
     assert {where for _, where in world.alerts} <= {name, "", hung["node"]}
+
+
+@needs_prometheus
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_alerts_fire_for_a_run_that_fails_again_and_again_and_a_sweep_that_sees_nothing(tmp_path: Path):
+    run = LocalRun(
+        tmp_path / "burns", command=[*SMALL, "--steps", "100000", "--step-delay", "0.1"],
+        checkpoint={"interval_steps": 5}, fault_tolerance={"num_in_job_restarts": 9},
+    )  # fmt: skip
+
+    def from_cron() -> str:
+        return text(families(looks_at([run.folder])[0]))
+
+    sources = {"/cron": from_cron, "/sweep": lambda: metrics_text(SweepReport())}
+    with monitoring.monitoring(tmp_path / "prometheus", sources) as world:
+        run.submit()
+        try:
+            for attempt in range(4):
+                (log,) = eventually(
+                    lambda number=attempt: list(run.folder.attempts.glob(f"*.{number}/rank-1.log")), 120, run.story
+                )
+                eventually(lambda number=attempt: _first_steps(run) > number, 120, run.story)
+                pid = next(pid for pid in psutil.pids() if _writes_to(pid, log))
+                os.kill(pid, signal.SIGKILL)
+                eventually(lambda number=attempt: _verdicts(run) > number, 120, run.story)
+            world.wait_for("SlurmftRestartsBurning", "burns")
+            world.wait_for("SlurmftSweepMissing", "")
+        finally:
+            run.slurmft("stop", str(run.folder.path), "--timeout", "60", check=False)
+
+
+def _first_steps(run: LocalRun) -> int:
+    return sum(event.event == "first step" for event in run.folder.journal().read())
+
+
+def _verdicts(run: LocalRun) -> int:
+    return sum(event.event == "verdict" for event in run.folder.journal().read())
+
+
+def _writes_to(pid: int, log: Path) -> bool:
+    try:
+        return os.readlink(f"/proc/{pid}/fd/1") == str(log)
+    except OSError:
+        return False

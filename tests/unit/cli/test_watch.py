@@ -94,6 +94,18 @@ def test_a_run_that_has_nothing_yet(tmp_path: Path):
     assert "empty  new" in once(empty)
 
 
+def test_an_endpoint_shows_its_replicas(run: RunFolder):
+    journal = run.journal(Attempt(job="local-1", restart=0))
+    journal.append(EventName.ENDPOINT_OPENED, routers=2, replicas=4)
+    for node, replica in (("n1", 0), ("n1", 1), ("n2", 0)):
+        journal.append(EventName.REPLICA_READY, node=node, replica=replica)
+    journal.append(EventName.REPLICA_DIED, node="n1", replica=1, reason="out of memory")
+    (run.path / "live.json").unlink()
+    shown = once(run)
+    assert "replicas     2 ready on 2 nodes: n1, n2" in shown and "out of memory" in shown
+    assert "step time of" not in shown
+
+
 def test_damaged_files_are_survived(run: RunFolder):
     (run.path / "live.json").write_text(json.dumps({"format": 1, "steps": "x", "step_s": [None, "y", 1e999, {}]}))
     with run.journal().path.open("a") as stream:
