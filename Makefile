@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart quickstart-infer test test-fast soak soak-faults soak-lightning check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-recovery bench-fleet bench-inference bench-serving bench-lightning bench-checkpoint soak-integrations bench-integrations clean
+.PHONY: help install quickstart quickstart-infer test test-fast soak soak-faults soak-lightning check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-recovery bench-fleet bench-inference bench-serving bench-lightning bench-checkpoint soak-integrations bench-integrations bench-metrics clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -53,6 +53,9 @@ test: lint ## lint, then every test on a real Slurm cluster that is built for it
 		$(BIN)/slurmft lab up --accounting || [[ $$? == 69 ]]; \
 		{ command -v bwrap && command -v crun; } > /dev/null || apt-get install -q -y --no-install-recommends bubblewrap crun || \
 			echo "the tests of containers are skipped"; \
+		{ command -v prometheus && command -v prometheus-alertmanager; } > /dev/null || \
+			apt-get install -q -y --no-install-recommends prometheus prometheus-alertmanager || \
+			echo "the tests of alerts are skipped"; \
 	fi; \
 	if [[ -n "$(strip $(TESTS))" ]]; then $(BIN)/pytest $(TESTS); exit; fi; \
 	failed=0; \
@@ -135,6 +138,9 @@ bench-fleet: install ## measure the control channel with 2,000 simulated agents 
 
 bench-inference: install ## measure batch inference, into bench/results/ (15 minutes, nothing else running)
 	@$(BIN)/python bench/inference --output bench/results/inference.md
+
+bench-metrics: install ## measure scrapes and files of metrics, with a journal of a million events (a minute)
+	@$(BIN)/python bench/metrics --output bench/results/metrics.md
 
 bench-serving: install ## measure an endpoint, into bench/results/ (5 minutes, nothing else running)
 	@$(BIN)/python bench/serving --output bench/results/serving.md

@@ -84,6 +84,16 @@ def opened_list(file: Path | None, config: Path | None) -> tuple[ExclusionList, 
     return opened.list, opened.rules
 
 
+def may_exclude(config: Path | None) -> float:
+    """The part of the nodes that may be excluded.
+
+    Raises:
+        SlurmftError: the configuration cannot be read.
+    """
+    settings = own_configuration(config).exclusions if config is not None else ExclusionsConfig()
+    return settings.max_excluded_fraction
+
+
 def _mode_of(path: Path, settings: ExclusionsConfig) -> int:
     """A list keeps its mode: without --config it is not known whether it is a group's."""
     try:

@@ -36,6 +36,8 @@ VERBS = {
     "join": ("join", "Lend nodes to a run: submit a job on whose nodes it trains too, from its next checkpoint on"),
     "lab": ("lab", "A real Slurm cluster on this machine, for tests and for trying things out (needs root)"),
     "logs": ("logs", "Print a worker's output, and the supervisor's when there is none"),
+    "metrics": ("metrics", "Print or write measured values of RUN, or of all runs below SLURMFT_RUNS, as Prometheus "
+                "reads them"),
     "plan": ("plan", "Simulate the life of CONFIG on a described cluster, with the policy that decides in a real run"),
     "quickstart": ("quickstart", "Train a small GPT, with live progress: about a minute, no Slurm and no GPU needed"),
     "requeue": ("requeue", "Save and go through the queue again; start a waiting job now; rescue one that lost its "
@@ -49,10 +51,11 @@ VERBS = {
     "submit": ("submit", "Submit a run, or continue one that has stopped"),
     "sweep": ("sweep", "Sweep the cluster once, for cron: exclude and drain sick nodes, resume healthy ones, "
               "restart lost runs"),
+    "watch": ("watch", "Watch runs: all of them, or the ranks, saves and events of RUN, until q is pressed"),
 }  # fmt: skip
 """Verb -> its module in slurmft.cli, which has a command of that name, and the first sentence of its help."""
 
-HIDDEN_VERBS = {"agent": "run"}
+HIDDEN_VERBS = {"agent": "run", "companion": "metrics"}
 """The same for verbs that only slurmft itself calls; --help does not show them."""
 
 _EXIT_CODES = """\b

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from slurmft.cli.arguments import Amount, runs_root
-from slurmft.cli.exclude import opened_list
+from slurmft.cli.exclude import may_exclude, opened_list
 from slurmft.cli.output import say, say_error, say_json
 from slurmft.errors import SlurmftError, UsageError
 from slurmft.health.checker import CONFIG_VARIABLE, load_config
@@ -85,7 +85,7 @@ def sweep(
             return 70
         if metrics is not None and not dry_run:
             try:
-                write_metrics(metrics, report)
+                write_metrics(metrics, report, may_exclude=may_exclude(config))
             except OSError as error:
                 report.problems.append(f"{metrics} cannot be written: {error.strerror}")
         if url and report.saw_cluster and not dry_run and (problem := send_heartbeat(url)):

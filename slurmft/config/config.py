@@ -31,8 +31,10 @@ from slurmft.config.elastic import ElasticConfig
 from slurmft.config.exclusions import ExclusionsConfig
 from slurmft.config.fault_tolerance import FaultToleranceConfig
 from slurmft.config.inference import InferenceConfig
+from slurmft.config.metrics import MetricsConfig
 from slurmft.config.nccl import NcclConfig
 from slurmft.config.notices import NoticesConfig
+from slurmft.config.notify import NotifyConfig
 from slurmft.config.oom import OomConfig
 from slurmft.config.preemption import PreemptionConfig
 from slurmft.config.reruns import RerunConfig
@@ -104,6 +106,8 @@ class RunConfig(_Section):
     elastic: ElasticConfig = Field(default_factory=ElasticConfig)
     exclusions: ExclusionsConfig = Field(default_factory=ExclusionsConfig)
     straggler_detection: StragglerDetectionConfig = Field(default_factory=StragglerDetectionConfig)
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    notify: NotifyConfig = Field(default_factory=NotifyConfig)
 
     inference: InferenceConfig | None = None
     """Answer a batch of requests instead of training; ``slurmft infer`` submits it."""
@@ -385,6 +389,8 @@ def _absolute(config: RunConfig, *, source: str) -> RunConfig:
                 "working_directory": absolute(config.working_directory or Path()),
                 "checkpoint": checkpoint,
                 "exclusions": exclusions,
+                "metrics": config.metrics.with_paths(absolute),
+                "notify": config.notify.with_paths(absolute),
                 "inference": config.inference and config.inference.with_paths(absolute),
                 "container": config.container.model_copy(update={"mounts": mounts}),
             }

@@ -25,6 +25,9 @@ class Progress:
     resumed: int | None = None
     failed_saves: int | None = None
     save_problem: str | None = None
+    progressed_at: float | None = None
+    saved_at: float | None = None
+    world_size: int | None = None
     problem: str = ""
     """The damage of the report, which does not harm the run: the report is not part of its state."""
 
@@ -37,6 +40,7 @@ class Progress:
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "at": (int, float), "step": (int,), "until": (int,), "saved": (int,), "metric": (int, float), "state": (str,),
     "attempt": (str,), "resumed": (int,), "failed_saves": (int,), "save_problem": (str,),
+    "progressed_at": (int, float), "saved_at": (int, float), "world_size": (int,),
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from slurmft.storage import ownership
 from slurmft.storage.claim import EndingClaim
 from slurmft.storage.events import EventName
 from slurmft.storage.fence import OWNER_FILE
+from slurmft.storage.history.live_view import ProgressMarks
 from slurmft.storage.jobs_file import JOBS_FILE, JobsFile
 from slurmft.storage.journal import Journal
 from slurmft.storage.patience import PASSING, translated, write_state, writing
@@ -108,6 +109,7 @@ class RunFolder:
         self._done = path / "done.json"
         self._progress = path / "progress.json"
         self._jobs = JobsFile(path)
+        self._marks = ProgressMarks(None)
 
     def create(self, *, only_look: bool = False) -> None:
         """Make the folder and its parts, private to the user; ``only_look``: raise the same errors, and make nothing.
@@ -276,7 +278,9 @@ class RunFolder:
         Raises:
             OSError: the run folder cannot be written.
         """
-        write_json(self._progress, facts, durable=False)
+        if self._marks.attempt != facts.get("attempt"):
+            self._marks = ProgressMarks(facts.get("attempt"))
+        write_json(self._progress, {**facts, **self._marks.facts(facts)}, durable=False)
 
     def jobs(self) -> list[str]:
         """The run's jobs so far, oldest first.

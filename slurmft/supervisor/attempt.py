@@ -50,6 +50,7 @@ from slurmft.supervisor.start import Start
 from slurmft.supervisor.stops import POLL_S, Stops
 from slurmft.supervisor.watch.forensics import HANG_DUMPS_S, ended_by_watchdog, take_evidence
 from slurmft.supervisor.watch.hangs import Hangs
+from slurmft.supervisor.watch.live import Live
 from slurmft.supervisor.watch.observations import Observations
 from slurmft.supervisor.watch.slow_nodes import SlowNodes
 from slurmft.system.background import Background
@@ -98,6 +99,7 @@ class AttemptRunner:
         self._resizing = Resizing(config, start, crew, self._seen, self.stops)
         self._reclaimed = Reclaimed(config, start, crew, self.stops, accuser)
         self._slow = SlowNodes(config, start, self._seen, self.stops, accuser=accuser)
+        self._live = Live(config, start, self._seen, self._hangs, self._slow)
         self._complete_codes = codes_of(ExitAction.COMPLETE, config.exit_actions)
         self._failed = self._rescued = False
         self._look: asyncio.Future[Blame] | None = None
@@ -135,7 +137,7 @@ class AttemptRunner:
         await self._crew.muster(self._cluster)
         self._background.start(self._slurm.read_terms())
         own = (self._watch_processes, self._watch_requests, self._handle_events, self._watch_agents)
-        for watch in (*own, self._accuser.watch, self._resizing.watch):
+        for watch in (*own, self._accuser.watch, self._resizing.watch, self._live.watch):
             self._background.start(watch())
         for link in self._pool.links.values():
             if link.channel is None:  # the agent disconnected meanwhile

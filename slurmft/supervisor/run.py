@@ -31,6 +31,7 @@ from slurmft.supervisor.cluster import (
     SlurmCluster,
     detect,
 )
+from slurmft.supervisor.companion import Companion
 from slurmft.supervisor.evidence import collect
 from slurmft.supervisor.fleet.outliving import Outlived, find_outlived
 from slurmft.supervisor.guardian import lost_pids
@@ -74,7 +75,7 @@ def supervise(config: RunConfig, environment: Mapping[str, str], outlived: Outli
     thread, log_file = FolderThread(), BackgroundLog()
     if isinstance(cluster, SlurmCluster):
         cluster.identify()
-    with Attempts(config, log_file, outlived) as attempts:
+    with Companion(config, run) as companion, Attempts(config, log_file, outlived) as attempts:
         held: int | None = None
         while True:
             claim = _Claim(environment, secret=attempts.secret, held=held)
@@ -91,6 +92,7 @@ def supervise(config: RunConfig, environment: Mapping[str, str], outlived: Outli
                 return 0
             if isinstance(start, Superfluous):
                 return _end_superfluous(start, cluster, run, thread)
+            companion.see_to_it()
             if (code := attempts.run(start)) is not None:
                 return code
             held = attempts.generation

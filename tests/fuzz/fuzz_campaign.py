@@ -102,6 +102,12 @@ sweep --config CONFIG --test N --drain
 sweep --config CONFIG --metrics OUT
 sweep --health PATH
 hooks show
+metrics
+metrics RUN
+metrics RUN --textfile OUT
+metrics RUN --targets OUT
+watch --once
+watch RUN --once
 schema
 health --only memory
 health --only TEXT

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from slurmft.system.exposition import registry_text
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -35,8 +36,6 @@ class Counted(Protocol):
 
 class Metrics:
     """One router's counters."""
-
-    content_type = CONTENT_TYPE_LATEST
 
     def __init__(self, router: Counted) -> None:
         self._registry = CollectorRegistry()
@@ -74,6 +73,6 @@ class Metrics:
         """A request is tried again."""
         self._again.labels(why).inc()
 
-    def text(self) -> bytes:
-        """All of them."""
-        return generate_latest(self._registry)
+    def answer(self, accept: str) -> tuple[bytes, str]:
+        """All of them, and the content type: OpenMetrics where ``accept``, the scrape's header, asks for that."""
+        return registry_text(self._registry, accept)

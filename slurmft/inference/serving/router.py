@@ -101,7 +101,8 @@ class Router:
             case "/status":
                 return web.json_response(self.status(), headers=self.state_header())
             case "/metrics":
-                return web.Response(body=self.metrics.text(), headers={"Content-Type": self.metrics.content_type})
+                text, kind = self.metrics.answer(request.headers.get("Accept", ""))
+                return web.Response(body=text, headers={"Content-Type": kind})
         if not is_open(path, self.serving.allow_paths):
             self.metrics.refused("forbidden")
             return self.error(403, "this path administers the engine (inference.serving.allow_paths)")

@@ -143,6 +143,11 @@ def next_due_s(look: WorkerLook, limits: Limits) -> float:
     return max(0.0, min(left_s, default=math.inf))
 
 
+def used(look: WorkerLook, limits: Limits) -> float:
+    """The largest part of a limit that this worker has used up: 1 is a hang; 0 where nothing is limited."""
+    return max((held_s / limit_s for _, held_s, limit_s in _clocks(look, limits) if limit_s > 0), default=0.0)
+
+
 def find_culprit(looks: Sequence[WorkerLook], first: Exceeded, limits: Limits) -> Hang:
     """Find the culprit of the hang that ``first`` reports, among all ranks that could be looked at.
 

@@ -16,7 +16,7 @@ from slurmft.errors import SlurmftError
 from slurmft.ipc.calls import AskSections
 from slurmft.ipc.reports import DurationsReport, HangReport
 from slurmft.policy.timing import learned_timeouts
-from slurmft.policy.timing.hangs import Exceeded, Hang, WorkerLook, find_culprit, narrowed
+from slurmft.policy.timing.hangs import Exceeded, Hang, Limits, WorkerLook, find_culprit, narrowed
 from slurmft.policy.verdicts.culprit import Blame
 from slurmft.storage.events import EventName
 from slurmft.storage.history import ft_state
@@ -113,14 +113,17 @@ class Hangs:
         self._begun = True
         first = Exceeded(rank=report.rank, section=report.section, held_s=report.held_s,
                          limit_s=report.limit_s, why=report.why)  # fmt: skip
-        looks = await self._looks()
+        looks = await self.looks()
         if first.rank not in {look.rank for look in looks}:
             looks.append(WorkerLook(rank=first.rank, node=link.host))
-        limits = self._settings.limits()
-        limits = replace(limits, sections={**limits.sections, **self.limits()})
-        self.found = find_culprit(looks, first, limits)
+        self.found = find_culprit(looks, first, self.limits_now())
         self._start.journal.append(EventName.WORKER_HUNG, **_story(self.found))
         return self.found
+
+    def limits_now(self) -> Limits:
+        """The limits of this attempt's workers: configured, or learned."""
+        limits = self._settings.limits()
+        return replace(limits, sections={**limits.sections, **self.limits()})
 
     @property
     def overdue(self) -> Mapping[int, str]:
@@ -151,7 +154,8 @@ class Hangs:
                 del kept[: -learned_timeouts.MAX_SAMPLES]
         self._window, self._is_new, self._limits = {}, True, None
 
-    async def _looks(self) -> list[WorkerLook]:
+    async def looks(self) -> list[WorkerLook]:
+        """What each rank does now; those of an agent that does not answer in time are left out."""
         return [look for looks in await asyncio.gather(*map(_looks_at, self._pool.members)) for look in looks]
 
 

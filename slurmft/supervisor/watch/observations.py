@@ -59,6 +59,10 @@ class Observations:
         """Some agent has reported workers."""
         return bool(self._ranks)
 
+    def ranks(self) -> dict[int, WorkerFacts]:
+        """The newest facts of each rank."""
+        return dict(self._ranks)
+
     def reached(self) -> tuple[int, int]:
         """First and newest step of the attempt that its ranks have reported; zeros before."""
         told = [facts for facts in list(self._ranks.values()) if facts.resumed >= 0]
@@ -172,6 +176,7 @@ class Observations:
             saved=max(facts.saved for facts in ranks),
             state=State(min(facts.state for facts in ranks)).name.lower(),
             metric=metric if math.isfinite(metric) else None,
+            world_size=self.world_size,
             **self._saves.facts(),
         )
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slurmft.config.config import RunConfig
@@ -55,6 +56,10 @@ class SlowNodes:
         self._watch.note(host, report)
         if (slow := self._watch.verdict()) is not None:
             self._judge(self._watch, slow)
+
+    def work_s(self) -> Mapping[int, float]:
+        """Seconds of each rank's own work in a step, as the newest window had them; empty before the first."""
+        return {} if self._watch is None else self._watch.work_s
 
     def exchange(self) -> None:
         """Read and write the nodes' past. In the run folder's thread.

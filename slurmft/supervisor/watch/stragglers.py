@@ -65,6 +65,8 @@ class StragglerWatch:
         self._suspected: list[str] = []
         self._convicted: set[str] = set()
         self._pending: StragglerVerdict | None = None
+        self.work_s: dict[int, float] = {}
+        """Seconds of each rank's own work in a step, in the newest window."""
         self.last_report = ""
         """The newest report; empty before the first."""
 
@@ -145,6 +147,7 @@ class StragglerWatch:
                 self._report_log.info("%s", self.last_report)
         self._conclude(scores)
         self._past.measured(scores.work_s)
+        self.work_s = {rank: each for rank, each in enumerate(scores.work_s.tolist()) if math.isfinite(each)}
         self._heard[:] = False
         self._medians, self._counts = self._empty()
 

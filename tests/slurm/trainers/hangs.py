@@ -82,6 +82,7 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            session.report(loss=loss.item())
         if session.is_lead:
             print(f"final weights sha256: {weights_digest(network)}", flush=True)
 

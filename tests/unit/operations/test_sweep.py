@@ -174,7 +174,7 @@ def test_when_slurm_does_not_answer_nothing_changes(site, command, body):
     assert "Slurm did not answer" in result.stdout
     assert site.held() == []
     assert site.calls("scontrol") == site.calls("sbatch") == []
-    assert "slurmft_sweep_slurm_up 0\n" in (site.folder / "metrics").read_text()
+    assert "slurmft_sweep_slurm_up 0.0\n" in (site.folder / "metrics").read_text()
 
 
 def test_an_empty_answer_is_no_answer(site):
@@ -221,11 +221,11 @@ def test_the_metrics_are_readable_by_everybody(site):
     site.sweep("--metrics", str(path))
     text = path.read_text()
     assert path.stat().st_mode & 0o777 == 0o644
-    assert 'slurmft_sweep_nodes_checked{condition="sick"} 1\n' in text
-    assert "slurmft_sweep_excluded 1\n" in text
+    assert 'slurmft_sweep_nodes_checked{condition="sick"} 1.0\n' in text
+    assert "slurmft_sweep_excluded 1.0\n" in text
     for line in text.splitlines():
         assert line.startswith(("# HELP slurmft_", "# TYPE slurmft_", "slurmft_"))
-    assert metrics_text(SweepReport()).splitlines()[2] == "slurmft_sweep_slurm_up 0"
+    assert metrics_text(SweepReport()).splitlines()[2] == "slurmft_sweep_slurm_up 0.0"
 
 
 def test_results_that_cannot_be_read_are_a_problem_and_not_a_nodes_fault(site):

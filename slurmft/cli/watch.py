@@ -1,0 +1,263 @@
+"""``slurmft watch``: a full-screen view of runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from slurmft.cli.arguments import Amount, every_run, optional_run_argument, runs_root
+from slurmft.cli.output import console
+from slurmft.errors import UsageError
+from slurmft.operations.status import Overview
+from slurmft.reporting.live import Scene, Watcher, heat, open_sections, slowest
+from slurmft.storage.history.journal_tail import Entry
+from slurmft.storage.run_folder import RunFolder
+from slurmft.system.foreign_text import one_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+_STATES = {"finished": "green", "running": "cyan", "waiting": "yellow", "stopped": "red", "unknown": "magenta"}
+_HEAT = ("green", "green", "green", "yellow", "yellow", "yellow", "red", "bold red")
+_BLOCKS, _PLAIN = "▁▂▃▄▅▆▇█", "01234567"
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ONCE_EVENTS = 20
+MIN_WIDTH, MIN_HEIGHT = 20, 6
+
+
+class _Ended(Exception):
+    """A signal came."""
+
+
+@click.command()
+@optional_run_argument
+@click.option("--once", is_flag=True, help="Print the view once, and end.")
+@click.option("--interval", default=2.0, show_default=True, type=Amount(0.2, 3600), help="Seconds between two looks.")
+def watch(*, run: RunFolder | None, once: bool, interval: float) -> int:
+    """Watch runs: all of them, or the ranks, saves and events of RUN, until q is pressed.
+
+    With RUN: where the run is, the step time of every rank as a map, the sections that are open now, where the newest
+    save lies, and events as they come. NO_COLOR and TERM=dumb are honoured; a view of any width will do.
+    """
+    watcher = Watcher([] if run is not None else every_run(), run)
+    shown = console()
+    if once:
+        for line in _lines(watcher.look(), shown.width, _signs(shown), events=ONCE_EVENTS, height=None):
+            shown.print(line, soft_wrap=True)
+        return 0
+    if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM", "dumb") in ("dumb", ""):
+        raise UsageError("this is no terminal that can be drawn on", hint="slurmft watch --once prints the view")
+    with _terminal() as pressed:
+        _draw(shown, watcher.look, interval, pressed)
+    return 0
+
+
+def _draw(shown: Console, look: Callable[[], Scene], interval_s: float, pressed: Callable[[float], str]) -> None:
+    from rich.live import Live
+    from rich.text import Text
+
+    def frame(scene: Scene) -> Text:
+        width, height = shown.size
+        lines = _lines(scene, width, _signs(shown), events=height, height=height)[:height]
+        for line in lines:
+            line.truncate(width)
+        return Text("\n", no_wrap=True, overflow="crop").join(lines)
+
+    scene = look()
+    with contextlib.suppress(_Ended), Live(console=shown, screen=True, auto_refresh=False) as live:
+        size, looked_s = shown.size, time.monotonic()
+        live.update(frame(scene), refresh=True)
+        while pressed(0.2) not in ("q", "Q", "\x03", "\x04"):
+            due = time.monotonic() - looked_s >= interval_s
+            if due:
+                scene, looked_s = look(), time.monotonic()
+            if due or shown.size != size:
+                size = shown.size
+                live.update(frame(scene), refresh=True)
+
+
+@contextlib.contextmanager
+def _terminal() -> Iterator[Callable[[float], str]]:
+    """Keys at once and unseen; the function waits for one so many seconds. All is as before afterwards, also after a
+    signal, which raises ``_Ended``."""
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+
+    def on_signal(number: int, _frame: object) -> None:
+        for each in _ENDS:
+            signal.signal(each, signal.SIG_IGN)  # the terminal is restored in peace
+        raise _Ended(number)
+
+    def pressed(within_s: float) -> str:
+        if not select.select([keyboard], [], [], within_s)[0]:
+            return ""
+        data = os.read(keyboard, 64)
+        if not data:  # the terminal is gone
+            raise _Ended
+        return data[:1].decode(errors="replace")
+
+    handlers = {number: signal.signal(number, on_signal) for number in _ENDS}
+    try:
+        tty.setcbreak(keyboard)
+        yield pressed
+    except _Ended:
+        pass
+    finally:
+        with contextlib.suppress(termios.error, OSError):
+            termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _signs(shown: Console) -> str:
+    """One for each level of heat: as digits where blocks would be no help."""
+    return _BLOCKS if shown.encoding.lower().startswith("utf") and os.environ.get("TERM") != "dumb" else _PLAIN
+
+
+# What is drawn: lines, from the top, each in a width
+
+
+def _lines(scene: Scene, width: int, signs: str, *, events: int, height: int | None) -> list[Text]:
+    width = max(width, MIN_WIDTH)
+    at = time.strftime("%H:%M:%S", time.localtime(scene.at))
+    if scene.chosen is None:
+        return [_text(f"slurmft  {at}  {len(scene.runs)} runs  (q ends)", "bold"), *_list(scene.runs, width)]
+    head = _head(scene, scene.chosen, width, at)
+    is_live = scene.chosen.state in ("running", "unknown")  # else its ranks are of an attempt that is over
+    body = [*_map(scene, width, signs, height), *_sections(scene)] if is_live else []
+    kept = events if height is None else max(0, max(height, MIN_HEIGHT) - len(head) - len(body) - 1)
+    shown = [_event(entry) for entry in list(scene.events)[-kept:]] if kept else []
+    return [*head, *body, _text("events", "bold"), *shown]
+
+
+def _text(text: str, style: str = "") -> Text:
+    from rich.text import Text
+
+    return Text(one_line(text), style=style, no_wrap=True, overflow="crop")
+
+
+def _list(runs: Sequence[Overview], width: int) -> list[Text]:
+    if not runs:
+        return [_text(f"no runs in {runs_root().absolute()} (SLURMFT_RUNS names another folder)")]
+    longest = min(max(len(one_line(each.run)) for each in runs), max(8, width // 3))
+    lines = []
+    for each in runs:
+        line = _text(f"{one_line(each.run)[:longest]:<{longest}}  ")
+        line.append(f"{each.state:<9}", _STATES.get(each.state, ""))
+        line.append(f" {_steps(each):>15}{_loss(each)}  {one_line(each.detail)}")
+        lines.append(line)
+    return lines
+
+
+def _steps(run: Overview) -> str:
+    return "-" if run.step is None else f"{run.step}/{run.until or '?'}"
+
+
+def _loss(run: Overview) -> str:
+    return "" if run.metric is None else f"  loss {run.metric:.4f}"
+
+
+def _head(scene: Scene, run: Overview, width: int, at: str) -> list[Text]:
+    title = _text(f"{run.run}  ", "bold")
+    title.append(run.state, _STATES.get(run.state, ""))
+    title.append(f"  {at}  (q ends)")
+    lines = [title, _text(run.detail)]
+    if run.step is not None and run.until:
+        done = min(1.0, run.step / run.until)
+        room = max(5, min(40, width - 40))
+        bar = "#" * int(done * room)
+        lines.append(_text(f"[{bar:<{room}}] {run.step} of {run.until}{_loss(run)}"))
+    else:
+        lines.append(_text(f"step {_steps(run)}{_loss(run)}"))
+    if scene.span is not None and scene.since is not None and run.state != "finished":
+        lines.append(_text(f"{scene.span} for {_duration(scene.at - scene.since)}; {run.attempts} starts so far"))
+    saved = "none by this attempt" if run.saved is None else f"step {run.saved}"
+    if run.state == "running" and scene.view.tiers:
+        saved += f"  ({', '.join(f'{name}: {where}' for name, where in scene.view.tiers.items())})"
+    lines.append(_text(f"newest save  {saved}", "bold red" if run.failed_saves else ""))
+    if scene.problem:
+        lines.append(_text(scene.problem, "red"))
+    if scene.replicas:
+        nodes = sorted({node for node, _ in scene.replicas})
+        lines.append(_text(f"replicas     {len(scene.replicas)} ready on {len(nodes)} nodes: {', '.join(nodes)}"))
+    return lines
+
+
+def _map(scene: Scene, width: int, signs: str, height: int | None) -> list[Text]:
+    levels = heat(scene.view)
+    if not levels:
+        return []
+    age_s = scene.at - scene.view.at
+    about = _text(f"step time of {len(levels)} ranks, {signs[0]} fast, {signs[-1]} slow", "bold")
+    if age_s > 60:
+        about.append(f", {_duration(age_s)} old", "bold red")
+    # as many ranks to a sign as are needed for the map to leave half of the screen; the slowest counts
+    rows = max(1, len(levels) if height is None else height // 2 - 2)
+    room = max(8, width - 8)
+    each = max(1, -(-len(levels) // (rows * room)))
+    cells = [_worst(levels[first : first + each]) for first in range(0, len(levels), each)]
+    if each > 1:
+        about.append(f", {each} ranks to a sign")
+    lines = [about]
+    for first in range(0, len(cells), room):
+        line = _text(f"{first * each:>6}  ")
+        for level in cells[first : first + room]:
+            line.append(*(("?", "dim") if level is None else (signs[level], _HEAT[level])))
+        lines.append(line)
+    worst = slowest(scene.view, 3)
+    if worst:
+        lines.append(_text("slowest  " + ", ".join(
+            f"rank {rank}{f' on {one_line(node, 60)}' if node else ''} {step_s:.3f} s" for rank, step_s, node in worst
+        )))  # fmt: skip
+    return lines
+
+
+def _worst(levels: Sequence[int | None]) -> int | None:
+    return max((level for level in levels if level is not None), default=None)
+
+
+def _sections(scene: Scene) -> list[Text]:
+    found = open_sections(scene.view)[:4]
+    if not found:
+        return []
+    told = ", ".join(
+        f"{one_line(name, 60)} in {count} ranks, up to {_duration(held_s)}" for name, count, held_s in found
+    )
+    line = _text(f"open now  {told}")
+    if (used := scene.view.hang_used) is not None and used > 0.8:
+        line.append(f"  {used:.0%} of a time limit", "bold red")
+    return [line]
+
+
+def _event(entry: Entry) -> Text:
+    facts = entry.details
+    kind = next((f"{facts[name]}: " for name in ("cause", "action") if facts.get(name)), "")
+    told = kind + next((str(facts[name]) for name in ("reason", "error", "what") if facts.get(name)), "")
+    where = f" {facts['node']}" if facts.get("node") else ""
+    line = _text(f"{time.strftime('%H:%M:%S', time.localtime(entry.at))}  ")
+    line.append(f"{one_line(entry.name, 40):<20}", "red" if entry.name in _BAD else "")
+    line.append(one_line(f"{where} {told}".rstrip(), 500))
+    return line
+
+
+_BAD = frozenset({"worker failed", "worker hung", "agent lost", "saves keep failing", "save failed", "replica died",
+                  "replica down", "supervisor lost", "stop without a save"})  # fmt: skip
+
+
+def _duration(seconds: float) -> str:
+    seconds = max(0.0, seconds)
+    if seconds < 120:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes = int(seconds // 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
