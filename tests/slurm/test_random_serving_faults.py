@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 from slurm.cluster_faults import CLUSTER_KINDS, kill_one
-from slurm.storm import Kind, Storm, errors_in_logs, seeds
 from slurm.endpoints import EndpointRun
+from slurm.storm import Kind, Storm, errors_in_logs, seeds
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster
 from slurmft.lab.cluster import Lab
 
