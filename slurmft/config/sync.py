@@ -12,8 +12,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from slurmft.config.types import Folder, Positive, Seconds, Section, Text
 from slurmft.policy import plain_values as plain
 
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h)")
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|)")
+_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SECRETS = re.compile(r"AWS_SECRET_ACCESS_KEY|AWS_SESSION_TOKEN|AZURE_STORAGE_(KEY|CONNECTION_STRING|SAS_TOKEN)")
 
 

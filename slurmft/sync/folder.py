@@ -133,7 +133,7 @@ class KeptFolder:
         try:
             for attempt in self._retrying(within_s=None):
                 with attempt:
-                    self._upload(at_end=False, patience_s=min(self._config.frequency, PATIENCE_S))
+                    self._upload(at_end=False, patience_s=PATIENCE_S)
         except Fenced as error:
             self._fail(error)
             self._next_s = None
