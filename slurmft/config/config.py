@@ -257,6 +257,8 @@ def from_values(
         _apply(raw, override)
     source = " ".join([source, *(f"--set {plain.shown(override)}" for override in overrides)])
     config = _absolute(validate(raw, source=source, known_here=known_here), source=source)
+    if problem := sync_problem_of(config.sync, str(config.run_folder), ()):
+        raise ConfigError(f"{source}: {problem}")
     try:
         config.contained()
     except ValueError as error:

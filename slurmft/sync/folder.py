@@ -120,10 +120,11 @@ class KeptFolder:
                     begin(store, order.generation)
                 found = newest(store, order.run)
                 record = Record(self._config.path)
-                done = restore(
-                    record, store, found, run=order.run, generation=order.generation, follows_lead=not self._stores,
-                    exclude=self._config.exclude,
-                )  # fmt: skip
+                with record.locked():
+                    done = restore(
+                        record, store, found, run=order.run, generation=order.generation,
+                        follows_lead=not self._stores, exclude=self._config.exclude,
+                    )  # fmt: skip
         what = {Choice.KEEP: "kept", Choice.RESTORE: "restored", Choice.SET_ASIDE: "set aside"}[done.choice]
         aside = f"; what was there is in {done.aside}" if done.aside else ""
         self._tell(what, done.reason + aside, version=done.version, files=done.files, size=done.size_bytes,

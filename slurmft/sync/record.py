@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from slurmft.policy.synced_folders import Local, Version
 from slurmft.storage.patience import writing
 from slurmft.sync.scanning import INNER, Look, Tree, cut_off
 from slurmft.system.files import read_json, write_json
+from slurmft.system.opening import open_regular
 from slurmft.system.private_folder import check_private
 
-RECORD, ASIDE = "state.json", "aside"
+RECORD, ASIDE, LOCK = "state.json", "aside", "lock"
 MAX_RECORD_BYTES = 128 << 20
 
 
@@ -55,6 +57,22 @@ class Record:
     def __init__(self, path: Path) -> None:
         self.path, self.own = path, own_folder(path)
         self.aside = self.own / ASIDE
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Wait for another process of this machine that restores the same folder; two nodes may share its filesystem.
+
+        Raises:
+            StorageError: the lock cannot be made.
+        """
+        with writing(self.own / LOCK):
+            descriptor = open_regular(self.own / LOCK, os.O_RDWR | os.O_CREAT, follow=False)
+        try:
+            with writing(self.own / LOCK):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
     def _read(self) -> Mapping[str, Any]:
         with contextlib.suppress(StorageError):  # damaged: its files are of an unknown run

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 import threading
 import time
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from slurmft.config.sync import SyncConfig
 from slurmft.errors import Fenced, StorageError, StorageUnavailable
 from slurmft.sync import manifest as stored
-from slurmft.sync import scanning, uploading
+from slurmft.sync import restoring, scanning, uploading
 from slurmft.sync.folder import KeptFolder, Order
 from slurmft.sync.record import Record
 from slurmft.sync.restoring import newest, restore
@@ -256,6 +257,43 @@ def test_a_restore_that_was_killed_is_done_again(node: Node, other: Node, monkey
     assert other.begin(2) == "restore"
     assert other.content() == {"a": b"1", "b": b"2"}
     assert not list(Record(other.path).own.glob("incoming-*"))
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "tiny"
+    path.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m,mode=700", "tmpfs", str(path)], check=False)
+    if made.returncode:
+        pytest.skip("only root can mount a small disk")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_restore_that_does_not_fit_leaves_everything_as_it_was(node: Node, tiny_disk: Path):
+    node.begin(1)
+    (node.path / "snapshot").write_bytes(os.urandom(12 << 20))
+    node.upload()
+    full = Node(tiny_disk, node.store)
+    full.path.mkdir()
+    full.write(snapshot="mine")
+    with pytest.raises(StorageUnavailable, match="MiB free, the stored version needs 28"):
+        full.begin(2)
+    assert full.content() == {"snapshot": b"mine"}
+
+
+def test_a_disk_that_fills_up_while_it_is_restored(node: Node, tiny_disk: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(restoring, "SPARE_BYTES", -(64 << 20))  # another process takes the space after the look
+    node.begin(1)
+    (node.path / "snapshot").write_bytes(os.urandom(30 << 20))
+    node.upload()
+    full = Node(tiny_disk, node.store)
+    full.path.mkdir()
+    full.write(snapshot="mine")
+    with pytest.raises(StorageUnavailable, match="No space left"):
+        full.begin(2)
+    assert full.content() == {"snapshot": b"mine"}
+    assert not list(Record(full.path).own.glob("incoming-*"))
 
 
 # Writers that do not keep still
