@@ -25,6 +25,7 @@ from slurmft.agent.keeper import Keeping, look_after_regularly
 from slurmft.agent.notices import NoticeWatch
 from slurmft.agent.replicas import Replicas, preload_of
 from slurmft.agent.stragglers import TimingReports
+from slurmft.agent.sync import NodeSync
 from slurmft.agent.torchrun import worker_command
 from slurmft.agent.workers import Worker, Workers, reserve_port
 from slurmft.config.config import RunConfig
@@ -43,13 +44,14 @@ from slurmft.ipc.calls import (
     RescueState,
     Shutdown,
     StartWorkers,
+    SyncFolders,
     TakeEvidence,
     Withdraw,
     parse_call,
 )
 from slurmft.ipc.channel import UNANSWERED, BadMessage, Channel, connect
 from slurmft.ipc.pages.heartbeat import NOTHING, Slot
-from slurmft.ipc.replies import Done, EvidenceReply, Looks, Rescued, ReservedPort, Started, as_reply
+from slurmft.ipc.replies import Done, EvidenceReply, Looks, Rescued, ReservedPort, Started, Synced, as_reply
 from slurmft.ipc.reports import (
     HangReport,
     Hello,
@@ -58,7 +60,6 @@ from slurmft.ipc.reports import (
     Sent,
     SignalReport,
     WorkerExited,
-    WorkerFacts,
 )
 from slurmft.ipc.shapes import Fields
 from slurmft.policy.timing.fleet import report_interval_s
@@ -114,6 +115,7 @@ class Agent:
         if config.inference is not None:
             self._replicas = Replicas(config, environment, self._workers, node=self._index, host=self._host,
                                       report=self._report)  # fmt: skip
+        self._sync = NodeSync(config, common_environment(config, environment), self._report)
         self._outside = Outside(self._note_signal)
 
     async def run(self) -> int:
@@ -147,6 +149,7 @@ class Agent:
             await asyncio.gather(notices, return_exceptions=True)  # a plug-in is ended with it
             self._keeping.close()
             self._workers.close()
+            await self._sync.close()
             self._forensics.finish(LAST_FILES_S)
             if self._channel is not None:
                 self._channel.close()  # only now: it shows the supervisor that nothing of this node is left
@@ -253,8 +256,8 @@ class Agent:
                 return await self._agree(call)
             case PassOnTerm():
                 self._pass_on_term()
-            case TakeEvidence() | RescueState():
-                return await self._before_the_kill(call)
+            case TakeEvidence() | RescueState() | SyncFolders():
+                return await self._save_what_there_is(call)
             case Inject(order=order, ranks=ranks):
                 return strike(list(self._workers.by_rank.values()), order, ranks)
             case Kill():
@@ -304,8 +307,12 @@ class Agent:
             secret=self._where()[2],
         )
 
-    async def _before_the_kill(self, call: TakeEvidence | RescueState) -> EvidenceReply | Rescued:
-        """Save the workers' evidence and their newest state."""
+    async def _save_what_there_is(
+        self, call: TakeEvidence | RescueState | SyncFolders
+    ) -> EvidenceReply | Rescued | Synced:
+        """Save the workers' evidence, their newest state, or the folders that are kept."""
+        if isinstance(call, SyncFolders):
+            return await self._sync.handle(call)
         workers = list(self._workers.by_rank.values())
         if isinstance(call, RescueState):
             return Rescued(step=await rescue_on_node(workers))
@@ -368,7 +375,7 @@ class Agent:
             self._replicas.on_exit(worker)
             return
         self._forensics.keep_last_words(worker, self._run.attempts / self._attempt)
-        own, facts, code = self._generation, _facts(worker), worker.exit_code or 0
+        own, facts, code = self._generation, worker.facts(), worker.exit_code or 0
         killed, starved = worker.killed, worker.starved
         self._report(WorkerExited(code=code, killed=killed, starved=starved, generation=own, facts=facts))
 
@@ -387,7 +394,7 @@ class Agent:
             await asyncio.sleep(interval_s)
             self._workers.kill_lingering(STOPPED_GRACE_S)
             if self._channel is not None:
-                ranks = tuple(_facts(worker) for worker in self._workers.by_rank.values())
+                ranks = tuple(worker.facts() for worker in self._workers.by_rank.values())
                 own, ready = self._generation, self._workers.ready.is_set()
                 self._channel.send(ProgressReport(ranks=ranks, ready=ready, generation=own).as_mapping())
                 if self._timings is not None and self._config.straggler_detection.enabled:
@@ -395,33 +402,6 @@ class Agent:
                         self._channel.send(replace(report, generation=own).as_mapping())
                 if (durations := self._hangs.durations()) is not None:
                     self._channel.send(replace(durations, generation=own).as_mapping())
-
-
-def _facts(worker: Worker) -> WorkerFacts:
-    page = worker.page
-    return WorkerFacts(
-        rank=worker.rank,
-        state=page[Slot.STATE],
-        attached=page[Slot.PID] != 0,
-        step=page[Slot.STEP],
-        until=page[Slot.UNTIL],
-        saved=page[Slot.SAVED],
-        durable=page[Slot.DURABLE],
-        resumed=page[Slot.RESUMED],
-        first_step_at=page[Slot.FIRST_STEP_AT] / 1e9,
-        answered=page[Slot.ANSWERED],
-        metric=page.metric(),
-        first_step_s=page[Slot.FIRST_STEP_NS] / 1e9,
-        longest_step_s=page[Slot.LONGEST_STEP_NS] / 1e9,
-        saves=page[Slot.SAVES],
-        save_failures=page[Slot.SAVE_FAILURES],
-        save_errno=page[Slot.SAVE_ERRNO],
-        save_s=page[Slot.SAVE_NS] / 1e9,
-        save_cost_s=page[Slot.SAVE_COST_NS] / 1e9,
-        # a node's processes have one monotonic clock
-        saving_s=(time.monotonic_ns() - began_ns) / 1e9 if (began_ns := page[Slot.SAVE_BEGAN_NS]) else 0.0,
-        since_saved_s=(time.monotonic_ns() - page[Slot.SAVED_AT_NS]) / 1e9,
-    )
 
 
 async def serve(config: RunConfig, attempt: str, environment: Mapping[str, str]) -> int:

@@ -22,6 +22,7 @@ from slurmft.agent.kernel_view import memory_kills
 from slurmft.agent.zygote import PACKET_BYTES
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, STACKS_SUFFIX, Page, Slot, State
 from slurmft.ipc.pages.timing_page import TIMING_PAGE_VARIABLE, TimingPage
+from slurmft.ipc.reports import WorkerFacts
 from slurmft.policy.timing.stop import Look
 from slurmft.storage.memory_folder import MEMORY_VARIABLE
 from slurmft.system.private_folder import make_private_folder
@@ -89,6 +90,33 @@ class Worker:
         self.page.close()
         if self.timings is not None:
             self.timings.close()
+
+    def facts(self) -> WorkerFacts:
+        """Its page, as the supervisor is told."""
+        page = self.page
+        return WorkerFacts(
+            rank=self.rank,
+            state=page[Slot.STATE],
+            attached=page[Slot.PID] != 0,
+            step=page[Slot.STEP],
+            until=page[Slot.UNTIL],
+            saved=page[Slot.SAVED],
+            durable=page[Slot.DURABLE],
+            resumed=page[Slot.RESUMED],
+            first_step_at=page[Slot.FIRST_STEP_AT] / 1e9,
+            answered=page[Slot.ANSWERED],
+            metric=page.metric(),
+            first_step_s=page[Slot.FIRST_STEP_NS] / 1e9,
+            longest_step_s=page[Slot.LONGEST_STEP_NS] / 1e9,
+            saves=page[Slot.SAVES],
+            save_failures=page[Slot.SAVE_FAILURES],
+            save_errno=page[Slot.SAVE_ERRNO],
+            save_s=page[Slot.SAVE_NS] / 1e9,
+            save_cost_s=page[Slot.SAVE_COST_NS] / 1e9,
+            # a node's processes have one monotonic clock
+            saving_s=(time.monotonic_ns() - began_ns) / 1e9 if (began_ns := page[Slot.SAVE_BEGAN_NS]) else 0.0,
+            since_saved_s=(time.monotonic_ns() - page[Slot.SAVED_AT_NS]) / 1e9,
+        )
 
     def look(self) -> Look:
         """The worker's state for the stop agreement."""

@@ -40,6 +40,8 @@ from slurmft.config.preemption import PreemptionConfig
 from slurmft.config.reruns import RerunConfig
 from slurmft.config.slurm import SlurmConfig
 from slurmft.config.stragglers import StragglerDetectionConfig
+from slurmft.config.sync import SyncConfig
+from slurmft.config.sync import problem_of as sync_problem_of
 from slurmft.config.types import Count, Folder, Text, Words, section_of
 from slurmft.config.types import Section as _Section
 from slurmft.errors import ConfigError
@@ -109,6 +111,10 @@ class RunConfig(_Section):
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     notify: NotifyConfig = Field(default_factory=NotifyConfig)
 
+    sync: tuple[SyncConfig, ...] = ()
+    """Folders of the nodes that are kept elsewhere, for scripts that save by themselves: restored before the workers
+    start, uploaded every ``frequency`` and when they have ended. See docs/how-to/scripts-that-cannot-change.md."""
+
     inference: InferenceConfig | None = None
     """Answer a batch of requests instead of training; ``slurmft infer`` submits it."""
 
@@ -151,6 +157,14 @@ class RunConfig(_Section):
         self.elastic.size(self.nodes)
         if 0 < self.nodes <= (copies := self.checkpoint.peer_copies):
             raise ValueError(f"checkpoint.peer_copies={copies} needs more than {copies} nodes; nodes={self.nodes}")
+        return self
+
+    @model_validator(mode="after")
+    def _folders_can_be_kept(self) -> Self:
+        if self.sync and self.inference is not None:
+            raise ValueError("sync: it is for trainers; a run with a section inference keeps its answers itself")
+        if problem := sync_problem_of(self.sync, str(self.run_folder), tuple(self.environment)):
+            raise ValueError(problem)
         return self
 
     @property
@@ -247,6 +261,8 @@ def from_values(
         _apply(raw, override)
     source = " ".join([source, *(f"--set {plain.shown(override)}" for override in overrides)])
     config = _absolute(validate(raw, source=source, known_here=known_here), source=source)
+    if problem := sync_problem_of(config.sync, str(config.run_folder), ()):
+        raise ConfigError(f"{source}: {problem}")
     try:
         config.contained()
     except ValueError as error:

@@ -13,7 +13,17 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 from slurmft.ipc.channel import BadMessage, Body
-from slurmft.ipc.replies import Done, EvidenceReply, Injected, Looks, Rescued, ReservedPort, SectionsReply, Started
+from slurmft.ipc.replies import (
+    Done,
+    EvidenceReply,
+    Injected,
+    Looks,
+    Rescued,
+    ReservedPort,
+    SectionsReply,
+    Started,
+    Synced,
+)
 from slurmft.ipc.shapes import (
     Count,
     Fields,
@@ -218,6 +228,27 @@ class Shutdown(Call[Done]):
     reply: ClassVar[type[Done]] = Done
 
 
+def _is_sync_action(value: Any) -> bool:
+    return value in ("restore", "upload")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncFolders(Call[Synced]):
+    """Have the node's kept folders restored, or uploaded. Sent again with its number, it asks whether that is done."""
+
+    kind: ClassVar[str] = "sync"
+    reply: ClassVar[type[Synced]] = Synced
+    action: Annotated[str, Shape(fits=_is_sync_action)]
+    number: Count
+    run: Name
+    """The run's name where folders are stored."""
+
+    place: Rank
+    generation: Count
+    within_s: Seconds = 0.0
+    """For an upload."""
+
+
 # Inference: what an agent does under one epoch is void when it is lost, and comes back with another
 
 
@@ -298,7 +329,7 @@ _CALLS: Mapping[str, type[Call[Any]]] = {
     for each in (
         StartWorkers, Port, Ping, LookNow, Propose, Commit, Withdraw, PassOnTerm, AskSections, TakeEvidence,
         RescueState, Inject, Kill, Shutdown, BeginReplicas, Lease, Drain, Members,
-        RenewReplica,
+        RenewReplica, SyncFolders,
     )
 }  # fmt: skip
 

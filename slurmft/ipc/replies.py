@@ -18,6 +18,7 @@ from slurmft.ipc.shapes import (
     Seconds,
     Shape,
     SlotValue,
+    Words,
     as_lists,
     as_tuples,
     integer,
@@ -103,6 +104,14 @@ class Started(Fields):
         tuple[str, ...] | None, Shape(fits=bool, read=_as_gpus, write=list, optional=True, lenient=True)
     ] = None
     """Suspects that the node cannot do without; no worker was started."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Synced(Fields):
+    """Whether an order about kept folders has been carried out, and what was wrong then."""
+
+    done: Flag
+    problem: Words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

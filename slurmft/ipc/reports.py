@@ -47,6 +47,9 @@ from slurmft.ipc.shapes import (
     texts,
     values_of,
 )
+from slurmft.ipc.shapes import Report as Report  # noqa: PLC0414 - it is exported from here, too
+from slurmft.ipc.shapes import Sent as Sent  # noqa: PLC0414
+from slurmft.ipc.sync import SyncReport
 
 _CODE = integer(-128, 255)
 _STATE = integer(min(State), max(State))
@@ -73,24 +76,6 @@ def _begins_as_a_name(value: Any) -> bool:
 
 def _is_left(value: Any) -> bool:
     return is_time(value) and value >= 0
-
-
-class Report:
-    """One of the messages below, from an agent, or one of the connection's own events."""
-
-    __slots__ = ()
-
-    @property
-    def generation(self) -> int | None:
-        """Of the attempt that it is about; None where it is about none."""
-        return None
-
-
-class Sent(Message, Report):
-    """A report that an agent sends, and how errors name it."""
-
-    __slots__ = ()
-    told_as: ClassVar[str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -406,7 +391,7 @@ _REPORTS: Mapping[str, type[Sent]] = {
     each.kind: each
     for each in (
         WorkerExited, ProgressReport, TimingsReport, HangReport, DurationsReport, SignalReport, NoticeReport,
-        LimitReport, RequestsWanted, RequestsAnswered, RequestsReturned, Drained, ReplicaPhase, ReplicaDied,
+        LimitReport, SyncReport, RequestsWanted, RequestsAnswered, RequestsReturned, Drained, ReplicaPhase, ReplicaDied,
         ReplicaSmaller, RouterPhase,
     )
 }  # fmt: skip

@@ -82,6 +82,24 @@ class Message(Fields):
         return {"kind": self.kind, **Fields.as_mapping(self)}
 
 
+class Report:
+    """One of the messages in ``reports``, from an agent, or one of the connection's own events."""
+
+    __slots__ = ()
+
+    @property
+    def generation(self) -> int | None:
+        """Of the attempt that it is about; None where it is about none."""
+        return None
+
+
+class Sent(Message, Report):
+    """A report that an agent sends, and how errors name it."""
+
+    __slots__ = ()
+    told_as: ClassVar[str]
+
+
 def shapes_of(kind: type[Any]) -> Mapping[str, Shape]:
     """The shape of each field of a subclass of ``Fields``, in their order."""
     return _shapes_of(kind)  # type: ignore[arg-type]  # the stubs take no class of classes for hashable

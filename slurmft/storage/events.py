@@ -63,6 +63,14 @@ class EventName(StrEnum):
     BATCH_REDUCED = "batch reduced"
     BATCH_NOT_REDUCED = "batch not reduced"
 
+    # kept folders
+    FOLDER_RESTORED = "folder restored"
+    FOLDER_KEPT = "folder kept"
+    FOLDER_SET_ASIDE = "folder set aside"
+    FOLDER_UPLOADED = "folder uploaded"
+    SYNC_FAILED = "sync failed"
+    SYNC_WORKS_AGAIN = "sync works again"
+
     # stops
     STOP_ASKED_FOR = "stop asked for"
     STOP_REQUESTED = "stop requested"

@@ -24,6 +24,7 @@ from slurmft.ipc.reports import (
     TimingsReport,
     WorkerExited,
 )
+from slurmft.ipc.sync import SyncReport
 from slurmft.policy.timing.fleet import longest_silence_s, ping_interval_s
 from slurmft.policy.verdicts.culprit import Blame
 from slurmft.policy.verdicts.exit_actions import ExitAction, codes_of
@@ -185,7 +186,7 @@ class AttemptRunner:
             raise LaunchError(f"the agent on {node} ended before it had reported: {how}{words}")
 
     async def _start_workers(self) -> None:
-        members = await self._crew.enlist(self._cluster.nodes, self._over)
+        members = await self._crew.enlist(self._start, self._over)
         if self._over.is_set():
             return
         self._seen.world_size = len(members) * self._config.nproc_per_node
@@ -248,8 +249,8 @@ class AttemptRunner:
                     self._background.start(self._on_hang(link, report))
                 case DurationsReport():
                     self._hangs.note(report)
-                case LimitReport():
-                    self._journal.append(EventName.CONTAINER_LIMIT, node=link.host, reason=report.what)
+                case LimitReport() | SyncReport():
+                    self._crew.note(link, report)
                 case NoticeReport():
                     self._reclaimed.note(link, report)
                 case SignalReport(name=name):
@@ -404,6 +405,7 @@ class AttemptRunner:
         if self.stops.began and not self._seen.all_ended:
             await self._pool.tell_all(Kill())
             await end_of_workers(self._pool, self._seen.ends, per_node=self._config.nproc_per_node)
+        await self._crew.kept.upload(self.stops.time_is_up_s)
         await self._background.cancel_all()
         self._folder.leave(self._seen, self._slow, self._hangs)
 

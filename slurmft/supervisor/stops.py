@@ -26,6 +26,9 @@ from slurmft.system.background import Background
 
 POLL_S = 0.25
 CAUSE_PATIENCE_S = 15.0
+SHARE_OF_WORKERS = 0.7
+"""Of the time of a stop, where folders are kept (``sync:``); what they do not use is for the upload, too."""
+
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +62,17 @@ class Stops:
         self.ends_at_s: float | None = None
         """Monotonic time at which Slurm will have ended the job, as far as a stop has shown it."""
 
+        self._share = SHARE_OF_WORKERS if config.sync else 1.0
+        self._up_at_s = math.inf
         slurm.on_ending = self._hurry
+
+    def time_is_up_s(self) -> float:
+        """Monotonic time at which everything of this stop must be done; infinite while there is none."""
+        return min(self._up_at_s, self._slurm.kill_at_s)
+
+    def _workers_until(self, at_s: float, since_s: float) -> float:
+        """The workers' share of the time until ``at_s``; the rest is for the upload of kept folders."""
+        return at_s if math.isinf(at_s) else since_s + self._share * (at_s - since_s)
 
     async def cause_is_known(self) -> None:
         """Return when a stop that is under way has found out its cause, or takes too long to."""
@@ -129,6 +142,8 @@ class Stops:
         self._end_by(self._slurm.kill_at_s)
 
     def _end_by(self, at_s: float) -> None:
+        self._up_at_s = min(self._up_at_s, at_s)
+        at_s = self._workers_until(at_s, time.monotonic())
         if self._timer is not None and (self._timer.when() or 0.0) > at_s:
             with contextlib.suppress(RuntimeError):  # its time was up meanwhile
                 self._timer.reschedule(at_s)
@@ -157,7 +172,8 @@ class Stops:
                              seconds_left=round(left_s, 3))  # fmt: skip
         self._told.set()
         try:
-            async with asyncio.timeout_at(min(at_s + left_s, self._slurm.kill_at_s)) as self._timer:
+            self._up_at_s = min(self._up_at_s, at_s + left_s)
+            async with asyncio.timeout_at(self._workers_until(self.time_is_up_s(), at_s)) as self._timer:
                 await stopping
                 await self._over.wait()
             left_s = min(left_s, self._slurm.kill_at_s - at_s)

@@ -6,16 +6,19 @@ import asyncio
 import contextlib
 import resource
 import time
-from collections.abc import Sequence
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import LaunchError
 from slurmft.ipc.calls import Ping, Shutdown
+from slurmft.ipc.reports import LimitReport
+from slurmft.ipc.sync import SyncReport
 from slurmft.policy.nodes.membership import TooFew, Wait
+from slurmft.storage.events import EventName
 from slurmft.supervisor.attempt_folder import AttemptFolder
 from slurmft.supervisor.cluster import Cluster
 from slurmft.supervisor.fleet.agent_restarts import Reviver
 from slurmft.supervisor.fleet.agents import AgentLink, AgentLost, AgentPool
+from slurmft.supervisor.fleet.kept_folders import KeptFolders
 from slurmft.supervisor.fleet.outliving import Orphan, Outlived
 from slurmft.supervisor.fleet.roster import Roster
 from slurmft.supervisor.fleet.shutdown import end_agents
@@ -50,6 +53,8 @@ class Crew:
         self.folder = AttemptFolder(start, of=outlived.attempt if outlived else None)
         self.reviver = Reviver(config, start, self.pool, self.roster, self.folder)
         self.processes: list[asyncio.subprocess.Process | Orphan] = []
+        self.kept = KeptFolders(config, start, self.pool)
+        self._journal = start.journal
         self._mustered = False
 
     @property
@@ -95,16 +100,20 @@ class Crew:
                 return codes
             await asyncio.sleep(LOOK_S)
 
-    async def enlist(self, allowed: Sequence[str], over: asyncio.Event) -> list[AgentLink]:
-        """The agents of the next attempt, in the order of their ranks; waits for agents that are being restarted.
+    async def enlist(self, start: Start, over: asyncio.Event) -> list[AgentLink]:
+        """The agents of an attempt, in the order of their ranks; waits for agents that are being restarted.
+
+        Their kept folders hold what the workers are to find.
 
         Args:
-            allowed: the job's nodes that may; empty for all.
+            start: the attempt's.
             over: once it is set no agent is needed, and the crew does not change any more.
 
         Raises:
-            LaunchError: too few of them are there.
+            LaunchError: too few of them are there, or a kept folder cannot be restored.
         """
+        self._journal = start.journal
+        allowed = start.cluster.nodes
         since_s = time.monotonic()
         # agents that died together with the one that ended the last attempt are detected before they are counted on
         await self.pool.tell_all(Ping(), timeout_s=self._config.fault_tolerance.agent_timeout_s)
@@ -119,7 +128,15 @@ class Crew:
             if link.leaving and link not in self.pool.members:
                 with contextlib.suppress(AgentLost):  # the node may be released as soon as nothing of the run is on it
                     await link.call(Shutdown())
+        await self.kept.restore(start, self.pool.members, over)
         return self.pool.members
+
+    def note(self, link: AgentLink, report: LimitReport | SyncReport) -> None:
+        """Write into the journal what an agent has reported of its node."""
+        if isinstance(report, SyncReport):
+            self.kept.note(link, report)
+        else:
+            self._journal.append(EventName.CONTAINER_LIMIT, node=link.host, reason=report.what)
 
     async def dismiss(self, *, node_lost: bool) -> None:
         """End the agents, and the processes that started them; nothing of the job is left on any node then.
