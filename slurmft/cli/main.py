@@ -37,6 +37,7 @@ VERBS = {
     "lab": ("lab", "A real Slurm cluster on this machine, for tests and for trying things out (needs root)"),
     "logs": ("logs", "Print a worker's output, and the supervisor's when there is none"),
     "quickstart": ("quickstart", "Train a small GPT, with live progress: about a minute, no Slurm and no GPU needed"),
+    "report": ("report", "Show where the time of a run went, and what its failures have cost: from the journal alone"),
     "requeue": ("requeue", "Save and go through the queue again; start a waiting job now; rescue one that lost its "
                 "batch script"),
     "run": ("run", "Run the supervisor of one job (called by the batch script)"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -123,24 +123,33 @@ class Journal:
             StorageError: the file cannot be read.
         """
         events, unreadable = list[Event](), 0
-        lines = read_lines(self.path, limit_bytes=LOG_LIMIT_BYTES, line_limit_bytes=MAX_LINE_BYTES)
+        for number, event in enumerate(self.each()):
+            if number >= MAX_LINES:
+                raise StorageError(f"{self.path} has more than {MAX_LINES} lines", hint=MOVE_AWAY)
+            if event is not None:
+                events.append(event)
+            else:
+                unreadable += 1
+        return events, unreadable
+
+    def each(self) -> Iterator[Event | None]:
+        """One event after the other, oldest first, and None for a line that is none; holds one at a time.
+
+        Raises:
+            FileNotFoundError: there is no journal yet.
+            NewerFormat: a newer slurmft wrote into it.
+            StorageError: the file cannot be read, or is longer than LOG_LIMIT_BYTES.
+        """
         try:
-            for number, line in enumerate(lines):
-                if number >= MAX_LINES:
-                    raise StorageError(f"{self.path} has more than {MAX_LINES} lines", hint=MOVE_AWAY)
-                if not line or line.isspace():
-                    continue
-                if (event := _parse(line, self.path)) is not None:
-                    events.append(event)
-                else:
-                    unreadable += 1
+            for line in read_lines(self.path, limit_bytes=LOG_LIMIT_BYTES, line_limit_bytes=MAX_LINE_BYTES):
+                if line and not line.isspace():
+                    yield _parse(line, self.path)
         except FileNotFoundError:
             raise
         except UnsafeFile as error:
             raise StorageError(f"cannot read {self.path}: it {error.strerror}", hint=MOVE_AWAY) from error
         except OSError as error:
             raise StorageError(f"cannot read {self.path}: {error}") from error
-        return events, unreadable
 
 
 def _parse(line: bytes, path: Path) -> Event | None:

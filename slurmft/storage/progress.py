@@ -25,6 +25,9 @@ class Progress:
     resumed: int | None = None
     failed_saves: int | None = None
     save_problem: str | None = None
+    step_at: float | None = None
+    stall_s: float | None = None
+    saves_done: int | None = None
     problem: str = ""
     """The damage of the report, which does not harm the run: the report is not part of its state."""
 
@@ -37,6 +40,7 @@ class Progress:
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "at": (int, float), "step": (int,), "until": (int,), "saved": (int,), "metric": (int, float), "state": (str,),
     "attempt": (str,), "resumed": (int,), "failed_saves": (int,), "save_problem": (str,),
+    "step_at": (int, float), "stall_s": (int, float), "saves_done": (int,),
 }  # fmt: skip
 
 

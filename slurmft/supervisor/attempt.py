@@ -79,6 +79,7 @@ class AttemptRunner:
         self._seen = Observations(
             self._run, self._journal, self._cluster.attempt, config.world_size,
             workload=workload_of(config), history=start.history, max_failed_saves=config.checkpoint.max_failed_saves,
+            done_before=start.reached,
         )  # fmt: skip
         self._slurm = SlurmsWord(self._cluster, start.journal)
         self._launch_error = ""
@@ -403,6 +404,7 @@ class AttemptRunner:
             await self._pool.tell_all(Kill())
             await end_of_workers(self._pool, self._seen.ends, per_node=self._config.nproc_per_node)
         await self._background.cancel_all()
+        self._seen.close()
         self._folder.leave(self._seen, self._slow, self._hangs)
 
     def _verdict(self) -> Verdict:

@@ -139,6 +139,7 @@ class Session(Sections):
         """
         start, until = _steps("start", start), _steps("until", until)
         self._start, page = start, self._page
+        page.touch(Slot.LOOP_AT)
         page[Slot.RESUMED] = page[Slot.STEP] = start
         page[Slot.UNTIL] = until
         page[Slot.STATE] = State.TRAINING
@@ -298,6 +299,7 @@ class Session(Sections):
         self._note_span()
         page[Slot.STEP] = step
         page.touch(Slot.PROGRESS_AT)
+        page[Slot.STALL_NS] = self._saves.stalled_ns  # only with a step that follows: not of the save of a stop
         if SAVERS.is_armed:
             SAVERS.at_boundary(step)
         if step == start + 1:

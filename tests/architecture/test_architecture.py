@@ -40,6 +40,7 @@ ALLOWED = {
     "worker": {*_BESIDE_THE_TRAINER, "trainer", "worker"},
     "checkpoint": {*_BESIDE_THE_TRAINER, "trainer", "checkpoint"},
     "health": {"errors", "system", "policy", "config", "storage", "scheduler", "health"},
+    "reporting": {"errors", "system", "policy", "config", "storage", "reporting"},
     "operations": {*_SHARED, "inference", "supervisor", "agent", "health", "operations"},
     "compat": {"errors", "policy", "config", "worker", "health", "compat"},
     "lab": {"", "errors", "system.files", "lab"},
@@ -51,6 +52,7 @@ ALLOWED = {
         "agent",
         "health",
         "operations",
+        "reporting",
         "lab",
         "checkpoint",
         "examples",
@@ -88,6 +90,7 @@ HOMES = {
     "prometheus_client": ("inference/",),
     "zstandard": ("inference/",),
     "pyarrow": ("inference/",),
+    "jinja2": ("reporting/page.py",),
     "click": ("cli/",),
     "rich": ("cli/",),
 }

@@ -1,0 +1,1 @@
+"""What a run's journal shows: reports, metrics, the live view."""
