@@ -421,11 +421,11 @@ def _facts(worker: Worker) -> WorkerFacts:
         # a node's processes have one monotonic clock
         saving_s=(time.monotonic_ns() - began_ns) / 1e9 if (began_ns := page[Slot.SAVE_BEGAN_NS]) else 0.0,
         since_saved_s=(time.monotonic_ns() - page[Slot.SAVED_AT_NS]) / 1e9,
-        attached_at=page[Slot.ATTACHED_AT] / 1e9,
-        loop_at=page[Slot.LOOP_AT] / 1e9,
-        step_at=page[Slot.PROGRESS_AT] / 1e9,
-        load_s=page[Slot.LOAD_NS] / 1e9,
-        stall_s=page[Slot.STALL_NS] / 1e9,
+        attached_at=page[Slot.ATTACHED_AT] / 1e9 or None,
+        loop_at=page[Slot.LOOP_AT] / 1e9 or None,
+        step_at=page[Slot.PROGRESS_AT] / 1e9 or None,
+        load_s=page[Slot.LOAD_NS] / 1e9 or None,
+        stall_s=page[Slot.STALL_NS] / 1e9 or None,
     )
 
 

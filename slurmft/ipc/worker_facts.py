@@ -10,8 +10,8 @@ from slurmft.ipc.shapes import Fields, Flag, Rank, Seconds, Shape, SlotValue, in
 
 _STATE = integer(min(State), max(State))
 
-Since = Annotated[float, Shape(fits=is_time, optional=True, lenient=True)]
-"""Agents of an earlier version do not send it."""
+Since = Annotated[float | None, Shape(fits=is_time, optional=True, lenient=True)]
+"""None where it is 0; agents of an earlier version do not send it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,11 +38,11 @@ class WorkerFacts(Fields):
     save_cost_s: Seconds
     saving_s: Seconds
     since_saved_s: Seconds
-    attached_at: Since = 0.0
-    loop_at: Since = 0.0
-    step_at: Since = 0.0
-    """Unix times: the worker attached, began its loop of steps, did its newest step; 0 before."""
+    attached_at: Since = None
+    loop_at: Since = None
+    step_at: Since = None
+    """Unix times: the worker attached, began its loop of steps, did its newest step; None before."""
 
-    load_s: Since = 0.0
-    stall_s: Since = 0.0
+    load_s: Since = None
+    stall_s: Since = None
     """How long it read checkpoints, and how long saves have stopped its training, in all."""

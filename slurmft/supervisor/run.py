@@ -121,7 +121,7 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     if isinstance(cluster, SlurmCluster):
         cluster.identify()
     journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
-    history = thread.call(journal.read, timeout_s=STORAGE_PATIENCE_S)
+    history = thread.call(journal.read_past, timeout_s=STORAGE_PATIENCE_S)
     if run.done() is not None:
         return 0
     start = Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=owner.generation,
@@ -186,7 +186,7 @@ def _begin(
     if not run.config.exists():
         with writing(run.config):
             replace_atomically(run.config, config.as_yaml())
-    history = run.journal().read()
+    history = run.journal().read_past()
     cluster.attempt = next_cycle(cluster.attempt, history)
     journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
     if (done := run.done()) is not None:
@@ -240,7 +240,7 @@ def _end_superfluous(over: Superfluous, cluster: Cluster, run: RunFolder, thread
     log.warning("nothing is trained: %s (attempt %s)", over.reason, over.earlier)
     journal.append(EventName.SUPERFLUOUS_START, reason=over.reason, earlier=over.earlier)
     journal.flush(FLUSH_S)
-    keep_ended(over.end, cluster, journal, thread.call(journal.read, timeout_s=STORAGE_PATIENCE_S))
+    keep_ended(over.end, cluster, journal, thread.call(journal.read_past, timeout_s=STORAGE_PATIENCE_S))
     journal.flush(FLUSH_S)
     return over.exit_code
 

@@ -140,8 +140,8 @@ class Observations:
         """Unix time of the newest step; how long saves have stopped the training so far, and their number."""
         ranks = list(self._ranks.values())  # another thread may add to it meanwhile
         return {
-            "step_at": round(max((each.step_at for each in ranks), default=0.0), 3),
-            "stall_s": round(max((each.stall_s for each in ranks), default=0.0), 3),
+            "step_at": round(max((each.step_at or 0.0 for each in ranks), default=0.0), 3),
+            "stall_s": round(max((each.stall_s or 0.0 for each in ranks), default=0.0), 3),
             "saves_done": max((each.saves for each in ranks), default=0),
         }
 
@@ -205,7 +205,7 @@ class Observations:
         if source := noted_source(self._run.attempts / str(self._attempt)):
             facts["source"] = source
         facts |= {
-            name: round(max(getattr(each, name) for each in self._ranks.values()), 3)
+            name: round(max(getattr(each, name) or 0.0 for each in self._ranks.values()), 3)
             for name in ("attached_at", "loop_at", "load_s", "first_step_at")
         }
         self._journal.append(EventName.FIRST_STEP, resumed_from=resumed, **facts)
