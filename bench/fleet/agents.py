@@ -9,7 +9,8 @@ from pathlib import Path
 
 from slurmft.ipc.channel import BadMessage, Channel, connect
 from slurmft.ipc.replies import Done, as_reply
-from slurmft.ipc.reports import Hello, ProgressReport, WorkerFacts
+from slurmft.ipc.reports import Hello, ProgressReport
+from slurmft.ipc.worker_facts import WorkerFacts
 
 CONNECTING_AT_ONCE = 32
 

@@ -22,7 +22,7 @@ from slurmft.agent.kernel_view import memory_kills
 from slurmft.agent.zygote import PACKET_BYTES
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, STACKS_SUFFIX, Page, Slot, State
 from slurmft.ipc.pages.timing_page import TIMING_PAGE_VARIABLE, TimingPage
-from slurmft.ipc.reports import WorkerFacts
+from slurmft.ipc.worker_facts import WorkerFacts
 from slurmft.policy.timing.stop import Look
 from slurmft.storage.memory_folder import MEMORY_VARIABLE
 from slurmft.system.private_folder import make_private_folder
@@ -116,6 +116,11 @@ class Worker:
             # a node's processes have one monotonic clock
             saving_s=(time.monotonic_ns() - began_ns) / 1e9 if (began_ns := page[Slot.SAVE_BEGAN_NS]) else 0.0,
             since_saved_s=(time.monotonic_ns() - page[Slot.SAVED_AT_NS]) / 1e9,
+            attached_at=page[Slot.ATTACHED_AT] / 1e9 or None,
+            loop_at=page[Slot.LOOP_AT] / 1e9 or None,
+            step_at=page[Slot.PROGRESS_AT] / 1e9 or None,
+            load_s=page[Slot.LOAD_NS] / 1e9 or None,
+            stall_s=page[Slot.STALL_NS] / 1e9 or None,
         )
 
     def look(self) -> Look:

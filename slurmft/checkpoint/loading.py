@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,6 +95,7 @@ class Loading:
         self._skipped: list[tuple[Path, str]] = []
         self._found: set[int] = set()
         self._is_sparing = is_sharded(trainee.model)
+        self.began_s = time.monotonic()
         self.newest_commit = 0
         """Of all checkpoints that were seen; saves are counted on from it."""
 

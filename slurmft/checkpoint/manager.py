@@ -418,6 +418,8 @@ class CheckpointManager(NamedStates):
             self._rescue.loaded()
         self._distrusted |= {path for path, _ in loaded.skipped}
         self._turn.begin(loading.newest_commit)
+        if SAVERS.listener is not None:
+            SAVERS.listener.on_loaded(time.monotonic() - loading.began_s)
         return loaded
 
 

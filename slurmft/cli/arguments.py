@@ -49,7 +49,7 @@ def _named(name: str) -> RunFolder:
         raise UsageError(f"cannot look for run {name[:80]!r}: {str(where)[-200:]}: {reason}", hint=hint) from error
 
 
-class _Run(click.ParamType[RunFolder]):
+class RunType(click.ParamType[RunFolder]):
     name = "run"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> RunFolder:
@@ -92,7 +92,7 @@ def own_configuration(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return settings
 
 
-class _OwnRun(_Run):
+class _OwnRun(RunType):
     """A run that is to be acted on, and not only read."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> RunFolder:
@@ -101,7 +101,7 @@ class _OwnRun(_Run):
 
 def run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
     """RUN of a verb that reads; may be another user's."""
-    return click.argument("run", type=_Run())(function)
+    return click.argument("run", type=RunType())(function)
 
 
 def own_run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,7 +111,7 @@ def own_run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def optional_run_argument(function: Callable[..., Any]) -> Callable[..., Any]:
     """RUN, or every run."""
-    return click.argument("run", type=_Run(), required=False)(function)
+    return click.argument("run", type=RunType(), required=False)(function)
 
 
 class Amount(click.FloatRange):

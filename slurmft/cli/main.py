@@ -40,6 +40,7 @@ VERBS = {
                 "reads them"),
     "plan": ("plan", "Simulate the life of CONFIG on a described cluster, with the policy that decides in a real run"),
     "quickstart": ("quickstart", "Train a small GPT, with live progress: about a minute, no Slurm and no GPU needed"),
+    "report": ("report", "Show where the time of a run went, and what its failures have cost: from the journal alone"),
     "requeue": ("requeue", "Save and go through the queue again; start a waiting job now; rescue one that lost its "
                 "batch script"),
     "run": ("run", "Run the supervisor of one job (called by the batch script)"),

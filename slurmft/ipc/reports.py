@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
 from slurmft.ipc.channel import BadMessage, Body
-from slurmft.ipc.pages.heartbeat import State
 from slurmft.ipc.pages.section_stack import MAX_NAMES
 from slurmft.ipc.pages.timing_page import CUDA, MAX_NAME, MAX_SECTIONS
 from slurmft.ipc.shapes import (
@@ -39,7 +38,6 @@ from slurmft.ipc.shapes import (
     is_flag,
     is_list,
     is_name,
-    is_number,
     is_time,
     require,
     rows,
@@ -50,9 +48,9 @@ from slurmft.ipc.shapes import (
 from slurmft.ipc.shapes import Report as Report  # noqa: PLC0414 - it is exported from here, too
 from slurmft.ipc.shapes import Sent as Sent  # noqa: PLC0414
 from slurmft.ipc.sync import SyncReport
+from slurmft.ipc.worker_facts import WorkerFacts
 
 _CODE = integer(-128, 255)
-_STATE = integer(min(State), max(State))
 _OPEN = (is_name, is_time)
 """A section's name, and for how many seconds it has been open."""
 
@@ -91,32 +89,6 @@ class Hello(Message):
 
     lender: Annotated[str | None, Shape(fits=is_name, optional=True)] = None
     """The job that lends the node; None for one of the run's own."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerFacts(Fields):
-    """One worker's page."""
-
-    rank: Rank
-    state: Annotated[int, Shape(fits=_STATE)]
-    attached: Flag
-    step: SlotValue
-    until: SlotValue
-    saved: SlotValue
-    durable: SlotValue
-    resumed: SlotValue
-    first_step_at: Seconds
-    answered: SlotValue
-    metric: Annotated[float, Shape(fits=is_number)]
-    first_step_s: Seconds
-    longest_step_s: Seconds
-    saves: SlotValue
-    save_failures: SlotValue
-    save_errno: Annotated[int, Shape(fits=integer(-(2**31), 2**31 - 1))]
-    save_s: Seconds
-    save_cost_s: Seconds
-    saving_s: Seconds
-    since_saved_s: Seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,8 @@ class EventName(StrEnum):
     AGENTS_READY = "agents ready"
     WORKERS_STARTED = "workers started"
     FIRST_STEP = "first step"
+    CAUGHT_UP = "caught up"
+    MEASURED = "measured"
     JOINING = "joining"
     STALE_REQUEST_DROPPED = "dropped a stale request"
     WAS_SUSPENDED = "was suspended"

@@ -28,6 +28,9 @@ class Progress:
     progressed_at: float | None = None
     saved_at: float | None = None
     world_size: int | None = None
+    step_at: float | None = None
+    stall_s: float | None = None
+    saves_done: int | None = None
     problem: str = ""
     """The damage of the report, which does not harm the run: the report is not part of its state."""
 
@@ -41,6 +44,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "at": (int, float), "step": (int,), "until": (int,), "saved": (int,), "metric": (int, float), "state": (str,),
     "attempt": (str,), "resumed": (int,), "failed_saves": (int,), "save_problem": (str,),
     "progressed_at": (int, float), "saved_at": (int, float), "world_size": (int,),
+    "step_at": (int, float), "stall_s": (int, float), "saves_done": (int,),
 }  # fmt: skip
 
 

@@ -81,6 +81,7 @@ class AttemptRunner:
         self._seen = Observations(
             self._run, self._journal, self._cluster.attempt, config.world_size,
             workload=workload_of(config), history=start.history, max_failed_saves=config.checkpoint.max_failed_saves,
+            done_before=start.reached,
         )  # fmt: skip
         self._slurm = SlurmsWord(self._cluster, start.journal)
         self._launch_error = ""
@@ -407,6 +408,7 @@ class AttemptRunner:
             await end_of_workers(self._pool, self._seen.ends, per_node=self._config.nproc_per_node)
         await self._crew.kept.upload(self.stops.time_is_up_s)
         await self._background.cancel_all()
+        self._seen.close()
         self._folder.leave(self._seen, self._slow, self._hangs)
 
     def _verdict(self) -> Verdict:

@@ -51,7 +51,7 @@ class Injections:
 
     async def _simulate(self) -> None:
         section = self._config.fault_tolerance
-        history = await asyncio.wrap_future(self._start.thread.submit(self._start.journal.read))
+        history = await asyncio.wrap_future(self._start.thread.submit(self._start.journal.read_past))
         if any(event.event == EventName.FAULT_INJECTED and event.details.get("who") == SIMULATION for event in history):
             return
         kind = section.simulated_fault_type

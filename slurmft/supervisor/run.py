@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     if isinstance(cluster, SlurmCluster):
         cluster.identify()
     journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
-    history = thread.call(journal.read, timeout_s=STORAGE_PATIENCE_S)
+    history = thread.call(journal.read_past, timeout_s=STORAGE_PATIENCE_S)
     if run.done() is not None:
         return 0
     start = Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=owner.generation,
@@ -189,7 +189,7 @@ def _begin(
     if not run.config.exists():
         with writing(run.config):
             replace_atomically(run.config, config.as_yaml())
-    history = run.journal().read()
+    history = run.journal().read_past()
     cluster.attempt = next_cycle(cluster.attempt, history)
     journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
     if (done := run.done()) is not None:
@@ -216,19 +216,38 @@ def _begin(
         journal.append(EventName.CLAIM_OVERRULED, outcome=overruled)
     if (secret := claim.secret) is None:
         secret = read_bytes(run.new_secret(cluster.attempt), owners={os.geteuid()})
-    container = config.contained()
     if owner is not None:
         journal.append(EventName.CANDIDATE_STARTED, owner=owner.job, host=os.uname().nodename,
                        nodes=os.environ.get("SLURM_JOB_NODELIST", ""))  # fmt: skip
         return Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=generation, history=history,
                      secret=secret, candidate=True)  # fmt: skip
+    container, before = config.contained(), _last_seen(run, history)
     journal.append(EventName.ATTEMPT_STARTED, generation=generation, cluster=cluster.name, host=os.uname().nodename,
                    nodes=os.environ.get("SLURM_JOB_NODELIST", ""), folder=str(Path.cwd()),
-                   **({"container": container.name} if container else {}))  # fmt: skip
+                   **({"container": container.name} if container else {}),
+                   **({"before": before} if before else {}))  # fmt: skip
     if cluster.attempt.cycle == 0:
         _drop_stale_requests(run, journal)
     return Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=generation, history=history,
-                 secret=secret)  # fmt: skip
+                 reached=_reached(history, before), secret=secret)  # fmt: skip
+
+
+def _last_seen(run: RunFolder, history: Sequence[Event]) -> dict[str, Any]:
+    """The last report of an attempt that has left no verdict, such as one whose node died with its supervisor."""
+    newest = progress_of(run)
+    judged = {event.attempt for event in history if event.event == EventName.VERDICT}
+    if not newest.attempt or newest.attempt in judged or not newest.step:
+        return {}
+    names = ("attempt", "at", "resumed", "step", "saved", "step_at", "stall_s", "saves_done")
+    return {name: value for name in names if (value := getattr(newest, name)) is not None}
+
+
+def _reached(history: Sequence[Event], before: Mapping[str, Any]) -> int:
+    """Newest step that earlier attempts have done."""
+    told = [event.details.get("last_step") for event in history if event.event == EventName.VERDICT]
+    lost = [event.details.get("before") for event in history if event.event == EventName.ATTEMPT_STARTED]
+    told += [each.get("step") for each in (*lost, before) if isinstance(each, Mapping)]
+    return max((step for step in told if type(step) is int), default=0)
 
 
 def _end_superfluous(over: Superfluous, cluster: Cluster, run: RunFolder, thread: FolderThread) -> int:
@@ -237,7 +256,7 @@ def _end_superfluous(over: Superfluous, cluster: Cluster, run: RunFolder, thread
     log.warning("nothing is trained: %s (attempt %s)", over.reason, over.earlier)
     journal.append(EventName.SUPERFLUOUS_START, reason=over.reason, earlier=over.earlier)
     journal.flush(FLUSH_S)
-    keep_ended(over.end, cluster, journal, thread.call(journal.read, timeout_s=STORAGE_PATIENCE_S))
+    keep_ended(over.end, cluster, journal, thread.call(journal.read_past, timeout_s=STORAGE_PATIENCE_S))
     journal.flush(FLUSH_S)
     return over.exit_code
 

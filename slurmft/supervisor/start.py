@@ -27,6 +27,9 @@ class Start:
     history: Sequence[Event] = field(repr=False)
     """The journal as it was before."""
 
+    reached: int = 0
+    """Newest step that an earlier attempt has done; those up to it are done again."""
+
     secret: bytes = field(repr=False)
     """The control channel's."""
 

@@ -51,6 +51,9 @@ class Listener(Protocol):
     def on_save_failed(self, step: int, errno: int) -> None:
         """It is not, and will be tried again."""
 
+    def on_loaded(self, seconds: float) -> None:
+        """A checkpoint was read, or looked for, in so long."""
+
     def on_rescuable(self, step: int) -> None:
         """The state after ``step`` steps is whole in memory, and in no checkpoint; a negative one: there is none."""
 

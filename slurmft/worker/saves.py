@@ -30,6 +30,9 @@ class Saves:
         self._listener = SAVERS.listener = PageListener(page)
         self._staged = NOTHING
         self._failures_then = 0
+        self.stalled_ns = 0
+        """How long saves have stopped the training thread, in all."""
+
         self.function: SaveFunction | None = None
         """The trainer's own."""
 
@@ -65,6 +68,7 @@ class Saves:
             return self._ended(step, began_ns, worked=False)
         finally:
             page[Slot.SAVE_BEGAN_NS] = 0
+            self.stalled_ns += time.monotonic_ns() - began_ns
             self._sections.phase(phase)
         page[Slot.STATE] = state
         if SAVERS.outcome is Outcome.DONE:
@@ -151,6 +155,10 @@ class PageListener:
     def on_cost(self, seconds: float) -> None:
         """How long the newest finished save has kept this rank from training."""
         self._page[Slot.SAVE_COST_NS] = int(seconds * 1e9)
+
+    def on_loaded(self, seconds: float) -> None:
+        """A checkpoint was read, or looked for, in so long."""
+        self._page[Slot.LOAD_NS] += int(seconds * 1e9)
 
     def on_rescuable(self, step: int) -> None:
         """The state after ``step`` steps is whole in memory, and in no checkpoint; a negative one: there is none."""

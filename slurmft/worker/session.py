@@ -39,6 +39,7 @@ from slurmft.worker.batches import Batches
 from slurmft.worker.ddp import Rehearsal, settled_ddp
 from slurmft.worker.faults import InjectedFaults
 from slurmft.worker.groups import ProcessGroups
+from slurmft.worker.metrics import MetricsLog
 from slurmft.worker.rank_log import log_with_rank
 from slurmft.worker.rerun.data import RerunDataIterator
 from slurmft.worker.rerun.reports import Departure
@@ -117,6 +118,7 @@ class Session(Sections):
         self._agreement = AgreementByAgent(self._page) if page is not None else by_collective
         self._faults = InjectedFaults(self._page)
         self._saves = Saves(self._page, self._sections, is_lead=self.is_lead)
+        self._metrics = MetricsLog.from_environment(is_lead=self.is_lead)
         self._reruns: RerunStateMachine | None = None
         self._step = self._start = self._evaluations = self._safe_at_ns = 0
         self._page[Slot.STATE] = State.SETUP
@@ -140,12 +142,19 @@ class Session(Sections):
         """
         start, until = _steps("start", start), _steps("until", until)
         self._start, page = start, self._page
+        page.touch(Slot.LOOP_AT)
         page[Slot.RESUMED] = page[Slot.STEP] = start
         page[Slot.UNTIL] = until
         page[Slot.STATE] = State.TRAINING
         saved = start if start else NOTHING  # resumed from it, so it is on disk
         page[Slot.SAVED] = NOTHING
-        pace = self._saves.begin(start, save)
+        self._metrics.begin(start)
+
+        def save_all(at: int) -> object:
+            self._metrics.flush()  # a state that is on disk has its curve there, too
+            return save(at)
+
+        pace = self._saves.begin(start, save_all)
         if SAVERS.is_armed:
             SAVERS.at_boundary(start)
         for step in range(start, until):
@@ -215,10 +224,15 @@ class Session(Sections):
                 self._sections.phase(phase)
 
     def report(self, **metrics: float) -> None:
-        """Show numbers beside the step in ``slurmft status``; the first one is kept. Call it as often as you like."""
+        """Show numbers beside the step in ``slurmft status``; the first one is kept. Call it as often as you like.
+
+        Rank 0's numbers are also in ``metrics.jsonl`` of the run folder, one line for each step of ``steps``: steps
+        that are done again after a restart replace their lines.
+        """
         self._sections.sign()
         if metrics:
             self._page.set_metric(float(next(iter(metrics.values()))))
+            self._metrics.note(self._step, metrics)
 
     def distributed(self, model: nn.Module, rehearsal: Rehearsal) -> nn.Module:
         """``model`` in DDP that sums gradients in the same order after every start; itself where there is one rank.
@@ -289,6 +303,7 @@ class Session(Sections):
             self._page[Slot.STATE] = State.FAILED
         if isinstance(error, Exception):
             SAVERS.rescue()
+        self._metrics.close()
         if self._reruns is not None and error is None:
             self._reruns.report()
         self._groups.close(orderly=kind is None or isinstance(error, PlannedStop | RerunElsewhere | ValidationFailed))
@@ -302,6 +317,7 @@ class Session(Sections):
         self._note_span()
         page[Slot.STEP] = step
         page.touch(Slot.PROGRESS_AT)
+        page[Slot.STALL_NS] = self._saves.stalled_ns  # only with a step that follows: not of the save of a stop
         if SAVERS.is_armed:
             SAVERS.at_boundary(step)
         if step == start + 1:

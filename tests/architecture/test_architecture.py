@@ -98,6 +98,7 @@ HOMES = {
     "pyarrow": ("inference/",),
     "simpy": ("planning/",),
     "fsspec": ("sync/object_store.py",),
+    "jinja2": ("reporting/page.py",),
     "click": ("cli/",),
     "rich": ("cli/",),
 }

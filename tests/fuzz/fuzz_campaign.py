@@ -42,6 +42,12 @@ status RUN
 status RUN --json
 explain RUN
 explain RUN --json
+report
+report RUN
+report RUN --json
+report RUN --html OUT
+report RUN --compare RUN
+report --since TEXT
 logs RUN
 logs RUN --all-attempts -n N
 logs RUN --rank N

@@ -79,6 +79,10 @@ class Slot(IntEnum):
     RESCUED = 36  # W  steps that are kept just in time on this node; NOTHING before
     SAVE_COST_NS = 40  # W  cost of the newest save to the training: its stall, and the slowdown of steps beside it
     DURABLE = 41  # W  step of the newest checkpoint that a manager has committed for all ranks, in this attempt
+    STALL_NS = 42  # W  how long saves have stopped the training thread, in all
+    LOOP_AT = 43  # W  Unix time in ns at which the loop of steps began
+    ATTACHED_AT = 44  # W  Unix time in ns at which the worker attached
+    LOAD_NS = 45  # W  how long it read checkpoints, in all
     FAULT = 63  # A  number of the newest fault that was injected into this worker; a file beside the page has its kind
 
 
@@ -142,6 +146,7 @@ class Page:
         if page[Slot.MAGIC] != MAGIC_V2:
             raise ValueError(f"{path} is not a heartbeat page of version 2")
         page[Slot.ATTACHED_AT_NS] = time.monotonic_ns()
+        page.touch(Slot.ATTACHED_AT)
         page[Slot.PID] = os.getpid()
         return page
 

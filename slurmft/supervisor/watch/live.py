@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from slurmft.config.config import RunConfig
-from slurmft.ipc.reports import WorkerFacts
+from slurmft.ipc.worker_facts import WorkerFacts
 from slurmft.policy.timing.hangs import Limits, WorkerLook, used
 from slurmft.policy.verdicts.verdict import BUDGETED, Verdict
 from slurmft.storage.history import live_view

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from slurmft.ipc.reports import WorkerFacts
+from slurmft.ipc.worker_facts import WorkerFacts
 from slurmft.storage.history.timings import MAX_COSTS, MAX_SAVES, Timings
 
 SUSPENDED_S = 10.0

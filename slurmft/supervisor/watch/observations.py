@@ -10,7 +10,8 @@ from typing import Any
 
 from slurmft.errors import StorageError
 from slurmft.ipc.pages.heartbeat import State
-from slurmft.ipc.reports import WorkerExited, WorkerFacts
+from slurmft.ipc.reports import WorkerExited
+from slurmft.ipc.worker_facts import WorkerFacts
 from slurmft.policy.verdicts.findings import WorkerEnd
 from slurmft.policy.verdicts.symptoms import last_words
 from slurmft.policy.verdicts.verdict import Action, steps_at_risk
@@ -33,17 +34,18 @@ class Observations:
     Args:
         workload: fingerprint under which what was measured is kept; nothing is kept when it is empty.
         history: the journal as it was before this attempt.
+        done_before: newest step that an earlier attempt has done.
         max_failed_saves: failed saves in a row after which it is said loudly.
     """
 
     def __init__(
         self, run: RunFolder, journal: Journal, attempt: Attempt, world_size: int,
-        *, workload: str, history: Sequence[Event], max_failed_saves: int = 3,
+        *, workload: str, history: Sequence[Event], max_failed_saves: int = 3, done_before: int = 0,
     ) -> None:  # fmt: skip
         self._run, self._journal, self._attempt, self.world_size = run, journal, attempt, world_size
         self._workload, self._history = workload, history
         self._ranks: dict[int, WorkerFacts] = {}
-        self._first_step_seen = False
+        self._first_step_seen, self._done_before = False, done_before
         self._saves = SaveWatch(journal, max_failed_saves)
         self._measured = Measurements(time.monotonic())
         self._timings_at_s = time.monotonic()
@@ -92,6 +94,7 @@ class Observations:
         if (lead := self._ranks.get(0)) is not None:
             self._saves.note(lead)
         self._note_first_step()
+        self._note_caught_up()
 
     def note_exit(self, host: str, report: WorkerExited) -> WorkerEnd:
         """Take in the end of one worker."""
@@ -137,6 +140,21 @@ class Observations:
             facts["unfinished_save_s"] = round(seconds, 3)
         return facts
 
+    def measured(self) -> dict[str, float]:
+        """Unix time of the newest step; how long saves have stopped the training so far, and their number."""
+        ranks = list(self._ranks.values())  # another thread may add to it meanwhile
+        return {
+            "step_at": round(max((each.step_at or 0.0 for each in ranks), default=0.0), 3),
+            "stall_s": round(max((each.stall_s or 0.0 for each in ranks), default=0.0), 3),
+            "saves_done": max((each.saves for each in ranks), default=0),
+        }
+
+    def close(self) -> None:
+        """The workers have ended: journal what was measured."""
+        if self.any_started:
+            attached = any(each.attached for each in self._ranks.values())
+            self._journal.append(EventName.MEASURED, attached=attached, **self.measured())
+
     def write_timings(self) -> None:
         """Keep what was measured for the next submission of this workload; nothing before anything was.
 
@@ -177,6 +195,7 @@ class Observations:
             state=State(min(facts.state for facts in ranks)).name.lower(),
             metric=metric if math.isfinite(metric) else None,
             world_size=self.world_size,
+            **self.measured(),
             **self._saves.facts(),
         )
 
@@ -190,7 +209,20 @@ class Observations:
         facts = since_last_stop(self._history, max(times))
         if source := noted_source(self._run.attempts / str(self._attempt)):
             facts["source"] = source
+        facts |= {
+            name: round(max(getattr(each, name) or 0.0 for each in self._ranks.values()), 3)
+            for name in ("attached_at", "loop_at", "load_s", "first_step_at")
+        }
         self._journal.append(EventName.FIRST_STEP, resumed_from=resumed, **facts)
+
+    def _note_caught_up(self) -> None:
+        """Steps that an earlier attempt had done are done again, all of them."""
+        facts = list(self._ranks.values())
+        if not self._first_step_seen or min(each.step for each in facts) < self._done_before:
+            return
+        if self.reached()[0] < self._done_before:
+            self._journal.append(EventName.CAUGHT_UP, step=self._done_before, **self.measured())
+        self._done_before = 0
 
 
 def since_last_stop(events: Sequence[Event], first_step_at: float) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from slurmft.ipc.reports import WorkerFacts
+from slurmft.ipc.worker_facts import WorkerFacts
 from slurmft.policy.checkpoints.failing_saves import FailingSaves, News
 from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event, Journal

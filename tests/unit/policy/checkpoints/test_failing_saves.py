@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slurmft.cli.main import cli
 from slurmft.ipc.pages.heartbeat import State
-from slurmft.ipc.reports import WorkerFacts
+from slurmft.ipc.worker_facts import WorkerFacts
 from slurmft.operations.status import overview
 from slurmft.policy.checkpoints.failing_saves import FailingSaves, News
 from slurmft.storage.run_folder import Attempt, RunFolder

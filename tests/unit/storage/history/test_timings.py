@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slurmft.config.config import validate
-from slurmft.ipc.reports import WorkerFacts
+from slurmft.ipc.worker_facts import WorkerFacts
 from slurmft.storage.history import timings
 from slurmft.storage.history.timings import (
     MAX_ATTEMPTS,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slurmft.ipc.pages.heartbeat import State
-from slurmft.ipc.reports import WorkerFacts
+from slurmft.ipc.worker_facts import WorkerFacts
 from slurmft.storage.history import timings
 from slurmft.storage.history.timings import Timings
 from slurmft.storage.run_folder import Attempt, RunFolder

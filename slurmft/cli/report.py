@@ -1,0 +1,183 @@
+"""``slurmft report``: where a run's time went, and what failures have cost."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+from rich.text import Text
+
+from slurmft.cli.arguments import RunType, every_run, runs_root
+from slurmft.cli.output import console, say, say_error, say_json
+from slurmft.errors import StorageError, UsageError
+from slurmft.reporting.page import hours, page_of, percent, span
+from slurmft.reporting.reading import report_of
+from slurmft.reporting.summary import Fleet, Report
+from slurmft.reporting.times import MEANING, WITHOUT_NODES, Category
+from slurmft.storage.run_folder import RunFolder
+from slurmft.system.files import replace_atomically
+from slurmft.system.foreign_text import one_line
+
+_UNITS = {"m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+
+
+class _Age(click.ParamType[float]):
+    name = "age"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        match = re.fullmatch(r"([0-9]{1,6})([mhdw])", str(value).strip())
+        if match is None or not int(match[1]):
+            self.fail(f"{str(value)[:40]!r} is no age such as 12h, 30d or 2w.", param, ctx)
+        return int(match[1]) * _UNITS[match[2]]
+
+
+@click.command()
+@click.argument("runs", metavar="[RUN]...", nargs=-1, type=RunType())
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write one self-contained page to FILE.",
+              metavar="FILE")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--compare", type=RunType(), metavar="OTHER", help="Show this run beside RUN.")
+@click.option("--since", type=_Age(), metavar="AGE", help="Count only the newest part: 12h, 30d, 2w.")
+def report(
+    *, runs: tuple[RunFolder, ...], html: Path | None, as_json: bool, compare: RunFolder | None, since: float | None
+) -> int:
+    """Show where the time of a run went, and what its failures have cost: from the journal alone.
+
+    Every second is in one category: new work, saves, work done again, queue, launch, import, setup, load, detection,
+    evidence, restart, shutdown, idle. ETTR is new work by all time, goodput by the time with nodes. Several runs, or
+    none (all below SLURMFT_RUNS), are shown as a fleet, with the nodes that most ends are blamed on.
+    """
+    if compare is not None and len(runs) != 1:
+        raise UsageError("--compare needs exactly one RUN", hint="slurmft report RUN --compare OTHER")
+    chosen = [*runs, *([compare] if compare else [])] or every_run()
+    if not chosen:
+        raise UsageError(f"there are no runs in {runs_root()}", hint="SLURMFT_RUNS names another folder")
+    now_s = time.time()
+    is_fleet = not runs or len(runs) > 1
+    found, problems = _read(chosen, now_s=now_s, since_s=now_s - since if since else 0.0, is_fleet=is_fleet)
+    fleet = Fleet(reports=found, problems=problems)
+    if html is not None:
+        replace_atomically(html, page_of(found, problems, now_s=now_s, is_fleet=is_fleet), mode=_mode(), durable=False)
+        if not as_json:
+            say(f"written: {html}")
+    if as_json:
+        say_json(fleet.as_json() if is_fleet or compare else found[0].as_json())
+    elif html is None:
+        _show(found, fleet if is_fleet else None)
+    for name, why in problems:
+        say_error(f"{name}: {why}")
+    for each in found:
+        if each.unreadable:
+            say_error(f"{each.name}: {each.unreadable} lines of the journal cannot be read and are left out")
+    return 0
+
+
+def _mode() -> int:
+    """A page is to be shown to others, unless the user's umask says no."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return 0o666 & ~umask
+
+
+def _read(
+    runs: list[RunFolder], *, now_s: float, since_s: float, is_fleet: bool
+) -> tuple[list[Report], list[tuple[str, str]]]:
+    """One damaged run does not hide the others of a fleet.
+
+    Raises:
+        StorageError: a run that is not one of many cannot be read.
+    """
+    found, problems = list[Report](), list[tuple[str, str]]()
+    for run in runs:
+        try:
+            found.append(report_of(run, now_s=now_s, since_s=since_s))
+        except (StorageError, OSError) as error:
+            if not is_fleet:
+                raise
+            problems.append((run.path.name, getattr(error, "what", "") or str(error)))
+    return found, problems
+
+
+def _show(reports: list[Report], fleet: Fleet | None) -> None:
+    shown = console()
+    if fleet is not None:
+        shown.print(_table_of_runs(fleet))
+        if lemons := fleet.lemons():
+            say("")
+            say("lemon nodes", bold=True)
+            for node, loss, runs in lemons[:20]:
+                say(f"  {node}: blamed for {loss.ends} ends in {runs} runs, {hours(loss.rank_s)} rank-hours")
+        return
+    shown.print(_table_of_times(reports))
+    for each in reports:
+        for line in _words(each):
+            say(line)
+
+
+def _table_of_runs(fleet: Fleet) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in ("run", "ETTR", "goodput", "wall", "attempts", "failures", "lost rank-hours"):
+        table.add_column(title, justify="left" if title == "run" else "right", overflow="fold")
+    for each in fleet.reports:
+        account = each.account
+        table.add_row(
+            Text(one_line(each.name)), percent(account.ettr), percent(account.goodput), span(account.wall_s),
+            str(account.attempts), str(account.failures), hours(each.lost_rank_s),
+        )  # fmt: skip
+    return table
+
+
+def _table_of_times(reports: list[Report]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for each in reports:
+        table.add_column(Text(one_line(each.name)), justify="right")
+        table.add_column("", justify="right")
+        table.add_column("rank-hours", justify="right")
+    table.add_column("")
+    for category in Category:
+        if any(each.account.seconds[category] > 0 for each in reports):
+            cells = [cell for each in reports for cell in _cells(each, category)]
+            table.add_row(str(category), *cells, Text(MEANING[category] if len(reports) == 1 else "", style="dim"))
+    for title, name in (("ETTR", "ettr"), ("goodput", "goodput")):
+        cells = [cell for each in reports for cell in ("", percent(getattr(each.account, name)), "")]
+        table.add_row(Text(title, style="bold"), *cells, "")
+    return table
+
+
+def _cells(report: Report, category: Category) -> tuple[str, str, str]:
+    account = report.account
+    seconds = account.seconds[category]
+    ranks = None if category in WITHOUT_NODES else account.rank_s[category]
+    return span(seconds), percent(seconds / (account.wall_s or 1.0)), hours(ranks)
+
+
+def _words(report: Report) -> list[str]:
+    account, found, best = report.account, report.mtbf, report.best_interval
+    lines = ["", f"{report.name}: {account.attempts} attempts, {account.failures} failures, step {account.step}, "
+             f"{hours(report.lost_rank_s)} rank-hours lost"]  # fmt: skip
+    if found is not None:
+        if found.mean_s is None:
+            lines.append(f"  time between failures: more than {span(found.low_s)} (95 % sure), none was seen")
+        else:
+            limits = f"{span(found.low_s)} to {span(found.high_s)}"
+            lines.append(f"  time between failures: {span(found.mean_s)} (95 % sure: {limits})")
+    for title, table in (("cause", account.by_cause), ("node", account.by_node)):
+        for name, loss in sorted(table.items(), key=lambda each: -each[1].rank_s)[:5]:
+            rank_hours = hours(loss.rank_s)
+            lines.append(f"  {title} {name}: {loss.ends} ends, {span(loss.seconds)}, {rank_hours} rank-hours")
+    if best is not None:
+        limit = f" ({best.limited_by})" if best.limited_by else ""
+        lines.append(f"  checkpoints: one every {span(report.save_every_s)} of work, at {span(report.save_cost_s)} "
+                     f"each; the best interval would have been {span(best.interval_s)}{limit}")  # fmt: skip
+    if (of := account.inference) is not None:
+        done = "an endpoint" if of.is_endpoint else f"{of.answered} of {of.total} requests, {of.errors} errors"
+        lines.append(f"  inference: {done}; {of.deaths} replica deaths, {span(of.down_s)} of a replica's time")
+    return lines

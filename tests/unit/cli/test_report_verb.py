@@ -1,0 +1,84 @@
+"""``slurmft report`` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from generated_journals import write_run
+
+
+def slurmft(*arguments: str, runs: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        [sys.executable, "-m", "slurmft", *arguments], capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "SLURMFT_RUNS": str(runs), "COLUMNS": "160"},
+    )  # fmt: skip
+    assert result.returncode == code, result.stdout + result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    for number in range(3):
+        write_run(root / f"run-{number}", attempts=4 + number, seed=number)
+    return root
+
+
+def test_a_table_of_one_run_and_of_two(runs: Path) -> None:
+    one = slurmft("report", "run-0", runs=runs).stdout
+    assert all(word in one for word in ("training", "ETTR", "goodput", "between failures", "checkpoints: one"))
+    two = slurmft("report", "run-0", "--compare", "run-1", runs=runs).stdout
+    assert "run-0" in two and "run-1" in two and "lemon" not in two
+
+
+def test_json_has_sums_and_the_names_of_googles_library(runs: Path) -> None:
+    told = json.loads(slurmft("report", "run-0", "--json", runs=runs).stdout)
+    assert told["format"] == 1 and sum(told["seconds"].values()) == pytest.approx(told["wall_s"], rel=1e-3)
+    names = told["ml_goodput"]
+    assert names["GoodputType"]["TOTAL"] == told["seconds"]["training"]
+    assert sum(names["BadputType"].values()) + names["GoodputType"]["TOTAL"] == pytest.approx(told["wall_s"], rel=1e-3)
+    assert {"WASTED_PROGRESS_FROM_DISRUPTION", "UNPRODUCTIVE_CHECKPOINT_RESTORE_TIME"} <= set(names["BadputType"])
+
+
+def test_all_runs_are_a_fleet_and_a_damaged_one_hides_no_other(runs: Path, tmp_path: Path) -> None:
+    bad = runs / "damaged"
+    bad.mkdir()
+    (bad / "journal.jsonl").write_text("{")
+    (bad / "config.yaml").write_text("")
+    result = slurmft("report", runs=runs)
+    assert all(f"run-{number}" in result.stdout for number in range(3)) and "lemon nodes" in result.stdout
+    assert "slurmft: damaged:" in result.stderr
+    told = json.loads(slurmft("report", "--json", runs=runs).stdout)
+    assert len(told["runs"]) == 3 and list(told["unreadable"]) == ["damaged"] and told["lemons"]
+    page = tmp_path / "fleet.html"
+    assert slurmft("report", "--html", str(page), runs=runs).stdout == f"written: {page}\n"
+    assert "Lemon nodes" in page.read_text() and "Could not be read" in page.read_text()
+    (bad / "journal.jsonl").unlink()
+    (bad / "config.yaml").unlink()
+    bad.rmdir()
+
+
+def test_since_counts_the_newest_part_alone(runs: Path) -> None:
+    old = json.loads(slurmft("report", "run-0", "--json", "--since", "5m", runs=runs).stdout)
+    assert old["wall_s"] == 0 and old["ettr"] is None
+    assert slurmft("report", "run-0", "--since", "5m", runs=runs).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [(["--since", "soon"], 2, "no age"), (["--since", "0d"], 2, "no age"), (["missing"], 2, "missing"),
+     (["--compare", "run-1"], 2, "exactly one RUN"), (["run-0", "run-2", "--compare", "run-1"], 2, "exactly one RUN"),
+     (["run-0", "--html", "/proc/none/x.html"], 1, "/proc/none")],
+)  # fmt: skip
+def test_what_it_cannot_do_it_says_once(runs: Path, arguments: list[str], code: int, words: str) -> None:
+    result = slurmft("report", *arguments, runs=runs, code=code)
+    assert words in result.stderr and "Traceback" not in result.stderr
+
+
+def test_no_runs_at_all(tmp_path: Path) -> None:
+    assert "there are no runs" in slurmft("report", runs=tmp_path, code=2).stderr
