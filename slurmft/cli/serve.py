@@ -37,7 +37,7 @@ def serve(
     if settings.inference is None or settings.inference.serving is None:
         raise UsageError(f"{config} has no section inference.serving", hint="slurmft infer answers a batch")
     if update:
-        from slurmft.operations.engine_update import engine_keys, update_engine
+        from slurmft.operations.endpoint import engine_keys, update_engine
 
         if sbatch_options or wait or cluster != "auto":
             raise UsageError("--update takes no options of a submission", hint="only --dry-run and --set")

@@ -114,6 +114,7 @@ def test_a_candidate_that_is_cancelled_leaves_the_owner_in_charge_which_tries_ag
     run.wait_until_out_of_queue(handed.details["job"])
 
 
+@pytest.mark.soak
 def test_a_successor_without_room_is_reported_and_stopped_with_the_run(lab: Lab, new_endpoint: NewEndpoint) -> None:
     run = new_endpoint(slurm={"exclusive": True})
     job = run.submit()

@@ -30,7 +30,7 @@ def with_engine(run: EndpointRun, *more: str) -> str:
 def test_an_update_replaces_all_engines_and_goes_back_from_a_bad_one(lab: Lab, new_endpoint: NewEndpoint) -> None:
     run = new_endpoint(max_restarts=1)
     job = run.submit()
-    load = Load(run, 45)
+    load = Load(run, 35)
     run.wait_for_step(300)
     told = run.slurmft("serve", "--update", with_engine(run, "--delay", "0.1"))
     assert f"all {NODES * REPLICAS} replicas" in told
