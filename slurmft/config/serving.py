@@ -34,8 +34,8 @@ class ServingConfig(Section):
 
     tls_own: bool = False
     """Routers speak HTTPS with certificates that the run makes itself: an authority in its run folder, which clients
-    trust (``serving/ca.pem``), and a new key and certificate for each start of a router, with the names and addresses of
-    its node. Needs ``openssl`` on the nodes."""
+    trust (``serving/ca.pem``), and a new key and certificate for each start of a router, with the names and addresses
+    of its node. Needs ``openssl`` on the nodes."""
 
     max_queue: Count = Field(default=1024, ge=0)
     """Requests that may wait in a router for a free replica; more are refused at once with 429."""
