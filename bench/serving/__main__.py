@@ -9,12 +9,15 @@ import argparse
 import asyncio
 import os
 import platform
+import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +31,7 @@ from slurmft.inference.serving.endpoint import HighAvailabilityCluster, token_of
 
 ENGINE = Path(__file__).with_name("engine.py")
 SLURMFT = [sys.executable, "-m", "slurmft"]
-DIRECT_PORT = 18_765
+DIRECT_PORT, NGINX_PORT = 18_765, 18_766
 RATE, SECONDS = 200, 5.0
 PATIENCE_S = 60.0
 
@@ -107,29 +110,75 @@ async def at_rate(url: str, headers: dict[str, str]) -> Times:
     return into
 
 
-def latency(endpoint: Endpoint, rounds: int) -> list[str]:
+NGINX = """
+worker_processes 1;
+daemon off;
+pid {folder}/nginx.pid;
+error_log {folder}/nginx.log;
+events {{ worker_connections 1024; }}
+http {{
+  access_log off;
+  client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/fastcgi;
+  uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
+  upstream engine {{ server 127.0.0.1:{engine}; keepalive 256; }}
+  server {{
+    listen 127.0.0.1:{port};
+    location / {{
+      proxy_pass http://engine; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off;
+    }}
+  }}
+}}
+"""
+
+
+def start_nginx(folder: Path) -> dict[str, tuple[subprocess.Popen[bytes], str]]:
+    """In front of the engine, where it is installed: its process and address."""
+    if (nginx := shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")) is None:
+        return {}
+    (folder / "nginx.conf").write_text(NGINX.format(folder=folder, engine=DIRECT_PORT, port=NGINX_PORT))
+    argv = [nginx, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", str(folder / "nginx.log")]
+    return {"nginx": (subprocess.Popen(argv), f"http://127.0.0.1:{NGINX_PORT}")}
+
+
+def answers(url: str) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=1):
+        return True
+    return False
+
+
+def latency(endpoint: Endpoint, rounds: int, folder: Path) -> list[str]:
     direct = subprocess.Popen([sys.executable, str(ENGINE), "--port", str(DIRECT_PORT)])
     try:
-        time.sleep(1.0)
-        found: dict[str, list[float]] = {}
+        others = start_nginx(folder)
+        for url in [f"http://127.0.0.1:{DIRECT_PORT}", *(url for _, url in others.values())]:
+            wait(lambda url=url: answers(url), url)
+        ways = {"slurmft": (endpoint.url, endpoint.headers), **{name: (url, {}) for name, (_, url) in others.items()}}
+        found: dict[tuple[str, str], list[float]] = {}
         for number in range(rounds):
             say(f"  round {number + 1} of {rounds}")
             alone = asyncio.run(at_rate(f"http://127.0.0.1:{DIRECT_PORT}", {}))
-            routed = asyncio.run(at_rate(endpoint.url, endpoint.headers))
-            for what in ("first", "last"):
-                for share in (50, 99):
-                    cut = [statistics.quantiles(getattr(each, what), n=100)[share - 1] for each in (routed, alone)]
-                    found.setdefault(f"{what} p{share}", []).append(cut[0] - cut[1])
+            for name, (url, headers) in ways.items():
+                routed = asyncio.run(at_rate(url, headers))
+                for what in ("first", "last"):
+                    for share in (50, 99):
+                        cut = [statistics.quantiles(getattr(each, what), n=100)[share - 1] for each in (routed, alone)]
+                        found.setdefault((f"{what} p{share}", name), []).append(cut[0] - cut[1])
     finally:
-        direct.terminate()
-        direct.wait()
+        for process in [direct, *(process for process, _ in others.values())]:
+            process.terminate()
+            process.wait()
     goals = {"first p50": "<= 1", "first p99": "<= 5"}
     lines = [f"## Added to a request, at {RATE} a second, streams of ten events", "",
-             "Through the router less straight from an engine, one after the other in each round, ms.", "",
-             "| byte | median (min - max) | goal |", "|---|---|---|"]  # fmt: skip
-    for name, values in found.items():
-        lines.append(f"| {name} | {statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f}) | "
-                     f"{goals.get(name, '')} |")  # fmt: skip
+             f"Through a proxy less straight from an engine, one after the other in {rounds} rounds, ms: median "
+             "(min - max). nginx passes requests on to one engine without a look at them: the floor.", "",
+             f"| byte | {' | '.join(ways)} | goal of slurmft | slurmft / nginx |",
+             "|---" * (len(ways) + 3) + "|"]  # fmt: skip
+    for byte in dict.fromkeys(byte for byte, _ in found):
+        values = {name: found[byte, name] for name in ways}
+        shown = [f"{statistics.median(each):.2f} ({min(each):.2f} - {max(each):.2f})" for each in values.values()]
+        floor = statistics.median(values["nginx"]) if "nginx" in values else 0.0
+        ratio = f"{statistics.median(values['slurmft']) / floor:.1f}" if floor > 0 else ""
+        lines.append(f"| {byte} | {' | '.join(shown)} | {goals.get(byte, '')} | {ratio} |")
     return [*lines, ""]
 
 
@@ -200,6 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench/serving", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=100_000, help="for the memory")
+    parser.add_argument("--only-latency", action="store_true")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     load = os.getloadavg()[0]
@@ -210,8 +260,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         endpoint = Endpoint(Path(folder))
         try:
-            for part in (lambda: latency(endpoint, args.rounds), lambda: failover(endpoint, args.rounds),
-                         lambda: idle(endpoint), lambda: memory(endpoint, args.requests)):  # fmt: skip
+            parts = [lambda: latency(endpoint, args.rounds, Path(folder))]
+            if not args.only_latency:
+                parts += [lambda: failover(endpoint, args.rounds), lambda: idle(endpoint),
+                          lambda: memory(endpoint, args.requests)]  # fmt: skip
+            for part in parts:
                 lines += part()
         finally:
             endpoint.stop()

@@ -148,6 +148,17 @@ def test_what_a_user_does(endpoint: Endpoint) -> None:
     assert status["state"] == "running" and status["step"] >= 5
 
 
+def test_a_request_that_crashes_its_engines_is_refused(endpoint: Endpoint) -> None:
+    with Client.of_run(endpoint.folder.path) as client:
+        asked = {"model": "m", "messages": [{"role": "user", "content": "DIE"}]}
+        answer = client.post("/v1/chat/completions", asked, timeout_s=60)
+        assert answer.status == 422 and "has crashed 2 replicas" in answer.json()["error"]["message"], answer.body
+        eventually(lambda: len(endpoint.events("replica died")) == 2, 10, endpoint.story)
+        endpoint.wait_for(2, 4)
+        asked["messages"] = [{"role": "user", "content": "live"}]
+        assert client.post("/v1/chat/completions", asked, timeout_s=60).status == 200
+
+
 def test_an_endpoint_with_certificates_of_its_own(tmp_path: Path) -> None:
     endpoint = Endpoint(tmp_path / "endpoint", serving={"tls_own": True})
     said = endpoint.slurmft("serve", str(endpoint.config), "--cluster", "local")

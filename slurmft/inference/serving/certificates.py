@@ -23,6 +23,7 @@ from slurmft.errors import UsageError
 from slurmft.inference.serving.endpoint import ca_file, folder_of
 from slurmft.storage.patience import writing
 from slurmft.system.files import replace_atomically
+from slurmft.system.opening import read_bytes
 from slurmft.system.private_folder import shared_memory
 
 AUTHORITY_DAYS, ROUTER_DAYS = 3650, 397
@@ -61,8 +62,8 @@ def prepare_authority(run_folder: Path) -> None:
         _openssl(folder, "req", "-x509", *NEW_KEY, "-days", str(AUTHORITY_DAYS), "-config", "settings", "-keyout",
                  "ca.key", "-out", "ca.pem")  # fmt: skip
         with writing(folder_of(run_folder)):
-            replace_atomically(_key_of(run_folder), (folder / "ca.key").read_text())
-            replace_atomically(ca_file(run_folder), (folder / "ca.pem").read_text())
+            for made, place in (("ca.key", _key_of(run_folder)), ("ca.pem", ca_file(run_folder))):
+                replace_atomically(place, read_bytes(folder / made, owners={os.geteuid()}))
 
 
 def context_for(run_folder: Path, hosts: Sequence[str]) -> ssl.SSLContext:
@@ -93,7 +94,7 @@ def _workplace(hosts: Sequence[str]) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=f"slurmft-tls-{os.geteuid()}-", dir=shared_memory()) as name:
         folder = Path(name)
         names = ", ".join(dict.fromkeys(_alternative(host) for host in hosts)) or "DNS:localhost"
-        (folder / "settings").write_text(SETTINGS.format(name="slurmft endpoint", hosts=names))
+        replace_atomically(folder / "settings", SETTINGS.format(name="slurmft endpoint", hosts=names), durable=False)
         yield folder
 
 
