@@ -131,7 +131,9 @@ class Fit:
         original()
 
     def _before_batch(self, original: Any, data_fetcher: Any) -> None:
-        if not self._trainer.fit_loop.epoch_loop._should_accumulate():  # else the gradients would be lost
+        trainer = self._trainer
+        # inside of an accumulation the gradients would be lost
+        if trainer.accumulate_grad_batches == 1 or not trainer.fit_loop.epoch_loop._should_accumulate():
             self._safe_point()
         original(data_fetcher)
 
