@@ -24,7 +24,7 @@ from typing import Any
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, Page
 
 TARGET_US = 20.0
-BATCHES, ROUNDS = 4_000, 9
+BATCHES, ROUNDS = 1_000, 9
 
 ONE = """
 import importlib, json, logging, os, sys, time, warnings
@@ -85,7 +85,7 @@ def _round(batches: int, *, with_it: bool) -> float:
                             "SLURMFT_CHECKPOINT_DIR": folder}  # fmt: skip
         result = subprocess.run(
             [sys.executable, "-c", ONE, str(batches)],
-            env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=200,
+            env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=600,
         )  # fmt: skip
         if result.returncode:
             raise SystemExit(result.stderr)

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from slurmft.errors import UsageError
-from slurmft.integrations.lightning_fit import Fit, Process, begin_a_new_epoch
+from slurmft.integrations.lightning_data import begin_a_new_epoch
+from slurmft.integrations.lightning_fit import Fit, Process
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE
 
 MINIMUM, BELOW = (2, 5), (3, 0)

@@ -64,3 +64,24 @@ class EpochData:
         for _ in range(batches):
             next(data_fetcher)
         data_fetcher.fetched = 0  # Lightning adds those that are done
+
+
+def begin_a_new_epoch(loop: dict[str, Any]) -> None:
+    """In the state of a fit loop between two epochs: no batch of the next one is done.
+
+    Lightning leaves the counters of the old epoch there, and with ``max_steps`` would go on behind its last batch.
+    """
+    loop.get("state_dict", {}).pop("combined_loader", None)
+    for key, progress in loop.items():
+        if key.startswith("epoch_loop.") and not key.startswith("epoch_loop.val_loop."):
+            _zero_current(progress)
+
+
+def _zero_current(progress: dict[str, Any]) -> None:
+    for key, value in progress.items():
+        if key == "current":
+            value.update(dict.fromkeys(value, 0))
+        elif key == "is_last_batch":
+            progress[key] = False
+        elif isinstance(value, dict) and key != "total":
+            _zero_current(value)

@@ -13,6 +13,7 @@ import functools
 import inspect
 import io
 import logging
+import math
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -89,8 +90,7 @@ class Fit:
         trainer = self._trainer
         loop, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         _settle_ddp(trainer.strategy.model)
-        length = trainer.estimated_stepping_batches
-        self._walk = self._steps_until(max(self._steps + 1, int(length)) if length < ENDLESS else ENDLESS)
+        self._walk = self._steps_until(max(self._steps + 1, _length(trainer)))
         self._replace(loop, "on_advance_start", self._before_epoch)
         self._replace(epoch, "advance", self._before_batch)
         self._replace(epoch, "on_run_start", self._data.begin_epoch)
@@ -131,7 +131,9 @@ class Fit:
         original()
 
     def _before_batch(self, original: Any, data_fetcher: Any) -> None:
-        if not self._trainer.fit_loop.epoch_loop._should_accumulate():  # else the gradients would be lost
+        trainer = self._trainer
+        # inside of an accumulation the gradients would be lost
+        if trainer.accumulate_grad_batches == 1 or not trainer.fit_loop.epoch_loop._should_accumulate():
             self._safe_point()
         original(data_fetcher)
 
@@ -154,7 +156,7 @@ class Fit:
     def _replace(self, owner: Any, name: str, method: Any) -> None:
         """``method`` gets the original first; for this object alone."""
         setattr(owner, name, functools.partial(method, getattr(owner, name)))
-        self._undo.callback(delattr, owner, name)
+        self._undo.callback(vars(owner).pop, name, None)
 
     def _save(self, shown: int) -> None:
         strategy, connector = self._trainer.strategy, self._trainer._checkpoint_connector
@@ -183,6 +185,7 @@ class Fit:
         def load(original: Any, checkpoint_path: Any = None, **options: Any) -> None:
             if self.session.is_lead:
                 log.info("step %d: going on from %s, instead of ckpt_path=%r", self._steps, folder, checkpoint_path)
+            vars(connector).pop("resume_start", None)  # a tuner's own restores are its own
             takes = "weights_only" in inspect.signature(original).parameters
             _loaded(functools.partial(original, folder / STATE_FILE), options if takes else None)
             state = connector._loaded_checkpoint["loops"]["fit_loop"]["state_dict"]
@@ -191,6 +194,15 @@ class Fit:
 
         connector = self._trainer._checkpoint_connector
         self._replace(connector, "resume_start", load)
+
+
+def _length(trainer: Any) -> int:
+    """Optimizer steps of the whole training, as an estimate; Lightning's own raises where they cannot be known."""
+    found = [trainer.max_steps] if trainer.max_steps >= 0 else []
+    if (trainer.max_epochs or -1) >= 0 and trainer.num_training_batches < ENDLESS:
+        found.append(trainer.max_epochs * math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches))
+    length: int = min([ENDLESS, *found])
+    return length
 
 
 def _rank_file(folder: Path, rank: int) -> Path:
@@ -225,27 +237,6 @@ def _writing_at_once(strategy: Any) -> Iterator[None]:
     finally:
         if inner is not given:
             strategy.checkpoint_io = given
-
-
-def begin_a_new_epoch(loop: dict[str, Any]) -> None:
-    """In the state of a fit loop between two epochs: no batch of the next one is done.
-
-    Lightning leaves the counters of the old epoch there, and with ``max_steps`` would go on behind its last batch.
-    """
-    loop.get("state_dict", {}).pop("combined_loader", None)
-    for key, progress in loop.items():
-        if key.startswith("epoch_loop.") and not key.startswith("epoch_loop.val_loop."):
-            _zero_current(progress)
-
-
-def _zero_current(progress: dict[str, Any]) -> None:
-    for key, value in progress.items():
-        if key == "current":
-            value.update(dict.fromkeys(value, 0))
-        elif key == "is_last_batch":
-            progress[key] = False
-        elif isinstance(value, dict) and key != "total":
-            _zero_current(value)
 
 
 def _settle_ddp(model: Any) -> None:

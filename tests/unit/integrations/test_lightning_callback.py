@@ -9,7 +9,7 @@ import pytest
 
 from slurmft.errors import UsageError
 from slurmft.integrations import lightning
-from slurmft.integrations.lightning_fit import begin_a_new_epoch
+from slurmft.integrations.lightning_data import begin_a_new_epoch
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE
 
 
