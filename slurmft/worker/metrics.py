@@ -18,7 +18,7 @@ from typing import Any
 
 from slurmft.errors import Fenced, StorageError
 from slurmft.storage.fence import RUN_FOLDER_VARIABLE, check_fence
-from slurmft.storage.metrics_file import METRICS_FILE, append_lines, cut_back
+from slurmft.storage.history.metrics_file import METRICS_FILE, append_lines, cut_back
 
 EVERY_S = 1.0
 MAX_WAITING = 100_000
