@@ -112,7 +112,9 @@ class Accounting:
         account, seen = self.account, seen or {}
         mine = self._row is not None and not self._is_judged and seen.get("attempt") == self._row.attempt
         at_s = _number(seen.get("at")) if mine else 0.0
-        account.is_open = self._phase is Category.QUEUE or (not self._is_judged and now_s - at_s < fresh_s)
+        account.is_open = self._phase is Category.QUEUE or (
+            not self._is_judged and now_s - max(at_s, self._newest_s) < fresh_s
+        )
         end_s = now_s if account.is_open and now_s > self._newest_s else max(self._newest_s, min(at_s, now_s))
         if mine:
             account.step = max(account.step, _whole(seen.get("step")))
@@ -352,12 +354,13 @@ class Accounting:
 
     def _requests_opened(self, event: Event, at_s: float) -> None:
         of = self.account.inference = self.account.inference or Inference()
+        self.account.nodes = 0
         of.total, of.answered = _whole(event.details.get("total")), _whole(event.details.get("answered"))
         self._turn(at_s, Category.SETUP)
 
     def _endpoint_opened(self, _event: Event, at_s: float) -> None:
         self.account.inference = self.account.inference or Inference()
-        self.account.inference.is_endpoint = True
+        self.account.inference.is_endpoint, self.account.nodes = True, 0
         self._turn(at_s, Category.SETUP)
 
     def _replica_ready(self, event: Event, at_s: float) -> None:
@@ -381,6 +384,7 @@ class Accounting:
 
     def _node_answers(self, event: Event, _at_s: float) -> None:
         self.account.nodes += 1
+        self._take_ranks(self.account.nodes)  # a node is what an inference run loses
 
     def _given_up(self, _event: Event, _at_s: float) -> None:
         if self.account.inference is not None:

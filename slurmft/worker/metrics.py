@@ -18,7 +18,7 @@ from typing import Any
 
 from slurmft.errors import Fenced, StorageError
 from slurmft.storage.fence import RUN_FOLDER_VARIABLE, check_fence
-from slurmft.storage.metrics_file import METRICS_FILE, append_lines, cut_back
+from slurmft.storage.history.metrics_file import METRICS_FILE, append_lines, cut_back
 
 EVERY_S = 1.0
 MAX_WAITING = 100_000
@@ -39,7 +39,7 @@ class MetricsLog:
         self._step, self._values = -1, dict[str, float | None]()
         self._lines: deque[str] = deque(maxlen=MAX_WAITING)
         self._wanted, self._idle = threading.Event(), threading.Event()
-        self._is_closing = False
+        self._is_closing = self._has_failed = False
         self._cut_to: int | None = None
         self._thread: threading.Thread | None = None
 
@@ -81,10 +81,12 @@ class MetricsLog:
     def flush(self, within_s: float = AT_SAVE_S) -> None:
         """Return when the lines so far are written, or that takes too long."""
         self.step_is_over()
-        if self._thread is not None and (self._lines or self._cut_to is not None):
+        deadline_s, self._has_failed = time.monotonic() + within_s, False
+        while self._thread is not None and (self._lines or self._cut_to is not None) and not self._has_failed:
             self._idle.clear()
             self._wanted.set()
-            self._idle.wait(within_s)
+            if not self._idle.wait(max(0.0, deadline_s - time.monotonic())):
+                return
 
     def close(self) -> None:
         """Write what is left; nothing is written afterwards."""
@@ -104,11 +106,11 @@ class MetricsLog:
             except Fenced as error:
                 log.warning("no metrics are written any more: %s", error.what)
                 self._lines.clear()
-                self._is_closing = True
+                self._cut_to, self._is_closing = None, True
             except (OSError, StorageError) as error:
                 if not told:
                     log.warning("metrics wait: %s", error)
-                told = True
+                told = self._has_failed = True
             self._idle.set()
             if self._is_closing:
                 return
@@ -120,11 +122,12 @@ class MetricsLog:
         if (step := self._cut_to) is not None:
             cut_back(path, step)
             self._cut_to = None
-        lines = [self._lines.popleft() for _ in range(len(self._lines))]
+        if not (lines := list(self._lines)):
+            return
         try:
-            if lines:
-                append_lines(path, lines)
+            append_lines(path, lines)
         except OSError:
-            self._lines.extendleft(reversed(lines))
             self._cut_to = json.loads(lines[0])["step"]  # a part of them may be there
             raise
+        for _ in lines:
+            self._lines.popleft()

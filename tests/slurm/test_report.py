@@ -65,6 +65,9 @@ def test_a_report_knows_what_a_kill_a_hang_and_a_preemption_have_cost(new_run: N
     assert told["seconds"]["unknown"] < 0.01 * told["wall_s"], story
     assert told["failures"] == 2 and told["world_size"] == 4 and told["step"] == 200, story
 
+    lines = (run.path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(200)), "one curve over all of it"
+
     page = Path(f"{run.path}.html")
     run.slurmft("report", str(run.path), "--html", str(page))
     assert "signal crash" in page.read_text()

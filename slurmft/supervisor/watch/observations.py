@@ -212,6 +212,7 @@ class Observations:
         facts |= {
             name: round(max(getattr(each, name) or 0.0 for each in self._ranks.values()), 3)
             for name in ("attached_at", "loop_at", "load_s", "first_step_at")
+            if any(getattr(each, name) for each in self._ranks.values())
         }
         self._journal.append(EventName.FIRST_STEP, resumed_from=resumed, **facts)
 

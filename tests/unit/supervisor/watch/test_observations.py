@@ -154,7 +154,30 @@ def test_the_first_step_is_told_once_with_the_seconds_since_the_stop(tmp_path):
     for _ in range(2):
         saving(seen, facts(1, step=1) | {"first_step_at": 106.0})
     (event,) = (event for event in run.journal().read() if event.event == "first step")
-    assert event.details == {"resumed_from": 0, "seconds_since_stop_request": 7.5, "stop_of_attempt": "6.0.0"}
+    told = {"resumed_from": 0, "seconds_since_stop_request": 7.5, "stop_of_attempt": "6.0.0", "first_step_at": 107.5}
+    assert event.details == told
+
+
+def test_lost_steps_that_are_done_again_are_told_once_with_what_saves_have_cost(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    seen = Observations(run, run.journal(ATTEMPT), ATTEMPT, 2, workload="", history=[], done_before=20)
+    for step in (11, 19, 20, 21):
+        of = {"first_step_at": 50.0, "step_at": 50.0 + step, "stall_s": step / 10, "attached_at": 40.0}
+        saving(seen, facts(0, resumed=10, step=20) | of, facts(1, resumed=10, step=step) | of)
+    (again,) = (event for event in run.journal().read() if event.event == "caught up")
+    assert again.details == {"step": 20, "step_at": 70.0, "stall_s": 2.0, "saves_done": 0}
+    seen.close()
+    (end,) = (event for event in run.journal().read() if event.event == "measured")
+    assert end.details == {"attached": True, "step_at": 71.0, "stall_s": 2.1, "saves_done": 0}
+
+
+def test_nothing_is_done_again_where_nothing_was_lost(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    seen = Observations(run, run.journal(ATTEMPT), ATTEMPT, 1, workload="", history=[], done_before=20)
+    saving(seen, facts(0, resumed=20, step=21) | {"first_step_at": 50.0})
+    assert [event.event for event in run.journal().read()] == ["first step"]
 
 
 def test_progress_of_a_plain_script_is_that_it_runs(seen, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmft.storage.metrics_file import append_lines, cut_back
+from slurmft.storage.history.metrics_file import append_lines, cut_back
 from slurmft.system.opening import UnsafeFile
 
 
