@@ -25,7 +25,6 @@ from slurmft.agent.keeper import Keeping, look_after_regularly
 from slurmft.agent.notices import NoticeWatch
 from slurmft.agent.replicas import Replicas, preload_of
 from slurmft.agent.stragglers import TimingReports
-from slurmft.agent.sync import NodeSync
 from slurmft.agent.torchrun import worker_command
 from slurmft.agent.workers import Worker, Workers, reserve_port
 from slurmft.config.config import RunConfig
@@ -66,6 +65,7 @@ from slurmft.policy.timing.fleet import report_interval_s
 from slurmft.policy.timing.stop import NEVER
 from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
 from slurmft.storage.run_folder import RunFolder
+from slurmft.sync.node import NodeSync
 from slurmft.system.files import read_json
 from slurmft.system.opening import read_bytes, trusted_owners
 from slurmft.system.processes import birth_of

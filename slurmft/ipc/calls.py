@@ -228,17 +228,15 @@ class Shutdown(Call[Done]):
     reply: ClassVar[type[Done]] = Done
 
 
-def _is_sync_action(value: Any) -> bool:
-    return value in ("restore", "upload")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncFolders(Call[Synced]):
     """Have the node's kept folders restored, or uploaded. Sent again with its number, it asks whether that is done."""
 
     kind: ClassVar[str] = "sync"
     reply: ClassVar[type[Synced]] = Synced
-    action: Annotated[str, Shape(fits=_is_sync_action)]
+    upload: Flag
+    """false: restore them."""
+
     number: Count
     run: Name
     """The run's name where folders are stored."""

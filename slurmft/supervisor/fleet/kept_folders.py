@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import secrets
 import time
@@ -32,8 +31,6 @@ EVENTS: Mapping[str, EventName] = {
     "failed": EventName.SYNC_FAILED,
     "works again": EventName.SYNC_WORKS_AGAIN,
 }
-
-log = logging.getLogger(__name__)
 
 
 class KeptFolders:
@@ -84,13 +81,12 @@ class KeptFolders:
             *(
                 self._order(link, place, "upload", within_s=max(1.0, until() - time.monotonic()), until_s=until)
                 for place, link in members
-                if link.channel is not None
             ),
             return_exceptions=True,
         )
-        for result in results:
+        for (_, link), result in zip(members, results, strict=True):
             if isinstance(result, AgentLost):
-                log.warning("a folder was not uploaded: %s", result)
+                self._note_failure(link, f"the last upload was not made: {result}")
             elif isinstance(result, BaseException):
                 raise result
 
@@ -104,11 +100,15 @@ class KeptFolders:
         reason = {"reason": report.reason} if report.reason else {}
         self._start.journal.append(event, node=link.host, path=report.path, **facts, **took, **reason)
 
+    def _note_failure(self, link: AgentLink, reason: str) -> None:
+        paths = ", ".join(str(each.path) for each in self._folders)
+        self.note(link, SyncReport(what="failed", path=paths, reason=reason))
+
     async def _order(
         self, link: AgentLink, place: int, action: str, *, within_s: float, until_s: Callable[[], float],
         over: asyncio.Event | None = None,
     ) -> str:  # fmt: skip
-        call = SyncFolders(action=action, number=secrets.randbits(60), run=self._run, place=place,
+        call = SyncFolders(upload=action == "upload", number=secrets.randbits(60), run=self._run, place=place,
                            generation=self._generation, within_s=within_s)  # fmt: skip
         end_s = until_s()
         while over is None or not over.is_set():
@@ -117,8 +117,7 @@ class KeptFolders:
                 return reply.problem
             if time.monotonic() > (min(end_s, until_s()) if over is None else end_s):
                 problem = f"{action} of the kept folders on {link.host} was not done in time"
-                paths = ", ".join(str(each.path) for each in self._folders)
-                self.note(link, SyncReport(what="failed", path=paths, reason=problem))
+                self._note_failure(link, problem)
                 return problem
             await asyncio.sleep(LOOK_S)
         return ""

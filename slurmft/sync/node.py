@@ -50,7 +50,7 @@ class NodeSync:
     async def handle(self, call: SyncFolders) -> Synced:
         """Begin what is ordered, once, and say whether it is done."""
         if call.number != self._number:
-            if call.action == "restore":
+            if not call.upload:
                 self._began = call
             self._number, self._problems = call.number, []
             self._waiting = set(range(len(self._folders)))
@@ -67,7 +67,7 @@ class NodeSync:
                 await asyncio.wait_for(process.wait(), END_S)
         await self._background.cancel_all()
 
-    async def _send(self, call: SyncFolders, action: str = "") -> None:
+    async def _send(self, call: SyncFolders, *, resume: bool = False) -> None:
         if self._process is None:
             self._process = await asyncio.create_subprocess_exec(
                 *COMMAND, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=dict(self._environment),
@@ -75,9 +75,9 @@ class NodeSync:
             )  # fmt: skip
             self._write({"folders": [each.model_dump(mode="json") for each in self._folders]})
             self._background.start(self._listen(self._process))
-            if call.action == "upload" and self._began is not None:  # it has forgotten what for
+            if call.upload and self._began is not None:  # it has forgotten what for
                 self._write(_order(self._began, "resume"))
-        self._write(_order(call, action or call.action))
+        self._write(_order(call, "resume" if resume else "upload" if call.upload else "restore"))
 
     def _write(self, value: Mapping[str, Any]) -> None:
         if self._process is not None and self._process.stdin is not None:
@@ -97,7 +97,7 @@ class NodeSync:
             self._report(SyncReport(what="failed", path=str(each.path), reason=reason))
         await asyncio.sleep(RESTART_S)
         if self._process is None and self._began is not None:
-            await self._send(self._began, "resume")
+            await self._send(self._began, resume=True)
 
     def _hear(self, message: Mapping[str, Any]) -> None:
         if message["kind"] == "done":
@@ -110,6 +110,6 @@ class NodeSync:
 
 def _order(call: SyncFolders, action: str) -> Mapping[str, Any]:
     return {
-        "action": action, "number": call.number if action == call.action else 0, "run": call.run, "place": call.place,
+        "action": action, "number": 0 if action == "resume" else call.number, "run": call.run, "place": call.place,
         "generation": call.generation, "within_s": call.within_s,
     }  # fmt: skip
