@@ -81,7 +81,7 @@ SEEDS ?= 1000-1099
 soak-faults: install ## random faults on the lab until there are 1,000 of each storm (root; hours; goes on where it ended; SEEDS=100-160)
 	@$(BIN)/python bench/random_faults --seeds $(SEEDS) $(FAULTS_OPTIONS)
 
-soak-integrations: install ## a hundred stops and a hundred kills in saves of Hugging Face's Trainer, TRL, FSDP (root; hours)
+soak-integrations: install ## a hundred stops and a hundred kills in saves of Hugging Face's Trainer, a stop of TRL's (root; hours)
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[soak]'
 	@$(BIN)/pytest -m soak tests/slurm/test_huggingface.py tests/slurm/test_kills_in_saves.py $(TESTS)
 
