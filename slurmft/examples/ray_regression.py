@@ -40,7 +40,7 @@ def train(settings: dict[str, Any]) -> None:
         rows = torch.randn(BATCH, COLUMNS, generator=torch.Generator().manual_seed(step))[rank::workers]
         loss = torch.nn.functional.mse_loss(trained(rows), rows @ target)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         time.sleep(settings["step_delay"])
 
@@ -88,7 +88,7 @@ def main() -> None:
     trainer = TorchTrainer(
         train,
         train_loop_config=settings,
-        scaling_config=ScalingConfig(num_workers=tuple(options.workers)),
+        scaling_config=ScalingConfig(num_workers=(options.workers[0], options.workers[1])),
         run_config=RunConfig(
             name="regression", storage_path=str(options.storage), failure_config=FailureConfig(max_failures=3)
         ),
