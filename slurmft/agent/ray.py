@@ -87,10 +87,10 @@ def start_argv(given: Mapping[str, str], address: str, folder: Path) -> list[str
         "--max-worker-port": "0", "--dashboard-agent-listen-port": "0",
     }  # fmt: skip
     if given["RANK"] == "0":
-        options |= {"--node-ip-address": host, "--port": port, "--include-dashboard": "false"}
+        options |= {"--node-ip-address": host.strip("[]"), "--port": port, "--include-dashboard": "false"}
+        words = ["--head", "--no-monitor"]  # an autoscaler, which has nothing to start nodes with
         if importlib.util.find_spec("grpc") is not None:  # else Ray refuses the option, and has no such server
             options["--ray-client-server-port"] = "0"
-        words = ["--head"]
     else:
         words = [f"--address={address}"]
     return [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--block", *words,
@@ -110,6 +110,8 @@ def head_address(host: str, port: str) -> str:
     """
     found = [str(each[4][0]) for each in socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)]
     found.sort(key=lambda each: (each.startswith("127.") or each == "::1", ":" in each))
+    if found[0].startswith("127."):  # 127.0.1.1 on some; Ray knows only this one as the node itself
+        return f"127.0.0.1:{port}"
     return f"{found[0]}:{port}" if ":" not in found[0] else f"[{found[0]}]:{port}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -46,7 +47,8 @@ class RayRun(LocalRun):
         return found
 
     def holder(self) -> psutil.Process:
-        return next(one for one in self.processes("--hold") if "slurmft.agent.ray" in one.cmdline())
+        """Forked from the zygote, whose command line it has; its sweeper names it."""
+        return psutil.Process(int(self.processes("slurmft.agent.ray", "--sweep")[0].cmdline()[-2]))
 
     def events(self, name: str) -> list[Any]:
         return [event for event in self.folder.journal().read() if event.event == name]
@@ -93,9 +95,8 @@ def test_two_runs_on_one_node_do_not_meet_and_a_stranger_gets_nothing(tmp_path: 
         assert answer.returncode != 0 and "nodes" not in answer.stdout, answer
         assert "nauthenticated" in answer.stderr, answer.stderr
     for run, _ in pairs:  # Ray opens its own folder to all users
-        folder = Path(next(iter(run.processes("raylet", "--temp_dir"))).cmdline()[-1].partition("=")[2] or "/")
-        words = " ".join(next(iter(run.processes("raylet"))).cmdline())
-        folder = Path(words.partition("/slurmft-")[0].rpartition("=")[2], "slurmft-" + words.partition("/slurmft-")[2].partition("/")[0])
+        words = " ".join(run.processes("raylet/raylet")[0].cmdline())
+        folder = Path(re.findall(r"=(\S+/slurmft-[^/]+)/", words)[0])
         assert folder.stat().st_mode & 0o077 == 0, folder
     members = [session_members(run.holder().pid) for run, _ in pairs]
     for _, notes in pairs:
@@ -107,8 +108,9 @@ def test_two_runs_on_one_node_do_not_meet_and_a_stranger_gets_nothing(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "victim", ["holder", "agent", *(pytest.param(each, marks=pytest.mark.soak) for each in ("raylet", "gcs_server", "driver"))]
-)  # fmt: skip
+    "victim",
+    ["holder", *(pytest.param(each, marks=pytest.mark.soak) for each in ("agent", "raylet", "gcs_server", "driver"))],
+)
 def test_nothing_is_left_behind_whatever_is_killed(tmp_path: Path, victim: str) -> None:
     run, notes = waiting(tmp_path / victim)
     seen(run, notes)
@@ -116,7 +118,8 @@ def test_nothing_is_left_behind_whatever_is_killed(tmp_path: Path, victim: str) 
     members = {psutil.Process(pid) for pid in session_members(holder.pid)}
     assert len(members) > 5, members
     agent = next(one for one in holder.parents() if "agent" in one.cmdline())
-    found = {"holder": holder, "agent": agent}.get(victim) or run.processes(str(DRIVER) if victim == "driver" else victim)[0]
+    named = {"driver": str(DRIVER), "raylet": "raylet/raylet", "gcs_server": "gcs/gcs_server"}
+    found = {"holder": holder, "agent": agent}.get(victim) or run.processes(named[victim])[0]
     os.kill(found.pid, signal.SIGKILL)
     eventually(lambda: not any(each.is_running() and each.status() != "zombie" for each in members), 30,
                lambda: f"{[each for each in members if each.is_running()]}\n{run.words()}")  # fmt: skip

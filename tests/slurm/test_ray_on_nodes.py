@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from slurm.conftest import Run, eventually
 from slurmft.lab.cluster import Lab
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
-pytestmark = [pytest.mark.slurm, pytest.mark.soak, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slurm, pytest.mark.soak, pytest.mark.timeout(3600)]
 
-RAY_S = 400.0
+RAY_S = 900.0
 """A group of workers on a busy machine with two cores: each of them imports Ray and torch first."""
 
 SMALL = {"RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": "100000000", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",
@@ -49,7 +50,7 @@ def left_behind(lab: Lab, nodes: list[str]) -> str:
 def resizes(done: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each change of the number of workers: seconds without a step, and steps that were done twice."""
     found = []
-    for before, after in zip(done, done[1:], strict=False):
+    for before, after in pairwise(done):
         if after["workers"] != before["workers"] or after["step"] != before["step"] + 1:
             found.append({"from": before["workers"], "to": after["workers"], "step": before["step"],
                           "lost": before["step"] + 1 - after["step"], "seconds": after["at"] - before["at"],

@@ -1,6 +1,6 @@
 """A command for ``launcher: ray`` that trains nothing: it has a worker process, notes what it sees, and waits.
 
-    ray_driver.py NOTES [EXIT_CODE]      ends with that code, or when the file NOTES.end exists
+ray_driver.py NOTES [EXIT_CODE]      ends with that code, or when the file NOTES.end exists
 """
 
 from __future__ import annotations
