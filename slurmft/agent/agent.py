@@ -22,8 +22,8 @@ from slurmft.agent.gpus import VISIBLE_VARIABLE, visible_without, wait_until_fre
 from slurmft.agent.hangs import HangWatch
 from slurmft.agent.just_in_time import rescue_on_node
 from slurmft.agent.keeper import Keeping, look_after_regularly
+from slurmft.agent.launchers.ray import leave_token
 from slurmft.agent.notices import NoticeWatch
-from slurmft.agent.ray import leave_token
 from slurmft.agent.replicas import Replicas, preload_of
 from slurmft.agent.stragglers import TimingReports
 from slurmft.agent.torchrun import worker_command

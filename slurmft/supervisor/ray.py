@@ -67,7 +67,12 @@ class RayAttempt(AttemptRunner):
             await super()._lose(link, reason, hung_up=hung_up)
             return
         self._pool.members = left
-        await super()._lose(link, reason, hung_up=hung_up)  # as a spare: it takes nothing with it
+        self._pool.drop(link)
+        self._crew.reviver.lost(link, hung_up=hung_up)
+        if not link.lender:
+            self._cluster.lost.add(link.host)
+        name = EventName.AGENT_LEFT if link.leaving else EventName.AGENT_LOST
+        self._journal.append(name, node=link.host, spare=False, reason=reason)
         if not link.leaving:
             self._accuser.add([Evidence(kind=Kind.NODE_LOST, suspect=Suspect(node=link.host), message=reason[:1000],
                                         at=time.time())])  # fmt: skip

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,21 @@ pytestmark = pytest.mark.timeout(900)
 
 RAY_S = 300.0
 DRIVER = Path(__file__).parent / "trainers" / "ray_driver.py"
-SMALL = {"RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": "100000000", "SLURM_CPUS_PER_TASK": "2"}
+SMALL = {
+    "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": "100000000",
+    "SLURM_CPUS_PER_TASK": "2",
+    "RAY_worker_niceness": "0",
+}
+
+
+RUNS: list[RayRun] = []
 
 
 class RayRun(LocalRun):
     """A run with a cluster of one node."""
 
     def __init__(self, path: Path, command: list[str], **changes: Any) -> None:
+        RUNS.append(self)
         super().__init__(path, command=command, launcher="ray", nodes=1, nproc_per_node=1, environment=SMALL,
                          fault_tolerance={"num_in_job_restarts": 0}, **changes)  # fmt: skip
 
@@ -48,7 +58,7 @@ class RayRun(LocalRun):
 
     def holder(self) -> psutil.Process:
         """Forked from the zygote, whose command line it has; its sweeper names it."""
-        return psutil.Process(int(self.processes("slurmft.agent.ray", "--sweep")[0].cmdline()[-2]))
+        return psutil.Process(int(self.processes("slurmft.agent.launchers.ray", "--sweep")[0].cmdline()[-2]))
 
     def events(self, name: str) -> list[Any]:
         return [event for event in self.folder.journal().read() if event.event == name]
@@ -56,6 +66,17 @@ class RayRun(LocalRun):
     def words(self) -> str:
         return self.story() + "".join(path.read_text(errors="replace")[-3000:]
                                       for path in self.folder.attempts.glob("*/rank-0.log"))  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _end_of_runs() -> Iterator[None]:
+    """A test that fails in between leaves a run behind, which would go on."""
+    RUNS.clear()
+    yield
+    for run in RUNS:
+        for process in run.processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
 
 def waiting(path: Path, *options: str) -> tuple[RayRun, Path]:
@@ -126,7 +147,8 @@ def test_nothing_is_left_behind_whatever_is_killed(tmp_path: Path, victim: str) 
     eventually(lambda: run.events("verdict"), 60, run.words)
     cause = run.events("verdict")[0].details["cause"]
     assert cause == ("node lost" if victim == "agent" else "signal crash"), run.words()
-    eventually(lambda: not run.processes("slurmft"), 60, run.words)
+    run.slurmft("stop", str(run.folder.path), "--timeout", "60", check=False)  # or the run is started again
+    eventually(lambda: not run.processes("slurmft.agent"), 60, run.words)
 
 
 @pytest.mark.soak

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.agent.ray import head_address, leave_token, rays_environment, start_argv, token_of
+from slurmft.agent.launchers.ray import head_address, leave_token, rays_environment, start_argv, token_of
 from slurmft.agent.torchrun import worker_command
 from slurmft.config.config import validate
 from slurmft.errors import ConfigError
@@ -27,7 +27,7 @@ def given(folder: Path, rank: int = 0, **more: str) -> dict[str, str]:
 
 def test_the_holder_promises_ray_the_time_of_a_stop():
     config = validate({**LEAST, "preemption": {"stop_timeout_s": 45.6, "signal_lead_s": 20}}, source="test")
-    assert worker_command(config)[1:] == ["-m", "slurmft.agent.ray", "--hold", "46", "python", "train.py"]
+    assert worker_command(config)[1:] == ["-m", "slurmft.agent.launchers.ray", "--hold", "46", "python", "train.py"]
 
 
 def test_ray_has_one_holder_on_each_node():
@@ -48,7 +48,7 @@ def test_the_command_is_no_rank_and_knows_no_other_cluster(tmp_path):
     told = rays_environment(given(tmp_path, RAY_ADDRESS="elsewhere:1", RAY_AUTH_TOKEN="leaked",
                                   RAY_AUTH_MODE="disabled", TORCHELASTIC_RUN_ID="x", HOME="/h"))  # fmt: skip
     assert set(told) == {"SLURMFT_ATTEMPT", "HOME", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_USAGE_STATS_ENABLED",
-                         "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S"}  # fmt: skip
+                         "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "RAY_worker_niceness"}  # fmt: skip
     assert told["RAY_AUTH_MODE"] == "token"
 
 
@@ -79,7 +79,7 @@ def test_the_sweeper_ends_a_session_with_its_groups_and_removes_the_folder(tmp_p
     while len(members := session_members(holder.pid)) < 3:
         assert time.monotonic() < until
         time.sleep(0.02)
-    argv = [sys.executable, "-m", "slurmft.agent.ray", "--sweep", str(holder.pid), str(folder)]
+    argv = [sys.executable, "-m", "slurmft.agent.launchers.ray", "--sweep", str(holder.pid), str(folder)]
     sweeper = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
     os.kill(holder.pid, 9)
     holder.wait()

@@ -8,9 +8,9 @@ To the agent the holder is the worker. The head's ends as the command does, othe
 ports are free ones. What a node of Ray obeys, it obeys for a token of this attempt only, and its files lie in a private
 folder that goes with it. SIGTERM drains the node: Ray Train tells its workers (``ray.train.get_preemption_info``).
 
-    python -m slurmft.agent.ray --hold SECONDS COMMAND...     the holder; SECONDS are what Ray is promised at a SIGTERM
-    python -m slurmft.agent.ray --drain SECONDS ADDRESS NAME  drains the node of that name
-    python -m slurmft.agent.ray --sweep SESSION FOLDER        the sweeper; waits for the end of its standard input
+    python -m slurmft.agent.launchers.ray --hold SECONDS COMMAND...     the holder; SECONDS are those of a stop
+    python -m slurmft.agent.launchers.ray --drain SECONDS ADDRESS NAME  drains the node of that name
+    python -m slurmft.agent.launchers.ray --sweep SESSION FOLDER        the sweeper; waits for the end of its input
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def rays_environment(given: Mapping[str, str]) -> dict[str, str]:
             if name not in NOT_A_RANK and not name.startswith("TORCHELASTIC_")}  # fmt: skip
     kept.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else every node reports to Ray's makers
     kept.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")  # Ray's own 5 s are a good part of a short grace
+    kept.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 loses to every other process of a shared node
     for name in ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "RAY_NAMESPACE"):  # of another cluster of this user's
         kept.pop(name, None)
     token = Path(given[PAGE_VARIABLE]).parent / f"ray-token-{given['SLURMFT_ATTEMPT']}"
@@ -150,7 +151,16 @@ def _hold(
         if terms and drain is None:
             if not started.exists():
                 return -signal.SIGTERM  # nothing runs here that could save
-            argv = [sys.executable, "-P", "-m", "slurmft.agent.ray", "--drain", promised_s, address, name_of(given)]
+            argv = [
+                sys.executable,
+                "-P",
+                "-m",
+                "slurmft.agent.launchers.ray",
+                "--drain",
+                promised_s,
+                address,
+                name_of(given),
+            ]
             drain = start_child(argv, environment, signal.SIGKILL)
         if is_head and driver is None and started.exists():
             driver = start_child(runnable(command, given), {**environment, "RAY_ADDRESS": address}, signal.SIGKILL)
@@ -189,7 +199,7 @@ def sweep(session: str, folder: str) -> int:
 
 @contextlib.contextmanager
 def _sweeper(private: PrivateFolder) -> Iterator[None]:
-    argv = [sys.executable, "-P", "-m", "slurmft.agent.ray", "--sweep", str(os.getpid()), str(private.path)]
+    argv = [sys.executable, "-P", "-m", "slurmft.agent.launchers.ray", "--sweep", str(os.getpid()), str(private.path)]
     sweeper = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield
