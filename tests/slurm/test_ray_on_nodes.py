@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.soak, pytest.mark.timeout(3600)]
 RAY_S = 900.0
 """A group of workers on a busy machine with two cores: each of them imports Ray and torch first."""
 
-SMALL = {"RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": "100000000", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",
+SMALL = {"RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": "100000000",
          "OMP_NUM_THREADS": "1"}  # fmt: skip
 
 
