@@ -155,7 +155,7 @@ def test_nothing_is_left_behind_whatever_is_killed(tmp_path: Path, victim: str) 
 def test_the_commands_exit_code_is_the_runs(tmp_path: Path) -> None:
     run, _ = waiting(tmp_path / "validation failed", "17")
     eventually(lambda: run.events("verdict"), RAY_S, run.words)
-    assert run.events("verdict")[0].details["cause"] == "validation failed", run.words()
+    assert run.events("verdict")[0].details["cause"] == "result validation failed", run.words()
 
 
 @pytest.mark.soak
