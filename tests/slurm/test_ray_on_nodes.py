@@ -98,4 +98,5 @@ def test_four_then_three_then_five(lab: Lab, new_run: Callable[..., Run]) -> Non
         assert abs(by_step.setdefault(each["step"], each["loss"]) - each["loss"]) <= 1e-4 * max(1.0, each["loss"])
     assert sorted(by_step) == list(range(1, done[-1]["step"] + 1)), "a step is missing"
     assert left_behind(lab, [f"n{number}" for number in range(1, 5)]) == ""
+    lab.run(["scancel", lender])  # the run could be submitted again, so it would wait
     eventually(lambda: not lab.run(["squeue", "-h", "-j", lender], check=False).stdout, 60, "the lender has ended")
