@@ -74,7 +74,9 @@ def _end_of_runs() -> Iterator[None]:
     RUNS.clear()
     yield
     for run in RUNS:
-        for process in run.processes():
+        named = [one for one in psutil.process_iter(["cmdline"])
+                 if any(str(run.folder.path) in word for word in one.info["cmdline"] or [])]  # fmt: skip
+        for process in (*named, *run.processes()):
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
