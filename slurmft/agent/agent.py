@@ -22,6 +22,7 @@ from slurmft.agent.gpus import VISIBLE_VARIABLE, visible_without, wait_until_fre
 from slurmft.agent.hangs import HangWatch
 from slurmft.agent.just_in_time import rescue_on_node
 from slurmft.agent.keeper import Keeping, look_after_regularly
+from slurmft.agent.launchers.ray import leave_token
 from slurmft.agent.notices import NoticeWatch
 from slurmft.agent.replicas import Replicas, preload_of
 from slurmft.agent.stragglers import TimingReports
@@ -282,6 +283,8 @@ class Agent:
         ranks = range(call.first_rank, call.first_rank + config.nproc_per_node)
         folder = self._run.attempts / self._attempt
         self._begin_keeping(call, folder)
+        if config.launcher == "ray":
+            leave_token(self._workers.folder, self._where()[2], self._attempt)
         self._workers.start(
             ranks,
             [worker_environment(config, environment, call, rank, self._attempt) for rank in ranks],

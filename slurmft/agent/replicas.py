@@ -36,7 +36,7 @@ SERVING_COMMAND = (sys.executable, "-m", "slurmft.inference.serving.driver")
 
 def preload_of(config: RunConfig) -> tuple[str, ...]:
     """What the zygote imports before workers are forked: torch only where workers use it."""
-    if not config.fault_tolerance.preload:
+    if not config.fault_tolerance.preload or config.launcher == "ray":  # whose workers are no forks of the zygote
         return ()
     if config.inference is None:
         return PRELOAD

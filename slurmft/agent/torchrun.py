@@ -52,6 +52,8 @@ def worker_command(config: RunConfig) -> Sequence[str]:
     if config.launcher == "agent":
         return config.command
     timeout_s = max(config.preemption.signal_lead_s, round(config.preemption.stop_timeout_s))
+    if config.launcher == "ray":
+        return [sys.executable, "-m", "slurmft.agent.launchers.ray", "--hold", str(timeout_s), *config.command]
     return [sys.executable, "-m", "slurmft.agent.torchrun", "--shutdown-timeout", str(timeout_s), *config.command]
 
 
@@ -84,13 +86,13 @@ def hold(command: Sequence[str], shutdown_timeout_s: str, environment: Mapping[s
     with _listening(environment) as server, _Events(server) as events:
         if environment["LOCAL_RANK"] == "0":
             told = {**environment, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": shutdown_timeout_s}
-            torchrun = _start(torchrun_argv(environment), told, signal.SIGTERM, new_session=True)
+            torchrun = start_child(torchrun_argv(environment), told, signal.SIGTERM, new_session=True)
         stand_in: socket.socket | None = None
         while True:
             for event in events.wait():
                 if event is server:
                     stand_in, _ = server.accept()
-                    _send_start(stand_in, command, environment)
+                    _sendstart_child(stand_in, command, environment)
                     events.watch(stand_in)
                 elif event is stand_in:
                     return _after(torchrun, _exit_code(stand_in), float(shutdown_timeout_s))
@@ -108,10 +110,10 @@ def stand_in(environment: Mapping[str, str]) -> int:
     with contextlib.suppress(PermissionError):  # leads its session already
         os.setpgid(0, 0)
     with _connected(environment) as holder, _Events(holder) as events:
-        start = _receive_start(holder)
+        start = _receivestart_child(holder)
         told = trainers_environment(start["environment"], environment)
         try:
-            trainer = _start(start["command"], told, signal.SIGKILL, folder=start["folder"])
+            trainer = start_child(start["command"], told, signal.SIGKILL, folder=start["folder"])
         except OSError as error:
             sys.stderr.write(f"slurmft: cannot start {start['command'][0]!r} in {start['folder']}: {error}\n")
             holder.sendall(b"127\n")
@@ -164,7 +166,7 @@ class _Events:
         self._selector.close()
 
 
-def _start(
+def start_child(
     argv: Sequence[str], environment: Mapping[str, str], at_death: int, *, folder: str | None = None,
     new_session: bool = False,
 ) -> subprocess.Popen[bytes]:  # fmt: skip
@@ -221,14 +223,14 @@ def _connected(environment: Mapping[str, str]) -> Iterator[socket.socket]:
         yield holder
 
 
-def _send_start(stand_in: socket.socket, command: Sequence[str], environment: Mapping[str, str]) -> None:
-    start = {"command": _runnable(command, environment), "environment": dict(environment), "folder": str(Path.cwd())}
+def _sendstart_child(stand_in: socket.socket, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    start = {"command": runnable(command, environment), "environment": dict(environment), "folder": str(Path.cwd())}
     content = json.dumps(start).encode()
     socket.send_fds(stand_in, [len(content).to_bytes(8, "big")], [1, 2])
     stand_in.sendall(content)
 
 
-def _receive_start(holder: socket.socket) -> dict[str, Any]:
+def _receivestart_child(holder: socket.socket) -> dict[str, Any]:
     """The start, with the rank's own log in the place of torchrun's output."""
     head, descriptors, _, _ = socket.recv_fds(holder, 8, 2)
     for number, descriptor in enumerate(descriptors, start=1):
@@ -250,7 +252,7 @@ def _exit_code(stand_in: socket.socket) -> int:
     return int(text) if text.strip() else -signal.SIGKILL  # killed before it could report
 
 
-def _runnable(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+def runnable(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """The command as the agent would start it: Python trainers report their stacks, and why they fail."""
     from slurmft.agent.workers import zygote_arguments  # more than a stand-in needs
 
@@ -268,7 +270,7 @@ def _train(told: str, verdict: str, arguments: Sequence[str]) -> int:
     return run_python(arguments, Path(verdict))
 
 
-def _leave(code: int) -> NoReturn:
+def leave_as(code: int) -> NoReturn:
     """End as the rank has ended."""
     sys.stdout.flush()
     if code < 0:
@@ -280,10 +282,10 @@ def _leave(code: int) -> NoReturn:
 
 def main(argv: Sequence[str]) -> NoReturn:
     if argv[:1] == ["--shutdown-timeout"]:
-        _leave(hold(argv[2:], argv[1], os.environ))
+        leave_as(hold(argv[2:], argv[1], os.environ))
     if argv[:1] == ["--trainer"]:
         sys.exit(_train(argv[1], argv[2], argv[3:]))
-    _leave(stand_in(os.environ))
+    leave_as(stand_in(os.environ))
 
 
 if __name__ == "__main__":

@@ -86,9 +86,10 @@ class RunConfig(_Section):
     nproc_per_node: Annotated[Count, AfterValidator(plain.at_most(MAX_NPROC_PER_NODE))] = Field(default=1, ge=1)
     """Workers on each node: one per GPU."""
 
-    launcher: Literal["agent", "torchrun"] = "agent"
+    launcher: Literal["agent", "torchrun", "ray"] = "agent"
     """What starts the workers of a node: slurmft's agent, or torch's own elastic agent under it. Stops, checkpoints,
-    verdicts and restarts are slurmft's either way; without torchrun a restart is faster."""
+    verdicts and restarts are slurmft's either way; without torchrun a restart is faster. ray: the nodes become a Ray
+    cluster, and the command runs once, on the first of them."""
 
     environment: dict[str, Text] = Field(default_factory=dict)
     """Variables added to every worker's environment. Not for secrets: they are stored in the run folder."""
@@ -150,6 +151,12 @@ class RunConfig(_Section):
             raise ValueError("command: missing; it has no default (a run without a trainer has a section inference)")
         if self.inference is not None and self.command:
             raise ValueError("command: a run with a section inference has no trainer; remove one of the two")
+        return self
+
+    @model_validator(mode="after")
+    def _ray_starts_its_own_workers(self) -> Self:
+        if self.launcher == "ray" and self.nproc_per_node != 1:
+            raise ValueError("nproc_per_node: must be 1 with launcher: ray, which starts workers as the command asks")
         return self
 
     @model_validator(mode="after")

@@ -38,6 +38,8 @@ class EventName(StrEnum):
     NOT_SHRUNK = "not shrunk"
     NOTICE = "notice"
     CONTAINER_LIMIT = "container limit"
+    RAY_NODE_JOINED = "ray node joined"
+    RAY_NODE_ENDED = "ray node ended"
 
     # failures
     WORKER_FAILED = "worker failed"

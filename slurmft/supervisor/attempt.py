@@ -8,6 +8,7 @@ import logging
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import LaunchError, StorageError
@@ -107,6 +108,7 @@ class AttemptRunner:
         self._look: asyncio.Future[Blame] | None = None
         self._node_states: Mapping[str, str] = {}
         self._escaped: Verdict | None = None
+        self._order: StartWorkers | None = None
 
     async def run(self) -> Verdict:
         """Run the attempt to its end.
@@ -200,26 +202,22 @@ class AttemptRunner:
         if self._over.is_set():
             return
         self.stops.began = True
-        replies = await asyncio.gather(
-            *(
-                link.call(
-                    StartWorkers(
-                        suspect_gpus=tuple(sorted(suspects)),
-                        **facts_for_workers(self._start.history, self._config, nodes=len(members)),
-                        attempt=str(self._cluster.attempt),
-                        cycle=self._cluster.attempt.cycle,
-                        first_rank=place * self._config.nproc_per_node,
-                        nodes=len(members),
-                        generation=self._start.generation,
-                        master_addr=lead.host,
-                        master_port=port,
-                        limits=self._hangs.limits(),
-                    ),
-                    timeout_s=START_S,
-                )
-                for place, link in enumerate(members)
-            )
+        self._order = StartWorkers(
+            suspect_gpus=tuple(sorted(suspects)),
+            **facts_for_workers(self._start.history, self._config, nodes=len(members)),
+            attempt=str(self._cluster.attempt),
+            cycle=self._cluster.attempt.cycle,
+            first_rank=0,
+            nodes=len(members),
+            generation=self._start.generation,
+            master_addr=lead.host,
+            master_port=port,
+            limits=self._hangs.limits(),
         )
+        firsts = range(0, self._seen.world_size, self._config.nproc_per_node)
+        orders = [replace(self._order, first_rank=first) for first in firsts]
+        calls = (link.call(order, timeout_s=START_S) for link, order in zip(members, orders, strict=True))
+        replies = await asyncio.gather(*calls)
         if stuck := [host for host, reply in zip(hosts, replies, strict=True) if reply.suspect_gpus]:
             self._escape(stuck, suspects)
             return

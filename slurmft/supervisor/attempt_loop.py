@@ -17,6 +17,7 @@ from slurmft.supervisor.fleet.outliving import Outlived
 from slurmft.supervisor.inference.attempt import InferenceAttempt
 from slurmft.supervisor.inference.handover import call_off_for_good
 from slurmft.supervisor.inference.serving import ServingAttempt
+from slurmft.supervisor.ray import RayAttempt
 from slurmft.supervisor.recovery.act import Ending
 from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.recovery.node_choice import settle
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 def _runner_of(config: RunConfig) -> type[AttemptRunner | InferenceAttempt]:
     if config.inference is None:
-        return AttemptRunner
+        return RayAttempt if config.launcher == "ray" else AttemptRunner
     return InferenceAttempt if config.inference.serving is None else ServingAttempt
 
 

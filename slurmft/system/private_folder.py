@@ -60,13 +60,16 @@ def prefix(kind: str = "slurmft") -> str:
     return f"{kind}-{os.geteuid()}-"
 
 
-def make_private_folder() -> PrivateFolder:
-    """A new private folder; what killed processes of this user have left in shared memory is removed first.
+def make_private_folder(root: Path | None = None) -> PrivateFolder:
+    """A new private folder in ``root``; what killed processes of this user have left there is removed first.
+
+    Args:
+        root: a folder in which every user may make names; shared memory when empty.
 
     Raises:
         OSError: it cannot be made.
     """
-    root = shared_memory()
+    root = root or shared_memory()
     remove_left_overs(root)
     path = Path(tempfile.mkdtemp(dir=root, prefix=prefix()))  # exclusively, with mode 0700
     draft = path / f".{LOCK}"

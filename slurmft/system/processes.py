@@ -14,6 +14,9 @@ _LISTENS = "0A"
 _LOOPBACK = frozenset({"0100007F", "7F000001", "0000000000000000FFFF00000100007F", "00000000000000000000FFFF7F000001"})
 """127.0.0.1, also as an IPv6 address, on machines of either byte order."""
 
+_SESSION = 2
+"""Index of session among the fields of /proc/PID/stat that follow the process's state (proc(5), field 6)."""
+
 _START_TICKS = 18
 """Index of starttime among the fields of /proc/PID/stat that follow the process's state (proc(5), field 22)."""
 
@@ -97,6 +100,12 @@ def children_of(pid: int) -> list[tuple[int, str]]:
     """Process id and name of its living children."""
     found = [(folder, *_stat(folder)) for folder in Path("/proc").glob("[0-9]*")]
     return [(int(folder.name), name) for folder, name, fields in found if fields and fields[0] == str(pid)]
+
+
+def session_members(session: int) -> set[int]:
+    """Process ids of a session's living processes; its leader may have ended (setsid(2))."""
+    found = ((int(folder.name), _stat(folder)[1]) for folder in Path("/proc").glob("[0-9]*"))
+    return {pid for pid, fields in found if fields and fields[_SESSION] == str(session)}
 
 
 def words_of(pid: int) -> list[str]:

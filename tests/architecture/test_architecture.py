@@ -260,6 +260,7 @@ OPENERS = {
     "storage/soft_lock.py": "creates exclusively",
     "system/files.py": "folders, to make renames durable",
     "cli/schema.py": "slurmft's own source",
+    "examples/ray_regression.py": "an example that imports nothing of slurmft; a log where its user says",
     "lab/": "a cluster that root has made for itself",
     "checkpoint/writer/priority.py": "/proc",
     "checkpoint/staging/memory_limits.py": "/proc and cgroups",
