@@ -32,7 +32,7 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 		"$(PYTHON)" -m venv .venv || { rm -rf .venv; echo "no virtual environment: on Debian, apt-get install python3-venv" >&2; exit 1; }; \
 	fi
 	@echo "installing into .venv (the first time torch is downloaded: a few minutes)"
-	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[train,inference,plan,lightning,huggingface,sync,report,test,lint,docs]'
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[train,inference,plan,lightning,huggingface,sync,report,ray,test,lint,docs]'
 	@$(BIN)/python -m compileall -q slurmft
 	@touch $@
 
