@@ -31,7 +31,6 @@ from slurmft.supervisor.cluster import (
     SlurmCluster,
     detect,
 )
-from slurmft.supervisor.companion import Companion
 from slurmft.supervisor.evidence import collect
 from slurmft.supervisor.fleet.outliving import Outlived, find_outlived
 from slurmft.supervisor.guardian import lost_pids
@@ -43,6 +42,7 @@ from slurmft.supervisor.recovery.final_ends import Superfluous, keep_ended, supe
 from slurmft.supervisor.recovery.node_choice import next_cycle
 from slurmft.supervisor.recovery.requeue import FLUSH_S
 from slurmft.supervisor.start import Start
+from slurmft.supervisor.watch.companion import Companion
 from slurmft.system import processes
 from slurmft.system.files import replace_atomically
 from slurmft.system.logs import BackgroundLog
