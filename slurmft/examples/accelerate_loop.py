@@ -43,7 +43,10 @@ def train(args: argparse.Namespace) -> None:
 
         start = load_latest(accelerator, session.checkpoint_dir)
         batches = batches_from(data, start)
-        first = next(batches)  # drawn before the random numbers are put back, as every later batch is
+        drawn = torch.get_rng_state()
+        first = next(batches)
+        if start % len(data):  # an undisturbed run has made the iterator of this epoch, which draws a seed, before
+            torch.set_rng_state(drawn)
 
         def save(step: int) -> None:
             save_state(accelerator, session.checkpoint_dir, step)

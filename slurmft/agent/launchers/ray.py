@@ -79,6 +79,14 @@ def rays_environment(given: Mapping[str, str]) -> dict[str, str]:
     return {**kept, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
 
 
+_WITHOUT_CLIENT_SERVER = """
+from ray.scripts import scripts
+scripts.get_ray_client_dependency_error = lambda: "switched off"
+scripts.main()
+"""
+"""Ray's command line, but for the server of Ray Client: where grpcio is installed, Ray has no option to leave it out."""
+
+
 def start_argv(given: Mapping[str, str], address: str, folder: Path) -> list[str]:
     """The ``ray start`` of one node; ``address`` is the head's."""
     host, _, port = address.rpartition(":")
@@ -90,11 +98,9 @@ def start_argv(given: Mapping[str, str], address: str, folder: Path) -> list[str
     if given["RANK"] == "0":
         options |= {"--node-ip-address": host.strip("[]"), "--port": port, "--include-dashboard": "false"}
         words = ["--head", "--no-monitor"]  # an autoscaler, which has nothing to start nodes with
-        if importlib.util.find_spec("grpc") is not None:  # else Ray refuses the option, and has no such server
-            options["--ray-client-server-port"] = "0"
     else:
         words = [f"--address={address}"]
-    return [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--block", *words,
+    return [sys.executable, "-P", "-c", _WITHOUT_CLIENT_SERVER, "start", "--block", *words,
             *(f"{name}={value}" for name, value in options.items())]  # fmt: skip
 
 
