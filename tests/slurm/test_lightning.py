@@ -80,6 +80,7 @@ def disturb(lab: Lab, run: Run, stops: int, dice: random.Random) -> list[int]:
     return found
 
 
+@pytest.mark.soak
 def test_terms_at_random_moments(lab: Lab, new_lightning: NewRun, undisturbed: str) -> None:
     """With Lightning's own environment of Slurm and its requeueing asked for: ours alone saves and requeues."""
     run = new_lightning("lightning-terms", "--slurm-plugin")
