@@ -84,7 +84,7 @@ from ray.scripts import scripts
 scripts.get_ray_client_dependency_error = lambda: "switched off"
 scripts.main()
 """
-"""Ray's command line, but for the server of Ray Client: where grpcio is installed, Ray has no option to leave it out."""
+"""Ray's command line, without the server of Ray Client, for which Ray has no option where grpcio is there."""
 
 
 def start_argv(given: Mapping[str, str], address: str, folder: Path) -> list[str]:
