@@ -39,6 +39,10 @@ def train(args: argparse.Namespace) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
         model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
+        # DDP orders its buckets anew after its first backward pass, and a sum over ranks depends on their order: that
+        # happens before a state is loaded, so that a resumed run adds up as an undisturbed one
+        accelerator.backward(model(x[:BATCH].to(accelerator.device)).sum())
+        optimizer.zero_grad()
         set_seed(args.seed, device_specific=True)  # every rank drops out other neurons
 
         start = load_latest(accelerator, session.checkpoint_dir)

@@ -76,8 +76,14 @@ def test_the_page_on_accelerate(tmp_path: Path) -> None:
     configuration = next(one for one in blocks("accelerate.md", "yaml") if "accelerate_loop" in one)
     (tmp_path / "accelerate.yaml").write_text(configuration)
     run, said = follow("accelerate.md", tmp_path, "accelerate")
+    (tmp_path / "calm.yaml").write_text(configuration.replace("runs/accelerate", "runs/calm").replace('"0.1"', '"0"'))
+    calm = subprocess.run(
+        [sys.executable, "-m", "slurmft", "submit", "calm.yaml", "--cluster", "local", "--wait"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True,
+    )  # fmt: skip
     assert agreed(run, "stop agreed") == (run.progress() or {})["resumed"] > 0
-    assert re.findall(r"weights +sha256 (\w+)", said)
+    (digest,) = re.findall(r"weights +sha256 (\w+)", said)
+    assert digest in calm.stdout, "not the weights of an undisturbed run"
 
 
 def test_the_example_like_torchtitan(tmp_path: Path) -> None:
