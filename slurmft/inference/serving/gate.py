@@ -35,7 +35,7 @@ SOON_S = 0.05
 MAX_LINE_BYTES = 4096
 MAX_STRANGERS = 64
 """Connections that have not proved themselves yet. One more ends the oldest: routers prove themselves within
-milliseconds, and nobody else can hold descriptors, or keep them out."""
+milliseconds, and no other thread can hold descriptors, or keep them out."""
 
 Connect = Callable[[Callable[[], asyncio.Protocol]], Any]
 """Opens a connection to the engine, for a protocol."""
@@ -294,7 +294,7 @@ class _Through(_Side):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.other is not None and self.other.transport is not None:
-            self.other.transport.abort()  # the client is gone: an engine that goes on would work for nobody
+            self.other.transport.abort()  # the client is gone: an engine that goes on would work in vain
 
 
 class _ToEngine(_Side):

@@ -88,6 +88,7 @@ def _run(config: RunConfig) -> RunFacts:
         free_bytes=free,
         checkpoint_bytes=newest_size(config.checkpoint_dir),
         kept=config.checkpoint.keep_last_n,
+        is_told=config.notify.is_on or config.metrics.is_on,
         time_limit=config.slurm.time or "",
     )
 

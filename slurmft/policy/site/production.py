@@ -57,7 +57,7 @@ class RunFacts:
     kept: int = LEAST_KEPT
     time_limit: str = ""
     is_told: bool = False
-    """Whether somebody hears of its end: notify or metrics are configured."""
+    """Its end is made known: notify or metrics are configured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -188,7 +188,7 @@ class ServingAttempt(InferenceAttempt):
         self._background.start(self.stops.leave_to(owner, self._run, self._roster))
 
     async def _stand(self, candidacy: Candidacy) -> None:
-        """As a candidate: leave where that is over, and take the run over once all is ready, or nobody else has it."""
+        """As a candidate: leave where that is over, and take the run over once all is ready, or no other job has it."""
         if why := await self._in_folder(candidacy.why_over):
             self.is_called_off = True
             self._problem = why
