@@ -30,7 +30,7 @@ def test_workers_begin_when_the_memory_of_those_before_is_free(tmp_path, monkeyp
     )  # fmt: skip
     node = SimpleNamespace(
         _config=SimpleNamespace(
-            nproc_per_node=2, trainer_directory=tmp_path,
+            nproc_per_node=2, launcher="agent", trainer_directory=tmp_path,
             straggler_detection=SimpleNamespace(enabled=False, report_time_interval=1.0),
         ),
         _environment={}, _workers=workers, _begin_keeping=lambda *_: None,

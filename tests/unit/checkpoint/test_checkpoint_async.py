@@ -88,6 +88,9 @@ class Listener:
         self.rescued: list[int] = []
         self.rescuable = -1
 
+    def on_loaded(self, _seconds):
+        pass
+
     def on_saved(self, step, _seconds):
         self.saved.append(step)
 

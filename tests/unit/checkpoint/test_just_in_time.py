@@ -33,6 +33,9 @@ class Listener:
     def __init__(self) -> None:
         self.rescuable, self.rescued = -1, list[int]()
 
+    def on_loaded(self, _seconds):
+        pass
+
     def on_rescuable(self, step):
         self.rescuable = step
 

@@ -41,6 +41,7 @@ class Listener:
 
     def on_rescuing(self, *, is_over: bool = False) -> None: ...
     def on_saved(self, step: int, seconds: float) -> None: ...
+    def on_loaded(self, seconds: float) -> None: ...
     def on_save_failed(self, step: int, errno: int) -> None: ...
 
 
@@ -484,6 +485,7 @@ def test_communicators_are_aborted_only_after_the_step_was_kept(monkeypatch, err
     happened: list[str] = []
     monkeypatch.setattr(SAVERS, "rescue", lambda: happened.append("kept"))
     groups = SimpleNamespace(close=lambda *, orderly: happened.append("left in order" if orderly else "aborted"))
-    leaving = SimpleNamespace(_page={}, _reruns=None, _groups=groups)
+    metrics = SimpleNamespace(close=lambda: None)
+    leaving = SimpleNamespace(_page={}, _reruns=None, _groups=groups, _metrics=metrics)
     Session.__exit__(leaving, type(error) if error else None, error, None)
     assert happened == what_happens

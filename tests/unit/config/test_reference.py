@@ -66,8 +66,8 @@ def in_reference() -> dict[tuple[str, ...], Any]:
     return dict(flat(yaml.safe_load(whole_reference()), ()))
 
 
-RUNS = [path for path in sorted(CONFIGS.glob("*.yaml")) if path.name != "health.yaml"]
-"""health.yaml is the nodes': test_health_settings.py."""
+RUNS = [path for path in sorted(CONFIGS.glob("*.yaml")) if path.name not in ("health.yaml", "plan.yaml")]
+"""health.yaml is the nodes': test_health_settings.py; plan.yaml describes a cluster: test_plan.py."""
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)

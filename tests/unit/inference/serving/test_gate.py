@@ -33,7 +33,7 @@ def test_one_port_answers_on_every_address(host: str | None) -> None:
         for address in ("127.0.0.1", "localhost"):
             connection = await knock(address, port, KEY, CONTROL)
             reader, writer = await asyncio.open_connection(sock=connection)
-            assert json.loads(await reader.readline()) == {"phase": "ready", "in_flight": 0}
+            assert json.loads(await reader.readline()) == {"phase": "ready", "in_flight": 0, "crashed": False}
             await end(writer)
         gate.close()
 
