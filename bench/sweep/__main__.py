@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import slurmft
-from slurmft.health.results import checkup_json, read_results
+from slurmft.health.results import KEEP, brief_json, read_results
 from slurmft.operations.sweep import SweepOrder, sweep
 from slurmft.policy.nodes.evidence import Kind
 from slurmft.policy.nodes.node_health import Checkup, HealthRules, ProbeResult, Status
@@ -30,7 +30,7 @@ from slurmft.storage.exclusions import ExclusionList
 from slurmft.system.files import write_json
 
 SIZES = (2500, 5000, 10_000)
-LOOKS, CHECKS, SICK, OBSERVATIONS = 3, 20, 40, 1000
+LOOKS, CHECKS, SICK, OBSERVATIONS = KEEP, 20, 40, 1000
 LIMIT_S = 2.0
 
 
@@ -110,7 +110,7 @@ def measure(count: int, rounds: int) -> tuple[list[float], list[float], list[flo
         results.mkdir()
         checkups = {name(number): looks(number, now) for number in range(count)}
         for node, of_node in checkups.items():
-            value = {"node": node, "checkups": [checkup_json(each) for each in of_node]}
+            value = {"node": node, "checkups": [brief_json(each) for each in of_node]}
             write_json(results / f"{node}.json", value, durable=False)
         held = shared.read()
 

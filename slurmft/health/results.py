@@ -58,7 +58,7 @@ def write_result(folder: Path, node: str, result: Checkup) -> Path:
         before = []  # damaged or newer: this look is worth more than an unreadable file
     kept = sorted([*before, result], key=lambda each: each.at)[-KEEP:]
     try:
-        write_json(path, {"node": node, "checkups": [_brief(each) for each in kept]}, mode=0o644, durable=False)
+        write_json(path, {"node": node, "checkups": [brief_json(each) for each in kept]}, mode=0o644, durable=False)
     except OSError as error:
         raise StorageUnavailable(f"cannot write {path}: {error.strerror or error}") from error
     return path
@@ -102,7 +102,7 @@ def checkup_json(checkup: Checkup) -> dict[str, Any]:
             "level": checkup.level}  # fmt: skip
 
 
-def _brief(checkup: Checkup) -> dict[str, Any]:
+def brief_json(checkup: Checkup) -> dict[str, Any]:
     """For the shared folder: only the names of OK results, since a sweep reads the files of ten thousand nodes."""
     value = checkup_json(checkup)
     value["ok"] = [result.name for result in checkup.results if result.status is Status.OK]
@@ -124,22 +124,29 @@ def checkup_of(value: Any) -> Checkup:
     if not isinstance(value, dict):
         raise ValueError("a look is not an object")
     node, at, results = value.get("node"), value.get("at"), value.get("results")
-    if not isinstance(node, str) or not _NODE.fullmatch(node):
+    if not isinstance(node, str) or not _is_node(node):
         raise ValueError(f"{str(node)[:40]!r} is not the name of a node")
     if not is_number(at):
         raise ValueError(f"at={str(at)[:40]} is not a time")
     if not isinstance(results, list) or len(results) > MAX_RESULTS:
         raise ValueError("its results are not a list, or too many")
     level, context, fine = value.get("level", 1), value.get("context", ""), value.get("ok", [])
-    if not isinstance(fine, list) or len(fine) > MAX_RESULTS or not all(isinstance(name, str) for name in fine):
+    try:
+        passed = _passed(tuple(fine)) if isinstance(fine, list) else None
+    except TypeError:  # a list in it
+        passed = None
+    if passed is None:
         raise ValueError("the OK results are not a list of names, or too many")
-    return Checkup(node=node, at=float(at), results=(*map(result_of, results), *map(_fine, fine)),
+    return Checkup(node=node, at=float(at), results=(*map(result_of, results), *passed),
                    context=str(context)[:40], level=level if type(level) is int else 1)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1000)
-def _fine(name: str) -> ProbeResult:
-    return ProbeResult(name=_text(name), status=Status.OK, detail="")
+def _passed(names: tuple[str, ...]) -> tuple[ProbeResult, ...] | None:
+    """The same few lists are in the files of ten thousand nodes. None where it is not one of names."""
+    if len(names) > MAX_RESULTS or not all(isinstance(name, str) for name in names):
+        return None
+    return tuple(ProbeResult(name=_text(name), status=Status.OK, detail="") for name in names)
 
 
 def result_of(value: Any) -> ProbeResult:
@@ -166,8 +173,13 @@ def result_of(value: Any) -> ProbeResult:
     )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=16)
+def _is_node(name: str) -> bool:
+    return _NODE.fullmatch(name) is not None
+
+
 def _path(folder: Path, node: str) -> Path:
-    if not _NODE.fullmatch(node):
+    if not _is_node(node):
         raise StorageError(f"{node[:80]!r} is not the name of a node")
     return folder / f"{node}.json"
 
