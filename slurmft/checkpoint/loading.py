@@ -160,8 +160,8 @@ class Loading:
         if not memory.bring(decision, wanted):
             return None
         with guard:
-            disk = _disk_sources(path) if decision.is_committed else {}
-            stored = Stored((disk | memory.sources(identity)).values())
+            held = memory.sources(identity)
+            stored = Stored(_DiskSources(path, held=held) if decision.is_committed else held, own=self._team.rank)
             prepared = self._prepared(stored, lambda facts: self._noted(facts, identity))
         rows = self._exchange(guard, prepared)
         if _fits_nowhere(rows):
@@ -217,7 +217,7 @@ class Loading:
             self._note(path, reason or "disk")
             with guard, self._kept(path):
                 entry = _verified_entry(path)
-                stored = Stored(_disk_sources(path, entry).values())
+                stored = Stored(_DiskSources(path, entry), own=self._team.rank)
                 prepared = self._prepared(stored, lambda _: None)
             rows = self._exchange(guard, prepared)
             if prepared is not None and entry is not None and all(damage == Damage.NONE for damage, *_ in rows):
@@ -350,16 +350,34 @@ def _verified_entry(path: Path) -> Entry:
     return entry
 
 
-def _disk_sources(path: Path, entry: Entry | None = None) -> dict[int, Source]:
-    """Every shard of a committed checkpoint, its index verified."""
-    entry = entry or _verified_entry(path)
-    sources = {}
-    for shard in range(entry.world_size):
-        name = index_file(shard)
+class _DiskSources(Mapping[int, Source]):
+    """The shards of a committed checkpoint; the index of each is read and verified when it is asked for.
+
+    Args:
+        held: shards that lie in this node's memory, which go before those on disk.
+
+    Raises:
+        Damaged: its marker cannot be believed, or the index that is asked for.
+    """
+
+    def __init__(self, path: Path, entry: Entry | None = None, held: Mapping[int, Source] | None = None) -> None:
+        self._path, self._entry, self._held = path, entry or _verified_entry(path), held or {}
+
+    def __getitem__(self, shard: int) -> Source:
+        if shard in self._held:
+            return self._held[shard]
+        entry, name = self._entry, index_file(shard)
+        if not 0 <= shard < entry.world_size:
+            raise KeyError(shard)
         if name not in entry.files or image_file(shard) not in entry.files:
             raise Damaged(Damage.MISSING, name, "the marker does not list it")
-        index = verified_index(path / name, entry.files[name].size_bytes, entry.files[name].xxh3)
+        index = verified_index(self._path / name, entry.files[name].size_bytes, entry.files[name].xxh3)
         if (index.identity, index.shard) != (Identity(entry.step, entry.generation, entry.commit), shard):
             raise Damaged(Damage.UNREADABLE, name, "it belongs to another checkpoint")
-        sources[shard] = Source(image=path / image_file(shard), index=index)
-    return sources
+        return Source(image=self._path / image_file(shard), index=index)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._entry.world_size))
+
+    def __len__(self) -> int:
+        return self._entry.world_size

@@ -16,17 +16,20 @@ from dataclasses import dataclass
 from typing import IO, Any, cast
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.serialization import skip_data
 
 from slurmft.checkpoint.format.flat_keys import Path
 from slurmft.checkpoint.format.objects import ObjectPacker, Packed
-from slurmft.checkpoint.format.shard_index import Item, ShardIndex, text_of
+from slurmft.checkpoint.format.shard_index import Holder, Holders, Item, Row, ShardIndex, text_of
 from slurmft.errors import CheckpointError, UsageError
 from slurmft.storage.checkpoint_names import Identity
 
 ALIGNMENT = 64
 """Of items and of each tensor's values: as torch.save has it, and enough for every dtype."""
+
+SPREAD_SHARDS, SMALL_BYTES = 256, 4096
+"""In a larger world shard 0 stores every plain tensor up to this size: to read one, its holder's index is read."""
 
 SPARE_OBJECT_BYTES = 256 << 10
 """Room that ``capacity_bytes`` leaves for objects to grow from save to save."""
@@ -61,9 +64,10 @@ class Layout:
 
     def __init__(
         self, *, items: Sequence[Item], archives: Sequence[_Archive], rows: Sequence[tuple[Any, ...]], shard: int,
-        shards: int,
+        shards: int, holders: Holders | None,
     ) -> None:  # fmt: skip
         self.items = tuple(items)
+        self._holders = holders
         self._texts = tuple(map(text_of, self.items))
         self.shard, self.shards = shard, shards
         self.tensor_bytes = items[-1].offset + items[-1].length if items else 0
@@ -88,7 +92,9 @@ class Layout:
             UsageError: a tensor has no values that could be saved (partial sums, the meta device).
         """
         items, archives, end = list[Item](), list[_Archive](), 0
-        for key, chunk in _own_chunks(tensors, shard=shard, shards=shards, of_lead=of_lead).items():
+        holders = _Holders(shards) if shard == 0 else None
+        chunks = _own_chunks(tensors, shard=shard, shards=shards, of_lead=of_lead, holders=holders)
+        for key, chunk in chunks.items():
             starts, sizes = chunk
             whole = tensors[key]
             archive = _archive(whole.dtype, sizes)
@@ -110,7 +116,8 @@ class Layout:
             )
             end += archive.length
         rows = [_row(key, tensor) for key, tensor in tensors.items()]
-        return cls(items=items, archives=archives, rows=rows, shard=shard, shards=shards)
+        known = Holders.of({key: holders.found[key] for key in tensors}) if holders is not None else None
+        return cls(items=items, archives=archives, rows=rows, shard=shard, shards=shards, holders=known)
 
     def matches(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether ``tensors`` are still of the same keys, dtypes, shapes and placements; cheap."""
@@ -197,7 +204,7 @@ class Layout:
             end += length
         return ShardIndex(
             identity=identity, shard=self.shard, shards=self.shards, size_bytes=end, items=tuple(items),
-            texts=self._texts,
+            holders=self._holders, texts=self._texts,
         )  # fmt: skip
 
     def _check_room(self, memory: Memory, needed_bytes: int) -> None:
@@ -216,24 +223,67 @@ def dtype_named(name: str) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
+class _Holders:
+    """Collects which shards have which tensors, while a layout is planned."""
+
+    def __init__(self, shards: int) -> None:
+        self.found: dict[str, Holder] = {}
+        self._shards = shards
+        self._rows: dict[tuple[Any, int], Row | None] = {}
+
+    def note(self, key: str, tensor: torch.Tensor, chosen: int) -> None:
+        """``chosen`` is the shard, or of a DTensor the number of the replica that is stored."""
+        if not isinstance(tensor, DTensor):
+            self.found[key] = chosen
+            return
+        place = (tensor.device_mesh, tensor.placements), chosen
+        if place not in self._rows:
+            self._rows[place] = _row_of(tensor, chosen, self._shards)
+        self.found[key] = self._rows[place]
+
+
+def _row_of(tensor: DTensor, replica: int, shards: int) -> Row | None:
+    """The shards with the parts of a DTensor, in order; None where they are more than a row."""
+    cut = [number for number, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if len(cut) > 1 or any(type(tensor.placements[number]) is not Shard for number in cut):
+        return None
+    others = [number for number in range(len(tensor.placements)) if number not in cut]
+    if tensor.device_mesh.get_coordinate() is None:
+        return None  # this rank takes no part in how its replicas are spread
+    mesh = tensor.device_mesh.mesh
+    width = mesh.size(cut[0]) if cut else 1
+    ranks: list[int] = mesh.permute(*others, *cut).reshape(-1, width)[replica].tolist()
+    stride = ranks[1] - ranks[0] if width > 1 else 1
+    if stride < 1 or ranks != list(range(ranks[0], ranks[0] + width * stride, stride)) or ranks[-1] >= shards:
+        return None
+    return Row(ranks[0], stride, width, cast(Shard, tensor.placements[cut[0]]).dim if cut else 0)
+
+
 def _own_chunks(
-    tensors: Mapping[str, torch.Tensor], *, shard: int, shards: int, of_lead: Collection[str]
-) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    tensors: Mapping[str, torch.Tensor], *, shard: int, shards: int, of_lead: Collection[str],
+    holders: _Holders | None = None,
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:  # fmt: skip
     """Key -> where this shard's part begins, and its sizes; in the order of ``tensors``."""
     alike: dict[Any, list[str]] = {None: []}
+    small_bytes = SMALL_BYTES if shards > SPREAD_SHARDS else -1
     own = set[str]()
     for key, tensor in tensors.items():
         if tensor.is_meta:
             raise UsageError(f"{key} is on the meta device: it has no values to save")
         group = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-        if group is None and key in of_lead:
+        if group is None and (key in of_lead or tensor.nbytes <= small_bytes):
             own |= {key} if shard == 0 else set()
+            if holders is not None:
+                holders.note(key, tensor, 0)
         else:
             alike.setdefault(group, []).append(key)
     for group, keys in alike.items():
-        holder, holders = (shard, shards) if group is None else _replica(cast(DTensor, tensors[keys[0]]))
-        sizes = [tensors[key].nbytes for key in keys]
-        own |= {key for key, chosen in zip(keys, spread(sizes, holders), strict=True) if chosen == holder}
+        holder, count = (shard, shards) if group is None else _replica(cast(DTensor, tensors[keys[0]]))
+        chosen = spread([tensors[key].nbytes for key in keys], count)
+        own |= {key for key, one in zip(keys, chosen, strict=True) if one == holder}
+        if holders is not None:
+            for key, one in zip(keys, chosen, strict=True):
+                holders.note(key, tensors[key], one)
     return {key: chunk for key in tensors if key in own and (chunk := _chunk(key, tensors[key])) is not None}
 
 

@@ -24,7 +24,10 @@ from slurmft.checkpoint.format.flat_keys import Path as KeyPath
 from slurmft.checkpoint.format.image import dtype_named
 from slurmft.checkpoint.format.image_file import ImageFile
 from slurmft.checkpoint.format.objects import from_bytes
-from slurmft.checkpoint.format.shard_index import Item, ShardIndex, image_file, index_file
+from slurmft.checkpoint.format.shard_index import Holder, Item, Row, ShardIndex, image_file, index_file
+
+MAX_OPEN = 256
+"""Images at the same time."""
 
 MAX_THREADS = 4
 """Of one rank: the ranks of a node read at the same time."""
@@ -80,40 +83,102 @@ class StoredTensor:
 class Stored:
     """One complete state, from shards in any place. Nothing is read in advance.
 
+    Args:
+        sources: the shards by their numbers; may read them when they are asked for, and raise Damaged then.
+        own: the shard that has this rank's own parts. With it, and where shard 0 knows which shard has what, only the
+            indexes of shards are read whose parts are needed: a rank of ten thousand does not read what all have
+            written. Otherwise all are.
+
     Raises:
         Damaged: a shard is missing, belongs to another checkpoint, or the shards do not fit together.
     """
 
-    def __init__(self, sources: Iterable[Source], *, threads: int = 0) -> None:
-        by_shard = {source.index.shard: source for source in sources}
-        if not by_shard:
-            raise Damaged(Damage.MISSING, index_file(0))
-        first = next(iter(by_shard.values())).index
-        self.identity, self.shards = first.identity, first.shards
-        for shard in range(self.shards):
-            if (source := by_shard.get(shard)) is None:
-                raise Damaged(Damage.MISSING, image_file(shard))
-            if (source.index.identity, source.index.shards) != (self.identity, self.shards):
-                raise Damaged(Damage.UNREADABLE, index_file(shard), "it belongs to another checkpoint")
+    def __init__(self, sources: Mapping[int, Source], *, own: int | None = None, threads: int = 0) -> None:
+        self._sources = sources
+        self._taken = dict[int, Source]()
         self._threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._pieces: dict[str, list[_Piece]] = {}
-        for shard in range(self.shards):
-            for item in by_shard[shard].index.items:
-                self._pieces.setdefault(item.key, []).append(_Piece(by_shard[shard], item))
         self.tensors: dict[str, StoredTensor] = {}
         """Every stored tensor by its key."""
-        self.objects: list[str] = []
-        """The keys of objects that are not tensors."""
-        for key, pieces in self._pieces.items():
-            if pieces[0].item.kind == "tensor":
-                self.tensors[key] = _checked(key, pieces)
-            else:
-                self.objects.append(key)
+        self.objects: dict[str, None] = {}
+        """The keys of objects that are not tensors; of other ranks' own objects only those that have been seen."""
+        first = self._found(min(sources, default=0) if own is None else 0).index
+        self.identity, self.shards = first.identity, first.shards
+        self._holders: Mapping[str, Holder] | None = None
+        if own is None or first.holders is None:
+            self._take(range(self.shards))
+            return
+        self._holders = first.holders.by_key
+        self._take([0] if own >= self.shards else [0, own])
+        lacking = [one for key, one in self._holders.items() if key not in self._pieces]
+        if any(one is None for one in lacking):
+            self._take(range(self.shards))
+        self._take(sorted({one.first if isinstance(one, Row) else one or 0 for one in lacking}))
+        if missing := [key for key in self._holders if key not in self.tensors]:
+            raise Damaged(Damage.UNREADABLE, index_file(0), f"no shard has {missing[0]}")
+        # in the same order on every rank, whatever it has read first: an optimizer keeps the order of what it loads
+        self.tensors = {key: self.tensors[key] for key in {**self._holders, **self.tensors}}
 
     @classmethod
     def in_folder(cls, folder: Path, indexes: Iterable[ShardIndex], *, threads: int = 0) -> Stored:
         """All shards in one checkpoint folder."""
-        return cls((Source(image=folder / image_file(index.shard), index=index) for index in indexes), threads=threads)
+        sources = (Source(image=folder / image_file(index.shard), index=index) for index in indexes)
+        return cls({source.index.shard: source for source in sources}, threads=threads)
+
+    @property
+    def seen(self) -> Collection[int]:
+        """The shards whose indexes have been read."""
+        return self._taken.keys()
+
+    def _found(self, shard: int) -> Source:
+        try:
+            return self._sources[shard]
+        except KeyError:
+            raise Damaged(Damage.MISSING, image_file(shard) if self._sources else index_file(shard)) from None
+
+    def _take(self, shards: Iterable[int]) -> None:
+        """Look at the indexes of such shards, once each."""
+        touched = dict[str, None]()
+        for shard in shards:
+            if shard in self._taken:
+                continue
+            source = self._found(shard)
+            if (source.index.identity, source.index.shards, source.index.shard) != (self.identity, self.shards, shard):
+                raise Damaged(Damage.UNREADABLE, index_file(shard), "it belongs to another checkpoint")
+            self._taken[shard] = source
+            for item in source.index.items:
+                self._pieces.setdefault(item.key, []).append(_Piece(source, item))
+                touched[item.key] = None
+        is_all = len(self._taken) == self.shards
+        for key in touched:
+            pieces = self._pieces[key]
+            if pieces[0].item.kind == "tensor":
+                holder = self._holders.get(key) if self._holders is not None else None
+                self.tensors[key] = _checked(key, pieces, holder, is_all=is_all)
+            else:
+                self.objects[key] = None
+
+    def _cover(self, key: str, box: Box) -> None:
+        """Look at the shards that have parts of this box.
+
+        Raises:
+            Damaged: no shard has some of it.
+        """
+        if self._is_covered(key, box):
+            return
+        row, shape = (self._holders or {}).get(key), self.tensors[key].shape
+        if isinstance(row, Row) and box.count and row.dimension < len(shape):
+            size = shape[row.dimension]
+            self._take(row.shards_of(size, box.starts[row.dimension], box.sizes[row.dimension]))
+            if self._is_covered(key, box):
+                return
+        self._take(range(self.shards))
+        if not self._is_covered(key, box):
+            raise Damaged(Damage.UNREADABLE, index_file(0), f"parts of {key} are missing")
+
+    def _is_covered(self, key: str, box: Box) -> bool:
+        parts = {part for piece in self._pieces[key] if (part := piece.box.overlap(box)) is not None}
+        return sum(part.count for part in parts) == box.count
 
     def path(self, key: str) -> KeyPath:
         """The key in its pieces."""
@@ -141,6 +206,8 @@ class Stored:
         """
         jobs = []
         for key, target in targets.items():
+            self._cover(key, target.box)
+        for key, target in targets.items():
             for piece in self._pieces[key]:
                 if (part := piece.box.overlap(target.box)) is not None:
                     jobs.append((piece, *_placed(piece, target, part)))
@@ -157,6 +224,14 @@ class Stored:
             raise Damaged(Damage.UNREADABLE, self.holder(key), f"{key}: {error}") from error
 
     def _read(self, jobs: Sequence[_Job]) -> None:
+        by_source: dict[int, list[_Job]] = {}
+        for job in jobs:
+            by_source.setdefault(job[0].source.index.shard, []).append(job)
+        each = list(by_source.values())
+        for start in range(0, len(each), MAX_OPEN):
+            self._read_some([job for jobs_of_one in each[start : start + MAX_OPEN] for job in jobs_of_one])
+
+    def _read_some(self, jobs: Sequence[_Job]) -> None:
         with ExitStack() as stack:
             files = {
                 source.image: stack.enter_context(ImageFile(source.image, source.index))
@@ -210,7 +285,7 @@ def _placed(piece: _Piece, target: Target, part: Box) -> tuple[list[tuple[int, m
     return [(0, bytes_of(whole))], scatter
 
 
-def _checked(key: str, pieces: Sequence[_Piece]) -> StoredTensor:
+def _checked(key: str, pieces: Sequence[_Piece], holder: Holder, *, is_all: bool) -> StoredTensor:
     """Check that the pieces fit the whole. Indexes have a checksum: this finds errors of a writer, not of a disk."""
     first = pieces[0].item
     dtype = dtype_named(first.dtype)
@@ -225,9 +300,9 @@ def _checked(key: str, pieces: Sequence[_Piece]) -> StoredTensor:
         inside = all(a + n <= m for a, n, m in zip(item.starts, item.sizes, item.shape, strict=True))
         if not fits or not inside or item.data_length != piece.box.count * dtype.itemsize:
             raise Damaged(Damage.UNREADABLE, name, f"the parts of {key} do not fit together")
-    if sum(box.count for box in boxes) != whole.count:
+    if is_all and sum(box.count for box in boxes) != whole.count:
         raise Damaged(Damage.UNREADABLE, name, f"parts of {key} are missing, or there twice")
-    return StoredTensor(dtype, first.shape, len(pieces))
+    return StoredTensor(dtype, first.shape, max(len(pieces), holder.count if isinstance(holder, Row) else 1))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

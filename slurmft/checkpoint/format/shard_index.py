@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -69,6 +70,47 @@ class Item:
     """xxh3_128 of the item's bytes in hex; empty until the writer has read them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The shards that have the parts of a tensor, which is cut along one dimension: every ``stride``-th from ``first``.
+
+    Part ``n`` is what ``torch.chunk`` would make of it; parts at the end may be empty, and are not stored.
+    """
+
+    first: int
+    stride: int
+    count: int
+    dimension: int
+
+    def shards_of(self, size: int, start: int, length: int) -> range:
+        """The shards with the values [start, start + length) of ``size`` along the dimension."""
+        part = max(-(-size // self.count), 1)
+        begin, end = start // part, -(-(start + length) // part)
+        return range(self.first + begin * self.stride, self.first + min(end, self.count) * self.stride, self.stride)
+
+
+Holder = int | Row | None
+"""The shard of a whole tensor, the row of shards with its parts, or None where they can only be searched for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """Where every tensor of a checkpoint is, so that a rank reads the indexes that it needs and no others."""
+
+    by_key: Mapping[str, Holder]
+    text: str = field(default="", compare=False, repr=False)
+    """As it stands in the file of an index."""
+
+    @classmethod
+    def of(cls, by_key: Mapping[str, Holder]) -> Holders:
+        """The same with its text."""
+        values = {
+            key: [one.first, one.stride, one.count, one.dimension] if isinstance(one, Row) else one
+            for key, one in by_key.items()
+        }
+        return cls(by_key, json.dumps(values))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardIndex:
     """One shard of one checkpoint. Its address is (identity, shard), independent of the rank that holds it."""
@@ -83,6 +125,9 @@ class ShardIndex:
 
     items: tuple[Item, ...]
 
+    holders: Holders | None = None
+    """Of all tensors of the whole checkpoint; in shard 0 alone, and not in checkpoints of slurmft 0.1."""
+
     texts: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """Of the first so many items, ``text_of``: the training loop waits while an index is written."""
 
@@ -95,6 +140,16 @@ class ShardIndex:
         """The same index, its items with these digests, in order."""
         hashed = tuple(replace(item, digest=digest) for item, digest in zip(self.items, digests, strict=True))
         return replace(self, items=hashed, texts=tuple(map(text_of, hashed)))  # it is written more than once
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What a ShardIndex is of, by its own fields; without its items."""
+
+    identity: Identity
+    shard: int
+    shards: int
+    size_bytes: int
 
 
 def text_of(item: Item) -> str:
@@ -111,7 +166,8 @@ def write_index(path: Path, index: ShardIndex, *, durable: bool, mode: int = 0o6
     identity = [index.identity.step, index.identity.generation, index.identity.commit]
     items = ", ".join([*index.texts, *map(text_of, index.items[len(index.texts) :])])
     rest = f'"shard": {index.shard}, "shards": {index.shards}, "size_bytes": {index.size_bytes}'
-    text = f'{{"format": {FORMAT}, "identity": {identity}, "items": [{items}], {rest}}}\n'
+    holders = f'"holders": {index.holders.text}, ' if index.holders is not None else ""
+    text = f'{{"format": {FORMAT}, "identity": {identity}, "items": [{items}], {holders}{rest}}}\n'
     replace_atomically(path, text, mode=mode, durable=durable)
 
 
@@ -168,6 +224,26 @@ def parse_index(raw: bytes, name: str) -> ShardIndex:
         raise Damaged(Damage.UNREADABLE, name, repr(error)) from error
 
 
+_HEAD = re.compile(rb'\{"format": (\d+), "identity": \[(\d+), (\d+), (\d+)\], "items": \[')
+_TAIL = re.compile(rb'"shard": (\d+), "shards": (\d+), "size_bytes": (\d+)\}\n$')
+
+
+def stamp_of(raw: bytes, name: str) -> Stamp:
+    """The numbers around the items of an index, which are not looked at.
+
+    Raises:
+        Damaged: it is no index of this format.
+    """
+    head, tail = _HEAD.match(raw[:200]), _TAIL.search(raw[-200:])
+    if head is None or tail is None:
+        raise Damaged(Damage.UNREADABLE, name, "it is not the index of a shard")
+    format_, *identity = map(int, head.groups())
+    if format_ > FORMAT:
+        raise Damaged(Damage.NEWER, name)
+    shard, shards, size_bytes = map(int, tail.groups())
+    return Stamp(Identity(*identity), shard, shards, size_bytes)
+
+
 def _index(value: Mapping[str, Any]) -> ShardIndex:
     items = tuple(
         Item(**{**{name: item[name] for name in Item.__slots__},
@@ -180,9 +256,25 @@ def _index(value: Mapping[str, Any]) -> ShardIndex:
         shards=value["shards"],
         size_bytes=value["size_bytes"],
         items=items,
+        holders=_holders(value["holders"], value["shards"]) if value.get("holders") is not None else None,
     )
     _check(index)
     return index
+
+
+def _holders(value: Mapping[str, Any], shards: int) -> Holders:
+    """Raises ValueError or TypeError where they lead out of the checkpoint."""
+    found: dict[str, Holder] = {}
+    for key, one in value.items():
+        holder = Row(*one) if isinstance(one, list) else one
+        numbers = one if isinstance(one, list) else [one] if one is not None else []
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise ValueError(f"the holder of {key!r} makes no sense")
+        last = holder.first + (holder.count - 1) * holder.stride if isinstance(holder, Row) else holder or 0
+        if last >= shards or (isinstance(holder, Row) and not (holder.count and holder.stride)):
+            raise ValueError(f"the holder of {key!r} is no shard")
+        found[key] = holder
+    return Holders.of(found)
 
 
 def _check(index: ShardIndex) -> None:

@@ -10,7 +10,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +23,14 @@ from slurmft.checkpoint.folders import Pruner
 from slurmft.checkpoint.format.damage import Damaged
 from slurmft.checkpoint.format.dcp_metadata import METADATA_FILE, metadata_bytes
 from slurmft.checkpoint.format.image_writing import NewFile
-from slurmft.checkpoint.format.shard_index import MAX_INDEX_BYTES, ShardIndex, image_file, index_file, parse_index
+from slurmft.checkpoint.format.shard_index import (
+    MAX_INDEX_BYTES,
+    ShardIndex,
+    image_file,
+    index_file,
+    parse_index,
+    stamp_of,
+)
 from slurmft.checkpoint.writer.abandoned_saves import give_up, is_note, reason_of, remove_temporary
 from slurmft.checkpoint.writer.fault_points import reached
 from slurmft.checkpoint.writer.progress_page import Lane, ProgressPage
@@ -35,6 +43,14 @@ from slurmft.system.files import fsync_folder
 from slurmft.system.opening import read_bytes
 
 RECEIPTS_TIMEOUT_S = 1800.0
+METADATA_BYTES, LATER_METADATA_BYTES = 4 << 20, 64 << 20
+"""Of all indexes together. To parse them takes a second for a few MiB, and ``.metadata`` is for torch alone: slurmft
+never reads it. Beyond the first number it is written after the commit, and is not named by the marker; beyond the
+second not at all, as it would hold up later commits for minutes."""
+
+_READERS, _BATCH = 8, 256
+"""Receipts that are read at the same time: each costs a network filesystem a round trip."""
+
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
 
 log = logging.getLogger(__name__)
@@ -50,6 +66,11 @@ class _Pending:
 
     records: dict[str, FileRecord] = field(default_factory=dict)
     indexes: dict[int, ShardIndex] = field(default_factory=dict)
+    """Of the shards that have been seen; empty where ``.metadata`` is not written before the commit."""
+
+    index_bytes: int = 0
+    """Of all shards, each taken to be as long as the own one; 0 while that is not known."""
+
     others: list[str] = field(default_factory=list)
     """Other files in the folder."""
 
@@ -161,12 +182,16 @@ class CommitLane:
             if (reason := reason_of(folder, notes[0])) == "superseded":
                 raise Left("superseded", f"another rank had something newer to write ({notes[0]})")
             raise OSError(errno.ECANCELED, f"another rank has failed ({notes[0]}): {reason or 'no space left'}")
-        for name in names:
-            if (shard := pending.missing.get(name)) is not None:
-                pending.indexes[shard], records = _receipt(task, folder, shard)
-                pending.records |= records
-                del pending.missing[name]
-                self._page.tick(Lane.COMMIT)
+        come = [(name, shard) for name in names if (shard := pending.missing.get(name)) is not None]
+        if not pending.index_bytes and (own := index_file(task.request.shard)) in names:
+            pending.index_bytes = (folder / own).stat().st_size * task.request.shards
+        receipts = _receipts(task, come, with_items=0 < pending.index_bytes <= METADATA_BYTES)
+        for (name, shard), (index, records) in zip(come, receipts, strict=True):
+            if index is not None:
+                pending.indexes[shard] = index
+            pending.records |= records
+            del pending.missing[name]
+            self._page.tick(Lane.COMMIT)
         if index_file(task.request.shard) in pending.missing:
             raise Left("superseded", "its folder was removed", is_lost=True)
         if pending.missing and time.monotonic() - task.since > RECEIPTS_TIMEOUT_S:
@@ -182,7 +207,9 @@ class CommitLane:
         reached("receipts complete")
         entry = _committed_before(task)
         if entry is None:
-            entry = _entry(task, {METADATA_FILE: _write_metadata(pending), **pending.records})
+            if pending.index_bytes <= METADATA_BYTES:
+                pending.records[METADATA_FILE] = _write_metadata(task, pending.indexes)
+            entry = _entry(task, pending.records)
             remove_temporary(entry.path, pending.others)
             fsync_folder(entry.path.parent)  # every rank has synced the folder itself with its receipt
             check_fence()
@@ -202,6 +229,8 @@ class CommitLane:
             one.task.tell("superseded", final=True, phase=one.task.phase)
         try:
             self._prune(task)
+            if METADATA_BYTES < pending.index_bytes <= LATER_METADATA_BYTES:
+                self._write_metadata_later(task)
         finally:
             with self._changed:
                 self._is_pruning = False
@@ -221,6 +250,22 @@ class CommitLane:
             problems = [str(error)]
         task.tell("pruned", phase=task.phase, text="; ".join(problems[:8]))
 
+    def _write_metadata_later(self, task: Task) -> None:
+        """For torch, which may read the checkpoint one day; slurmft does not need it, so an error is only logged."""
+        come = [(index_file(shard), shard) for shard in range(task.request.shards)]
+        indexes = dict[int, ShardIndex]()
+        try:
+            for (_, shard), (index, _) in zip(come, _receipts(task, come, with_items=True), strict=True):
+                self._page.tick(Lane.COMMIT)
+                if index is not None:
+                    indexes[shard] = index
+                if task.leave or len(self._pending) > 0:
+                    log.info("%s is left without %s: a newer save waits", task.request.folder, METADATA_FILE)
+                    return
+            _write_metadata(task, indexes)
+        except OSError as error:
+            log.warning("%s is left without %s: %s", task.request.folder, METADATA_FILE, error)
+
     def _end(self, pending: _Pending, reason: str | None) -> None:
         """It will not be committed; with a reason, its folder is cleared, too."""
         with self._changed:
@@ -231,32 +276,49 @@ class CommitLane:
             give_up(pending.task.request.folder, pending.task.request.shard, reason)
 
 
-def _receipt(task: Task, folder: Path, shard: int) -> tuple[ShardIndex, Mapping[str, FileRecord]]:
-    """The index of a shard, and the records of its image and of itself.
+_Receipt = tuple[ShardIndex | None, Mapping[str, FileRecord]]
+
+
+def _receipts(task: Task, come: Sequence[tuple[str, int]], *, with_items: bool) -> Iterator[_Receipt]:
+    """As ``_receipt``, for all names and shards that have come, in order."""
+    if len(come) <= _READERS:
+        yield from (_receipt(task, shard, with_items=with_items) for _, shard in come)
+        return
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="slurmft-receipts") as pool:
+        for start in range(0, len(come), _BATCH):  # so that an error ends it soon
+            shards = [shard for _, shard in come[start : start + _BATCH]]
+            yield from pool.map(lambda shard: _receipt(task, shard, with_items=with_items), shards)
+
+
+def _receipt(task: Task, shard: int, *, with_items: bool) -> _Receipt:
+    """The index of a shard, if its items are needed, and the records of its image and of itself.
 
     Raises:
         OSError: the receipt cannot be read, or is not one of this save.
     """
-    content, request = read_bytes(folder / index_file(shard), limit_bytes=MAX_INDEX_BYTES), task.request
+    request, name = task.request, index_file(shard)
+    content = read_bytes(request.folder / name, limit_bytes=MAX_INDEX_BYTES)
     try:
         own = task.written if shard == request.shard else None
-        index = own or parse_index(content, index_file(shard))
+        index = own or (parse_index(content, name) if with_items else None)
+        stamp = index or stamp_of(content, name)
     except Damaged as error:
-        raise OSError(errno.EBADMSG, f"{index_file(shard)} is not the index of a shard: {error}") from error
-    if (index.identity, index.shard, index.shards) != (request.identity, shard, request.shards):
-        raise OSError(errno.EBADMSG, f"{index_file(shard)} is not of this save")
+        raise OSError(errno.EBADMSG, f"{name} is not the index of a shard: {error}") from error
+    if (stamp.identity, stamp.shard, stamp.shards) != (request.identity, shard, request.shards):
+        raise OSError(errno.EBADMSG, f"{name} is not of this save")
     record = FileRecord(len(content), xxhash.xxh3_128_hexdigest(content))
-    return index, {image_file(shard): FileRecord(index.size_bytes), index_file(shard): record}
+    records = {image_file(shard): FileRecord(stamp.size_bytes), name: record}
+    return (index if with_items else None), records
 
 
-def _write_metadata(pending: _Pending) -> FileRecord:
+def _write_metadata(task: Task, indexes: Mapping[int, ShardIndex]) -> FileRecord:
     """Write torch's own index, made of all receipts; its folder is synced with the marker.
 
     Raises:
         OSError: it was not written.
     """
-    folder = pending.task.request.folder
-    content = metadata_bytes([pending.indexes[shard] for shard in sorted(pending.indexes)])
+    folder = task.request.folder
+    content = metadata_bytes([indexes[shard] for shard in sorted(indexes)])
     with NewFile(folder, METADATA_FILE, mode=folder.stat().st_mode & 0o666) as file:
         file.write(memoryview(content), lambda _done: None)
         file.sync()
@@ -276,7 +338,7 @@ def _committed_before(task: Task) -> Entry | None:
 
 def _entry(task: Task, records: Mapping[str, FileRecord]) -> Entry:
     request, order = task.request, task.request.commit
-    files = {METADATA_FILE: records[METADATA_FILE]}
+    files = {METADATA_FILE: records[METADATA_FILE]} if METADATA_FILE in records else {}
     files |= {name: records[name] for shard in range(request.shards) for name in (image_file(shard), index_file(shard))}
     if order is None:
         raise ValueError("no commit was requested")

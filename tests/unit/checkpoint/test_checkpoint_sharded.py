@@ -27,6 +27,8 @@ from torch.distributed.tensor import DTensor
 import stored_state
 from slurmft.checkpoint.format.flat_state import capture
 from slurmft.checkpoint.format.image import Layout
+from slurmft.checkpoint.format.shard_index import Row, read_index
+from slurmft.checkpoint.restore import prepare
 from slurmft.checkpoint.state import Trainee
 
 root, parts = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -69,8 +71,11 @@ def play(rank, source, target, mesh):
         train(), train()
     else:
         ranks = len(list((root / source).glob("*.distcp")))
-        prepared = stored_state.load(root / source, trainee, rank=rank, ranks=ranks)
+        stored = stored_state.opened(root / source, rank=rank, ranks=ranks)
+        prepared = prepare(trainee, stored, rank=rank, world_size=ranks)
         prepared.apply()
+        holders = read_index(root / source / "__0_0.json").holders.by_key
+        report["rows"] = sorted(key for key, holder in holders.items() if isinstance(holder, Row))
         report["is_own"] = prepared.is_own
     state = capture(trainee, None, rank=rank)
     report["digest"] = hashed(state.tensors)
@@ -167,6 +172,12 @@ def test_ranks_agree_on_the_layout(reports):
     for ranks in reports.values():
         assert len({report["fingerprint"] for report in ranks}) == 1
     assert len({ranks[0]["fingerprint"] for ranks in reports.values()}) == 4
+
+
+def test_shard_0_knows_which_shards_have_which_weights(reports):
+    for name in ("four", "two", "three"):
+        for report in reports[name]:
+            assert report["rows"] == report["sharded"]
 
 
 def test_a_rank_that_did_not_exist_says_so(reports):

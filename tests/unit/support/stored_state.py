@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +13,7 @@ from slurmft.checkpoint.catalog import Entry, FileRecord, write_marker
 from slurmft.checkpoint.format.dcp_metadata import METADATA_FILE, metadata_bytes
 from slurmft.checkpoint.format.flat_state import FlatState, capture
 from slurmft.checkpoint.format.image import Layout
-from slurmft.checkpoint.format.reading import Stored
+from slurmft.checkpoint.format.reading import Source, Stored
 from slurmft.checkpoint.format.shard_index import ShardIndex, image_file, index_file, read_index, write_index
 from slurmft.checkpoint.restore import Prepared, prepare
 from slurmft.checkpoint.state import Trainee
@@ -79,6 +80,26 @@ def publish(directory: Path, identity: Identity, trainee: Trainee, *, metrics=No
     return folder
 
 
+class InFolder(Mapping[int, Source]):
+    """The shards in a folder, each read when it is asked for."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self.folder, self.ranks = folder, ranks
+
+    def __getitem__(self, shard: int) -> Source:
+        return Source(image=self.folder / image_file(shard), index=read_index(self.folder / index_file(shard)))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.ranks))
+
+    def __len__(self) -> int:
+        return self.ranks
+
+
 def load(folder: Path, trainee: Trainee, *, rank: int = 0, ranks: int = 1) -> Prepared:
-    stored = Stored.in_folder(folder, [read_index(folder / index_file(shard)) for shard in range(ranks)])
-    return prepare(trainee, stored, rank=rank, world_size=ranks)
+    return prepare(trainee, opened(folder, rank=rank, ranks=ranks), rank=rank, world_size=ranks)
+
+
+def opened(folder: Path, *, rank: int | None, ranks: int) -> Stored:
+    """As rank ``rank`` opens it; None: all indexes are read."""
+    return Stored(InFolder(folder, ranks), own=rank)

@@ -335,8 +335,9 @@ def test_shards_that_do_not_belong_together(tmp_path):
         ([first, stored_state.stage(state, shard=1, shards=3)[1]], "__1_0.json cannot be read: it belongs to another"),
     ):
         with pytest.raises(Damaged, match=text):
-            Stored(Source(image=image, index=index) for index in indexes)
-    assert set(Stored(Source(image=image, index=index) for index in (second, first)).tensors) == {"model.a", "model.b"}
+            Stored({index.shard: Source(image=image, index=index) for index in indexes})
+    both = {index.shard: Source(image=image, index=index) for index in (second, first)}
+    assert set(Stored(both).tensors) == {"model.a", "model.b"}
 
 
 # ---- fit -------------------------------------------------------------------------------------------------------------
