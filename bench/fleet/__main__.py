@@ -15,20 +15,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import slurmft
-from slurmft.ipc.calls import Kill, Ping
+from slurmft.ipc.calls import Kill, Ping, StartWorkers
 from slurmft.ipc.reports import ProgressReport
 from slurmft.policy.timing.fleet import ping_interval_s, report_interval_s
 from slurmft.supervisor.fleet.agents import AgentPool
 from slurmft.supervisor.fleet.crew import allow_connections
 
-AGENTS = 2000
+AGENTS = 2048
 RANKS = 8
 ROUNDS = 5
 IDLE_S = 20.0
-ASKED_S, ASKED_CPU = 1.0, 5.0
+ASKED_S, ASKED_START_S, ASKED_CPU = 1.0, 5.0, 10.0
 
 
 async def idle_cpu(pool: AgentPool, seconds: float, agents: int) -> float:
@@ -57,8 +58,19 @@ async def ping(pool: AgentPool, agents: int) -> None:
         pool.ping(Ping())
 
 
-async def measure(agents: int) -> tuple[float, list[float], float]:
-    """Seconds until all have connected, until all have a decision and have said so, and percent of a core when idle."""
+async def start_all(pool: AgentPool) -> float:
+    """Seconds until every agent has its order to start workers, each with ranks of its own, as an attempt sends it."""
+    links = [pool.links[node] for node in sorted(pool.links)]
+    order = StartWorkers(attempt="1-0", cycle=0, first_rank=0, nodes=len(links), generation=1, master_addr="127.0.0.1",
+                         master_port=29500, limits={f"section-{number}": 60.0 for number in range(8)})  # fmt: skip
+    began = time.monotonic()
+    orders = [replace(order, first_rank=place * RANKS) for place in range(len(links))]
+    await asyncio.gather(*(link.call(one) for link, one in zip(links, orders, strict=True)))
+    return time.monotonic() - began
+
+
+async def measure(agents: int) -> tuple[float, float, list[float], float]:
+    """Seconds until all have connected, have the order to start, have a decision and have said so; percent when idle."""
     secret = secrets.token_hex(32).encode()
     allow_connections(agents)
     pool = AgentPool(secret, agents)
@@ -73,12 +85,12 @@ async def measure(agents: int) -> tuple[float, list[float], float]:
             try:
                 await asyncio.wait_for(pool.complete.wait(), 120)
                 connected_s = time.monotonic() - began
-                took = []
+                start_s, took = await start_all(pool), []
                 for _ in range(ROUNDS):
                     began = time.monotonic()
                     await pool.call_all(Kill())
                     took.append(time.monotonic() - began)
-                return connected_s, took, await idle_cpu(pool, IDLE_S, agents)
+                return connected_s, start_s, took, await idle_cpu(pool, IDLE_S, agents)
             finally:
                 process.kill()
                 await pool.close()
@@ -93,7 +105,7 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=AGENTS)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    connected_s, took, cpu = asyncio.run(measure(args.agents))
+    connected_s, start_s, took, cpu = asyncio.run(measure(args.agents))
     decision_s, every_s = statistics.median(took), report_interval_s(args.agents)
     versions = f"{platform.system()}, Python {platform.python_version()}, slurmft {slurmft.__version__}"
     lines = [
@@ -102,6 +114,8 @@ def main() -> None:
         " each, on loopback, which share the machine with the supervisor.", "",
         "| | | asked | |", "|---|---|---|---|",
         f"| all agents have connected | {connected_s:.1f} s | | |",
+        "| all have the order to start their workers, and have said so |"
+        f" {start_s:.2f} s | {ASKED_START_S} s | {verdict(start_s < ASKED_START_S)} |",
         "| a decision has reached all, and all have said so |"
         f" {decision_s:.2f} s ({min(took):.2f} - {max(took):.2f}) | {ASKED_S} s | {verdict(decision_s < ASKED_S)} |",
         f"| CPU of the idle supervisor, every agent reporting each {every_s:.1f} s |"

@@ -23,10 +23,11 @@ from slurmft.agent.hangs import HangWatch
 from slurmft.agent.just_in_time import rescue_on_node
 from slurmft.agent.keeper import Keeping, look_after_regularly
 from slurmft.agent.launchers.ray import leave_token
+from slurmft.agent.launchers.torchrun import worker_command
 from slurmft.agent.notices import NoticeWatch
+from slurmft.agent.rehearsal import SpareRehearsal
 from slurmft.agent.replicas import Replicas, preload_of
 from slurmft.agent.stragglers import TimingReports
-from slurmft.agent.torchrun import worker_command
 from slurmft.agent.workers import Worker, Workers, reserve_port
 from slurmft.config.config import RunConfig
 from slurmft.errors import LaunchError, StorageError
@@ -41,6 +42,7 @@ from slurmft.ipc.calls import (
     Ping,
     Port,
     Propose,
+    Rehearse,
     RescueState,
     Shutdown,
     StartWorkers,
@@ -117,6 +119,7 @@ class Agent:
             self._replicas = Replicas(config, environment, self._workers, node=self._index, host=self._host,
                                       report=self._report)  # fmt: skip
         self._sync = NodeSync(config, common_environment(config, environment), self._report)
+        self._rehearsal = SpareRehearsal(config, environment, self._workers.folder, self._report)
         self._outside = Outside(self._note_signal)
 
     async def run(self) -> int:
@@ -149,6 +152,7 @@ class Agent:
                 await self._replicas.close()
             await asyncio.gather(notices, return_exceptions=True)  # a plug-in is ended with it
             self._keeping.close()
+            await self._rehearsal.stop()
             self._workers.close()
             await self._sync.close()
             self._forensics.finish(LAST_FILES_S)
@@ -255,21 +259,29 @@ class Agent:
                 return self._looks()
             case Propose() | Commit() | Withdraw():
                 return await self._agree(call)
-            case PassOnTerm():
-                self._pass_on_term()
+            case PassOnTerm() | Kill() | Rehearse():
+                self._obey(call)
             case TakeEvidence() | RescueState() | SyncFolders():
                 return await self._save_what_there_is(call)
             case Inject(order=order, ranks=ranks):
                 return strike(list(self._workers.by_rank.values()), order, ranks)
-            case Kill():
-                self._workers.kill()
             case Shutdown():
                 self._shutdown = True
         return Done()
 
+    def _obey(self, call: PassOnTerm | Kill | Rehearse) -> None:
+        match call:
+            case PassOnTerm():
+                self._pass_on_term()
+            case Kill():
+                self._workers.kill()
+            case Rehearse():
+                self._rehearsal.begin()
+
     async def _start(self, call: StartWorkers) -> Started:
         """Start the workers, on none of the suspect GPUs; or report which of them cannot be spared."""
         config, environment = self._config, self._environment
+        await self._rehearsal.stop()
         if suspects := call.suspect_gpus:
             visible = await asyncio.to_thread(visible_without, environment, suspects, config.nproc_per_node)
             if visible is None:

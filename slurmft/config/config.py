@@ -83,6 +83,10 @@ class RunConfig(_Section):
     spare_nodes: Annotated[Count, AfterValidator(plain.at_most(MAX_NODES))] = Field(default=0, ge=0)
     """Nodes allocated beyond those, agent and torch warm: one takes over where a node is lost or suspected."""
 
+    spares: Literal["import", "rehearse"] = "import"
+    """What a spare does while it waits: it imports torch; or it also runs the trainer for two steps in a world of its
+    own, so that compiled kernels are in its node's caches. For trainers with ``session.steps`` or an integration."""
+
     nproc_per_node: Annotated[Count, AfterValidator(plain.at_most(MAX_NPROC_PER_NODE))] = Field(default=1, ge=1)
     """Workers on each node: one per GPU."""
 
@@ -157,6 +161,12 @@ class RunConfig(_Section):
     def _ray_starts_its_own_workers(self) -> Self:
         if self.launcher == "ray" and self.nproc_per_node != 1:
             raise ValueError("nproc_per_node: must be 1 with launcher: ray, which starts workers as the command asks")
+        return self
+
+    @model_validator(mode="after")
+    def _spares_can_rehearse(self) -> Self:
+        if self.spares == "rehearse" and (self.launcher != "agent" or self.inference is not None):
+            raise ValueError("spares: rehearse needs a trainer that is started by slurmft's agent (launcher: agent)")
         return self
 
     @model_validator(mode="after")

@@ -247,6 +247,14 @@ class SyncFolders(Call[Synced]):
     """For an upload."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearse(Call[Done]):
+    """Run the trainer for two steps, in a world of this node alone (``spares: rehearse``); it reports the end."""
+
+    kind: ClassVar[str] = "rehearse"
+    reply: ClassVar[type[Done]] = Done
+
+
 # Inference: what an agent does under one epoch is void when it is lost, and comes back with another
 
 
@@ -327,7 +335,7 @@ _CALLS: Mapping[str, type[Call[Any]]] = {
     for each in (
         StartWorkers, Port, Ping, LookNow, Propose, Commit, Withdraw, PassOnTerm, AskSections, TakeEvidence,
         RescueState, Inject, Kill, Shutdown, BeginReplicas, Lease, Drain, Members,
-        RenewReplica, SyncFolders,
+        RenewReplica, SyncFolders, Rehearse,
     )
 }  # fmt: skip
 

@@ -231,6 +231,17 @@ class LimitReport(Sent):
     what: Name
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RehearsalReport(Sent):
+    """A spare has run the trainer for two steps, or could not."""
+
+    kind: ClassVar[str] = "rehearsed"
+    told_as: ClassVar[str] = "a spare's rehearsal"
+    took_s: Seconds
+    problem: Words = ""
+    """Empty where it went well."""
+
+
 # Inference
 
 
@@ -364,7 +375,7 @@ _REPORTS: Mapping[str, type[Sent]] = {
     for each in (
         WorkerExited, ProgressReport, TimingsReport, HangReport, DurationsReport, SignalReport, NoticeReport,
         LimitReport, SyncReport, RequestsWanted, RequestsAnswered, RequestsReturned, Drained, ReplicaPhase, ReplicaDied,
-        ReplicaSmaller, RouterPhase,
+        ReplicaSmaller, RouterPhase, RehearsalReport,
     )
 }  # fmt: skip
 

@@ -38,6 +38,7 @@ class EventName(StrEnum):
     NOT_SHRUNK = "not shrunk"
     NOTICE = "notice"
     CONTAINER_LIMIT = "container limit"
+    SPARE_REHEARSED = "spare rehearsed"
     RAY_NODE_JOINED = "ray node joined"
     RAY_NODE_ENDED = "ray node ended"
 

@@ -21,6 +21,7 @@ from slurmft.ipc.reports import (
     LimitReport,
     NoticeReport,
     ProgressReport,
+    RehearsalReport,
     SignalReport,
     TimingsReport,
     WorkerExited,
@@ -223,6 +224,7 @@ class AttemptRunner:
             return
         self._journal.append(EventName.WORKERS_STARTED, world_size=self._seen.world_size)
         self._injections.simulate()
+        await self._crew.rehearse()
 
     def _escape(self, hosts: list[str], gpus: frozenset[str]) -> None:
         """Nodes that cannot prove to have as many other GPUs are treated as suspects, too."""
@@ -248,7 +250,7 @@ class AttemptRunner:
                     self._background.start(self._on_hang(link, report))
                 case DurationsReport():
                     self._hangs.note(report)
-                case LimitReport() | SyncReport():
+                case LimitReport() | SyncReport() | RehearsalReport():
                     self._crew.note(link, report)
                 case NoticeReport():
                     self._reclaimed.note(link, report)

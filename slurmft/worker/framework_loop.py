@@ -43,6 +43,7 @@ class FrameworkLoop:
         page[Slot.UNTIL] = until
         page[Slot.SAVED] = NOTHING
         self.training()
+        session._end_rehearsal(start + 1, start, until)
         self._ask(tick_of(start))
         self.answer()
 
@@ -70,6 +71,7 @@ class FrameworkLoop:
         session.stragglers.begin_step()
         if page[Slot.FAULT] != session._faults.seen:
             session._faults.strike(step)
+        session._end_rehearsal(step + 1, self._start, self.until)  # after the first: a framework may save soon
         if step >= self.until:
             page[Slot.TICK] = END
             return self.pending

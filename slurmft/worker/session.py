@@ -31,6 +31,7 @@ from slurmft.ipc.pages.section_stack import Phase, SectionStack
 from slurmft.policy.checkpoints.batches import BatchSplit
 from slurmft.policy.timing.stop import END, end_of_evaluation, tick_of
 from slurmft.policy.verdicts.verdict import EXIT_RERUN_ELSEWHERE, EXIT_TEMPORARY, EXIT_VALIDATION_FAILED
+from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import MAX_STEP
 from slurmft.trainer import rng
 from slurmft.trainer.savers import SAVERS
@@ -51,6 +52,9 @@ from slurmft.worker.stragglers.stragglers import StragglerDetector
 
 Batch = TypeVar("Batch")
 SAVE_TRIES_BEFORE_EXIT = 60
+REHEARSED_STEPS = 2
+"""The first one compiles, and may compile again for the second."""
+
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +101,9 @@ class Session(Sections):
     checkpoint_dir: Path
     """Where the run's checkpoints live."""
 
+    is_rehearsal: bool
+    """Whether a spare only tries the script (``spares: rehearse``): it ends after two steps; leave no trace then."""
+
     stragglers: StragglerDetector
     """Times this rank's own work; named sections and a role are for you to add."""
 
@@ -107,6 +114,7 @@ class Session(Sections):
         self.world_size = int(environment.get("WORLD_SIZE", "1"))
         self.device = groups.device
         self.checkpoint_dir = Path(environment.get("SLURMFT_CHECKPOINT_DIR", "checkpoints"))
+        self.is_rehearsal = WorkerSettings.from_environment(environment).rehearsal
         self._groups = groups
         self._batches = Batches()
         self._signal = StopSignal.install()
@@ -152,13 +160,14 @@ class Session(Sections):
 
         def save_all(at: int) -> object:
             self._metrics.flush()  # a state that is on disk has its curve there, too
-            return save(at)
+            return self.is_rehearsal or save(at)
 
         pace = self._saves.begin(start, save_all)
         if SAVERS.is_armed:
             SAVERS.at_boundary(start)
         for step in range(start, until):
             self._step, self._evaluations = step, 0
+            self._end_rehearsal(step, start, until)
             if pace.is_due(step) and saved != step:
                 worked = self._saves.now(step, is_periodic=True)
                 saved = step if worked else saved
@@ -356,6 +365,12 @@ class Session(Sections):
         departure.write_verdict()
         self._page[Slot.STATE] = State.STOPPED
         raise RerunElsewhere(step) if departure.exit_code == EXIT_RERUN_ELSEWHERE else ValidationFailed(step)
+
+    def _end_rehearsal(self, step: int, start: int, until: int) -> None:
+        """Before anything is saved, and before the code behind the loop."""
+        if self.is_rehearsal and step - start >= min(REHEARSED_STEPS, until - start - 1):
+            self._page[Slot.STATE] = State.STOPPED
+            raise PlannedStop(step)
 
     def _note_span(self) -> None:
         """Note how long no stop was possible: a stop requested meanwhile waits so long, and then saves."""

@@ -73,6 +73,24 @@ def test_a_node_dies_and_the_spare_takes_over(lab: Lab, new_run: NewRun, undistu
     assert seconds_between(run, "agent lost", "first step", 2) < LOST_TO_TRAINING_S - 3.0
 
 
+@pytest.mark.soak
+def test_a_spare_that_has_rehearsed_takes_over(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
+    run = new_run(delay=1.0, spare_nodes=1, spares="rehearse", fault_tolerance=RESTARTS)
+    run.submit()
+    run.wait_for("spare rehearsed")
+    [rehearsed] = run.events("spare rehearsed")
+    hosts = run.events("agents ready")[0].details["hosts"]
+    assert rehearsed.details["reason"] == "", run.story()
+    assert rehearsed.details["node"] not in hosts
+    run.wait_for_saved(25)
+    lab.kill_node(hosts[1])
+    try:
+        assert_in_place(run, undisturbed)
+    finally:
+        lab.start_node(hosts[1])
+    assert rehearsed.details["node"] in run.events("agents ready")[1].details["hosts"]
+
+
 def test_both_halves_of_a_partition(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     """All ranks are on the node that is cut off, so they could go on there. What they write counts no more."""
     run = new_run(

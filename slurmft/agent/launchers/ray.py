@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from slurmft.agent.torchrun import leave_as, runnable, start_child
+from slurmft.agent.launchers.torchrun import leave_as, runnable, start_child
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE
 from slurmft.ipc.pages.timing_page import TIMING_PAGE_VARIABLE
 from slurmft.policy.worker_settings import WORKER_VARIABLE

@@ -9,8 +9,8 @@ import time
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import LaunchError
-from slurmft.ipc.calls import Ping, Shutdown
-from slurmft.ipc.reports import LimitReport
+from slurmft.ipc.calls import Ping, Rehearse, Shutdown
+from slurmft.ipc.reports import LimitReport, RehearsalReport
 from slurmft.ipc.sync import SyncReport
 from slurmft.policy.nodes.membership import TooFew, Wait
 from slurmft.storage.events import EventName
@@ -131,10 +131,20 @@ class Crew:
         await self.kept.restore(start, self.pool.members, over)
         return self.pool.members
 
-    def note(self, link: AgentLink, report: LimitReport | SyncReport) -> None:
+    async def rehearse(self) -> None:
+        """Have the spares run the trainer for two steps, where that was asked for; each reports when it has."""
+        if self._config.spares == "rehearse":
+            spares = [one for one in self.pool.links.values() if one not in self.pool.members and not one.leaving]
+            await asyncio.gather(*(link.call(Rehearse()) for link in spares), return_exceptions=True)
+
+    def note(self, link: AgentLink, report: LimitReport | SyncReport | RehearsalReport) -> None:
         """Write into the journal what an agent has reported of its node."""
         if isinstance(report, SyncReport):
             self.kept.note(link, report)
+        elif isinstance(report, RehearsalReport):
+            self._journal.append(
+                EventName.SPARE_REHEARSED, node=link.host, took_s=round(report.took_s, 3), reason=report.problem
+            )
         else:
             self._journal.append(EventName.CONTAINER_LIMIT, node=link.host, reason=report.what)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slurmft.agent.launchers.ray import head_address, leave_token, rays_environment, start_argv, token_of
-from slurmft.agent.torchrun import worker_command
+from slurmft.agent.launchers.torchrun import worker_command
 from slurmft.config.config import validate
 from slurmft.errors import ConfigError
 from slurmft.system.processes import session_members

@@ -8,9 +8,10 @@
 To the agent a holder is the worker: it ends as the rank does, gets its signals, and its death is the rank's. So pages,
 sections, stops, verdicts and restarts are what they are without torchrun. The command sees torchrun's own variables.
 
-    python -m slurmft.agent.torchrun --shutdown-timeout S COMMAND...   a holder; starts torchrun where LOCAL_RANK is 0
-    python -m slurmft.agent.torchrun                                   a stand-in, started by torchrun
-    python -m slurmft.agent.torchrun --trainer STACKS VERDICT ...      a Python trainer that reports its stacks
+    python -m slurmft.agent.launchers.torchrun ...
+        --shutdown-timeout S COMMAND...   a holder; starts torchrun where LOCAL_RANK is 0
+        (nothing)                         a stand-in, started by torchrun
+        --trainer STACKS VERDICT ...      a Python trainer that reports its stacks
 """
 
 from __future__ import annotations
@@ -54,7 +55,14 @@ def worker_command(config: RunConfig) -> Sequence[str]:
     timeout_s = max(config.preemption.signal_lead_s, round(config.preemption.stop_timeout_s))
     if config.launcher == "ray":
         return [sys.executable, "-m", "slurmft.agent.launchers.ray", "--hold", str(timeout_s), *config.command]
-    return [sys.executable, "-m", "slurmft.agent.torchrun", "--shutdown-timeout", str(timeout_s), *config.command]
+    return [
+        sys.executable,
+        "-m",
+        "slurmft.agent.launchers.torchrun",
+        "--shutdown-timeout",
+        str(timeout_s),
+        *config.command,
+    ]
 
 
 def torchrun_argv(environment: Mapping[str, str]) -> list[str]:
@@ -69,7 +77,7 @@ def torchrun_argv(environment: Mapping[str, str]) -> list[str]:
         "--max-restarts": "0",
     }
     words = [f"{name}={value}" for name, value in options.items()]
-    stand_in = [sys.executable, "-P", "-m", "slurmft.agent.torchrun"]
+    stand_in = [sys.executable, "-P", "-m", "slurmft.agent.launchers.torchrun"]
     return [sys.executable, "-P", "-m", "torch.distributed.run", *words, "--no-python", *stand_in]
 
 
@@ -259,7 +267,7 @@ def runnable(command: Sequence[str], environment: Mapping[str, str]) -> list[str
     if (arguments := zygote_arguments(command)) is None:
         return list(command)
     told = str(Path(environment[PAGE_VARIABLE]).with_suffix(STACKS_SUFFIX))
-    return [sys.executable, "-P", "-m", "slurmft.agent.torchrun", "--trainer", told,
+    return [sys.executable, "-P", "-m", "slurmft.agent.launchers.torchrun", "--trainer", told,
             environment.get(VERDICT_VARIABLE, os.devnull), *arguments]  # fmt: skip
 
 

@@ -1,0 +1,141 @@
+"""A spare's rehearsal, with real trainers: it ends before anything is saved, and goes away when the node is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slurmft.agent.rehearsal import SpareRehearsal
+from slurmft.config.config import RunConfig
+from slurmft.errors import ConfigError
+from slurmft.ipc.reports import RehearsalReport
+
+WAIT_S = 60.0
+
+TRAINER = """
+    import os, sys, time
+    from pathlib import Path
+    from slurmft.worker.session import start_session
+    out = Path(sys.argv[1])
+    with start_session() as session:
+        (out / f"began-{session.rank}").write_text(str([session.is_rehearsal, session.world_size, os.getpid(),
+                                                    str(session.checkpoint_dir), os.environ.get("SLURMFT_RUN_FOLDER")]))
+        def save(step):
+            (out / "saved").touch()
+        for step in session.steps(start=0, until=int(sys.argv[2]), save=save):
+            (out / f"step-{session.rank}-{step}").touch()
+            time.sleep(float(sys.argv[3]))
+    (out / "behind").touch()
+"""
+
+
+def rehearsal(tmp_path: Path, *, until: int = 100, pause_s: float = 0.0, script: str = TRAINER, ranks: int = 1):
+    """The rehearsal, and the list of its reports."""
+    (tmp_path / "out").mkdir()
+    trainer = tmp_path / "trainer.py"
+    trainer.write_text(textwrap.dedent(script))
+    config = RunConfig(
+        command=["python", str(trainer), str(tmp_path / "out"), str(until), str(pause_s)],
+        run_folder=tmp_path / "run", nproc_per_node=ranks, spare_nodes=1, spares="rehearse",
+    )  # fmt: skip
+    reports: list[RehearsalReport] = []
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return SpareRehearsal(config, environment, tmp_path, reports.append), reports
+
+
+async def reported(reports: list[RehearsalReport]) -> RehearsalReport:
+    deadline = time.monotonic() + WAIT_S
+    while not reports:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    return reports[0]
+
+
+def left(tmp_path: Path) -> set[str]:
+    return {path.name for path in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("until", "steps"),
+    [pytest.param(100, 2, id="two steps"), pytest.param(2, 1, id="never the last one"), pytest.param(1, 0, id="none")],
+)
+def test_it_ends_before_anything_is_saved(tmp_path, until, steps):
+    spare, reports = rehearsal(tmp_path, until=until, ranks=2)
+
+    async def play():
+        spare.begin()
+        spare.begin()
+        return await reported(reports)
+
+    report = asyncio.run(play())
+    assert report.problem == ""
+    assert report.took_s > 0
+    expected = {f"step-{rank}-{step}" for rank in range(2) for step in range(steps)}
+    assert left(tmp_path) == {"began-0", "began-1"} | expected
+    is_rehearsal, ranks, _, folder, run = eval((tmp_path / "out" / "began-1").read_text())  # noqa: S307 - our own
+    assert (is_rehearsal, ranks, run) == (True, 2, None)
+    assert not Path(folder).parent.exists(), "nothing of it is left"
+    assert len(reports) == 1
+
+
+def test_when_the_node_is_needed_nothing_of_it_is_left(tmp_path):
+    spare, reports = rehearsal(tmp_path, pause_s=600.0)
+
+    async def play() -> float:
+        spare.begin()
+        while not (tmp_path / "out" / "step-0-0").exists():
+            await asyncio.sleep(0.01)
+        began = time.monotonic()
+        await spare.stop()
+        return time.monotonic() - began
+
+    assert asyncio.run(play()) < 2.0
+    pid = eval((tmp_path / "out" / "began-0").read_text())[2]  # noqa: S307
+    assert not psutil.pid_exists(pid)
+    assert not (tmp_path / "rehearsal").exists()
+    assert reports == []
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        pytest.param("raise SystemExit(3)", "exit code 3: ", id="without a word"),
+        pytest.param("raise RuntimeError('no such data')", "exit code 1: RuntimeError: no such data", id="an error"),
+        pytest.param("import os; os.kill(os.getpid(), 9)", "exit code -9: ", id="killed"),
+    ],
+)
+def test_what_went_wrong_is_reported_once(tmp_path, script, problem):
+    spare, reports = rehearsal(tmp_path, script=script)
+
+    async def play():
+        spare.begin()
+        found = await reported(reports)
+        spare.begin()
+        await asyncio.sleep(0)
+        return found
+
+    assert asyncio.run(play()).problem == problem
+    assert len(reports) == 1
+
+
+def test_a_program_that_is_not_there(tmp_path):
+    spare, reports = rehearsal(tmp_path)
+    spare._config = spare._config.model_copy(update={"working_directory": tmp_path / "none"})
+
+    async def play():
+        spare.begin()
+        return await reported(reports)
+
+    assert "could not be started" in asyncio.run(play()).problem
+
+
+@pytest.mark.parametrize("other", [{"launcher": "torchrun"}, {"launcher": "ray"}])
+def test_only_where_the_agent_starts_the_trainer(tmp_path, other):
+    with pytest.raises((ConfigError, ValueError), match="spares: rehearse needs"):
+        RunConfig(command=["x"], run_folder=tmp_path / "r", spare_nodes=1, spares="rehearse", **other)
