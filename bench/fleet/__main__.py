@@ -70,7 +70,7 @@ async def start_all(pool: AgentPool) -> float:
 
 
 async def measure(agents: int) -> tuple[float, float, list[float], float]:
-    """Seconds until all have connected, have the order to start, have a decision and have said so; percent when idle."""
+    """Seconds until all have connected, the order to start, and a decision; percent of a core when idle."""
     secret = secrets.token_hex(32).encode()
     allow_connections(agents)
     pool = AgentPool(secret, agents)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import textwrap
 import time
@@ -19,13 +20,15 @@ from slurmft.ipc.reports import RehearsalReport
 WAIT_S = 60.0
 
 TRAINER = """
-    import os, sys, time
+    import json, os, sys, time
     from pathlib import Path
     from slurmft.worker.session import start_session
     out = Path(sys.argv[1])
     with start_session() as session:
-        (out / f"began-{session.rank}").write_text(str([session.is_rehearsal, session.world_size, os.getpid(),
-                                                    str(session.checkpoint_dir), os.environ.get("SLURMFT_RUN_FOLDER")]))
+        (out / f"began-{session.rank}").write_text(json.dumps([
+            session.is_rehearsal, session.world_size, os.getpid(), str(session.checkpoint_dir),
+            os.environ.get("SLURMFT_RUN_FOLDER"),
+        ]))
         def save(step):
             (out / "saved").touch()
         for step in session.steps(start=0, until=int(sys.argv[2]), save=save):
@@ -78,7 +81,7 @@ def test_it_ends_before_anything_is_saved(tmp_path, until, steps):
     assert report.took_s > 0
     expected = {f"step-{rank}-{step}" for rank in range(2) for step in range(steps)}
     assert left(tmp_path) == {"began-0", "began-1"} | expected
-    is_rehearsal, ranks, _, folder, run = eval((tmp_path / "out" / "began-1").read_text())  # noqa: S307 - our own
+    is_rehearsal, ranks, _, folder, run = json.loads((tmp_path / "out" / "began-1").read_text())
     assert (is_rehearsal, ranks, run) == (True, 2, None)
     assert not Path(folder).parent.exists(), "nothing of it is left"
     assert len(reports) == 1
@@ -96,7 +99,7 @@ def test_when_the_node_is_needed_nothing_of_it_is_left(tmp_path):
         return time.monotonic() - began
 
     assert asyncio.run(play()) < 2.0
-    pid = eval((tmp_path / "out" / "began-0").read_text())[2]  # noqa: S307
+    pid = json.loads((tmp_path / "out" / "began-0").read_text())[2]
     assert not psutil.pid_exists(pid)
     assert not (tmp_path / "rehearsal").exists()
     assert reports == []
