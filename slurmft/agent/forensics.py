@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.agent import flight_recorder
-from slurmft.agent.kernel_view import View, view
 from slurmft.agent.workers import Worker
 from slurmft.ipc import flight_dump, stacks
 from slurmft.ipc.pages.heartbeat import Slot, State
@@ -36,6 +35,7 @@ from slurmft.policy.verdicts.collectives import Progress
 from slurmft.policy.verdicts.whereabouts import Where, whereabouts
 from slurmft.storage.patience import FolderThread
 from slurmft.system.files import write_json
+from slurmft.system.kernel_view import View, view
 from slurmft.system.opening import write_bytes
 
 LOOK_S = 0.001

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmft.agent.flight_recorder import PIPE_VARIABLE, pipe_prefix
-from slurmft.agent.kernel_view import memory_kills
 from slurmft.agent.zygote import PACKET_BYTES
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, STACKS_SUFFIX, Page, Slot, State
 from slurmft.ipc.pages.timing_page import TIMING_PAGE_VARIABLE, TimingPage
 from slurmft.ipc.worker_facts import WorkerFacts
 from slurmft.policy.timing.stop import Look
 from slurmft.storage.memory_folder import MEMORY_VARIABLE
+from slurmft.system.kernel_view import memory_kills
 from slurmft.system.private_folder import make_private_folder
 from slurmft.system.processes import was_given
 

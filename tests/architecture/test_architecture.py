@@ -243,7 +243,7 @@ OPENERS = {
     "system/opening.py": "the one opener",
     "system/processes.py": "/proc",
     "worker/standalone/health_monitor.py": "/proc and cgroups",
-    "agent/kernel_view.py": "/proc",
+    "system/kernel_view.py": "/proc",
     "sync/scanning.py": "/proc",
     "agent/notices.py": "/sys",
     "health/node_view.py": "/proc and /sys, without waiting and in bounds",

@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 
-from slurmft.agent import flight_recorder, kernel_view
+from slurmft.agent import flight_recorder
 from slurmft.agent.forensics import MAX_REPLY_BYTES, WAIT_SHARE, Forensics, as_reply
-from slurmft.agent.kernel_view import view
 from slurmft.agent.workers import Workers
 from slurmft.ipc import stacks
 from slurmft.ipc.calls import TakeEvidence
@@ -27,6 +26,8 @@ from slurmft.ipc.replies import EvidenceReply, RankEvidence
 from slurmft.policy.timing.stop import NOT_STARTED
 from slurmft.policy.verdicts.collectives import Progress
 from slurmft.policy.verdicts.whereabouts import Where
+from slurmft.system import kernel_view
+from slurmft.system.kernel_view import view
 
 WAIT_S = 20.0
 PATIENT_S = 5.0
