@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--samples", type=int, default=80)
     parser.add_argument("--wide", type=int, default=0, help="1: a model whose save takes a while")
+    parser.add_argument("--engine")
     options, rest = parser.parse_known_args()
     given = dict(one.removeprefix("--").split("=", 1) for one in rest)
     settings = {name: int(value) if value.isdigit() else value for name, value in given.items()}
@@ -69,7 +70,7 @@ def main() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=width, n_layer=1, n_head=2))
     trainer = Trainer(
         model=model, args=args, train_dataset=Tokens(options.samples), eval_dataset=Tokens(8),
-        callbacks=[*(SlurmftCallback() for _ in range(options.callbacks)), Slowly(options.delay)],
+        callbacks=[*(SlurmftCallback(options.engine) for _ in range(options.callbacks)), Slowly(options.delay)],
     )  # fmt: skip
     resumed = last_good_checkpoint(args.output_dir)
     trainer.train(resume_from_checkpoint=resumed)
