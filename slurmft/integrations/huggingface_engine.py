@@ -122,6 +122,8 @@ class Engine:
     def end(self, loop: FrameworkLoop) -> None:
         """The training is over: return when its last state is durable, where one was due."""
         loop.save_last(is_due=self._is_due)
+        if self._should_write:
+            self._prune()
         self._checkpoints.close()
 
     def _save(self, step: int) -> None:

@@ -21,12 +21,12 @@ pytestmark = pytest.mark.timeout(600)
 
 TRAINER = [sys.executable, str(Path(__file__).parent / "trainers" / "hf_trainer.py")]
 STEPS = 40
-"""Of 8 epochs with 5 steps each."""
+"""Of 4 epochs with 10 steps each."""
 
 
 def training(path: Path, *options: str, delay: float = 0.1, **changes: object) -> LocalRun:
-    command = [*TRAINER, f"--output={path}/out", f"--delay={delay}", "--epochs=8", *options]
-    return LocalRun(path, command=command, environment={"OMP_NUM_THREADS": "1"}, **changes)
+    command = [*TRAINER, f"--output={path}/out", f"--delay={delay}", "--epochs=4", *options]
+    return LocalRun(path, command=command, nodes=1, environment={"OMP_NUM_THREADS": "1"}, **changes)
 
 
 def output(run: LocalRun) -> str:
