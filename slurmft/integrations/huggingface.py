@@ -72,7 +72,7 @@ class SlurmftCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self._is_at_epochs_end = False
         self._own: Engine | None = None
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """The process group exists now: join the run."""
         if PAGE_VARIABLE not in os.environ:
             if not SlurmftCallback._said_idle and args.should_log:
@@ -85,7 +85,7 @@ class SlurmftCallback(transformers.TrainerCallback):  # type: ignore[misc]
         if self._wants_engine:
             if SlurmftCallback._engine is not None:
                 raise UsageError("two trainings of one run with engine='slurmft'", hint="submit a run for each of them")
-            SlurmftCallback._engine = Engine(SlurmftCallback._session, args)
+            SlurmftCallback._engine = Engine(SlurmftCallback._session, args, model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         session = SlurmftCallback._session

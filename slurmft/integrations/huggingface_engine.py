@@ -37,6 +37,7 @@ NO_WEIGHTS = "\x02\0\0\0\0\0\0\0{}"
 """A safetensors file with nothing in it: the length of its header, and that."""
 
 _FOLDER = re.compile(r"slurmft-([0-9]{1,15})")
+_OF_ALL_MODELS = "_keys_to_ignore_on_save"
 _MISSING_KEYS = "There were missing keys in the checkpoint model loaded"
 
 log = logging.getLogger(__name__)
@@ -45,12 +46,14 @@ log = logging.getLogger(__name__)
 class Engine:
     """The checkpoints of one training."""
 
-    def __init__(self, session: Session, args: Any) -> None:
+    def __init__(self, session: Session, args: Any, model: Any) -> None:
         """
         Raises:
             UsageError: the Trainer has settings that need its own files.
         """
         check_engine_settings(args)
+        if model is not None and not hasattr(model, _OF_ALL_MODELS):  # no PreTrainedModel
+            setattr(type(model), _OF_ALL_MODELS, None)  # the Trainer asks for it where weights are missing
         self._session, self._output, self._should_write = session, Path(args.output_dir), bool(args.should_save)
         self._checkpoints = CheckpointManager(session.checkpoint_dir)
         self._randomness: dict[str, Any] | None = None
@@ -82,12 +85,12 @@ class Engine:
         optimizer = objects["optimizer"]
         self._parts = {"model": objects["model"], "optimizer": getattr(optimizer, "optimizer", optimizer),
                        "scheduler": objects["lr_scheduler"], "scaler": getattr(optimizer, "scaler", None)}  # fmt: skip
+        if not state.global_step and self.next_step() is not None:
+            raise UsageError(
+                f"{self._checkpoints.directory} has checkpoints, and the Trainer begins anew",
+                hint="train(resume_from_checkpoint=last_good_checkpoint(args.output_dir)), after Trainer(...)",
+            )
         if resumed is None:
-            if self.next_step() is not None and not state.global_step:
-                raise UsageError(
-                    f"{self._checkpoints.directory} has checkpoints, and the Trainer begins anew",
-                    hint="train(resume_from_checkpoint=last_good_checkpoint(args.output_dir)), after Trainer(...)",
-                )
             return
         loaded = self._checkpoints.load_latest(**self._parts)
         if loaded.step != resumed or loaded.step != state.global_step:

@@ -7,6 +7,7 @@ import hashlib
 import time
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from slurmft.integrations.huggingface import SlurmftCallback, last_good_checkpoint
@@ -38,7 +39,8 @@ class Slowly(TrainerCallback):
 
 def digest(model: torch.nn.Module) -> str:
     found = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, value in sorted(model.state_dict().items()):
+        tensor = value.full_tensor() if isinstance(value, DTensor) else value
         found.update(name.removeprefix("module.").encode())
         found.update(bytes(tensor.detach().cpu().contiguous().view(torch.uint8).flatten().tolist()))
     return found.hexdigest()
@@ -74,9 +76,10 @@ def main() -> None:
     )  # fmt: skip
     resumed = last_good_checkpoint(args.output_dir)
     trainer.train(resume_from_checkpoint=resumed)
+    weights = digest(trainer.model)  # of shards: by all ranks
     if args.process_index == 0:
         print(f"resumed from {resumed}; ended at step {trainer.state.global_step}")
-        print(f"final weights sha256: {digest(trainer.model)}", flush=True)
+        print(f"final weights sha256: {weights}", flush=True)
 
 
 if __name__ == "__main__":
