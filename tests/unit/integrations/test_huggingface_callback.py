@@ -62,8 +62,8 @@ def trainer(folder: Path, *callbacks: Any, **settings: Any) -> Any:
             return {"loss": (self.line(x) - labels).square().mean()}
 
     args = transformers.TrainingArguments(
-        output_dir=str(folder), max_steps=3, save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True,
-        per_device_train_batch_size=2, **settings,
+        output_dir=str(folder), save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True,
+        per_device_train_batch_size=2, **({"max_steps": 3} | settings),
     )  # fmt: skip
     return transformers.Trainer(model=Line(), args=args, train_dataset=OneNumber(), callbacks=list(callbacks))
 
@@ -160,11 +160,12 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, huggingface: Any, pa
 
 
 def test_the_engine_goes_on_from_its_checkpoint(huggingface: Any, engine: Path) -> None:
-    again = trainer(engine, huggingface.SlurmftCallback("slurmft"))
+    again = trainer(engine, huggingface.SlurmftCallback("slurmft"), max_steps=5)
     folder = huggingface.last_good_checkpoint(engine)
     assert folder == str(engine / "slurmft-3")
     again.train(resume_from_checkpoint=folder)
-    assert again.state.global_step == 3
+    assert again.state.global_step == 5
+    assert sorted(path.name for path in engine.glob("slurmft-*")) == ["slurmft-3", "slurmft-4", "slurmft-5"]
     assert not list(engine.glob("checkpoint-*"))
 
 
