@@ -66,7 +66,7 @@ def undisturbed(calm: dict[str, str], new_run: NewRun, *options: str) -> str:
 
 
 def test_stops_at_random_moments_lose_nothing(lab: Lab, new_run: NewRun, calm: dict[str, str]) -> None:
-    """Automodel#405: SIGTERM in a job of Slurm is to save."""
+    """Automodel#405 and accelerate#3400: SIGTERM in a job of Slurm is to save."""
     run = training(new_run, "hf-stops")
     run.submit()
     moments = random.Random(20)
@@ -122,18 +122,3 @@ def test_others_are_stopped_and_go_on(lab: Lab, new_run: NewRun, kind: str) -> N
         run.wait_until_done()
         digests.append(run.digest())
     assert digests[0] == digests[1]
-
-
-@pytest.mark.soak
-def test_the_time_limit_saves_the_last_step(lab: Lab, new_run: NewRun, calm: dict[str, str]) -> None:
-    """accelerate#3400: a job at its time limit lost what came after the last periodic save."""
-    run = training(new_run, "hf-time-limit", "--save_steps=1000", delay=0.7, slurm={"time": "1"},
-                   preemption={"signal_lead_s": 25})  # fmt: skip
-    run.submit()
-    requested = run.wait_for("stop requested")
-    assert requested.details["cause"] == "time limit", run.story()
-    saved = run.wait_for("stop saved").details["step"]
-    run.wait_for("attempt started", 2)
-    run.wait_until_done(within_s=600)
-    assert f"resumed from {run.path}/out/checkpoint-{saved}" in run.output() or len(run.events("stop saved")) > 1
-    assert run.digest() == undisturbed(calm, new_run)
