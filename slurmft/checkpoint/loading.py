@@ -106,9 +106,7 @@ class Loading:
             CheckpointError: there are candidates and none is usable, or an intact one does not fit.
         """
         candidates = self._agreed(self._newest_first)
-        committed, quarantined = self._newest_committed(candidates)
-        memory = MemorySources(self._team, committed, directory=self._directory, generation=own_generation(),
-                               quarantined=quarantined)  # fmt: skip
+        _, memory = self._in_memory(candidates)
         try:
             while (decision := memory.decide()) is not None:
                 loaded = self._from_memory(memory, decision)
@@ -148,9 +146,27 @@ class Loading:
 
         return self._from_disk(self._agreed(wanted), "")
 
+    def next_step(self) -> int | None:
+        """The step of the state that ``newest`` tries first, none of whose bytes are looked at; None: there is none."""
+        committed, memory = self._in_memory(self._agreed(self._newest_first))
+        try:
+            decision = memory.decide()
+        finally:
+            memory.close()
+        if decision is not None and decision.name is not None:
+            return decision.name[0]
+        return committed.name[0] if committed is not None else None
+
     def newest_step(self) -> int:
         """The highest step of all checkpoints; -1 where there is none. The same on all ranks."""
         return max((one.step for one in self._agreed(Catalog(self._directory).identities)), default=-1)
+
+    def _in_memory(self, candidates: Sequence[Identity]) -> tuple[Committed | None, MemorySources]:
+        """The newest checkpoint on disk, and what lies in memory beside it."""
+        committed, quarantined = self._newest_committed(candidates)
+        return committed, MemorySources(
+            self._team, committed, directory=self._directory, generation=own_generation(), quarantined=quarantined
+        )
 
     def _from_memory(self, memory: MemorySources, decision: Decision) -> LoadedCheckpoint | None:
         identity = Identity(*(decision.name or (0, 0, 0)))

@@ -249,6 +249,16 @@ class CheckpointManager(NamedStates):
         loading = Loading(self.directory, trainee, Tolerance.of(allow_missing, allow_cast=allow_cast))
         return self._loaded(loading, loading.best(self.settings.best_metric, self.settings.best_mode))
 
+    def next_step(self) -> int | None:
+        """The step of the state that ``load_latest`` tries first; None where there is none. Nothing is read or changed.
+
+        Raises:
+            CheckpointError: the directory cannot be read.
+        """
+        self._settle()
+        nothing = torch.nn.Module()
+        return Loading(self.directory, Trainee(nothing, torch.optim.SGD([torch.zeros(1)]))).next_step()
+
     # Called by the session (training.background.Saver)
 
     def at_boundary(self, step: int) -> None:

@@ -4,7 +4,8 @@
     trainer.train(resume_from_checkpoint=last_good_checkpoint(args.output_dir))
 
 The Trainer saves in its own way. slurmft says before which step all ranks do so, notes which folders are finished on
-every rank, and ends the workers after the save where the run is to stop. Outside of a run it does nothing.
+every rank, and ends the workers after the save where the run is to stop. Outside of a run it does nothing. With
+``SlurmftCallback(engine="slurmft")`` checkpoints are those of slurmft (``huggingface_engine``).
 """
 
 from __future__ import annotations
@@ -12,23 +13,21 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from slurmft.errors import UsageError
-from slurmft.integrations import finished_folders
+from slurmft.integrations import finished_folders, huggingface_engine
+from slurmft.integrations.huggingface_engine import Engine
+from slurmft.integrations.huggingface_limits import INSTALL, check_settings, check_version
 from slurmft.integrations.ranks import common_steps, wait_for_all
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, StopAction
 from slurmft.worker.framework_loop import FrameworkLoop
 from slurmft.worker.session import Session, start_session
 
-LOWEST, NEWEST = (4, 57), (5, 23)
-"""Versions of transformers that are tested; newer ones are tried."""
-
-_INSTALL = "pip install 'slurmft[huggingface]'"
 try:
     import transformers
 except ImportError as missing:
-    raise UsageError("slurmft.integrations.huggingface needs transformers", hint=_INSTALL) from missing
+    raise UsageError("slurmft.integrations.huggingface needs transformers", hint=INSTALL) from missing
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +40,10 @@ class SlurmftCallback(transformers.TrainerCallback):  # type: ignore[misc]
     ``save_total_limit`` is kept by this callback, after each save, so that the newest finished folder is never
     removed.
 
+    Args:
+        engine: ``"slurmft"``: weights, optimizer, schedule and random numbers go into checkpoints of slurmft, which are
+            copied to memory and written in the background. None: into the Trainer's own files.
+
     Raises (in the ``train`` method):
         PlannedStop: the run was asked to stop, and its state is saved.
         UsageError: a Trainer has two of these callbacks, or settings with which nothing could be resumed.
@@ -49,36 +52,47 @@ class SlurmftCallback(transformers.TrainerCallback):  # type: ignore[misc]
     _in_charge: ClassVar[SlurmftCallback | None] = None
     _session: ClassVar[Session | None] = None
     _said_idle: ClassVar[bool] = False
+    _engine: ClassVar[Engine | None] = None
+    _resumed: ClassVar[int | None] = None
+    """The step that ``last_good_checkpoint`` has named, of a checkpoint of the engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Literal["slurmft"] | None = None) -> None:
         """
         Raises:
-            UsageError: this version of transformers is not supported.
+            UsageError: this version of transformers is not supported, or ``engine`` is no such word.
         """
         check_version(transformers.__version__)
+        if engine not in (None, "slurmft"):
+            raise UsageError(f"engine={engine!r}", hint="it is 'slurmft', or left out for the Trainer's own files")
+        self._wants_engine = engine is not None
         self._loop: FrameworkLoop | None = None
         self._control: Any = None
         self._limit: int | None = None
         self._committed = -1
         self._is_at_epochs_end = False
+        self._own: Engine | None = None
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """The process group exists now: join the run."""
         if PAGE_VARIABLE not in os.environ:
             if not SlurmftCallback._said_idle and args.should_log:
                 log.warning("this is not a run of slurmft (slurmft submit): SlurmftCallback does nothing")
             SlurmftCallback._said_idle = True
             return
-        _check_settings(args)
+        check_settings(args)
         if SlurmftCallback._session is None:
             SlurmftCallback._session = start_session()
+        if self._wants_engine:
+            if SlurmftCallback._engine is not None:
+                raise UsageError("two trainings of one run with engine='slurmft'", hint="submit a run for each of them")
+            SlurmftCallback._engine = Engine(SlurmftCallback._session, args, model)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         session = SlurmftCallback._session
         if session is None:
             return
         if PAGE_VARIABLE in os.environ:
-            _check_settings(args)
+            check_settings(args)
         other = SlurmftCallback._in_charge
         if other is not None and other is not self and other._control is control:
             raise UsageError("this Trainer has two SlurmftCallbacks", hint="give it one")
@@ -96,10 +110,17 @@ class SlurmftCallback(transformers.TrainerCallback):  # type: ignore[misc]
             finished_folders.begin(Path(args.output_dir), step)
         wait_for_all()  # no rank saves before that
         self._committed, self._is_at_epochs_end = step, False
+        if self._wants_engine and SlurmftCallback._engine is not None:
+            self._own = SlurmftCallback._engine
+            self._own.load(state, objects, resumed=SlurmftCallback._resumed)
         self._loop = FrameworkLoop(session, start=step, until=int(state.max_steps))
+        if self._own is not None:
+            self._own.begin(self._loop)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         loop = self._loop
+        if loop is not None and self._own is not None:
+            self._own.before_step(loop)
         if loop is not None and loop.is_busy:
             loop.training()
 
@@ -108,6 +129,10 @@ class SlurmftCallback(transformers.TrainerCallback):  # type: ignore[misc]
         if loop is None:
             return
         pending = loop.step_done(state.global_step)
+        if self._own is not None:
+            self._own.take_over(control)
+            self._announce(control)
+            return
         # what is due at an epoch's end belongs to this step, and comes right after it
         self._is_at_epochs_end = float(state.epoch).is_integer()
         if pending is not StopAction.NONE and not self._is_at_epochs_end:
@@ -117,6 +142,10 @@ class SlurmftCallback(transformers.TrainerCallback):  # type: ignore[misc]
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         loop = self._loop
         if loop is None:
+            return
+        if self._own is not None:
+            self._own.take_over(control)
+            self._announce(control)
             return
         self._is_at_epochs_end = False
         is_saved = self._committed == state.global_step
@@ -161,12 +190,14 @@ class SlurmftCallback(transformers.TrainerCallback):  # type: ignore[misc]
             finished_folders.prune(folder.parent, limit=self._limit, newest=step, best=state.best_model_checkpoint)
         wait_for_all()  # a save is over when the marker is there
         loop.saved(step)
-        if not self._is_at_epochs_end:
+        if not self._is_at_epochs_end and self._own is None:
             loop.answer()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._loop is None:
             return
+        if self._own is not None:
+            self._own.end(self._loop)
         self._loop.end()
         self._loop, SlurmftCallback._in_charge = None, None
         args.save_total_limit, self._limit = self._limit, None
@@ -191,31 +222,15 @@ def last_good_checkpoint(output_dir: str | Path) -> str | None:
     Raises:
         OSError: the folder cannot be read.
     """
-    steps = common_steps(Path(output_dir))
+    output = Path(output_dir)
+    steps, engine = common_steps(output), SlurmftCallback._engine
+    own = engine.next_step() if engine is not None else None
+    SlurmftCallback._resumed = own if own is not None and own >= max(steps, default=0) else None
+    if SlurmftCallback._resumed is not None:
+        return huggingface_engine.resume_folder(output, SlurmftCallback._resumed)
+    if engine is None and huggingface_engine.has_folders(output):
+        log.warning("%s was trained with engine='slurmft', and what that has saved is not looked at now", output)
     return str(Path(output_dir) / f"checkpoint-{steps[-1]}") if steps else None
-
-
-def check_version(version: str) -> None:
-    """Return when this version of transformers is supported.
-
-    Raises:
-        UsageError: it is too old, or no version.
-    """
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
-    if numbers < LOWEST:
-        raise UsageError(
-            f"transformers {version} is not supported: SlurmftCallback needs {LOWEST[0]}.{LOWEST[1]} or newer",
-            hint=_INSTALL,
-        )
-    if numbers > NEWEST:
-        log.info("transformers %s is newer than those that were tested (up to %d.%d)", version, *NEWEST)
-
-
-def _check_settings(args: Any) -> None:
-    if args.save_only_model:
-        raise UsageError("save_only_model=True: a stop would save nothing to resume from", hint="leave it out")
-    if getattr(args, "enable_jit_checkpoint", False):
-        raise UsageError("enable_jit_checkpoint=True: two would save at a stop", hint="leave it out under slurmft")
 
 
 def _folder(args: Any, state: Any) -> Path:

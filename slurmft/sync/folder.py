@@ -33,6 +33,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 PATIENCE_S = 60.0
 """How long one upload waits for files to come to rest."""
 
+SILENT_S = 120.0
+"""A regular upload that has sent nothing for so long has failed, as far as is told: its store may hang for ever."""
+
 Say = Callable[[Mapping[str, Any]], None]
 
 log = logging.getLogger(__name__)
@@ -67,7 +70,11 @@ class KeptFolder:
         self._uploader: Uploader | None = None
         self._next_s: float | None = None
         self._failing = self._told_first = False
+        self._moved_s: float | None = None
+        """When the regular upload that is under way has last come on; None where none is."""
+
         threading.Thread(target=self._work, daemon=True, name=f"sync {index}").start()
+        threading.Thread(target=self._watch, daemon=True, name=f"sync {index} watch").start()
 
     def take(self, order: Order) -> None:
         """Have it carried out; returns at once."""
@@ -90,6 +97,18 @@ class KeptFolder:
             except StorageError as error:
                 problem = str(error)
             self._say({"kind": "done", "folder": self._index, "number": order.number, "problem": problem[:2000]})
+
+    def _watch(self) -> None:
+        """Tell of a store that does not answer: the thread that waits for it cannot."""
+        while True:
+            time.sleep(SILENT_S / 8)
+            moved_s = self._moved_s
+            if moved_s is not None and not self._failing and (silent_s := time.monotonic() - moved_s) > SILENT_S:
+                what = f"{self._config.path} is not uploaded: {self._config.url} has not answered for {silent_s:.0f} s"
+                self._fail(StorageUnavailable(what, hint="training goes on, and the upload when it answers"))
+
+    def _moves(self) -> None:
+        self._moved_s = time.monotonic()
 
     def _carry_out(self, order: Order) -> None:
         if order.action == "upload":
@@ -131,9 +150,11 @@ class KeptFolder:
                    began_s=began_s)  # fmt: skip
 
     def _upload_regularly(self) -> None:
+        self._moves()
         try:
             for attempt in self._retrying(within_s=None):
                 with attempt:
+                    self._moves()
                     self._upload(at_end=False, patience_s=PATIENCE_S)
         except Fenced as error:
             self._fail(error)
@@ -141,6 +162,8 @@ class KeptFolder:
             return
         except StorageError as error:
             self._fail(error)
+        finally:
+            self._moved_s = None
         self._next_s = time.monotonic() + self._config.frequency
 
     def _upload_last(self, within_s: float) -> None:
@@ -155,6 +178,8 @@ class KeptFolder:
         except StorageError as error:
             self._fail(error)
             raise
+        finally:
+            self._moved_s = None
 
     def _upload(self, *, at_end: bool, patience_s: float) -> None:
         if (order := self._order) is None:
@@ -165,7 +190,7 @@ class KeptFolder:
             self._uploader = Uploader(
                 store, Record(self._config.path), run=order.run, generation=order.generation,
                 newest=newest(store, order.run), keep=self._config.keep, exclude=self._config.exclude,
-                bytes_per_s=self._config.bandwidth_mb_s * 1e6,
+                bytes_per_s=self._config.bandwidth_mb_s * 1e6, moves=self._moves,
             )  # fmt: skip
         found = self._uploader.upload(at_end=at_end, patience_s=patience_s)
         if self._failing:

@@ -36,6 +36,12 @@ def without_secrets(text: str, environment: Mapping[str, str]) -> str:
     return text
 
 
+def _install(url: str) -> str:
+    packages = {"s3": "'slurmft[sync]'", "s3a": "'slurmft[sync]'", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs",
+                "abfs": "adlfs", "abfss": "adlfs"}  # fmt: skip
+    return f"pip install {packages.get(url.partition(':')[0], 'what it names')}"
+
+
 class ObjectStore:
     """A store at an address of fsspec.
 
@@ -51,7 +57,13 @@ class ObjectStore:
         self._url = url
         options = S3_OPTIONS if url.startswith(("s3:", "s3a:")) else {}
         with self._errors():
-            self._files, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
+            try:
+                self._files, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
+            except ImportError as error:
+                raise StorageError(f"{url} needs a package that is not installed on this node: {error}",
+                                   hint=_install(url)) from error  # fmt: skip
+            except ValueError as error:  # of fsspec, for a protocol that it does not know
+                raise StorageError(f"{url}: {self._shown(error)}", hint="is the address right?") from error
         self._folder = f"{root.rstrip('/')}/{inner}"
 
     def names(self, folder: str) -> Mapping[str, int]:

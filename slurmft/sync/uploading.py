@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from slurmft.errors import Fenced, StorageError, StorageUnavailable
@@ -67,16 +67,17 @@ class Uploader:
     Args:
         generation: of the attempt; nothing is stored once a newer one has begun.
         newest: the newest version that is stored.
+        moves: called whenever a piece of a file was read, or is about to be; from any thread.
     """
 
     def __init__(
         self, store: Store, record: Record, *, run: str, generation: int, newest: Manifest | None, keep: int,
-        exclude: Sequence[str], bytes_per_s: float,
+        exclude: Sequence[str], bytes_per_s: float, moves: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._store, self._record, self._path = store, record, record.path
         self._run, self._generation, self._keep, self._exclude = run, generation, keep, tuple(exclude)
         self._throttle = Throttle(bytes_per_s)
-        self._newest = newest
+        self._newest, self._moves = newest, moves
         self._sequence = max((each.sequence for each in self._versions() if each.generation == generation), default=0)
         self._blobs = dict(store.names(stored.DATA))
         self._digests: dict[str, tuple[Look, str]] = {}
@@ -125,6 +126,7 @@ class Uploader:
     def _at_rest(self, deadline_s: float, quiet_s: float) -> Tree:
         """The folder, once nothing in it changes."""
         while True:
+            self._moves()
             before = self._scan()
             time.sleep(quiet_s)
             tree = self._scan()
@@ -186,6 +188,7 @@ class Uploader:
                 if not (chunk := os.read(descriptor, min(left, CHUNK_BYTES))):
                     break
                 left -= len(chunk)
+                self._moves()
                 yield chunk
             if left or look(os.fstat(descriptor)) != expected:
                 raise _Changed(name)

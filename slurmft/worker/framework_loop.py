@@ -17,6 +17,8 @@ import time
 from slurmft.ipc.pages.heartbeat import NOTHING, Slot, State, StopAction
 from slurmft.ipc.pages.section_stack import Phase
 from slurmft.policy.timing.stop import END, tick_of
+from slurmft.trainer.savers import SAVERS
+from slurmft.worker.saves import SAVE_RETRY_S, SaveFunction
 from slurmft.worker.session import PlannedStop, Session
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,11 @@ class FrameworkLoop:
         session._end_rehearsal(start + 1, start, until)
         self._ask(tick_of(start))
         self.answer()
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether an agreed action still needs a save."""
+        return self.pending is not StopAction.NONE
 
     @property
     def is_busy(self) -> bool:
@@ -115,6 +122,39 @@ class FrameworkLoop:
             self._page[Slot.STATE] = State.STOPPED
             raise PlannedStop(self._step)
         self._session._safe_at_ns = time.monotonic_ns()
+
+    def saves_with(self, save: SaveFunction) -> None:
+        """``save(step)`` saves through a checkpoint manager, on every rank, for ``save`` and ``save_last``."""
+        self._session._saves.begin(self._start, save)
+
+    def save(self, *, is_due: bool) -> None:
+        """Save between two steps, where that is due or pending. What is only due may become durable later, or fail.
+
+        Raises:
+            PlannedStop: the run is to end here; its state is durable.
+            CheckpointError: it failed for a reason that does not pass with time.
+        """
+        saves, action = self._session._saves, self.pending
+        self.training()
+        if action is StopAction.NONE:
+            if is_due:
+                saves.now(self._step, is_periodic=True)
+            return
+        while not saves.now(self._step) and action is StopAction.SAVE_AND_STOP:  # until the time of the stop is up
+            time.sleep(SAVE_RETRY_S)
+        self.answer()
+
+    def save_last(self, *, is_due: bool) -> None:
+        """After the last step: return when its state is durable, or where none is due, what was saved before.
+
+        Raises:
+            CheckpointError: it failed for a reason that does not pass with time.
+        """
+        self.training()
+        while is_due and not self._session._saves.now(self._step):
+            time.sleep(SAVE_RETRY_S)
+        if not is_due:
+            SAVERS.wait()
 
     def end(self) -> None:
         """The training is over; later code belongs to no step."""

@@ -66,6 +66,7 @@ def undisturbed(calm: dict[str, str], new_run: NewRun, *options: str) -> str:
 
 
 def test_stops_at_random_moments_lose_nothing(lab: Lab, new_run: NewRun, calm: dict[str, str]) -> None:
+    """Automodel#405 and accelerate#3400: SIGTERM in a job of Slurm is to save."""
     run = training(new_run, "hf-stops")
     run.submit()
     moments = random.Random(20)
@@ -99,15 +100,22 @@ def test_a_hundred_stops(lab: Lab, new_run: NewRun, calm: dict[str, str], seed: 
     assert run.digest() == undisturbed(calm, new_run)
 
 
+SCRIPTS = {"trl": ["trl_sft.py"], "fsdp": ["hf_fsdp.py", "--epochs=8"],
+           "engine": ["hf_trainer.py", "--epochs=8", "--engine=slurmft"]}  # fmt: skip
+"""SFTTrainer is a Trainer, its own callbacks and its data are not; FSDP2 has parts of the state on each rank."""
+
+
 @pytest.mark.soak
-def test_trl_is_stopped_and_goes_on(lab: Lab, new_run: NewRun) -> None:
-    """SFTTrainer is a Trainer; its own callbacks and its data are not."""
-    pytest.importorskip("trl")
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_others_are_stopped_and_go_on(lab: Lab, new_run: NewRun, kind: str) -> None:
+    if kind == "trl":
+        pytest.importorskip("trl")
+    script, *options = SCRIPTS[kind]
     digests = []
     for name, delay in (("stopped", 0.2), ("calm", 0.0)):
-        run = new_run(f"trl-{name}")
-        script = Path(TRAINER[1]).with_name("trl_sft.py")
-        run.configure(command=["python", str(script), f"--output={run.path}/out", f"--delay={delay}"])
+        run = new_run(f"{kind}-{name}")
+        path = Path(TRAINER[1]).with_name(script)
+        run.configure(command=["python", str(path), f"--output={run.path}/out", f"--delay={delay}", *options])
         run.submit()
         if name == "stopped":
             stop_at(run, 1, random.Random(5))

@@ -100,3 +100,40 @@ def test_four_then_three_then_five(lab: Lab, new_run: Callable[..., Run]) -> Non
     assert left_behind(lab, [f"n{number}" for number in range(1, 5)]) == ""
     lab.run(["scancel", lender])  # the run could be submitted again, so it would wait
     eventually(lambda: not lab.run(["squeue", "-h", "-j", lender], check=False).stdout, 60, "the lender has ended")
+
+
+def test_a_term_saves_and_slurm_starts_it_again(lab: Lab, new_run: Callable[..., Run]) -> None:
+    """Two runs on the same two nodes; one gets what Slurm sends at a preemption, the other one does not notice."""
+    runs, storages = [], []
+    for name in ("ray-term", "ray-beside"):
+        storage = lab.home / "runs" / f"{name}-storage"
+        command = ["python", "-m", "slurmft.examples.ray_regression", "--storage", str(storage), "--steps", "100000",
+                   "--save-every", "100000", "--step-delay", "0.1", "--workers", "2", "2"]  # fmt: skip
+        run = new_run(
+            name, command=command, nodes=2, nproc_per_node=1, launcher="ray", environment=SMALL,
+            slurm={"cpus-per-task": 1, "time": "40", "nodelist": "n1,n2"},
+        )  # fmt: skip
+        run.submit()
+        runs.append(run)
+        storages.append(storage)
+    for run, storage in zip(runs, storages, strict=True):
+        wait_for_workers(run, storage, 2)
+    run, beside = runs
+    (job,) = run.folder.jobs()
+    lab.run(["scancel", "--batch", "--signal=TERM", job])
+    run.wait_for("requeued", within_s=RAY_S)
+    stopped = steps(storages[0])[-1]["step"]
+    eventually(lambda: steps(storages[0])[-1]["step"] >= stopped + 25, RAY_S, run.story)
+    assert [event.attempt for event in run.events("attempt started")] == [f"{job}.0.0", f"{job}.1.0"], run.story()
+    done = [each["step"] for each in steps(storages[0])]
+    assert done == list(range(1, len(done) + 1)), f"a step is missing or done twice around {stopped}\n{run.story()}"
+
+    (other,) = beside.folder.jobs()
+    assert [event.attempt for event in beside.events("attempt started")] == [f"{other}.0.0"], beside.story()
+    done = [each["step"] for each in steps(storages[1])]
+    assert done == list(range(1, len(done) + 1)), beside.story()
+    for each in runs:
+        each.slurmft("stop", str(each.path), "--timeout", "60")
+    for each, number in ((run, job), (beside, other)):
+        each.wait_until_out_of_queue(number)
+    assert left_behind(lab, ["n1", "n2"]) == ""

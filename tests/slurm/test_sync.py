@@ -9,7 +9,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -179,3 +180,85 @@ def test_the_process_that_keeps_folders_is_killed_and_comes_back(tmp_path: Path)
     assert "has ended with -9" in str(events(run, "sync failed")[0]["reason"])
     assert output(run).count("began at") == 1, run.story()
     assert is_stored(tmp_path), run.story()
+
+
+@pytest.fixture
+def frozen_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem that can be frozen: whoever writes there waits, and cannot be killed, as on a server that hangs."""
+    image, place = tmp_path / "image", tmp_path / "disk"
+    place.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    if subprocess.run(["mount", "-o", "loop", str(image), str(place)], check=False).returncode:
+        pytest.skip("only root can mount a disk")
+    place.chmod(0o700)
+    yield place
+    subprocess.run(["fsfreeze", "--unfreeze", str(place)], check=False, capture_output=True)
+    eventually(lambda: subprocess.run(["umount", str(place)], check=False, capture_output=True).returncode == 0,
+               60, "unmounted")  # fmt: skip
+
+
+@pytest.mark.soak
+def test_a_store_that_hangs_holds_up_neither_training_nor_a_stop(tmp_path: Path, frozen_disk: Path) -> None:
+    run = local_run(tmp_path, f"file://{frozen_disk}/kept", steps=100_000, every=200, upload_timeout_s=20)
+    (tmp_path / "go").touch()
+    run.submit()
+    eventually(lambda: events(run, "folder uploaded"), 200, run.story)
+    subprocess.run(["fsfreeze", "--freeze", str(frozen_disk)], check=True, timeout=60)
+    then = saved_step(tmp_path)
+    failed = eventually(lambda: events(run, "sync failed"), 300, run.story)
+    assert "has not answered for" in str(failed[0]["reason"])
+    assert saved_step(tmp_path) > then, "the script went on"
+    began_s = time.monotonic()
+    run.slurmft("stop", str(run.folder.path), "--timeout", "90")
+    assert time.monotonic() - began_s < 80, run.story()
+    assert "was not done in time" in str(events(run, "sync failed")[-1]["reason"]), run.story()
+
+
+def saved_step(folder: Path) -> int:
+    """The script opens its snapshot anew for each save, so that it may be empty for a moment."""
+    words: list[str] = eventually(lambda: (folder / "models" / "snapshot").read_text().split(), 10, "a snapshot")
+    return int(words[0])
+
+
+SHARDS = """
+import os, sys, time
+path, go, place = sys.argv[1], sys.argv[2], os.environ["GROUP_RANK"]
+step, of = open(path).read().split() if os.path.exists(path) else ("0", "nobody")
+print("began at", step, "of", of, flush=True)
+with open(path, "w") as file:
+    file.write(f"{int(step) + 1} {place}")
+while not os.path.exists(go):
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.slurm
+def test_each_node_gets_back_what_the_node_in_its_place_had(lab: Lab, new_run: Callable[..., Run]) -> None:
+    script, go = lab.home / "shards.py", lab.home / "shards-go"
+    script.write_text(SHARDS)
+    script.chmod(0o644)
+    go.unlink(missing_ok=True)
+    run = new_run(
+        "each-node", command=["python", str(script), "/dev/shm/shards/mine", str(go)], nodes=2, nproc_per_node=1,
+        sync=[{"path": "/dev/shm/shards", "url": f"file://{lab.home}/kept", "frequency": "2s", "each_node": True}],
+    )  # fmt: skip
+    hosts: list[str] = []
+    for attempt in (1, 2):
+        job = run.submit()
+        hosts = run.wait_for("agents ready", attempt).details["hosts"]
+        run.wait_for("folder uploaded", 2 * attempt)  # the first of each attempt and node; a stop has nothing new
+        if attempt == 1:
+            run.slurmft("stop", str(run.path), "--timeout", "60")
+            run.wait_until_out_of_queue(job)
+            for host in hosts:  # the nodes have lost everything
+                lab.run_on_as_admin(host, ["rm", "-rf", "/dev/shm/shards", "/dev/shm/.shards.slurmft"])
+    go.touch()
+    run.wait_until_done()
+    for rank in (0, 1):
+        assert re.findall(r"began at (\d) of (\w+)", run.output(rank)) == [("0", "nobody"), ("1", str(rank))]
+    assert len(run.events("folder restored")) == 2, run.story()
+    assert run.events("sync failed") == [], run.story()
+    for host in hosts:
+        lab.run_on_as_admin(host, ["rm", "-rf", "/dev/shm/shards", "/dev/shm/.shards.slurmft"], check=False)

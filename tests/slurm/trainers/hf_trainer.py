@@ -7,6 +7,7 @@ import hashlib
 import time
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from slurmft.integrations.huggingface import SlurmftCallback, last_good_checkpoint
@@ -38,7 +39,8 @@ class Slowly(TrainerCallback):
 
 def digest(model: torch.nn.Module) -> str:
     found = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, value in sorted(model.state_dict().items()):
+        tensor = value.full_tensor() if isinstance(value, DTensor) else value
         found.update(name.removeprefix("module.").encode())
         found.update(bytes(tensor.detach().cpu().contiguous().view(torch.uint8).flatten().tolist()))
     return found.hexdigest()
@@ -52,6 +54,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=3)
     parser.add_argument("--samples", type=int, default=80)
     parser.add_argument("--wide", type=int, default=0, help="1: a model whose save takes a while")
+    parser.add_argument("--engine")
     options, rest = parser.parse_known_args()
     given = dict(one.removeprefix("--").split("=", 1) for one in rest)
     settings = {name: int(value) if value.isdigit() else value for name, value in given.items()}
@@ -69,13 +72,14 @@ def main() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=width, n_layer=1, n_head=2))
     trainer = Trainer(
         model=model, args=args, train_dataset=Tokens(options.samples), eval_dataset=Tokens(8),
-        callbacks=[*(SlurmftCallback() for _ in range(options.callbacks)), Slowly(options.delay)],
+        callbacks=[*(SlurmftCallback(options.engine) for _ in range(options.callbacks)), Slowly(options.delay)],
     )  # fmt: skip
     resumed = last_good_checkpoint(args.output_dir)
     trainer.train(resume_from_checkpoint=resumed)
+    weights = digest(trainer.model)  # of shards: by all ranks
     if args.process_index == 0:
         print(f"resumed from {resumed}; ended at step {trainer.state.global_step}")
-        print(f"final weights sha256: {digest(trainer.model)}", flush=True)
+        print(f"final weights sha256: {weights}", flush=True)
 
 
 if __name__ == "__main__":

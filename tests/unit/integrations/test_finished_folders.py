@@ -60,6 +60,24 @@ def test_a_missing_file_is_noticed(tmp_path: Path, name: str, marked: bool) -> N
     assert folders.finished_steps(tmp_path) == []
 
 
+@pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "marked"])
+def test_the_second_last_is_taken_where_the_last_is_incomplete(tmp_path: Path, marked: bool) -> None:
+    """transformers#35782 and #35525: a job that was killed in a save could not be started again."""
+    for step in (5, 10):
+        fill(tmp_path, step, marked=marked)
+    (tmp_path / "checkpoint-10" / "trainer_state.json").unlink()
+    assert transformers_takes(tmp_path) == "checkpoint-10"
+    assert folders.finished_steps(tmp_path) == [5]
+
+
+def transformers_takes(parent: Path) -> str:
+    """What ``resume_from_checkpoint=True`` resumes from, and fails with."""
+    pytest.importorskip("transformers")
+    from transformers.trainer_utils import get_last_checkpoint
+
+    return Path(str(get_last_checkpoint(str(parent)))).name
+
+
 def test_a_training_that_begins_earlier_believes_no_later_folder(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.fixture
 def huggingface(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = importlib.import_module("slurmft.integrations.huggingface")
-    for name, value in (("_in_charge", None), ("_session", None), ("_said_idle", False)):
+    for name, value in (
+        ("_in_charge", None),
+        ("_session", None),
+        ("_said_idle", False),
+        ("_engine", None),
+        ("_resumed", None),
+    ):
         monkeypatch.setattr(module.SlurmftCallback, name, value)
     return module
 
@@ -55,8 +62,8 @@ def trainer(folder: Path, *callbacks: Any, **settings: Any) -> Any:
             return {"loss": (self.line(x) - labels).square().mean()}
 
     args = transformers.TrainingArguments(
-        output_dir=str(folder), max_steps=3, save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True,
-        per_device_train_batch_size=2, **settings,
+        output_dir=str(folder), save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True,
+        per_device_train_batch_size=2, **({"max_steps": 3} | settings),
     )  # fmt: skip
     return transformers.Trainer(model=Line(), args=args, train_dataset=OneNumber(), callbacks=list(callbacks))
 
@@ -116,3 +123,82 @@ def test_without_transformers_the_error_says_what_to_install(tmp_path: Path) -> 
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "needs transformers\n  hint: pip install 'slurmft[huggingface]'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"ignore_data_skip": True}, "ignore_data_skip=True"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
+    ],
+)
+def test_settings_that_need_the_trainers_own_files(
+    tmp_path: Path, huggingface: Any, page: Page, settings: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(UsageError, match=f"{what} needs the Trainer's own files"):
+        trainer(tmp_path / "out", huggingface.SlurmftCallback("slurmft"), **settings)
+
+
+def test_no_other_engine(huggingface: Any) -> None:
+    with pytest.raises(UsageError, match="engine='torch'"):
+        huggingface.SlurmftCallback("torch")
+
+
+def test_outside_of_a_run_the_engine_does_nothing(tmp_path: Path, huggingface: Any) -> None:
+    trainer(tmp_path / "out", huggingface.SlurmftCallback("slurmft")).train()
+    assert huggingface.last_good_checkpoint(tmp_path / "out") == str(tmp_path / "out" / "checkpoint-3")
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, huggingface: Any, page: Page) -> Path:
+    """The folder of a training that has ended at step 3; of a run whose process has one training."""
+    monkeypatch.setenv("SLURMFT_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
+    trainer(tmp_path / "out", huggingface.SlurmftCallback("slurmft")).train()
+    monkeypatch.setattr(huggingface.SlurmftCallback, "_engine", None)
+    monkeypatch.setattr(huggingface.SlurmftCallback, "_resumed", None)
+    return tmp_path / "out"
+
+
+def test_the_engine_goes_on_from_its_checkpoint(huggingface: Any, engine: Path) -> None:
+    again = trainer(engine, huggingface.SlurmftCallback("slurmft"), max_steps=5)
+    folder = huggingface.last_good_checkpoint(engine)
+    assert folder == str(engine / "slurmft-3")
+    again.train(resume_from_checkpoint=folder)
+    assert again.state.global_step == 5
+    assert sorted(path.name for path in engine.glob("slurmft-*")) == ["slurmft-3", "slurmft-4", "slurmft-5"]
+    assert not list(engine.glob("checkpoint-*"))
+
+
+def test_a_training_that_would_begin_anew_beside_checkpoints_is_refused(huggingface: Any, engine: Path) -> None:
+    with pytest.raises(UsageError, match="has checkpoints, and the Trainer begins anew"):
+        trainer(engine, huggingface.SlurmftCallback("slurmft")).train()
+
+
+def test_another_output_folder_is_refused(tmp_path: Path, huggingface: Any, engine: Path) -> None:
+    trainer(tmp_path / "other", huggingface.SlurmftCallback("slurmft"))
+    with pytest.raises(UsageError, match="the run has a checkpoint of step 3, and there is no"):
+        huggingface.last_good_checkpoint(tmp_path / "other")
+
+
+def test_the_trainer_does_not_find_the_engines_folders(
+    huggingface: Any, engine: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There are no weights in them."""
+    trainer(engine, huggingface.SlurmftCallback())
+    assert huggingface.last_good_checkpoint(engine) is None
+    assert "was trained with engine='slurmft'" in caplog.text
+    assert transformers.trainer_utils.get_last_checkpoint(str(engine)) is None
+
+
+def test_one_training_of_a_run_has_the_engine(tmp_path: Path, huggingface: Any, page: Page) -> None:
+    trainer(tmp_path / "one", huggingface.SlurmftCallback("slurmft"))
+    with pytest.raises(UsageError, match="two trainings of one run"):
+        trainer(tmp_path / "two", huggingface.SlurmftCallback("slurmft"))
+
+
+def test_the_versions_that_are_installed_and_constrained_are_those_that_are_supported() -> None:
+    limits = importlib.import_module("slurmft.integrations.huggingface_limits")
+    root = Path(__file__).parents[3]
+    (lowest,) = re.findall(r"^\s+transformers>=(\d+)\.(\d+)$", (root / "setup.cfg").read_text(), re.MULTILINE)
+    (newest,) = re.findall(r"^transformers==(\d+)\.(\d+)", (root / "constraints.txt").read_text(), re.MULTILINE)
+    assert (tuple(map(int, lowest)), tuple(map(int, newest))) == (limits.LOWEST, limits.NEWEST)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
 import zipfile
@@ -17,6 +19,7 @@ import pytest
 
 from slurmft.config.sync import SyncConfig
 from slurmft.errors import Fenced, StorageError, StorageUnavailable
+from slurmft.sync import folder as folder_module
 from slurmft.sync import manifest as stored
 from slurmft.sync import restoring, scanning, uploading
 from slurmft.sync.folder import KeptFolder, Order
@@ -540,3 +543,50 @@ def test_the_bandwidth_cap(node: Node):
     began = time.monotonic()
     node.upload(20)
     assert time.monotonic() - began > 0.4  # the second megabyte waits for the first one
+
+
+@pytest.mark.parametrize(
+    ("url", "package", "hint"),
+    [("gs://bucket/x", "gcsfs", "pip install gcsfs"), ("s3://bucket/x", "s3fs", "pip install 'slurmft")],
+)
+def test_an_address_whose_package_is_missing_is_refused_at_once(
+    url: str, package: str, hint: str, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("fsspec")
+    for name in [name for name in sys.modules if name.split(".")[0] == package] + [package]:
+        monkeypatch.setitem(sys.modules, name, None)
+    fsspec = importlib.import_module("fsspec.registry")
+    monkeypatch.setattr(fsspec, "_registry", {})
+    with pytest.raises(StorageError, match=package) as error:
+        open_store(url, f"{RUN}/lead")
+    assert not isinstance(error.value, StorageUnavailable), "it would be tried again for a quarter of an hour"
+    assert hint in str(error.value)
+
+
+def test_an_unknown_address_is_refused_at_once():
+    pytest.importorskip("fsspec")
+    with pytest.raises(StorageError, match="nonsense") as error:
+        open_store("nonsense://bucket/x", f"{RUN}/lead")
+    assert not isinstance(error.value, StorageUnavailable)
+
+
+def test_a_store_that_is_silent_is_told_of_while_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The thread that waits for it cannot do that."""
+    monkeypatch.setattr(folder_module, "SILENT_S", 0.4)
+    answers = threading.Event()
+
+    def hangs(*_: Any, **__: Any) -> None:
+        answers.wait(30)
+
+    messages: list[Mapping[str, Any]] = []
+    config = SyncConfig(path=tmp_path / "models", url=f"file://{tmp_path}/shared", frequency=1.0)
+    folder = KeptFolder(config, 0, messages.append)
+    folder.take(Order(action="restore", number=1, run=RUN, generation=1))
+    said(messages, lambda each: each.get("number") == 1)
+    monkeypatch.setattr(Uploader, "_publish", lambda *_: hangs())
+    (tmp_path / "models" / "snapshot").write_text("1")
+    reason = said(messages, lambda each: each.get("what") == "failed")["reason"]
+    assert "has not answered for" in reason
+    monkeypatch.undo()
+    answers.set()
+    said(messages, lambda each: each.get("what") == "works again")
