@@ -83,7 +83,7 @@ class _Hooks:
         trainer._signal_connector.register_signal_handlers = lambda: None
         if self._fit is not None:
             self._fit.restore_methods()
-        self._fit = Fit(trainer, Process.shared())
+        self._fit = Fit(trainer, Process.shared(), self)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._fit is not None:
@@ -94,8 +94,7 @@ class _Hooks:
             begin_a_new_epoch(checkpoint["loops"]["fit_loop"])
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        every = trainer.log_every_n_steps
-        if self._fit is not None and every and (batch_idx + 1) % every == 0:  # the value waits for the device
+        if self._fit is not None:  # called once in log_every_n_steps: the value waits for the device
             loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
             if isinstance(loss, torch.Tensor) and loss.numel() == 1:
                 self._fit.session.report(loss=loss.item())

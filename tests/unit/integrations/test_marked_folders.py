@@ -119,6 +119,7 @@ SAVING = """
     from pathlib import Path
     import torch.distributed as dist
     from slurmft.integrations.marked_folders import MarkedFolders
+    from slurmft.system.files import replace_atomically
     dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=int(sys.argv[2]), world_size=2)
     folders = MarkedFolders(Path(sys.argv[1]), keep=2)
     found = folders.newest()
@@ -133,11 +134,41 @@ SAVING = """
             for _ in range(40):
                 file.write(b"%d %d " % (dist.get_rank(), step) * 1_000)
                 file.flush()
+        replace_atomically(folder / f"own-{dist.get_rank()}", b"generators")
 
     for _ in range(int(sys.argv[4])):
         step += 1
         folders.write(step, fill)
 """
+
+
+RENAMING = """
+    import sys
+    from pathlib import Path
+    import torch.distributed as dist
+    from slurmft.integrations.marked_folders import MarkedFolders
+    from slurmft.system.files import replace_atomically
+    dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=int(sys.argv[2]), world_size=2)
+
+    def fill(folder):
+        for number in range(400 if dist.get_rank() else 1):
+            replace_atomically(folder / f"rank-{dist.get_rank()}", str(number), durable=False)
+
+    MarkedFolders(Path(sys.argv[1]), keep=2).write(5, fill)
+"""
+
+
+def test_a_rank_that_still_renames_its_files_does_not_fail_the_save(tmp_path: Path) -> None:
+    """Rank 0 listed the folder while another rank's temporary file was in it, found it gone, and the run ended."""
+    command = [sys.executable, "-c", textwrap.dedent(RENAMING), str(tmp_path / "saves")]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")]) for rank in range(2)]
+    try:
+        assert [rank.wait(120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert steps(MarkedFolders(tmp_path / "saves", keep=2)) == [5]
 
 
 def kill_during_saves(folder: Path, seeds: range) -> list[int]:
