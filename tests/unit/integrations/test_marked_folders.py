@@ -142,25 +142,33 @@ SAVING = """
 """
 
 
-RENAMING = """
-    import sys
+ONE_IS_LATE = """
+    import sys, time
     from pathlib import Path
     import torch.distributed as dist
-    from slurmft.integrations.marked_folders import MarkedFolders
+    from slurmft.integrations import marked_folders
     from slurmft.system.files import replace_atomically
     dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=int(sys.argv[2]), world_size=2)
+    sync = marked_folders._sync
+
+    def watched(folder, **options):
+        assert (folder / "rank-1").exists(), "the folder is synced while another rank writes"
+        sync(folder, **options)
 
     def fill(folder):
-        for number in range(400 if dist.get_rank() else 1):
-            replace_atomically(folder / f"rank-{dist.get_rank()}", str(number), durable=False)
+        while dist.get_rank() and not (folder / "rank-0").exists():
+            time.sleep(0.001)
+        time.sleep(0.3 * dist.get_rank())  # in which rank 0 would go on, if it could
+        replace_atomically(folder / f"rank-{dist.get_rank()}", "whole")
 
-    MarkedFolders(Path(sys.argv[1]), keep=2).write(5, fill)
+    marked_folders._sync = watched
+    marked_folders.MarkedFolders(Path(sys.argv[1]), keep=2).write(5, fill)
 """
 
 
-def test_a_rank_that_still_renames_its_files_does_not_fail_the_save(tmp_path: Path) -> None:
-    """Rank 0 listed the folder while another rank's temporary file was in it, found it gone, and the run ended."""
-    command = [sys.executable, "-c", textwrap.dedent(RENAMING), str(tmp_path / "saves")]
+def test_a_folder_is_synced_when_every_rank_has_written(tmp_path: Path) -> None:
+    """Rank 0 listed another rank's temporary file, found it renamed, and the run ended with ENOENT, one time in many."""
+    command = [sys.executable, "-c", textwrap.dedent(ONE_IS_LATE), str(tmp_path / "saves")]
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")]) for rank in range(2)]
     try:
         assert [rank.wait(120) for rank in ranks] == [0, 0]
