@@ -167,7 +167,7 @@ ONE_IS_LATE = """
 
 
 def test_a_folder_is_synced_when_every_rank_has_written(tmp_path: Path) -> None:
-    """Rank 0 listed another rank's temporary file, found it renamed, and the run ended with ENOENT, one time in many."""
+    """Rank 0 listed the temporary file of another rank, found it renamed, and now and then a run ended with ENOENT."""
     command = [sys.executable, "-c", textwrap.dedent(ONE_IS_LATE), str(tmp_path / "saves")]
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")]) for rank in range(2)]
     try:
