@@ -138,7 +138,7 @@ class Fit:
         if trainer.accumulate_grad_batches == 1 or not trainer.fit_loop.epoch_loop._should_accumulate():
             self._safe_point()
         every, callbacks = trainer.log_every_n_steps, trainer.callbacks
-        if every and not (self._batches.current.ready + 1) % every:
+        if (every and not (self._batches.current.ready + 1) % every) or self._callback not in callbacks:
             original(data_fetcher)
             return
         # our callback has nothing to do in this batch, and each of its hooks costs as much as a step of the session

@@ -1,7 +1,8 @@
 """What users of Lightning's own requeueing reported, with real Lightning and its SLURMEnvironment, in a run of slurmft.
 
-One rank. A first process trains undisturbed; then in a run, where TERM arrives in the middle of a step and the agent's
-part of a stop is played. A second process resumes. A ``scontrol`` that takes notes is first on the PATH.
+One rank. The script trains twice, with the same seed: a first process does so undisturbed, and then gets TERM in the
+middle of a step, where the agent's part of a stop is played. A second one goes on. A ``scontrol`` that takes notes is
+first on the PATH.
 """
 
 from __future__ import annotations
@@ -54,36 +55,39 @@ SCRIPT = """
             self.net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
 
         def training_step(self, batch):
-            if Process.current is not None:
+            if Process.current.fits == 2:
                 facts["steps"].append([self.current_epoch, self.global_step])
                 if self.global_step == stop_at - 1:
                     os.kill(os.getpid(), signal.SIGTERM)
-                    facts["files in the step"] = [path.name for path in root.rglob("*.ckpt")]
+                    facts["files in the step"] = list({path.name for path in root.rglob("*.ckpt")} - {"trainer.ckpt"})
                     page = Process.current.session._page
                     page[Slot.ACTION] = StopAction.SAVE_AND_STOP
-                    page[Slot.COMMITTED] = page[Slot.PROPOSED] = tick_of(stop_at)
+                    page[Slot.COMMITTED] = page[Slot.PROPOSED] = tick_of(Process.current.steps + stop_at)
             return self.net(batch[0]).pow(2).mean()
 
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=0.1)
 
+    def new_trainer():
+        return L.Trainer(max_epochs=epochs, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+                         enable_model_summary=False, enable_checkpointing=False, default_root_dir=root,
+                         plugins=[SLURMEnvironment(auto_requeue=True)], log_every_n_steps=2)
+
     def train():
         L.seed_everything(1)
         data = DataLoader(TensorDataset(torch.randn(2 * batches, 4)), batch_size=2, shuffle=True)
-        model = Net()
-        trainer = L.Trainer(max_epochs=epochs, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
-                            enable_model_summary=False, enable_checkpointing=False, default_root_dir=root,
-                            plugins=[SLURMEnvironment(auto_requeue=True)])
+        model, trainer = Net(), new_trainer()
         trainer.fit(model, data)
+        facts["loss"] = Process.current.session._page.metric()
         facts["epochs"], facts["global_step"] = trainer.current_epoch, trainer.global_step
         facts["callbacks"] = [type(one).__name__ for one in trainer.callbacks]
         return hashlib.sha256(str([value.tolist() for value in model.state_dict().values()]).encode()).hexdigest()
 
     try:
-        if stop_at:
-            facts["undisturbed"], facts["callbacks outside"] = train(), facts.pop("callbacks", None)
+        facts["callbacks outside"] = [type(one).__name__ for one in new_trainer().callbacks]
         os.environ["SLURMFT_PAGE"] = page
-        facts["resumed"] = train()
+        facts["undisturbed"] = train()
+        facts["disturbed"] = train()
     finally:
         print("facts " + json.dumps(facts), flush=True)
 """
@@ -133,7 +137,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
 def check_20542(outcome: Outcome) -> None:
     """TERM was passed by, nothing was saved, and the job was not requeued."""
     assert outcome.exit_codes == (EXIT_TEMPORARY, 0), "the code with which the run goes on in the queue"
-    saved = [save.place.step for save in MarkedFolders(outcome.root / "saves" / "lightning" / "fit-1", 9).complete()]
+    saved = [save.place.step for save in MarkedFolders(outcome.root / "saves" / "lightning" / "fit-2", 9).complete()]
     assert STOP_AT in saved
 
 
@@ -154,7 +158,7 @@ def check_4265(outcome: Outcome) -> None:
     assert outcome.second["steps"][0] == [STOP_AT // BATCHES, STOP_AT]
     assert (outcome.second["epochs"], outcome.second["global_step"]) == (EPOCHS, EPOCHS * BATCHES)
     assert len(outcome.first["steps"]) + len(outcome.second["steps"]) == EPOCHS * BATCHES
-    assert outcome.second["resumed"] == outcome.first["undisturbed"]
+    assert outcome.second["disturbed"] == outcome.second["undisturbed"] == outcome.first["undisturbed"]
 
 
 CHECKS = (check_20542, check_21406, check_15022, check_4265)
@@ -168,6 +172,7 @@ def test_what_users_reported_does_not_happen(outcome: Outcome, check) -> None:
 def test_outside_of_a_run_lightning_is_alone(outcome: Outcome) -> None:
     assert "SlurmftCallback" not in outcome.first["callbacks outside"]
     assert "SlurmftCallback" in outcome.second["callbacks"]
+    assert outcome.second["loss"] > 0, "and is shown, although the callback is out of the list between two reports"
 
 
 @pytest.mark.soak
