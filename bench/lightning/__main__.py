@@ -4,7 +4,7 @@ python bench/lightning --output bench/results/lightning.md      # a minute; noth
 
 ``measure`` returns the numbers, for a table with other frameworks. One process, one rank: what is measured is the
 callback's own work between two batches, not Lightning's. It never waits there, so the time is that of the processor,
-which other programs change little. Rounds with and without it alternate.
+which other programs change less than the clock's. Rounds with and without it alternate in one process.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from typing import Any
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, Page
 
 TARGET_US = 20.0
-BATCHES, ROUNDS = 1_000, 9
+BATCHES, ROUNDS = 1_000, 15
 
-ONE = """
-import importlib, json, logging, os, sys, time, warnings
+ROUNDS_IN_TURN = """
+import json, logging, os, sys, time, warnings
+from pathlib import Path
 warnings.filterwarnings("ignore")
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.ERROR)
 import lightning.pytorch as L, torch
 from torch.utils.data import DataLoader
 
+batches, rounds, page = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+
 class Times(L.Callback):
     def on_train_epoch_start(self, *_): self.began = time.thread_time()
-    def on_train_epoch_end(self, *_): print(time.thread_time() - self.began, flush=True)
+    def on_train_epoch_end(self, *_): self.took = time.thread_time() - self.began
 
 class Net(L.LightningModule):
     def __init__(self):
@@ -47,51 +50,52 @@ class Net(L.LightningModule):
     def configure_optimizers(self): pass
 
 class Same(torch.utils.data.Dataset):
-    def __len__(self): return int(sys.argv[1])
+    def __len__(self): return batches
     def __getitem__(self, index): return 0
 
-L.Trainer(max_epochs=2, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
-          enable_model_summary=False, enable_checkpointing=False, callbacks=[Times()]).fit(
-    Net(), DataLoader(Same(), batch_size=1))
+def one(with_it):
+    os.environ.pop("SLURMFT_PAGE", None)
+    if with_it:
+        os.environ["SLURMFT_PAGE"] = page
+    times = Times()
+    trainer = L.Trainer(max_epochs=2, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+                        enable_model_summary=False, enable_checkpointing=False, callbacks=[times])
+    assert len(trainer.callbacks) == 1 + with_it, trainer.callbacks
+    trainer.fit(Net(), DataLoader(Same(), batch_size=1))
+    return 1e6 * times.took / batches
+
+one(True), one(False)
+print(json.dumps([[one(True), one(False)] if number % 2 else [one(False), one(True)][::-1]
+                  for number in range(rounds)]))
 """
 
 
 def measure(batches: int = BATCHES, rounds: int = ROUNDS) -> dict[str, Any]:
     """Microseconds of a step with and without the callback, and the median difference of pairs of rounds."""
-    steps: dict[bool, list[float]] = {True: [], False: []}
-    for number in range(2 * rounds):
-        with_it = bool((number + number // 2) % 2)
-        steps[with_it].append(_round(batches, with_it=with_it))
-    differences = sorted(a - b for a, b in zip(steps[True], steps[False], strict=True))
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "page"
+        Page.create(page, rank=0, generation=1)
+        settings = json.dumps({"checkpoint": {"interval": "steps", "interval_steps": 1_000_000_000}})
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", PAGE_VARIABLE))}
+        environment |= {"SLURMFT_WORKER": settings, "SLURMFT_CHECKPOINT_DIR": folder}
+        result = subprocess.run(
+            [sys.executable, "-c", ROUNDS_IN_TURN, str(batches), str(rounds), str(page)],
+            env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=900,
+        )  # fmt: skip
+        if result.returncode:
+            raise SystemExit(result.stderr)
+        if len(list((Path(folder) / "lightning").glob("fit-*/step-*"))) != rounds + 1:
+            raise SystemExit("the callback was not active")
+    pairs = json.loads(result.stdout.splitlines()[-1])
+    differences = sorted(with_it - without for with_it, without in pairs)
     return {
         "framework": "Lightning",
-        "without_us": statistics.median(steps[False]),
-        "with_us": statistics.median(steps[True]),
+        "without_us": statistics.median(without for _, without in pairs),
+        "with_us": statistics.median(with_it for with_it, _ in pairs),
         "overhead_us": statistics.median(differences),
         "overhead_range_us": (differences[0], differences[-1]),
         "rounds": rounds,
     }
-
-
-def _round(batches: int, *, with_it: bool) -> float:
-    """Microseconds per step of the second epoch, in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
-        if with_it:
-            page = Path(folder) / "page"
-            Page.create(page, rank=0, generation=1)
-            settings = json.dumps({"checkpoint": {"interval": "steps", "interval_steps": 100 * batches}})
-            environment |= {PAGE_VARIABLE: str(page), "SLURMFT_WORKER": settings,
-                            "SLURMFT_CHECKPOINT_DIR": folder}  # fmt: skip
-        result = subprocess.run(
-            [sys.executable, "-c", ONE, str(batches)],
-            env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=600,
-        )  # fmt: skip
-        if result.returncode:
-            raise SystemExit(result.stderr)
-        if with_it and "step" not in str(list((Path(folder) / "lightning" / "fit-1").iterdir())):
-            raise SystemExit("the callback was not active")
-    return 1e6 * float(result.stdout.split()[-1]) / batches
 
 
 def main() -> None:

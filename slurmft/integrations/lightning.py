@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +24,8 @@ from slurmft.integrations.lightning_fit import Fit, Process
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE
 
 MINIMUM, BELOW = (2, 5), (3, 0)
+
+log = logging.getLogger(__name__)
 
 _OF_SRUN = MappingProxyType({
     "SLURM_NTASKS": "WORLD_SIZE", "SLURM_NTASKS_PER_NODE": "LOCAL_WORLD_SIZE", "SLURM_NNODES": "GROUP_WORLD_SIZE",
@@ -43,6 +46,7 @@ def pytorch_lightning_callbacks() -> list[Any]:
 
 def _callbacks(package: str) -> list[Any]:
     if PAGE_VARIABLE not in os.environ:
+        _say_idle()
         return []
     version = importlib.import_module(package).__version__
     if not MINIMUM <= tuple(int(part) for part in version.split(".")[:2]) < BELOW:
@@ -54,6 +58,12 @@ def _callbacks(package: str) -> list[Any]:
     if "SLURM_JOB_ID" in os.environ:
         os.environ.update({name: os.environ[own] for name, own in _OF_SRUN.items() if own in os.environ})
     return [_callback_class(package)()]
+
+
+@functools.cache
+def _say_idle() -> None:
+    """Once in a process, and not as a warning: scripts get here because slurmft is installed."""
+    log.info("this is not a run of slurmft (slurmft submit): Lightning saves and stops as ever")
 
 
 @functools.cache
@@ -83,7 +93,7 @@ class _Hooks:
         trainer._signal_connector.register_signal_handlers = lambda: None
         if self._fit is not None:
             self._fit.restore_methods()
-        self._fit = Fit(trainer, Process.shared())
+        self._fit = Fit(trainer, Process.shared(), self)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._fit is not None:
@@ -94,8 +104,7 @@ class _Hooks:
             begin_a_new_epoch(checkpoint["loops"]["fit_loop"])
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        every = trainer.log_every_n_steps
-        if self._fit is not None and every and (batch_idx + 1) % every == 0:  # the value waits for the device
+        if self._fit is not None:  # called once in log_every_n_steps: the value waits for the device
             loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
             if isinstance(loss, torch.Tensor) and loss.numel() == 1:
                 self._fit.session.report(loss=loss.item())

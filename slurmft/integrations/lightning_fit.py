@@ -69,8 +69,9 @@ class Process:
 class Fit:
     """One call of ``Trainer.fit``."""
 
-    def __init__(self, trainer: Any, process: Process) -> None:
+    def __init__(self, trainer: Any, process: Process, callback: Any) -> None:
         self._trainer, self._process, self.session = trainer, process, process.session
+        self._callback = callback
         process.fits += 1
         settings = WorkerSettings.from_environment(os.environ).checkpoint
         root = self.session.checkpoint_dir / "lightning" / f"fit-{process.fits}"
@@ -78,6 +79,7 @@ class Fit:
         self._undo = contextlib.ExitStack()
         self._data = EpochData(trainer)
         self._walk: Any = None
+        self._batches = trainer.fit_loop.epoch_loop.batch_progress
         self._ready: int | None = None
         self._ended = self.saves_between_epochs = False
         found = self._folders.newest()
@@ -102,7 +104,7 @@ class Fit:
         if self._ended:
             return
         self._ended = self.saves_between_epochs = True
-        if self._walk is not None and self._ready not in (None, self._batches_begun()):
+        if self._walk is not None and self._ready not in (None, self._batches.total.ready):
             with contextlib.suppress(StopIteration):
                 self._walk.send(True)
             self._steps += 1
@@ -135,14 +137,20 @@ class Fit:
         # inside of an accumulation the gradients would be lost
         if trainer.accumulate_grad_batches == 1 or not trainer.fit_loop.epoch_loop._should_accumulate():
             self._safe_point()
-        original(data_fetcher)
-
-    def _batches_begun(self) -> int:
-        ready: int = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        return ready
+        every, callbacks = trainer.log_every_n_steps, trainer.callbacks
+        if (every and not (self._batches.current.ready + 1) % every) or self._callback not in callbacks:
+            original(data_fetcher)
+            return
+        # our callback has nothing to do in this batch, and each of its hooks costs as much as a step of the session
+        place = callbacks.index(self._callback)
+        del callbacks[place]
+        try:
+            original(data_fetcher)
+        finally:
+            callbacks.insert(place, self._callback)
 
     def _safe_point(self) -> None:
-        ready = self._batches_begun()
+        ready = self._batches.total.ready
         if ready == self._ready:  # no batch since then
             return
         self._steps += self._ready is not None

@@ -88,7 +88,9 @@ class MarkedFolders:
         self._agree(team, guard, [row[0]] if row[0] else [], folder)
         with guard:
             fill(folder)
-            _sync(folder, everything=team.is_lead or team.world_size == 1)
+        self._agree(team, guard, [one[0] for one in team.exchange([guard.code])], folder)
+        with guard:  # not earlier: another rank's temporary file would be gone between its listing and its opening
+            _sync(folder, everything=team.is_lead)
         self._agree(team, guard, [one[0] for one in team.exchange([guard.code])], folder)
         if team.is_lead:
             with guard:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import multiprocessing.context
 import os
 import signal
@@ -26,6 +27,9 @@ from typing import Any
 from slurmft.system.siginfo import redelivery
 
 _TERM = frozenset({signal.SIGTERM})
+_getsignal: Callable[[int], Any] = importlib.import_module("_signal").getsignal
+"""As ``signal.getsignal``, without the attempt to make an enum of the handler, which took a third of a safe point."""
+
 _KINDS = (
     multiprocessing.context.ForkProcess,
     multiprocessing.context.SpawnProcess,
@@ -57,9 +61,9 @@ class StopSignal:
 
     def chain_again(self) -> None:
         """Put us back in front of a handler that the user's code has installed since; theirs is still called."""
-        current = signal.getsignal(signal.SIGTERM)
-        if current == self._note:
+        if _getsignal(15) == self._note:
             return
+        current = signal.getsignal(signal.SIGTERM)
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, self._note)
             self._chained = current

@@ -34,9 +34,14 @@ def in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
 
 
-def test_outside_of_a_run_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_a_run_there_is_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv(PAGE_VARIABLE, raising=False)
-    assert lightning.lightning_callbacks() == lightning.pytorch_lightning_callbacks() == []
+    lightning._say_idle.cache_clear()
+    with caplog.at_level("INFO"):
+        assert lightning.lightning_callbacks() == lightning.pytorch_lightning_callbacks() == []
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "this is not a run of slurmft (slurmft submit)"
+    ], "said once"
 
 
 @pytest.mark.usefixtures("in_a_run")

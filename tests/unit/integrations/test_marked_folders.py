@@ -119,6 +119,7 @@ SAVING = """
     from pathlib import Path
     import torch.distributed as dist
     from slurmft.integrations.marked_folders import MarkedFolders
+    from slurmft.system.files import replace_atomically
     dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=int(sys.argv[2]), world_size=2)
     folders = MarkedFolders(Path(sys.argv[1]), keep=2)
     found = folders.newest()
@@ -133,11 +134,49 @@ SAVING = """
             for _ in range(40):
                 file.write(b"%d %d " % (dist.get_rank(), step) * 1_000)
                 file.flush()
+        replace_atomically(folder / f"own-{dist.get_rank()}", b"generators")
 
     for _ in range(int(sys.argv[4])):
         step += 1
         folders.write(step, fill)
 """
+
+
+ONE_IS_LATE = """
+    import sys, time
+    from pathlib import Path
+    import torch.distributed as dist
+    from slurmft.integrations import marked_folders
+    from slurmft.system.files import replace_atomically
+    dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=int(sys.argv[2]), world_size=2)
+    sync = marked_folders._sync
+
+    def watched(folder, **options):
+        assert (folder / "rank-1").exists(), "the folder is synced while another rank writes"
+        sync(folder, **options)
+
+    def fill(folder):
+        while dist.get_rank() and not (folder / "rank-0").exists():
+            time.sleep(0.001)
+        time.sleep(0.3 * dist.get_rank())  # in which rank 0 would go on, if it could
+        replace_atomically(folder / f"rank-{dist.get_rank()}", "whole")
+
+    marked_folders._sync = watched
+    marked_folders.MarkedFolders(Path(sys.argv[1]), keep=2).write(5, fill)
+"""
+
+
+def test_a_folder_is_synced_when_every_rank_has_written(tmp_path: Path) -> None:
+    """Rank 0 listed the temporary file of another rank, found it renamed, and now and then a run ended with ENOENT."""
+    command = [sys.executable, "-c", textwrap.dedent(ONE_IS_LATE), str(tmp_path / "saves")]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")]) for rank in range(2)]
+    try:
+        assert [rank.wait(120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert steps(MarkedFolders(tmp_path / "saves", keep=2)) == [5]
 
 
 def kill_during_saves(folder: Path, seeds: range) -> list[int]:
