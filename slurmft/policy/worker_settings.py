@@ -43,6 +43,9 @@ class WorkerSettings:
     straggler_profiling_interval: int = 1
     """Every so many steps are timed."""
 
+    digest_interval_steps: int = 0
+    """Steps between two digests of the state of each replica; 0: none."""
+
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     rerun: RerunSettings = field(default_factory=RerunSettings)
 
@@ -79,6 +82,7 @@ class WorkerSettings:
             base_world_size=max(0, int(given.get("base_world_size", alone.base_world_size))),
             straggler_detection=bool(given.get("straggler_detection", alone.straggler_detection)),
             straggler_profiling_interval=max(1, int(given.get("straggler_profiling_interval", 1))),
+            digest_interval_steps=max(0, int(given.get("digest_interval_steps", 0))),
             checkpoint=CheckpointSettings.from_json(given.get("checkpoint", {})),
             rerun=RerunSettings.from_json(given.get("rerun", {})),
         )
