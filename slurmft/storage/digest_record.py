@@ -50,10 +50,10 @@ class DigestRecord:
 
 
 def read_digests(directory: Path) -> DigestRecord:
-    """The record of a checkpoint directory; an empty one where there is none, or it is another user's.
+    """The record of a checkpoint directory; an empty one where there is none.
 
     Raises:
-        StorageError: there is one, and it cannot be read.
+        StorageError: there is one, and it cannot be read, or it is of a user who is not trusted there.
     """
     value = read_json(directory / DIGESTS, owners=trusted_owners(directory)) if directory.is_dir() else None
     if value is None:

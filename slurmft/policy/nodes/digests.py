@@ -113,7 +113,10 @@ def words(wrong: Mapping[int, str], compared: int, step: int) -> str:
     return f"{what} ({compared} ranks compared): silent data corruption"
 
 
-def words_of_split(nodes: Collection[str], step: int) -> str:
-    """A sentence about replicas that differ without a majority."""
-    what = f"after step {step}, replicas on {', '.join(sorted(nodes)[:5])} differ and none has a majority"
-    return f"{what}: silent data corruption; the steps are computed again to tell which was right"
+def words_of_split(split: Mapping[int, str], step: int) -> str:
+    """A sentence about replicas, of ranks with their nodes, that differ without a majority."""
+    nodes = sorted({*split.values()})
+    where = ", ".join(nodes[:5])
+    what = f"after step {step}, the replicas of {len(split)} ranks on {where} differ, and none has a majority"
+    then = "" if len(nodes) == 1 else "; the steps are computed again to tell which was right"
+    return f"{what}: silent data corruption{then}"

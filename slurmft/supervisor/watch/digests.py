@@ -68,8 +68,10 @@ class Digests:
         self._verify()
 
     def trusted(self, saved: int | None) -> int | None:
-        """The newest saved step as the next attempt may use it."""
-        return saved if self.found is None or saved is None else min(saved, self.found.trusted_step)
+        """The newest saved step that the next attempt may use; of a spoilt attempt, one on which replicas agreed."""
+        if self.found is None or saved is None or saved <= self.found.trusted_step:
+            return saved
+        return self._verified
 
     async def close(self) -> None:
         """The workers have ended: note which of their checkpoints are not to be used, before anything follows."""
@@ -107,7 +109,7 @@ class Digests:
         ranks = result.wrong or result.split
         nodes = {rank: self._nodes[rank] for rank in ranks}
         is_known = bool(result.wrong) or len({*nodes.values()}) == 1
-        reason = words(nodes, result.compared, step) if is_known else words_of_split({*nodes.values()}, step)
+        reason = words(nodes, result.compared, step) if result.wrong else words_of_split(nodes, step)
         suspects = tuple(Suspect(node=node, rank=rank) for rank, node in sorted(nodes.items())) if is_known else ()
         trusted = max(self._newest_agreed, self._seen.reached()[0])
         values = {} if is_known else {node: [digests[rank].group, digests[rank].value] for rank, node in nodes.items()}
