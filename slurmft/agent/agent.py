@@ -9,12 +9,13 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slurmft.agent.container.inside import Outside, limits_here
+from slurmft.agent.digests import DigestReports
 from slurmft.agent.environment import LENDER_VARIABLE, common_environment, worker_environment
 from slurmft.agent.faults import strike
 from slurmft.agent.forensics import Forensics
@@ -110,6 +111,7 @@ class Agent:
         self._shutdown = False
         self._last_heard = time.monotonic()
         self._timings: TimingReports | None = None
+        self._digests = DigestReports()
         self._hangs = HangWatch(config, self._report_hang)
         self._generation = 0
         self._address: tuple[list[str], int, bytes] | None = None
@@ -308,6 +310,7 @@ class Agent:
             timed=config.straggler_detection.enabled,
         )
         self._timings = TimingReports(config.straggler_detection.report_time_interval, time.monotonic())
+        self._digests = DigestReports()
         self._hangs.begin(list(self._workers.by_rank.values()), learned=call.limits or {})
         return Started()
 
@@ -392,7 +395,12 @@ class Agent:
         self._forensics.keep_last_words(worker, self._run.attempts / self._attempt)
         own, facts, code = self._generation, worker.facts(), worker.exit_code or 0
         killed, starved = worker.killed, worker.starved
+        self._report_digests([worker])  # first: the end of the last rank ends the attempt
         self._report(WorkerExited(code=code, killed=killed, starved=starved, generation=own, facts=facts))
+
+    def _report_digests(self, workers: Sequence[Worker]) -> None:
+        for report in self._digests.new(workers):
+            self._report(replace(report, generation=self._generation))
 
     def _report_hang(self, report: HangReport) -> None:
         self._report(replace(report, generation=self._generation))
@@ -415,6 +423,7 @@ class Agent:
                 if self._timings is not None and self._config.straggler_detection.enabled:
                     for report in self._timings.due(list(self._workers.by_rank.values()), time.monotonic()):
                         self._channel.send(replace(report, generation=own).as_mapping())
+                self._report_digests(list(self._workers.by_rank.values()))
                 if (durations := self._hangs.durations()) is not None:
                     self._channel.send(replace(durations, generation=own).as_mapping())
 

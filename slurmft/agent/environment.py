@@ -90,6 +90,7 @@ def settings_of(config: RunConfig, start: StartWorkers) -> WorkerSettings:
         base_world_size=config.world_size if config.elastic.batch == "keep_micro_batch" else 0,
         straggler_detection=config.straggler_detection.enabled,
         straggler_profiling_interval=config.straggler_detection.profiling_interval,
+        digest_interval_steps=config.digests.interval_steps,
         checkpoint=config.checkpoint.settings(start.mtbf_s),
         rerun=RerunSettings.from_json(config.rerun.model_dump(mode="json")),
     )

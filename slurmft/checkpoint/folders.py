@@ -19,6 +19,7 @@ from slurmft.checkpoint.staging.holding import alone, is_claimed
 from slurmft.checkpoint.writer.write_requests import LIFETIME_S, Keep
 from slurmft.errors import StorageError
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, newest_first, read_quarantine
+from slurmft.storage.digest_record import read_digests
 from slurmft.storage.fence import GENERATION_VARIABLE, check_fence
 from slurmft.system.files import fsync_folder
 from slurmft.system.opening import UnsafeFile, trusted_owners
@@ -138,7 +139,17 @@ class Pruner:
             keep_every=keep.keep_every,
             best=best[0] if best else None,
             distrusted=distrusted,
+            verified=self._verified(entries),
         )
+
+    def _verified(self, entries: Iterable[Entry]) -> set[Path]:
+        """Those on which all replicas agreed; all of them where that cannot be read, so that none is removed for it."""
+        try:
+            record = read_digests(self._directory)
+        except StorageError as error:
+            log.warning("%s", error.what)
+            return {entry.path for entry in entries}
+        return {entry.path for entry in entries if record.is_verified(entry.step, entry.generation)}
 
     def _look_at_marks(self, identities: Iterable[Identity]) -> bool:
         """Whether a mark has come or gone since the last look."""

@@ -36,6 +36,7 @@ from slurmft.errors import CheckpointError, NewerFormat, StorageError
 from slurmft.policy.checkpoints.tiers import Committed, Decision, Name
 from slurmft.storage.attempt_facts import note_resuming
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, read_quarantine
+from slurmft.storage.digest_record import Doubt, read_digests
 from slurmft.storage.memory_folder import memory_folder_of
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
 from slurmft.trainer.streams import settle
@@ -163,10 +164,10 @@ class Loading:
 
     def _in_memory(self, candidates: Sequence[Identity]) -> tuple[Committed | None, MemorySources]:
         """The newest checkpoint on disk, and what lies in memory beside it."""
-        committed, quarantined = self._newest_committed(candidates)
-        return committed, MemorySources(
-            self._team, committed, directory=self._directory, generation=own_generation(), quarantined=quarantined
-        )
+        committed, quarantined, doubts = self._newest_committed(candidates)
+        memory = MemorySources(self._team, committed, directory=self._directory, generation=own_generation(),
+                               quarantined=quarantined, doubts=doubts)  # fmt: skip
+        return committed, memory
 
     def _from_memory(self, memory: MemorySources, decision: Decision) -> LoadedCheckpoint | None:
         identity = Identity(*(decision.name or (0, 0, 0)))
@@ -281,9 +282,17 @@ class Loading:
         catalog = Catalog(self._directory)
         return [one for one in catalog.identities() if (self._directory / one.folder_name / MANIFEST).exists()]
 
-    def _newest_committed(self, candidates: Sequence[Identity]) -> tuple[Committed | None, list[Name]]:
-        """The newest one whose marker can be believed, its bytes not looked at; and newer ones in quarantine."""
-        row, marked = [0, 0, 0, 0], list[int]()
+    def _newest_committed(self, candidates: Sequence[Identity]) -> tuple[Committed | None, list[Name], list[Doubt]]:
+        """The newest one whose marker can be believed, its bytes not looked at; newer ones in quarantine; and which
+        states, also in memory alone, are in doubt."""
+        row, marked, doubted = [0, 0, 0, 0], list[int](), list[int]()
+        if self._team.is_lead:
+            with contextlib.suppress(StorageError):  # each checkpoint on disk counts as marked then
+                doubted = [
+                    number
+                    for each in read_digests(self._directory).doubts
+                    for number in (each.generation, each.after_step)
+                ]
         for identity in candidates if self._team.is_lead else ():
             try:
                 entry = _verified_entry(self._directory / identity.folder_name)
@@ -293,11 +302,12 @@ class Loading:
                 continue
             row = [identity.step, identity.generation, identity.commit, entry.world_size]
             break
-        step, generation, commit, world_size, count = self._team.from_lead([*row, len(marked)])
-        numbers = self._team.from_lead(marked or [0] * count) if count else []
+        step, generation, commit, world_size, count, more = self._team.from_lead([*row, len(marked), len(doubted)])
+        numbers = self._team.from_lead([*marked, *doubted] or [0] * (count + more)) if count + more else []
         quarantined = [(numbers[n], numbers[n + 1], numbers[n + 2]) for n in range(0, count, 3)]
+        doubts = [Doubt(generation=numbers[n], after_step=numbers[n + 1]) for n in range(count, count + more, 2)]
         newest = Committed(name=(step, generation, commit), shards=world_size) if world_size else None
-        return newest, quarantined
+        return newest, quarantined, doubts
 
     def _note(self, path: Path | None, source: str) -> None:
         """Note which of the run's checkpoints is about to be read: a process that it kills cannot report it."""

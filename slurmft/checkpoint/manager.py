@@ -128,6 +128,7 @@ class CheckpointManager(NamedStates):
             Fenced: a newer attempt owns the run; nothing was committed.
         """
         trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
+        SAVERS.trains(model, optimizer)
         team = Team()
         is_async = self.settings.async_save if async_save is None else async_save
         urgent = SAVERS.is_urgent or not is_async
@@ -215,6 +216,7 @@ class CheckpointManager(NamedStates):
         """
         self._settle()
         trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
+        SAVERS.trains(model, optimizer)
         loading = Loading(self.directory, trainee, Tolerance.of(allow_missing, allow_cast=allow_cast))
         loaded = self._loaded(loading, loading.newest())
         if loaded.found:
@@ -246,6 +248,7 @@ class CheckpointManager(NamedStates):
         """
         self._settle()
         trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
+        SAVERS.trains(model, optimizer)
         loading = Loading(self.directory, trainee, Tolerance.of(allow_missing, allow_cast=allow_cast))
         return self._loaded(loading, loading.best(self.settings.best_metric, self.settings.best_mode))
 

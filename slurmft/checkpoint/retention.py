@@ -45,6 +45,7 @@ def decide(
     keep_every: int = 0,
     best: Entry | None = None,
     distrusted: Collection[Path] = (),
+    verified: Collection[Path] = (),
 ) -> Retention:
     """Keep the newest commits of ``keep_last_n`` different steps, the first at or after every multiple of
     ``keep_every`` steps (saves that are spaced by time hit none), and ``best``.
@@ -52,7 +53,7 @@ def decide(
     A distrusted checkpoint (a load found it damaged, or it is quarantined) does not count as one of the kept, so that
     the last good one is never removed in its favour. It stays as evidence until it is older than the newest
     ``keep_last_n``; of the quarantined ones, of any age, the newest ``KEPT_QUARANTINED`` stay. The newest
-    ``NEVER_REMOVED`` good commits always stay.
+    ``NEVER_REMOVED`` good commits always stay, and so does the newest of ``verified``, on which all replicas agreed.
     """
     quarantined = [entry.path for entry in newest_first if entry.quarantine]
     bad = {*distrusted, *quarantined}
@@ -61,7 +62,8 @@ def decide(
     for entry in good:
         newest_of_step.setdefault(entry.step, entry)
     last = list(newest_of_step.values())[:keep_last_n]
-    kept = {entry.path for entry in (*last, *good[:NEVER_REMOVED], *([best] if best else ()))}
+    sure = next((entry for entry in good if entry.path in verified), None)
+    kept = {entry.path for entry in (*last, *good[:NEVER_REMOVED], *(each for each in (best, sure) if each))}
     if keep_every:
         first_since = {step // keep_every: entry for step, entry in sorted(newest_of_step.items(), reverse=True)}
         kept |= {entry.path for entry in first_since.values() if entry.step >= keep_every}

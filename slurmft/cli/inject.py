@@ -31,6 +31,9 @@ Faults:
   oom, host-oom              raises a GPU's out-of-memory error; raises MemoryError (the kernel's own kill cannot be
                              ordered: to the worker, kill looks the same)
   nan                        its next loss is NaN, once
+  bit-flip                   one bit of a parameter changes, silently; see the section digests
+  bit-flip-moment            one bit of the optimizer's state does
+  bit-flip-gradient          one bit of a gradient does, after the ranks have summed it
   slow, leak                 every step from now on: 0.5 s longer; 32 MiB more, up to 512 MiB
   full-disk                  its next file that is made durable fails with ENOSPC, once
   corrupt-newest-checkpoint  flips bytes in the newest committed checkpoint (of another rank's part with --rank)

@@ -27,6 +27,7 @@ from pydantic import (
 from slurmft.config import yaml_text
 from slurmft.config.checkpoint import CheckpointConfig
 from slurmft.config.container import ContainerConfig
+from slurmft.config.digests import DigestsConfig
 from slurmft.config.elastic import ElasticConfig
 from slurmft.config.exclusions import ExclusionsConfig
 from slurmft.config.fault_tolerance import FaultToleranceConfig
@@ -113,6 +114,7 @@ class RunConfig(_Section):
     elastic: ElasticConfig = Field(default_factory=ElasticConfig)
     exclusions: ExclusionsConfig = Field(default_factory=ExclusionsConfig)
     straggler_detection: StragglerDetectionConfig = Field(default_factory=StragglerDetectionConfig)
+    digests: DigestsConfig = Field(default_factory=DigestsConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     notify: NotifyConfig = Field(default_factory=NotifyConfig)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
 from slurmft.ipc.channel import BadMessage, Body
+from slurmft.ipc.pages.digest_ring import ENTRIES
 from slurmft.ipc.pages.section_stack import MAX_NAMES
 from slurmft.ipc.pages.timing_page import CUDA, MAX_NAME, MAX_SECTIONS
 from slurmft.ipc.shapes import (
@@ -164,6 +165,31 @@ class TimingsReport(Sent):
     told_as: ClassVar[str] = "a report of timings"
     window: SlotValue
     ranks: Annotated[tuple[RankTimings, ...], Shape(fits=is_list, of=RankTimings)]
+    generation: Generation = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankDigests(Fields):
+    """The digests of one worker's state since the last report."""
+
+    rank: Rank
+    group: SlotValue
+    """Equal for ranks that hold the same part of the state."""
+
+    digests: Annotated[
+        tuple[tuple[int, int], ...],
+        Shape(fits=rows(ENTRIES, (SLOT, SLOT)), read=as_tuples, write=as_lists),
+    ]
+    """Steps that were complete, and 64 bits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DigestsReport(Sent):
+    """Digests of replicas, to be compared with those of other nodes."""
+
+    kind: ClassVar[str] = "digests"
+    told_as: ClassVar[str] = "a report of digests"
+    ranks: Annotated[tuple[RankDigests, ...], Shape(fits=is_list, of=RankDigests)]
     generation: Generation = None
 
 
@@ -373,9 +399,9 @@ class UnknownReport(Report):
 _REPORTS: Mapping[str, type[Sent]] = {
     each.kind: each
     for each in (
-        WorkerExited, ProgressReport, TimingsReport, HangReport, DurationsReport, SignalReport, NoticeReport,
-        LimitReport, SyncReport, RequestsWanted, RequestsAnswered, RequestsReturned, Drained, ReplicaPhase, ReplicaDied,
-        ReplicaSmaller, RouterPhase, RehearsalReport,
+        WorkerExited, ProgressReport, TimingsReport, DigestsReport, HangReport, DurationsReport, SignalReport,
+        NoticeReport, LimitReport, SyncReport, RequestsWanted, RequestsAnswered, RequestsReturned, Drained,
+        ReplicaPhase, ReplicaDied, ReplicaSmaller, RouterPhase, RehearsalReport,
     )
 }  # fmt: skip
 

@@ -41,6 +41,15 @@ class Fault(StrEnum):
     NAN = "nan"
     """The first module of the next forward pass computes NaN, once; so the loss is NaN."""
 
+    BIT_FLIP = "bit-flip"
+    """At the next step boundary one bit of a parameter changes, silently."""
+
+    BIT_FLIP_MOMENT = "bit-flip-moment"
+    """One bit of the optimizer's state does."""
+
+    BIT_FLIP_GRADIENT = "bit-flip-gradient"
+    """One bit of a gradient does, after gradients were summed over the ranks and before the optimizer uses them."""
+
     SLOW = "slow"
     """From the next step on, each one takes half a second longer."""
 
@@ -64,8 +73,11 @@ BY_SIGNAL: Mapping[Fault, str] = {Fault.KILL: "SIGKILL", Fault.STOP: "SIGSTOP", 
 """Faults that reach any process."""
 
 IN_SESSION = frozenset(
-    {Fault.HANG, Fault.EXCEPTION, Fault.OOM, Fault.HOST_OOM, Fault.NAN, Fault.SLOW, Fault.LEAK, Fault.FULL_DISK}
-)
+    {
+        Fault.HANG, Fault.EXCEPTION, Fault.OOM, Fault.HOST_OOM, Fault.NAN, Fault.SLOW, Fault.LEAK, Fault.FULL_DISK,
+        Fault.BIT_FLIP, Fault.BIT_FLIP_MOMENT, Fault.BIT_FLIP_GRADIENT,
+    }
+)  # fmt: skip
 """Faults that the worker's own session carries out at its next step boundary."""
 
 LAB_COMMAND: Mapping[Fault, str] = {Fault.PARTITION: "partition", Fault.NODE_LOSS: "kill-node"}

@@ -45,6 +45,8 @@ class WorkerSettings:
 
     rehearsal: bool = False
     """A spare tries the script for two steps, in a world of its own; nothing is saved."""
+    digest_interval_steps: int = 0
+    """Steps between two digests of the state of each replica; 0: none."""
 
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     rerun: RerunSettings = field(default_factory=RerunSettings)
@@ -83,6 +85,7 @@ class WorkerSettings:
             straggler_detection=bool(given.get("straggler_detection", alone.straggler_detection)),
             straggler_profiling_interval=max(1, int(given.get("straggler_profiling_interval", 1))),
             rehearsal=given.get("rehearsal") is True,
+            digest_interval_steps=max(0, int(given.get("digest_interval_steps", 0))),
             checkpoint=CheckpointSettings.from_json(given.get("checkpoint", {})),
             rerun=RerunSettings.from_json(given.get("rerun", {})),
         )

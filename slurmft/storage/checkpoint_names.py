@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmft.errors import StorageError
+from slurmft.storage.digest_record import read_digests
 from slurmft.system.files import read_json, write_json
 from slurmft.system.opening import trusted_owners
 
@@ -89,13 +90,16 @@ def write_quarantine(checkpoint: Path, quarantine: Quarantine) -> None:
 
 
 def read_quarantine(checkpoint: Path) -> Quarantine | None:
-    """The mark; None where there is none. An unreadable one counts as a mark."""
+    """The mark; None where there is none. An unreadable one counts as a mark, and so does a doubt of its replicas."""
     try:
         value = read_json(checkpoint / QUARANTINE)
+        if value is None:
+            doubt = None
+            if (identity := Identity.parse(checkpoint.name)) is not None:
+                doubt = read_digests(checkpoint.parent).doubt(identity.step, identity.generation)
+            return None if doubt is None else Quarantine(reason=doubt.reason, from_scratch=True)
     except StorageError as error:
         return Quarantine(reason=error.what)
-    if value is None:
-        return None
     return Quarantine(reason=str(value.get("reason", "")), from_scratch=value.get("from_scratch") is True)
 
 

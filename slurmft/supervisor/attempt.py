@@ -15,6 +15,7 @@ from slurmft.errors import LaunchError, StorageError
 from slurmft.ipc.calls import Kill, Ping, Port, StartWorkers
 from slurmft.ipc.reports import (
     Connected,
+    DigestsReport,
     Disconnected,
     DurationsReport,
     HangReport,
@@ -51,6 +52,7 @@ from slurmft.supervisor.recovery.place_elsewhere import suspect_gpus_of, without
 from slurmft.supervisor.signals import hearing
 from slurmft.supervisor.start import Start
 from slurmft.supervisor.stops import POLL_S, Stops
+from slurmft.supervisor.watch.digests import Digests
 from slurmft.supervisor.watch.forensics import HANG_DUMPS_S, ended_by_watchdog, take_evidence
 from slurmft.supervisor.watch.hangs import Hangs
 from slurmft.supervisor.watch.live import Live
@@ -103,6 +105,7 @@ class AttemptRunner:
         self._resizing = Resizing(config, start, crew, self._seen, self.stops)
         self._reclaimed = Reclaimed(config, start, crew, self.stops, accuser)
         self._slow = SlowNodes(config, start, self._seen, self.stops, accuser=accuser)
+        self._digests = Digests(config, start, self._seen, self.stops, accuser, over=self._over)
         self._live = Live(config, start, self._seen, self._hangs, self._slow)
         self._complete_codes = codes_of(ExitAction.COMPLETE, config.exit_actions)
         self._failed = self._rescued = False
@@ -194,8 +197,7 @@ class AttemptRunner:
         if self._over.is_set():
             return
         self._seen.world_size = len(members) * self._config.nproc_per_node
-        lead = members[0]
-        port = (await lead.call(Port())).port
+        port = (await members[0].call(Port())).port
         hosts = [link.host for link in members]
         self._journal.append(EventName.AGENTS_READY, hosts=hosts)
         suspects = await asyncio.to_thread(suspect_gpus_of, self._config, self._start.history)
@@ -211,7 +213,7 @@ class AttemptRunner:
             first_rank=0,
             nodes=len(members),
             generation=self._start.generation,
-            master_addr=lead.host,
+            master_addr=members[0].host,
             master_port=port,
             limits=self._hangs.limits(),
         )
@@ -234,7 +236,7 @@ class AttemptRunner:
 
     # What is reported to us
 
-    async def _handle_events(self) -> None:
+    async def _handle_events(self) -> None:  # noqa: C901, PLR0912 - one case for each kind
         while True:
             link, report = await self._pool.events.get()
             if report.generation not in (None, self._start.generation):
@@ -246,6 +248,8 @@ class AttemptRunner:
                     self._seen.note_progress(report.ranks)
                 case TimingsReport():
                     self._slow.note(link.host, report)
+                case DigestsReport():
+                    self._digests.note(link.host, report)
                 case HangReport():
                     self._background.start(self._on_hang(link, report))
                 case DurationsReport():
@@ -395,7 +399,7 @@ class AttemptRunner:
         return found
 
     async def _rescue(self) -> None:
-        if self._config.checkpoint.just_in_time and not self._rescued:
+        if self._config.checkpoint.just_in_time and not self._rescued and self._digests.found is None:
             self._rescued = True
             await rescue(self._pool, self._journal)
 
@@ -408,6 +412,7 @@ class AttemptRunner:
             await end_of_workers(self._pool, self._seen.ends, per_node=self._config.nproc_per_node)
         await self._crew.kept.upload(self.stops.time_is_up_s)
         await self._background.cancel_all()
+        await self._digests.close()
         self._seen.close()
         self._folder.leave(self._seen, self._slow, self._hangs)
 
@@ -423,10 +428,11 @@ class AttemptRunner:
             world_size=self._seen.world_size,
             seen=Circumstances(
                 reached=self._seen.reached(),
-                saved=self._seen.saved(),
+                saved=self._digests.trusted(self._seen.saved()),
+                corruption=self._digests.found,
                 planned=self.stops.planned,
                 planned_reason=self.stops.reason,
-                planned_suspects=(*self._slow.suspects, *self._reclaimed.suspects),
+                planned_suspects=(*self._slow.suspects, *self._reclaimed.suspects, *self._digests.convicted),
                 lost_nodes=tuple(self.lost),
                 hang=self._hangs.found,
                 node_states=self._node_states,

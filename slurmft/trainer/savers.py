@@ -11,6 +11,9 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, Protocol
 
+import torch
+from torch import nn
+
 
 class Outcome(Enum):
     """The outcome of the newest call of a manager's ``save``."""
@@ -74,6 +77,7 @@ class Savers:
 
     def __init__(self) -> None:
         self._savers: list[weakref.ref[Saver]] = []
+        self._trained: tuple[weakref.ref[nn.Module], weakref.ref[torch.optim.Optimizer]] | None = None
         self.listener: Listener | None = None
         self.outcome = Outcome.DONE
         self.is_urgent = False
@@ -86,6 +90,18 @@ class Savers:
     def savers(self) -> list[Saver]:
         """Those in use, in the order in which they joined."""
         return [saver for one in self._savers if (saver := one()) is not None]
+
+    @property
+    def trained(self) -> tuple[nn.Module, torch.optim.Optimizer] | None:
+        """Model and optimizer of the newest load or save; None before, and when they are gone."""
+        if self._trained is None:
+            return None
+        model, optimizer = self._trained[0](), self._trained[1]()
+        return None if model is None or optimizer is None else (model, optimizer)
+
+    def trains(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """These are what the process trains; does not hold them alive."""
+        self._trained = weakref.ref(model), weakref.ref(optimizer)
 
     def join(self, saver: Saver) -> None:
         """Pass the session's events to ``saver``, for as long as it is in use."""

@@ -14,17 +14,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 
 from slurmft.errors import StorageError
 from slurmft.ipc.pages.heartbeat import FAULT_SUFFIX, PAGE_VARIABLE, Page, Slot
 from slurmft.policy.faults import Fault
 from slurmft.system.files import read_json
+from slurmft.trainer.savers import SAVERS
 
 SLOW_STEP_S = 0.5
 LEAK_STEP_BYTES, LEAK_BYTES = 32 << 20, 512 << 20
 _LASTING = -1
 """No number of a fault, so that every step looks again."""
+
+_BITS = {
+    torch.float64: (torch.int64, 51), torch.float32: (torch.int32, 22), torch.bfloat16: (torch.int16, 6),
+    torch.float16: (torch.int16, 9),
+}  # fmt: skip
+"""Integers of the same size, and the highest bit of the mantissa."""
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +81,8 @@ class InjectedFaults:
                 _spoil_next_forward_pass()
             case Fault.FULL_DISK:
                 _fill_disk_once()
+            case Fault.BIT_FLIP | Fault.BIT_FLIP_MOMENT | Fault.BIT_FLIP_GRADIENT:
+                _flip_bit(fault)
             case Fault.SLOW | Fault.LEAK:
                 self._lasting, self.seen = fault, _LASTING
 
@@ -102,6 +112,44 @@ def _spoil_next_forward_pass() -> None:
         return output * float("nan")
 
     handle = register_module_forward_hook(spoil)
+
+
+def _flip_bit(fault: Fault) -> None:
+    """Change one bit, which no exception and no NaN shows."""
+    if SAVERS.trained is None:
+        log.warning("%s: no checkpoint manager has seen a model and an optimizer yet", fault.value)
+        return
+    model, optimizer = SAVERS.trained
+    if fault is Fault.BIT_FLIP:
+        flip_bit(next(model.parameters()))
+    elif fault is Fault.BIT_FLIP_MOMENT:
+        states = (value for state in optimizer.state.values() for value in state.values())
+        moment = next((each for each in states if isinstance(each, torch.Tensor) and each.dim()), None)
+        if moment is None:
+            log.warning("%s: the optimizer has no state yet", fault.value)
+        else:
+            flip_bit(moment)
+    else:
+
+        def spoil(stepped: torch.optim.Optimizer, *_: Any) -> None:
+            parameters = (each for group in stepped.param_groups for each in group["params"])
+            gradient = next((each.grad for each in parameters if each.grad is not None), None)
+            if gradient is not None:
+                handle.remove()
+                flip_bit(gradient)
+
+        handle = optimizer.register_step_pre_hook(spoil)
+
+
+@torch.no_grad()
+def flip_bit(tensor: torch.Tensor) -> None:
+    """Flip the highest bit of the mantissa of the middle element, in place."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    integer, bit = _BITS[local.dtype]
+    bits = local.view(integer).flatten()[local.numel() // 2]
+    index = torch.tensor(local.numel() // 2, device=local.device)
+    at = torch.unravel_index(index, local.shape)
+    local.view(integer)[at] = bits ^ (1 << bit)
 
 
 def _fill_disk_once() -> None:

@@ -13,6 +13,7 @@ from slurmft.ipc.pages.heartbeat import NOTHING, Page, Slot, State
 from slurmft.ipc.pages.section_stack import Phase, SectionStack
 from slurmft.storage.patience import PASSING
 from slurmft.trainer.savers import SAVERS, Outcome
+from slurmft.worker.digests.replicas import ReplicaDigests
 from slurmft.worker.pacing import SavePace
 
 SaveFunction = Callable[[int], Any]
@@ -25,8 +26,8 @@ log = logging.getLogger(__name__)
 class Saves:
     """The saves of one session. All ranks call each method alike, and get the same result."""
 
-    def __init__(self, page: Page, sections: SectionStack, *, is_lead: bool) -> None:
-        self._page, self._sections, self._is_lead = page, sections, is_lead
+    def __init__(self, page: Page, sections: SectionStack, *, is_lead: bool, digests: ReplicaDigests) -> None:
+        self._page, self._sections, self._is_lead, self._digests = page, sections, is_lead, digests
         self._listener = SAVERS.listener = PageListener(page)
         self._staged = NOTHING
         self._failures_then = 0
@@ -59,9 +60,11 @@ class Saves:
         self._sections.phase(Phase.CHECKPOINTING)
         SAVERS.save_begins(urgent=not is_periodic)
         try:
+            self._digests.at_save(step)
             self.function(step)
             if not is_periodic:
                 SAVERS.wait()
+                self._digests.flush()
         except CheckpointError as error:
             page[Slot.STATE] = state
             self._failed(step, error)

@@ -38,6 +38,7 @@ from slurmft.trainer.savers import SAVERS
 from slurmft.worker.agreement import AgreementByAgent, AgreementByCollective
 from slurmft.worker.batches import Batches
 from slurmft.worker.ddp import Rehearsal, settled_ddp
+from slurmft.worker.digests.replicas import ReplicaDigests
 from slurmft.worker.faults import InjectedFaults
 from slurmft.worker.groups import ProcessGroups
 from slurmft.worker.metrics import MetricsLog
@@ -125,7 +126,8 @@ class Session(Sections):
         by_collective = AgreementByCollective(self._signal, self.world_size)
         self._agreement = AgreementByAgent(self._page) if page is not None else by_collective
         self._faults = InjectedFaults(self._page)
-        self._saves = Saves(self._page, self._sections, is_lead=self.is_lead)
+        self._digests = ReplicaDigests.from_environment(self._page, world_size=self.world_size, is_lead=self.is_lead)
+        self._saves = Saves(self._page, self._sections, is_lead=self.is_lead, digests=self._digests)
         self._metrics = MetricsLog.from_environment(is_lead=self.is_lead)
         self._reruns: RerunStateMachine | None = None
         self._step = self._start = self._evaluations = self._safe_at_ns = 0
@@ -163,11 +165,13 @@ class Session(Sections):
             return self.is_rehearsal or save(at)
 
         pace = self._saves.begin(start, save_all)
+        self._digests.begin(start)
         if SAVERS.is_armed:
             SAVERS.at_boundary(start)
         for step in range(start, until):
             self._step, self._evaluations = step, 0
             self._end_rehearsal(step, start, until)
+            self._digests.at_boundary(step)
             if pace.is_due(step) and saved != step:
                 worked = self._saves.now(step, is_periodic=True)
                 saved = step if worked else saved
@@ -351,6 +355,7 @@ class Session(Sections):
                 rng.restore(now)
         self._agreement.answered(tick)
         if action is StopAction.SAVE_AND_STOP:
+            self._digests.flush()
             self._page[Slot.STATE] = State.STOPPED
             raise PlannedStop(step)
         self._safe_at_ns = time.monotonic_ns()

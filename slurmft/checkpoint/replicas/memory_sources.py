@@ -27,6 +27,7 @@ from slurmft.policy.checkpoints.supply import without
 from slurmft.policy.checkpoints.tiers import DISK, Committed, Decision, Name, choose
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import STAGING, Identity
+from slurmft.storage.digest_record import Doubt
 from slurmft.storage.memory_folder import memory_folder_of, own_memory_folder
 
 log = logging.getLogger(__name__)
@@ -49,11 +50,12 @@ class MemorySources:
         directory: of the checkpoints.
         generation: of this attempt.
         quarantined: checkpoints that runs died from; their copies in memory are no better.
+        doubts: states that replicas differed in, or may have.
     """
 
     def __init__(
         self, team: Team, committed: Committed | None, *, directory: Path, generation: int,
-        quarantined: Collection[Name] = (),
+        quarantined: Collection[Name] = (), doubts: Collection[Doubt] = (),
     ) -> None:  # fmt: skip
         self._team, self._committed, self._generation = team, committed, generation
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -72,7 +74,8 @@ class MemorySources:
             row = to_row(self._held, lambda name: max(count(name) for count in tries))
         self._offers = from_rows(team.exchange(row))
         self._refused: dict[Name, str] = {}
-        self._quarantined = frozenset(quarantined)
+        doubted = {each.name for each in self._offers if any(one.covers(*each.name[:2]) for one in doubts)}
+        self._quarantined = frozenset(quarantined) | doubted
         self.reason = ""
         """Why nothing was read from memory where something newer lay there; empty where nothing did."""
 

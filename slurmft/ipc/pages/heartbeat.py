@@ -9,6 +9,7 @@ written, and read consistently, is described in ``section_stack``.
     64  .. 79    open sections of the training thread, outermost first; 0 above the innermost
     80  .. 87    open sections of other threads, in any order; 0 where there is none
     96  .. 863   names of sections 1 to 128: 47 bytes of UTF-8 each, filled up with zeros
+    864 .. 991   the newest digests of its state, see digest_ring
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class Slot(IntEnum):
     LOOP_AT = 43  # W  Unix time in ns at which the loop of steps began
     ATTACHED_AT = 44  # W  Unix time in ns at which the worker attached
     LOAD_NS = 45  # W  how long it read checkpoints, in all
+    DIGEST_GROUP = 46  # W  which part of the state it holds, as a number (ipc.pages.digest_ring)
+    DIGESTS = 47  # W  digests of its state that it has ever left behind
     FAULT = 63  # A  number of the newest fault that was injected into this worker; a file beside the page has its kind
 
 

@@ -21,6 +21,9 @@ class Kind(StrEnum):
     RERUN_ACQUITTED = "rerun acquitted"
     """A rejected result came out the same on other hardware: the node computes correctly."""
 
+    REPLICA_DIFFERS = "replica differs"
+    """Its replica of the weights or the optimizer state was not that of the others."""
+
     STRAGGLER = "straggler"
     HANG = "hang"
     NODE_LOST = "node lost"

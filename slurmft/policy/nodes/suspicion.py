@@ -20,6 +20,7 @@ HOUR_S = 3600.0
 
 WEIGHTS: Mapping[str, float] = MappingProxyType({
     Kind.RERUN_PERSISTENT: 2.0,
+    Kind.REPLICA_DIFFERS: 2.0,
     Kind.RECLAIMED: 2.0,
     Kind.RERUN_UNDECIDED: 0.6,
     Kind.RERUN_TRANSIENT: 0.4,
@@ -37,11 +38,12 @@ WEIGHTS: Mapping[str, float] = MappingProxyType({
     Kind.PASSED: -0.3,
     Kind.FORGIVEN: -1_000_000.0,
 })  # fmt: skip
-"""Weight of one observation where its source says nothing else. Alone, only a persistent error reaches 1, and for
-half an hour an observation without suspicion: a cloud has announced to take the node away."""
+"""Weight of one observation where its source says nothing else. Alone, only a persistent error and a replica that
+differs reach 1, and for half an hour an observation without suspicion: a cloud has announced to take the node away."""
 
 HALF_LIFE_HOURS: Mapping[str, float] = MappingProxyType({
     Kind.RERUN_PERSISTENT: 30 * DAY_H,
+    Kind.REPLICA_DIFFERS: 30 * DAY_H,
     Kind.RERUN_UNDECIDED: 7 * DAY_H,
     Kind.RERUN_TRANSIENT: 7 * DAY_H,
     Kind.HEALTH: 2 * DAY_H,

@@ -34,7 +34,7 @@ PATIENT = frozenset(
 
 AVOIDING = PLANNED | {
     Cause.RERUN_ELSEWHERE, Cause.VALIDATION_FAILED, Cause.STRAGGLER, Cause.NODE_LOST, Cause.DATA_CORRUPTION,
-    Cause.LAUNCH_FAILURE,
+    Cause.LAUNCH_FAILURE, Cause.REPLICAS_DIFFER,
 }  # fmt: skip
 """Causes whose suspects are kept away from. A crash, a node short of memory or a peer that was missed is weak evidence:
 it goes on the exclusion list, and the next placement may well be the same."""
@@ -43,7 +43,8 @@ it goes on the exclusion list, and the next placement may well be the same."""
 RESTARTABLE = frozenset(
     {
         Cause.WORKER_ERROR, Cause.SIGNAL_CRASH, Cause.HOST_OUT_OF_MEMORY, Cause.DEVICE_OUT_OF_MEMORY, Cause.HANG,
-        Cause.COMMUNICATION_ERROR, Cause.VALIDATION_FAILED, Cause.NODE_LOST, Cause.UNKNOWN,
+        Cause.COMMUNICATION_ERROR, Cause.VALIDATION_FAILED, Cause.NODE_LOST, Cause.REPLICAS_DIFFER,
+        Cause.UNKNOWN,
     }
 )  # fmt: skip
 """Failures that are tried again in the allocation, as far as it has nodes for that, before the queue is."""
@@ -103,7 +104,9 @@ def decide(verdict: Verdict, budget: Budget, exit_actions: Mapping[ExitAction, s
             return Decision(action=Action.RESTART, reason=verdict.reason, exit_code=_code_of_stop(verdict))
         case cause if cause in PLANNED:
             return _after_planned_stop(verdict, budget)
-        case Cause.RERUN_ELSEWHERE | Cause.STRAGGLER:
+        case Cause.REPLICAS_DIFFER if not verdict.suspects:
+            return _after_failure(verdict, budget)  # computed again, which tells who was right
+        case Cause.RERUN_ELSEWHERE | Cause.STRAGGLER | Cause.REPLICAS_DIFFER:
             return _move(verdict, budget)
         case Cause.VALIDATION_FAILED if action is None:
             return _after_validation(verdict, budget)

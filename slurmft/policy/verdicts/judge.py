@@ -31,6 +31,21 @@ _LEVEL_OUTSIDE = {Cause.CANCELLED: Level.A_PERSONS_STOP}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Corruption:
+    """Digests have shown that replicas of the state differ."""
+
+    reason: str
+    step: int
+    """After which they were seen to."""
+
+    trusted_step: int
+    """The newest one after which they did not, or the one that the attempt resumed from."""
+
+    suspects: tuple[Suspect, ...] = ()
+    """Those that are wrong; empty where that cannot be told."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Circumstances:
     """The supervisor's knowledge beside the workers' ends."""
 
@@ -49,6 +64,9 @@ class Circumstances:
 
     lost_nodes: tuple[str, ...] = ()
     """Nodes whose agent is gone."""
+
+    corruption: Corruption | None = None
+    """Replicas differ; the workers were killed for it, or have ended."""
 
     hang: Hang | None = None
     """Ranks hung, and were killed for it."""
@@ -75,7 +93,10 @@ def judge(ends: Sequence[WorkerEnd], *, world_size: int, seen: Circumstances) ->
     """The verdict on an attempt of ``world_size`` ranks; ``ends`` are in the order in which they were seen."""
     counted = [end for end in ends if end.rank == 0] if seen.only_lead else list(ends)
     expected = 1 if seen.only_lead else world_size
-    found = _finished(counted, expected, seen) or _most_telling(_candidates(counted, expected, seen))
+    is_sound = seen.corruption is None
+    found = (_finished(counted, expected, seen) if is_sound else None) or _most_telling(
+        _candidates(counted, expected, seen)
+    )
     evidence = (*found.evidence, *_lines(seen.heard.step), *seen.heard.problems)
     return Verdict(
         cause=found.cause,
@@ -153,6 +174,8 @@ def _candidates(ends: Sequence[WorkerEnd], expected: int, seen: Circumstances) -
         said = [finding for finding in said if finding.cause is not Cause.COMMUNICATION_ERROR]
         said.append(who_is_missed(complaints, ends))
     found = [*said, *_from_srun(seen.heard.step, ends), *_of_nodes(said, seen)]
+    if seen.corruption is not None:
+        found.append(_corrupted(seen.corruption))
     if seen.hang is not None:
         found.append(_hung(seen.hang))
     if seen.outside is not None:
@@ -175,6 +198,14 @@ def _not_launched(error: str, step: StepWords) -> Finding:
         level=Level.LAUNCH, cause=Cause.LAUNCH_FAILURE, node=node,
         reason=f"srun could not start the agent on {node}{f' and {more}' if more else ''}: {words}",
         suspects=tuple(Suspect(node=each) for each, _ in step.refused),
+    )  # fmt: skip
+
+
+def _corrupted(seen: Corruption) -> Finding:
+    one = seen.suspects[0] if len(seen.suspects) == 1 else None
+    return Finding(
+        level=Level.CORRUPTION, cause=Cause.REPLICAS_DIFFER, reason=seen.reason, suspects=seen.suspects,
+        rank=one.rank if one else None, node=one.node if one else "",
     )  # fmt: skip
 
 
@@ -276,6 +307,7 @@ def _nothing(ends: Sequence[WorkerEnd], expected: int) -> Finding:
 
 _KIND_OF = {
     Cause.RERUN_ELSEWHERE: Kind.RERUN_UNDECIDED,
+    Cause.REPLICAS_DIFFER: Kind.REPLICA_DIFFERS,
     Cause.STRAGGLER: Kind.STRAGGLER,
     Cause.HANG: Kind.HANG,
     Cause.NODE_LOST: Kind.NODE_LOST,

@@ -29,6 +29,7 @@ class Cause(StrEnum):
     NODE_LOST = "node lost"
     COMMUNICATION_ERROR = "communication error"
     DATA_CORRUPTION = "data corruption suspected"
+    REPLICAS_DIFFER = "replicas differ"
     LAUNCH_FAILURE = "launch failure"
     RERUN_ELSEWHERE = "rerun elsewhere"
     VALIDATION_FAILED = "result validation failed"
@@ -46,7 +47,7 @@ PLANNED = frozenset(
 )  # fmt: skip
 """Causes that never spend the failure budget (design, ordering rule 7)."""
 
-FREE = PLANNED | {Cause.FINISHED, Cause.CANCELLED, Cause.RERUN_ELSEWHERE, Cause.STRAGGLER}
+FREE = PLANNED | {Cause.FINISHED, Cause.CANCELLED, Cause.RERUN_ELSEWHERE, Cause.STRAGGLER, Cause.REPLICAS_DIFFER}
 """Causes that have no budget of retries: planned stops, ends, and moves away from a node."""
 
 BUDGETED = frozenset(Cause) - FREE

@@ -21,7 +21,7 @@ from slurmft.supervisor.cluster import SlurmCluster
 from slurmft.supervisor.recovery.place_elsewhere import MAX_ESCAPES, Duty, choose, duty_of, left, to_keep_off
 from slurmft.supervisor.start import Start
 
-_MOVING = frozenset({Cause.STRAGGLER, Cause.VALIDATION_FAILED, Cause.DATA_CORRUPTION})
+_MOVING = frozenset({Cause.STRAGGLER, Cause.VALIDATION_FAILED, Cause.DATA_CORRUPTION, Cause.REPLICAS_DIFFER})
 _STARTS = frozenset({EventName.ATTEMPT_STARTED, EventName.CANDIDATE_STARTED})
 log = logging.getLogger(__name__)
 

@@ -57,6 +57,17 @@ def test_the_newest_two_good_ones_the_last_n_steps_and_the_best_stay(history, ke
     assert set(steps) <= {entry.step for entry in stays if entry in good}
 
 
+@settings(max_examples=40)
+@given(histories(), KEEP, st.data())
+def test_the_newest_good_one_on_which_replicas_agreed_stays_however_many_follow(history, keep, data):
+    entries, distrusted = history
+    paths = [entry.path for entry in entries]
+    verified = data.draw(st.sets(st.sampled_from(paths))) if paths else set()
+    retention = decide(entries, keep_last_n=keep[0], keep_every=keep[1], distrusted=distrusted, verified=verified)
+    good = [each for each in entries if each.path not in distrusted and not each.quarantine and each.path in verified]
+    assert not good or good[0] not in retention.remove
+
+
 def firsts(good: list[Entry], every: int) -> list[Entry]:
     """The newest commit of the first step at or after each multiple."""
     newest = {entry.step: entry for entry in reversed(good)}

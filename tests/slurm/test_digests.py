@@ -1,0 +1,51 @@
+"""A bit that flips silently on a real cluster: found in time, its node excluded, and no trace left in the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from slurm.conftest import Run
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+
+INTERVAL = 5
+FAULTS = ("bit-flip", "bit-flip-moment", "bit-flip-gradient")
+
+
+def flip(run: Run, fault: str, rank: int, at: int) -> None:
+    run.submit()
+    run.wait_for_step(at)
+    run.slurmft("inject", str(run.path), fault, "--rank", str(rank))
+    run.wait_until_done()
+
+
+def check(run: Run, rank: int, undisturbed: str) -> None:
+    """Found in the first comparison after it, on the right node, which takes no part any more; weights as ever."""
+    (found,) = run.events("replicas differ")
+    hosts = [event.details["hosts"] for event in run.events("agents ready")]
+    node = hosts[0][rank // 2]
+    assert (found.details["ranks"], found.details["nodes"]) == ([rank], [node]), run.story()
+    assert found.details["step"] - found.details["trusted_step"] <= INTERVAL, run.story()
+    assert node not in hosts[-1], run.story()
+    assert run.digest() == undisturbed
+
+
+def test_a_flipped_bit_is_found_its_node_left_and_the_weights_are_as_ever(
+    new_run: Callable[..., Run], undisturbed: str
+) -> None:
+    run = new_run(delay=0.25, digests={"interval_steps": INTERVAL}, checkpoint={"interval_steps": 10})
+    flip(run, "bit-flip", 1, 6)
+    check(run, 1, undisturbed)
+    told = run.slurmft("explain", str(run.path))
+    assert "silent data corruption" in told
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(50))
+def test_every_flipped_bit_is_found(new_run: Callable[..., Run], undisturbed: str, number: int) -> None:
+    run = new_run(delay=0.25, digests={"interval_steps": INTERVAL}, checkpoint={"interval_steps": 10})
+    rank = number % 4
+    flip(run, FAULTS[number % 3], rank, 5 + 7 * number % 40)
+    check(run, rank, undisturbed)
