@@ -103,5 +103,5 @@ def shown(run: Run, *words: str) -> str:
     """The output of a command about the run, with the folder of runs as a user would have it."""
     text = run.slurmft(*words, str(run.path), check=False)
     text = re.sub(r"\S*/bin/slurmft ", "slurmft ", text.replace(str(run.path.parent), "runs"))
-    text = text.replace(str(run.lab.home), "~")
+    text = text.replace(str(run.lab.home), "~").replace(f"{Path(__file__).resolve().parents[2]}/", "")
     return "\n".join(line.rstrip() for line in text.strip().splitlines())
