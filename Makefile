@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart quickstart-infer test test-fast soak soak-faults soak-lightning check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-digests bench-recovery bench-fleet bench-inference bench-serving bench-lightning bench-checkpoint soak-integrations bench-integrations bench-metrics soak-ray clean
+.PHONY: help install quickstart quickstart-infer test test-fast soak soak-faults soak-lightning check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-digests bench-rehearsal bench-many-ranks bench-recovery bench-fleet bench-inference bench-serving bench-lightning bench-checkpoint soak-integrations bench-integrations bench-metrics bench-reporting failures soak-ray clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -144,6 +144,12 @@ bench-fleet: install ## measure the control channel with 2,000 simulated agents 
 
 bench-inference: install ## measure batch inference, into bench/results/ (15 minutes, nothing else running)
 	@$(BIN)/python bench/inference --output bench/results/inference.md
+
+bench-reporting: install ## measure reports, with a journal of a million events (two minutes, nothing else running)
+	@$(BIN)/python bench/reporting --output bench/results/reporting.md
+
+failures: install ## see each failure on a lab and write docs/failures.md (root; 20 minutes; those seen already are left out)
+	@$(BIN)/python bench/failures $(FAILURES_OPTIONS)
 
 bench-metrics: install ## measure scrapes and files of metrics, with a journal of a million events (a minute)
 	@$(BIN)/python bench/metrics --output bench/results/metrics.md

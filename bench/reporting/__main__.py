@@ -38,7 +38,9 @@ def measured(what: str, folder: Path) -> tuple[float, float, float, int]:
 
 def measure(what: str, folder: Path) -> None:
     run, began_s, cpu_s, size = RunFolder(folder), time.perf_counter(), time.process_time(), 0
-    if what == "start":
+    if what == "first start":
+        run.journal().path.with_name("journal.jsonl.past").unlink(missing_ok=True)
+    if what in ("first start", "start"):
         size = len(run.journal().read_past())
     else:
         report = report_of(run, now_s=time.time())
@@ -60,7 +62,8 @@ def rows(folder: Path) -> list[str]:
         ("account of 10,000 events", "account", small, ""),
         (f"account of 1,000,000 events ({megabytes:.0f} MB)", "account", large, "5 s, constant memory"),
         ("the journal at a start, of 10,000 events", "start", small, ""),
-        ("the journal at a start, of 1,000,000 events", "start", large, ""),
+        ("the same, of 1,000,000 events, for the first time", "first start", large, ""),
+        ("the same, at the next start", "start", large, "not to read it whole"),
     ):
         took_s, cpu_s, mib, size = min(measured(what, path) for _ in range(3))
         unit = f"{size / 1000:.0f} kB" if what == "page" else f"{size:,} events"
@@ -83,8 +86,8 @@ def main() -> None:
             "programs were running. The best of three, each in a process of its own.", "",
             "|  | clock | processor | memory at most | result | asked |", "|---|---|---|---|---|---|",
             *rows(Path(folder)),
-            "", "At a start, lines of events on which no start decides are read and not parsed: most of a long "
-            "journal, where a save fails for days or a node is suspected in every window.", "",
+            "", "A start keeps the lines it decides on beside a long journal, with the place up to which it was read; "
+            "the next start reads from there on.", "",
         ]  # fmt: skip
     text = "\n".join(lines)
     print(text)

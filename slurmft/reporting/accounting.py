@@ -420,6 +420,8 @@ _HANDLERS: Mapping[str, Callable[[Accounting, Event, float], None]] = {
     EventName.OUTPUT_WRITTEN: Accounting._output,
     EventName.NODE_ANSWERS: Accounting._node_answers,
 }
+WANTED = frozenset(str(name).encode() for name in (*_HANDLERS, *_NOTICED, *_QUEUED, *_MARKS))
+"""Names of the events whose details count; of others, the number and the time."""
 
 
 def _nodes_of(facts: Mapping[str, Any]) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from slurmft.errors import StorageError
-from slurmft.reporting.accounting import Accounting
+from slurmft.reporting.accounting import WANTED, Accounting
 from slurmft.reporting.summary import Report
 from slurmft.storage.progress import progress_of
 from slurmft.storage.run_folder import RunFolder
@@ -19,7 +19,7 @@ def report_of(run: RunFolder, *, now_s: float, since_s: float = 0.0) -> Report:
     """
     journal, accounting, unreadable = run.journal(), Accounting(since_s), 0
     try:
-        for event in journal.each():
+        for event in journal.each(WANTED):
             if event is None:
                 unreadable += 1
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 from slurmft.errors import NewerFormat, StorageError
 from slurmft.storage.events import EventName
+from slurmft.storage.history.past import Past
 from slurmft.system.files import FORMAT, MOVE_AWAY
 from slurmft.system.opening import LOG_LIMIT_BYTES, UnsafeFile, append_line, read_lines
 
@@ -32,8 +34,11 @@ PASSED_OVER = frozenset(
 """Events that one attempt may write by the thousand, and on which no start decides anything."""
 
 _PASSED_OVER = frozenset(name.encode() for name in PASSED_OVER)
-_NAME = re.compile(rb'\{"format": 1, "at": "[^"\\]*", "attempt": "[^"\\]*", "event": "([^"\\]*)"')
+_NAME = re.compile(rb'\{"format": 1, "at": "([^"\\]*)", "attempt": "([^"\\]*)", "event": "([^"\\]*)"')
 """The beginning of a line as ``Journal.line_of`` writes it; one that looks otherwise is parsed."""
+
+_FIRST_YEAR, _LAST_YEAR = 1970, 2200
+"""Years between which every clock can show a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,8 +139,22 @@ class Journal:
         Raises:
             NewerFormat, StorageError: as ``read``.
         """
+        kept = list[bytes]()
         try:
-            return self._read(_PASSED_OVER)[0]
+            with self._errors_named():
+                past = Past(self.path, _PASSED_OVER, limit_bytes=LOG_LIMIT_BYTES, line_limit_bytes=MAX_LINE_BYTES)
+                events = list[Event]()
+                for line in past.lines():
+                    name = _NAME.match(line)
+                    if not line or line.isspace() or (name is not None and name[3] in _PASSED_OVER):
+                        continue
+                    if (event := _parse(line, self.path)) is not None:
+                        kept.append(line)
+                        events.append(event)
+                    if len(events) > MAX_LINES:
+                        raise StorageError(f"{self.path} has more than {MAX_LINES} lines", hint=MOVE_AWAY)
+                past.keep(kept)
+                return events
         except FileNotFoundError:
             return []
 
@@ -147,11 +166,8 @@ class Journal:
             NewerFormat: a newer slurmft wrote into it.
             StorageError: the file cannot be read.
         """
-        return self._read(frozenset())
-
-    def _read(self, passed_over: frozenset[bytes]) -> tuple[list[Event], int]:
         events, unreadable = list[Event](), 0
-        for number, event in enumerate(self.each(passed_over)):
+        for number, event in enumerate(self.each()):
             if number >= MAX_LINES:
                 raise StorageError(f"{self.path} has more than {MAX_LINES} lines", hint=MOVE_AWAY)
             if event is not None:
@@ -160,23 +176,29 @@ class Journal:
                 unreadable += 1
         return events, unreadable
 
-    def each(self, passed_over: frozenset[bytes] = frozenset()) -> Iterator[Event | None]:
+    def each(self, wanted: frozenset[bytes] | None = None) -> Iterator[Event | None]:
         """One event after the other, oldest first, and None for a line that is none; holds one at a time.
 
         Args:
-            passed_over: names of events that are left out, which takes a tenth of the time.
+            wanted: names of the events whose details are wanted, None for all; others come without, in a third of the
+                time.
 
         Raises:
             FileNotFoundError: there is no journal yet.
             NewerFormat: a newer slurmft wrote into it.
             StorageError: the file cannot be read, or is longer than LOG_LIMIT_BYTES.
         """
-        try:
+        with self._errors_named():
             for line in read_lines(self.path, limit_bytes=LOG_LIMIT_BYTES, line_limit_bytes=MAX_LINE_BYTES):
-                if passed_over and (name := _NAME.match(line)) is not None and name[1] in passed_over:
-                    continue
-                if line and not line.isspace():
+                if wanted is not None and (event := _without_details(line, wanted)) is not None:
+                    yield event
+                elif line and not line.isspace():
                     yield _parse(line, self.path)
+
+    @contextlib.contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
         except FileNotFoundError:
             raise
         except UnsafeFile as error:
@@ -185,11 +207,28 @@ class Journal:
             raise StorageError(f"cannot read {self.path}: {error}") from error
 
 
+def _without_details(line: bytes, wanted: frozenset[bytes]) -> Event | None:
+    """The event of a line that was written by this slurmft and ends, where its details are not wanted."""
+    found = _NAME.match(line)
+    if found is None or found[3] in wanted or line[-1:] != b"}":
+        return None
+    try:
+        at = datetime.fromisoformat(found[1].decode())
+        if at.tzinfo is not UTC or not _FIRST_YEAR < at.year < _LAST_YEAR:
+            return None
+        return Event(at=at, event=found[3].decode(), attempt=found[2].decode(), details={})
+    except ValueError:
+        return None
+
+
 def _parse(line: bytes, path: Path) -> Event | None:
     try:
-        value = json.loads(line)
-        version, at = value.pop("format"), datetime.fromisoformat(value.pop("at")).astimezone(UTC)
-        at.astimezone()  # a year that no clock here can show
+        value = json.loads(line.decode())  # of bytes, the encoding would be guessed first
+        version, at = value.pop("format"), datetime.fromisoformat(value.pop("at"))
+        if at.tzinfo is not UTC:
+            at = at.astimezone(UTC)
+        if not _FIRST_YEAR < at.year < _LAST_YEAR:
+            at.astimezone()  # a year that no clock here can show
         event, attempt = str(value.pop("event")), str(value.pop("attempt", ""))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None  # torn by a writer that died

@@ -151,8 +151,8 @@ def read_bytes(
     return b"".join(parts)
 
 
-def read_lines(path: str | Path, *, limit_bytes: int, line_limit_bytes: int) -> Iterator[bytes]:
-    """The lines of the regular file at ``path``, without their ends; never holds more than a few lines in memory.
+def read_lines(path: str | Path, *, limit_bytes: int, line_limit_bytes: int, start: int = 0) -> Iterator[bytes]:
+    """The lines of the regular file at ``path`` from byte ``start`` on, without their ends; holds only a few at a time.
 
     Of a line that is longer than ``line_limit_bytes`` only the beginning comes: a hole of many megabytes, or an end
     that never comes, costs no more than the reading.
@@ -165,7 +165,8 @@ def read_lines(path: str | Path, *, limit_bytes: int, line_limit_bytes: int) -> 
     try:
         if os.fstat(descriptor).st_size > limit_bytes:
             raise UnsafeFile(errno.EFBIG, f"is longer than {limit_bytes} bytes", str(path))
-        line, left = b"", limit_bytes
+        os.lseek(descriptor, start, os.SEEK_SET)
+        line, left = b"", limit_bytes - start
         while left > 0 and (part := os.read(descriptor, min(left, _CHUNK_BYTES))):
             left -= len(part)
             first, *others = part.split(b"\n")
