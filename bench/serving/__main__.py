@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import os
 import platform
+import secrets
 import shutil
 import socket
 import statistics
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,9 +58,11 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def wait(condition: Callable[[], object], what: str) -> None:
+def wait(condition: Callable[[], object], what: str, of: Sequence[subprocess.Popen[bytes]] = ()) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
+        if any(process.poll() is not None for process in of):
+            raise RuntimeError(f"a process that was to be {what} has ended")
         if time.monotonic() > deadline:
             raise TimeoutError(f"no {what} within {PATIENCE_S:.0f} s")
         time.sleep(0.02)
@@ -163,14 +166,15 @@ litellm_settings: {{telemetry: false}}
 """
 
 
-def start_litellm(folder: Path, program: Path | None) -> dict[str, tuple[subprocess.Popen[bytes], str]]:
+def start_litellm(folder: Path, program: Path | None, key: str) -> dict[str, tuple[subprocess.Popen[bytes], str]]:
     """In front of the engine, one process of it, as a router is."""
     if program is None:
         return {}
     (folder / "litellm.yaml").write_text(LITELLM.format(engine=DIRECT_PORT))
     argv = [str(program.absolute()), "--config", str(folder / "litellm.yaml"), "--host", "127.0.0.1", "--port",
             str(LITELLM_PORT), "--num_workers", "1"]  # fmt: skip
-    offline = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"}
+    offline = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR",
+               "LITELLM_MASTER_KEY": key}  # fmt: skip
     with (folder / "litellm.log").open("wb") as log:
         started = subprocess.Popen(argv, env=offline, cwd=folder, stdout=log, stderr=log)
     return {"LiteLLM": (started, f"http://127.0.0.1:{LITELLM_PORT}")}
@@ -179,17 +183,18 @@ def start_litellm(folder: Path, program: Path | None) -> dict[str, tuple[subproc
 def latency(endpoint: Endpoint, rounds: int, folder: Path, litellm: Path | None) -> list[str]:
     """Of all that there is at the low rate, of those that keep up with it at the full one."""
     direct = subprocess.Popen([sys.executable, str(ENGINE), "--port", str(DIRECT_PORT)])
-    processes, lines = [direct], list[str]()
+    processes, lines, key = [direct], list[str](), f"sk-{secrets.token_hex(32)}"
     try:
-        fast, slow = start_nginx(folder), start_litellm(folder, litellm)
+        fast, slow = start_nginx(folder), start_litellm(folder, litellm, key)
         processes += [process for process, _ in [*fast.values(), *slow.values()]]
         for url in [f"http://127.0.0.1:{DIRECT_PORT}", *(url for _, url in [*fast.values(), *slow.values()])]:
-            wait(lambda url=url: answers(url), url)
+            wait(lambda url=url: answers(url), url, processes)
         ways = {"slurmft": (endpoint.url, endpoint.headers), **{name: (url, {}) for name, (_, url) in fast.items()}}
         goals = {"first p50": "<= 1", "first p99": "<= 5"}
         lines += added(ways, RATE, rounds, goals)
         if slow:
-            lines += added({**ways, **{name: (url, {}) for name, (_, url) in slow.items()}}, LOW_RATE, rounds, {})
+            known = {name: (url, {"Authorization": f"Bearer {key}"}) for name, (_, url) in slow.items()}
+            lines += added({**ways, **known}, LOW_RATE, rounds, {})
     finally:
         for process in processes:
             process.terminate()

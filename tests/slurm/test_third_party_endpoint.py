@@ -70,13 +70,13 @@ def engines(endpoint: Endpoint) -> list[int]:
     return [each.pid for each in endpoint.processes("transformers serve")]
 
 
-async def texts(endpoint: Endpoint, begun: list[int]) -> list[Text]:
+async def texts(endpoint: Endpoint, model: Path, begun: list[int]) -> list[Text]:
     """Streams at the same time, from the first router; ``begun`` counts the pieces of each."""
     url = HighAvailabilityCluster.read(endpoint.folder.path).routers[0].urls[0]
 
     async def one(client: openai.AsyncOpenAI, number: int) -> Text:
         text, reason = "", None
-        asked: dict[str, Any] = {"model": "tiny", "prompt": f"Tell me of {number}: ", "max_tokens": TOKENS - number}
+        asked: dict[str, Any] = {"model": str(model), "prompt": f"Tell me of {number}: ", "max_tokens": TOKENS - number}
         async for part in await client.completions.create(**asked, temperature=0, stream=True):
             begun[number] += 1
             text += "".join(each.text or "" for each in part.choices)
@@ -89,21 +89,21 @@ async def texts(endpoint: Endpoint, begun: list[int]) -> list[Text]:
         return await asyncio.gather(*(one(client, number) for number in range(STREAMS)))
 
 
-def test_chats(endpoint: Endpoint) -> None:
+def test_chats(endpoint: Endpoint, model: Path) -> None:
     url = HighAvailabilityCluster.read(endpoint.folder.path).routers[0].urls[0]
     with openai.OpenAI(base_url=f"{url}/v1", api_key=token_of(endpoint.folder.path), max_retries=0) as client:
-        asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 40}
+        asked: Any = {"model": str(model), "messages": [{"role": "user", "content": "hello"}], "max_tokens": 40}
         whole = client.chat.completions.create(**asked, temperature=0)
         assert whole.usage is not None and 0 < whole.usage.completion_tokens <= 40
         parts = list(client.chat.completions.create(**asked, temperature=0, stream=True))
         text = "".join(each.delta.content or "" for part in parts for each in part.choices)
         assert text == whole.choices[0].message.content
         with pytest.raises(openai.APIStatusError):
-            client.chat.completions.create(model="tiny", messages="nothing that it could answer")  # type: ignore[arg-type]
+            client.chat.completions.create(model=str(model), messages="nothing that it could answer")  # type: ignore[arg-type]
 
 
-def test_a_killed_engine_costs_the_streams_of_the_client_of_openai_nothing(endpoint: Endpoint) -> None:
-    calm = asyncio.run(texts(endpoint, [0] * STREAMS))
+def test_a_killed_engine_costs_the_streams_of_the_client_of_openai_nothing(endpoint: Endpoint, model: Path) -> None:
+    calm = asyncio.run(texts(endpoint, model, [0] * STREAMS))
     assert len(set(calm)) > STREAMS // 2 and all(len(text) > TOKENS // 2 for text, _ in calm), calm
     for _ in range(2):
         deaths = len(endpoint.events("replica died"))
@@ -111,7 +111,7 @@ def test_a_killed_engine_costs_the_streams_of_the_client_of_openai_nothing(endpo
 
         async def disturbed(victims: list[int]) -> list[Text]:
             begun = [0] * STREAMS
-            asking = asyncio.create_task(texts(endpoint, begun))
+            asking = asyncio.create_task(texts(endpoint, model, begun))
             while min(begun) < BEGUN and not asking.done():
                 await asyncio.sleep(0.005)
             assert max(begun) < TOKENS // 2, "it is too late to kill one in their midst"
@@ -122,4 +122,4 @@ def test_a_killed_engine_costs_the_streams_of_the_client_of_openai_nothing(endpo
         eventually(lambda: len(endpoint.events("replica died")) == deaths + 1, 20, endpoint.story)  # noqa: B023
         eventually(lambda: ready(endpoint) == REPLICAS, 300, endpoint.story)
         assert len(set(engines(endpoint)) - set(before)) == 1
-    assert asyncio.run(texts(endpoint, [0] * STREAMS)) == calm
+    assert asyncio.run(texts(endpoint, model, [0] * STREAMS)) == calm
