@@ -195,6 +195,7 @@ def latency(endpoint: Endpoint, rounds: int, folder: Path, litellm: Path | None)
         if slow:
             known = {name: (url, {"Authorization": f"Bearer {key}"}) for name, (_, url) in slow.items()}
             lines += added({**ways, **known}, LOW_RATE, rounds, {})
+        lines += own_time(endpoint)
     finally:
         for process in processes:
             process.terminate()
@@ -223,6 +224,24 @@ def added(ways: Ways, rate: int, rounds: int, goals: dict[str, str]) -> list[str
         shown = [f"{statistics.median(each):.2f} ({min(each):.2f} - {max(each):.2f})" for each in values]
         lines.append(f"| {byte} | {' | '.join(shown)} | {goals.get(byte, '')} |")
     return [*lines, ""]
+
+
+def own_time(endpoint: Endpoint) -> list[str]:
+    """What a request costs, whatever else runs on the machine."""
+    groups = {"the router": [endpoint.router], "the gates": [each.parent() for each in endpoint.engines()]}
+    found: dict[str, list[float]] = {name: [] for name in groups}
+    for _ in range(5):
+        before = {name: busy_s(each) for name, each in groups.items()}
+        asyncio.run(at_rate(endpoint.url, endpoint.headers, RATE))
+        for name, each in groups.items():
+            found[name].append((busy_s(each) - before[name]) / (RATE * SECONDS) * 1e3)
+    told = ", ".join(f"{name} {statistics.median(each):.2f} ({min(each):.2f})" for name, each in found.items())
+    told = f"Of a stream of eleven parts, ms, median (least) of five rounds at {RATE} a second: {told}."
+    return ["## Processor time of a request", "", told, ""]
+
+
+def busy_s(processes: Sequence[psutil.Process | None]) -> float:
+    return sum(sum(each.cpu_times()[:2]) for each in processes if each is not None)
 
 
 def failover(endpoint: Endpoint, rounds: int) -> list[str]:
