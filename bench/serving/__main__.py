@@ -102,7 +102,8 @@ class Endpoint:
 async def one(session: aiohttp.ClientSession, url: str, into: Times) -> None:
     began = time.perf_counter()
     async with session.post(f"{url}/v1/chat/completions", json=ASKED) as answer:
-        answer.raise_for_status()
+        if answer.status != 200:
+            raise RuntimeError(f"HTTP {answer.status}: {(await answer.text())[:500]}")
         await answer.content.readany()
         into.first.append((time.perf_counter() - began) * 1e3)
         await answer.content.read()
@@ -258,7 +259,7 @@ def failover(endpoint: Endpoint, rounds: int) -> list[str]:
                         endpoint.engines()[0].kill()
                     try:
                         await asyncio.gather(*(one(session, endpoint.url, into) for _ in range(4)))
-                    except aiohttp.ClientError:
+                    except (aiohttp.ClientError, RuntimeError):
                         errors += 1
             return max(into.first), errors
 
