@@ -60,6 +60,11 @@ FOUND = {
         "Seed 3003: four waits of the whole run, 47 to 122 s with the job running, behind the loss of a supervisor, an "
         "agent or srun. About 20 processes for each core wanted to run, which the limit of that wait does not count; "
         "it was not repeated on a calm machine. All requests of our client were answered.",
+        "Seeds 3006 to 3008: eight waits of the whole run, 49 to 108 s with the job running, behind the loss of a "
+        "supervisor, of srun or of the batch host, with 13 to 20 processes for each core that wanted to run: the "
+        "journals of two show starts of agents that take 10 to 20 s each, and in 3006 Slurm created no step for 85 s "
+        "(\"step creation temporarily disabled, Requested nodes are busy\") after a node had lost its power. "
+        "Not repeated on a calm machine. All requests of our client were answered, and right.",
         "Not counted: two seeds of the storm's first versions. Before streams were continued, one of them had 80 error "
         "events and 232 broken streams of our client. Seed 3004 struck nothing: its endpoint was not ready in time, at "
         "40 processes that wanted to run.",

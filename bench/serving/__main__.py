@@ -1,6 +1,9 @@
 """An endpoint: what a router adds to each request, how long a dead replica is felt, and what an idle router costs.
 
 python bench/serving --output bench/results/serving.md     # nothing else should run meanwhile
+
+LiteLLM's proxy is compared where it is installed in an environment of its own, as its dependencies are not ours:
+python -m venv build/litellm && build/litellm/bin/pip install 'litellm[proxy]', then --litellm build/litellm/bin/litellm
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ import argparse
 import asyncio
 import os
 import platform
+import secrets
 import shutil
 import socket
 import statistics
@@ -16,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +35,15 @@ from slurmft.inference.serving.endpoint import HighAvailabilityCluster, token_of
 
 ENGINE = Path(__file__).with_name("engine.py")
 SLURMFT = [sys.executable, "-m", "slurmft"]
-DIRECT_PORT, NGINX_PORT = 18_765, 18_766
-RATE, SECONDS = 200, 5.0
-PATIENCE_S = 60.0
+DIRECT_PORT, NGINX_PORT, LITELLM_PORT = 18_765, 18_766, 18_767
+RATE, LOW_RATE, SECONDS = 200, 20, 5.0
+"""Requests a second. One process of LiteLLM's proxy does not keep up with the first on two cores."""
+
+ASKED = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
+Ways = dict[str, tuple[str, dict[str, str]]]
+"""Name of a proxy: its address, and the headers that it wants."""
+
+PATIENCE_S = 240.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +58,11 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def wait(condition: Callable[[], object], what: str) -> None:
+def wait(condition: Callable[[], object], what: str, of: Sequence[subprocess.Popen[bytes]] = ()) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
+        if any(process.poll() is not None for process in of):
+            raise RuntimeError(f"a process that was to be {what} has ended")
         if time.monotonic() > deadline:
             raise TimeoutError(f"no {what} within {PATIENCE_S:.0f} s")
         time.sleep(0.02)
@@ -89,22 +101,23 @@ class Endpoint:
 
 async def one(session: aiohttp.ClientSession, url: str, into: Times) -> None:
     began = time.perf_counter()
-    async with session.post(f"{url}/v1/chat/completions", json={"stream": True}) as answer:
-        answer.raise_for_status()
+    async with session.post(f"{url}/v1/chat/completions", json=ASKED) as answer:
+        if answer.status != 200:
+            raise RuntimeError(f"HTTP {answer.status}: {(await answer.text())[:500]}")
         await answer.content.readany()
         into.first.append((time.perf_counter() - began) * 1e3)
         await answer.content.read()
         into.last.append((time.perf_counter() - began) * 1e3)
 
 
-async def at_rate(url: str, headers: dict[str, str]) -> Times:
+async def at_rate(url: str, headers: dict[str, str], rate: int) -> Times:
     """Requests at fixed times, whatever became of the ones before."""
     into, loop = Times([], []), asyncio.get_running_loop()
     async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
         await asyncio.gather(*(one(session, url, Times([], [])) for _ in range(20)))
         began, tasks = loop.time(), []
-        for number in range(int(RATE * SECONDS)):
-            await asyncio.sleep(began + number / RATE - loop.time())
+        for number in range(int(rate * SECONDS)):
+            await asyncio.sleep(began + number / rate - loop.time())
             tasks.append(asyncio.create_task(one(session, url, into)))
         await asyncio.gather(*tasks)
     return into
@@ -146,40 +159,90 @@ def answers(url: str) -> bool:
     return False
 
 
-def latency(endpoint: Endpoint, rounds: int, folder: Path) -> list[str]:
+LITELLM = """
+model_list:
+  - model_name: m
+    litellm_params: {{model: openai/m, api_base: "http://127.0.0.1:{engine}/v1", api_key: none}}
+litellm_settings: {{telemetry: false}}
+"""
+
+
+def start_litellm(folder: Path, program: Path | None, key: str) -> dict[str, tuple[subprocess.Popen[bytes], str]]:
+    """In front of the engine, one process of it, as a router is."""
+    if program is None:
+        return {}
+    (folder / "litellm.yaml").write_text(LITELLM.format(engine=DIRECT_PORT))
+    argv = [str(program.absolute()), "--config", str(folder / "litellm.yaml"), "--host", "127.0.0.1", "--port",
+            str(LITELLM_PORT), "--num_workers", "1"]  # fmt: skip
+    offline = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR",
+               "LITELLM_MASTER_KEY": key}  # fmt: skip
+    with (folder / "litellm.log").open("wb") as log:
+        started = subprocess.Popen(argv, env=offline, cwd=folder, stdout=log, stderr=log)
+    return {"LiteLLM": (started, f"http://127.0.0.1:{LITELLM_PORT}")}
+
+
+def latency(endpoint: Endpoint, rounds: int, folder: Path, litellm: Path | None) -> list[str]:
+    """Of all that there is at the low rate, of those that keep up with it at the full one."""
     direct = subprocess.Popen([sys.executable, str(ENGINE), "--port", str(DIRECT_PORT)])
+    processes, lines, key = [direct], list[str](), f"sk-{secrets.token_hex(32)}"
     try:
-        others = start_nginx(folder)
-        for url in [f"http://127.0.0.1:{DIRECT_PORT}", *(url for _, url in others.values())]:
-            wait(lambda url=url: answers(url), url)
-        ways = {"slurmft": (endpoint.url, endpoint.headers), **{name: (url, {}) for name, (_, url) in others.items()}}
-        found: dict[tuple[str, str], list[float]] = {}
-        for number in range(rounds):
-            say(f"  round {number + 1} of {rounds}")
-            alone = asyncio.run(at_rate(f"http://127.0.0.1:{DIRECT_PORT}", {}))
-            for name, (url, headers) in ways.items():
-                routed = asyncio.run(at_rate(url, headers))
-                for what in ("first", "last"):
-                    for share in (50, 99):
-                        cut = [statistics.quantiles(getattr(each, what), n=100)[share - 1] for each in (routed, alone)]
-                        found.setdefault((f"{what} p{share}", name), []).append(cut[0] - cut[1])
+        fast, slow = start_nginx(folder), start_litellm(folder, litellm, key)
+        processes += [process for process, _ in [*fast.values(), *slow.values()]]
+        for url in [f"http://127.0.0.1:{DIRECT_PORT}", *(url for _, url in [*fast.values(), *slow.values()])]:
+            wait(lambda url=url: answers(url), url, processes)
+        ways = {"slurmft": (endpoint.url, endpoint.headers), **{name: (url, {}) for name, (_, url) in fast.items()}}
+        goals = {"first p50": "<= 1", "first p99": "<= 5"}
+        lines += added(ways, RATE, rounds, goals)
+        if slow:
+            known = {name: (url, {"Authorization": f"Bearer {key}"}) for name, (_, url) in slow.items()}
+            lines += added({**ways, **known}, LOW_RATE, rounds, {})
+        lines += own_time(endpoint)
     finally:
-        for process in [direct, *(process for process, _ in others.values())]:
+        for process in processes:
             process.terminate()
             process.wait()
-    goals = {"first p50": "<= 1", "first p99": "<= 5"}
-    lines = [f"## Added to a request, at {RATE} a second, streams of ten events", "",
+    return lines
+
+
+def added(ways: Ways, rate: int, rounds: int, goals: dict[str, str]) -> list[str]:
+    found: dict[tuple[str, str], list[float]] = {}
+    for number in range(rounds):
+        say(f"  {rate} a second: round {number + 1} of {rounds}")
+        alone = asyncio.run(at_rate(f"http://127.0.0.1:{DIRECT_PORT}", {}, rate))
+        for name, (url, headers) in ways.items():
+            routed = asyncio.run(at_rate(url, headers, rate))
+            for what in ("first", "last"):
+                for share in (50, 99):
+                    cut = [statistics.quantiles(getattr(each, what), n=100)[share - 1] for each in (routed, alone)]
+                    found.setdefault((f"{what} p{share}", name), []).append(cut[0] - cut[1])
+    lines = [f"## Added to a request, at {rate} a second, streams of ten events", "",
              f"Through a proxy less straight from an engine, one after the other in {rounds} rounds, ms: median "
              "(min - max). nginx passes requests on to one engine without a look at them: the floor.", "",
-             f"| byte | {' | '.join(ways)} | goal of slurmft | slurmft / nginx |",
-             "|---" * (len(ways) + 3) + "|"]  # fmt: skip
+             f"| byte | {' | '.join(ways)} | goal of slurmft |",
+             "|---" * (len(ways) + 2) + "|"]  # fmt: skip
     for byte in dict.fromkeys(byte for byte, _ in found):
-        values = {name: found[byte, name] for name in ways}
-        shown = [f"{statistics.median(each):.2f} ({min(each):.2f} - {max(each):.2f})" for each in values.values()]
-        floor = statistics.median(values["nginx"]) if "nginx" in values else 0.0
-        ratio = f"{statistics.median(values['slurmft']) / floor:.1f}" if floor > 0 else ""
-        lines.append(f"| {byte} | {' | '.join(shown)} | {goals.get(byte, '')} | {ratio} |")
+        values = [found[byte, name] for name in ways]
+        shown = [f"{statistics.median(each):.2f} ({min(each):.2f} - {max(each):.2f})" for each in values]
+        lines.append(f"| {byte} | {' | '.join(shown)} | {goals.get(byte, '')} |")
     return [*lines, ""]
+
+
+def own_time(endpoint: Endpoint) -> list[str]:
+    """What a request costs, whatever else runs on the machine."""
+    groups = {"the router": [endpoint.router], "the gates": [each.parent() for each in endpoint.engines()]}
+    found: dict[str, list[float]] = {name: [] for name in groups}
+    for _ in range(5):
+        before = {name: busy_s(each) for name, each in groups.items()}
+        asyncio.run(at_rate(endpoint.url, endpoint.headers, RATE))
+        for name, each in groups.items():
+            found[name].append((busy_s(each) - before[name]) / (RATE * SECONDS) * 1e3)
+    told = ", ".join(f"{name} {statistics.median(each):.2f} ({min(each):.2f})" for name, each in found.items())
+    told = f"Of a stream of eleven parts, ms, median (least) of five rounds at {RATE} a second: {told}."
+    return ["## Processor time of a request", "", told, ""]
+
+
+def busy_s(processes: Sequence[psutil.Process | None]) -> float:
+    return sum(sum(each.cpu_times()[:2]) for each in processes if each is not None)
 
 
 def failover(endpoint: Endpoint, rounds: int) -> list[str]:
@@ -196,7 +259,7 @@ def failover(endpoint: Endpoint, rounds: int) -> list[str]:
                         endpoint.engines()[0].kill()
                     try:
                         await asyncio.gather(*(one(session, endpoint.url, into) for _ in range(4)))
-                    except aiohttp.ClientError:
+                    except (aiohttp.ClientError, RuntimeError):
                         errors += 1
             return max(into.first), errors
 
@@ -249,6 +312,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench/serving", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=100_000, help="for the memory")
+    parser.add_argument("--litellm", type=Path, help="its program, in an environment of its own")
     parser.add_argument("--only-latency", action="store_true")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -260,7 +324,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         endpoint = Endpoint(Path(folder))
         try:
-            parts = [lambda: latency(endpoint, args.rounds, Path(folder))]
+            parts = [lambda: latency(endpoint, args.rounds, Path(folder), args.litellm)]
             if not args.only_latency:
                 parts += [lambda: failover(endpoint, args.rounds), lambda: idle(endpoint),
                           lambda: memory(endpoint, args.requests)]  # fmt: skip

@@ -11,6 +11,10 @@ import asyncio
 from aiohttp import web
 
 EVENTS, PAUSE_S = 10, 0.002
+EVENT = (
+    b'data: {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m", '
+    b'"choices": [{"index": 0, "delta": {"content": "%d"}, "finish_reason": null}]}\n\n'
+)
 
 
 async def stream(request: web.BaseRequest) -> web.StreamResponse:
@@ -20,7 +24,7 @@ async def stream(request: web.BaseRequest) -> web.StreamResponse:
     answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await answer.prepare(request)
     for number in range(EVENTS):
-        await answer.write(b'data: {"choices": [{"delta": {"content": "%d"}}]}\n\n' % number)
+        await answer.write(EVENT % number)
         await asyncio.sleep(PAUSE_S)
     await answer.write(b"data: [DONE]\n\n")
     return answer

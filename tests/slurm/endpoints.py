@@ -23,10 +23,11 @@ CLIENTS, NODES, REPLICAS = 100, 2, 2
 
 
 class Load:
-    """A hundred clients on the login node, in a thread of ours."""
+    """Clients on the login node, in a thread of ours; ``kind`` as serving_load.py has them."""
 
-    def __init__(self, run: EndpointRun, seconds: float) -> None:
-        argv = ["python", str(run.path.parent / "load.py"), str(run.path), str(CLIENTS), str(seconds), "ours"]
+    def __init__(self, run: EndpointRun, seconds: float, *, kind: str = "ours", clients: int = CLIENTS) -> None:
+        argv = ["python", str(run.path.parent / "load.py"), str(run.path), str(clients), str(seconds), kind]
+        self._enough = run.path.parent / "enough"
         self._told: dict[str, Any] = {"errors": {"the clients": "have not ended"}}
 
         def work() -> None:
@@ -35,6 +36,11 @@ class Load:
 
         self._thread = threading.Thread(target=work)
         self._thread.start()
+
+    def enough(self) -> dict[str, Any]:
+        """End all loads on this endpoint, which seconds would end later; this one's counts."""
+        self._enough.touch()
+        return self.result()
 
     def result(self) -> dict[str, Any]:
         self._thread.join(200)

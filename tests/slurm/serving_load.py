@@ -1,6 +1,11 @@
 """Clients of an endpoint that count what becomes of their requests.
 
-python serving_load.py RUN_FOLDER CLIENTS SECONDS plain|ours    prints one line of JSON
+python serving_load.py RUN_FOLDER CLIENTS SECONDS ours|plain|rereading    prints one line of JSON
+
+It ends earlier when there is a file ``enough`` beside the run folder.
+
+ours: slurmft.inference.Client. plain: aiohttp, which keeps to the router that it has found in the beginning and asks
+once. rereading: the same, but it reads endpoints.json again after an error of its connection.
 """
 
 from __future__ import annotations
@@ -40,10 +45,17 @@ class Count:
 
 async def load(run_folder: Path, *, clients: int, seconds: float, kind: str) -> Count:
     """So many clients, each with one request at a time."""
-    count, until_s = Count(), time.monotonic() + seconds
+    count, until_s, enough = Count(), time.monotonic() + seconds, run_folder.parent / "enough"
+    goes_on = True
+
+    async def watch() -> None:
+        nonlocal goes_on
+        while time.monotonic() < until_s and not enough.exists():
+            await asyncio.sleep(0.1)
+        goes_on = False
 
     async def ours(number: int, client: Client) -> None:
-        while time.monotonic() < until_s:
+        while goes_on:
             count.asked += 1
             prompt, began_s = f"{number}-{count.asked}", time.monotonic()
             try:
@@ -57,31 +69,38 @@ async def load(run_folder: Path, *, clients: int, seconds: float, kind: str) -> 
                 count.errors[f"HTTP {answer.status}"] += 1
 
     async def plain(number: int, session: aiohttp.ClientSession, urls: list[str]) -> None:
-        while time.monotonic() < until_s:
+        while goes_on:
             count.asked += 1
             prompt, began_s = f"{number}-{count.asked}", time.monotonic()
-            url = urls[number % len(urls)] + "/v1/chat/completions"
+            url = urls[number % len(urls)]
             try:
-                async with session.post(url, json=_body(prompt)) as answer:
+                async with session.post(f"{url}/v1/chat/completions", json=_body(prompt)) as answer:
                     body = await answer.json()
                     if answer.status == 200:
                         count.add(body, prompt, began_s)
                     else:
                         count.errors[f"HTTP {answer.status}"] += 1
             except (aiohttp.ClientError, OSError, ValueError) as error:
-                count.errors[f"{type(error).__name__} of {urls[number % len(urls)]}"] += 1
+                count.errors[f"{type(error).__name__} of {url}"] += 1
                 await asyncio.sleep(0.05)
+                if kind == "rereading":
+                    urls = routers(run_folder) or urls
 
     if kind == "ours":
         async with Client.of_run(run_folder) as client:
-            await asyncio.gather(*(ours(number, client) for number in range(clients)))
+            await asyncio.gather(watch(), *(ours(number, client) for number in range(clients)))
         return count
-    urls = [each.urls[0] for each in HighAvailabilityCluster.read(run_folder).routers]
+    urls = routers(run_folder)
     headers = {"Authorization": f"Bearer {token_of(run_folder)}"}
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=60)
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as session:
-        await asyncio.gather(*(plain(number, session, urls) for number in range(clients)))
+        await asyncio.gather(watch(), *(plain(number, session, urls) for number in range(clients)))
     return count
+
+
+def routers(run_folder: Path) -> list[str]:
+    """Addresses, one for each router that is named."""
+    return [each.urls[0] for each in HighAvailabilityCluster.read(run_folder).routers]
 
 
 def _body(prompt: str) -> dict[str, Any]:

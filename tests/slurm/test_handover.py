@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from slurm.conftest import eventually, preempt
-from slurm.endpoints import NODES, Load, NewEndpoint, maker
+from slurm.endpoints import NODES, EndpointRun, Load, NewEndpoint, maker
 from slurmft.inference.serving.handover import read_handover
 from slurmft.lab.cluster import Lab
 
+PLAIN = 20
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
@@ -20,14 +23,16 @@ def new_endpoint(lab: Lab, request: pytest.FixtureRequest) -> NewEndpoint:
 def test_a_requeue_hands_over_without_a_failed_request(new_endpoint: NewEndpoint) -> None:
     run = new_endpoint()
     job = run.submit()
-    load, before = Load(run, 25), run.routers
+    load, before = Load(run, 180), run.routers
+    plain, rereading = (Load(run, 180, kind=kind, clients=PLAIN) for kind in ("plain", "rereading"))
     run.wait_for_step(300)
     run.slurmft("requeue", str(run.path))
     handed = run.wait_for("handed over")
     run.wait_until_out_of_queue(job)
-    told = load.result()
+    told = load.enough()
     assert told["errors"] == {} and told["right"] == told["asked"] > 600, f"{told}\n{run.story()}"
     assert told["longest_s"] < 10.0, f"a client waited\n{told}\n{run.story()}"
+    check_plain(plain.result(), rereading.result(), before, run)
     successor = handed.details["job"]
     assert run.folder.jobs() == [job, successor]
     owner = run.folder.owner()
@@ -39,6 +44,20 @@ def test_a_requeue_hands_over_without_a_failed_request(new_endpoint: NewEndpoint
     run.wait_until_out_of_queue(successor)
     eventually(lambda: run.routers == [], 20, run.story)
     assert run.job_states()[job] == "COMPLETED", run.story()
+
+
+def check_plain(plain: dict[str, Any], rereading: dict[str, Any], before: list[str], run: EndpointRun) -> None:
+    """Clients without a second try: what broke is connections to a router of the old job alone."""
+    story = f"plain {plain}\nrereading {rereading}\n{run.story()}"
+    print(f"plain {plain}\nrereading {rereading}")
+    for told in (plain, rereading):
+        assert told["right"] + sum(told["errors"].values()) == told["asked"] and told["right"] > 0, story
+        assert all(what.partition(" of ")[2] in before for what in told["errors"]), story
+        assert told["longest_s"] < 10.0, story
+    # those that keep to the old address are refused once its router has left
+    cut = {what: count for what, count in plain["errors"].items() if not what.startswith("ClientConnectorError")}
+    assert sum(plain["errors"].values()) > sum(cut.values()) <= PLAIN, story
+    assert sum(rereading["errors"].values()) <= PLAIN, story
 
 
 def supervisor_of(lab: Lab, node: str, job: str) -> str:

@@ -1,6 +1,6 @@
 """Write a tiny chat model of random weights, with a tokenizer of single bytes: nothing is fetched from anywhere.
 
-python tiny_chat_model.py FOLDER
+python tiny_chat_model.py FOLDER [ascii]      # ascii: it knows and says printable characters of ASCII alone
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 SPECIAL = ["<pad>", "<s>", "</s>"]
 
 
-def main(folder: str) -> None:
-    words = {word: number for number, word in enumerate([*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+def main(folder: str, letters: str = "bytes") -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if letters == "ascii":
+        alphabet = [each for each in alphabet if each.isascii()]
+    words = {word: number for number, word in enumerate([*SPECIAL, *alphabet])}
     bare = Tokenizer(models.BPE(vocab=words, merges=[]))
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bare.decoder = decoders.ByteLevel()
@@ -31,4 +34,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

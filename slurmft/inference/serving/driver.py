@@ -13,7 +13,9 @@ import asyncio
 import json
 import logging
 import os
+import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,9 @@ from slurmft.policy.inference.poison import has_crashed
 
 TELL_S = 0.05
 DRAINED_LOOK_S = 0.02
+QUEUED_S, QUEUED_LOOK_S = 10.0, 0.005
+"""How long a connection waits for an engine that does not keep up with taking them."""
+
 LAST_WORDS_S = 0.1
 """Between the last word to the routers and the end, so that they hear it before the connection ends."""
 
@@ -84,7 +89,7 @@ class ServingDriver:
     async def _connect(self, protocol: Any) -> None:
         loop = asyncio.get_running_loop()
         if isinstance(self._engine.place, str):
-            await loop.create_unix_connection(protocol, self._engine.place)
+            await loop.create_unix_connection(protocol, sock=await unix_connection(self._engine.place))
         else:
             await loop.create_connection(protocol, "127.0.0.1", self._engine.place)
 
@@ -118,6 +123,32 @@ class ServingDriver:
     def _send(self, **message: Any) -> None:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+
+
+async def unix_connection(path: str) -> socket.socket:
+    """A connection to a Unix socket, also while more clients come than it takes at once.
+
+    The kernel refuses one that finds the queue full with EAGAIN, which asyncio takes for "will be connected soon".
+
+    Raises:
+        OSError: nothing listens there, or the queue stays full.
+    """
+    until_s = time.monotonic() + QUEUED_S
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.setblocking(False)
+            connection.connect(path)
+        except BlockingIOError:
+            connection.close()
+            if time.monotonic() > until_s:
+                raise
+            await asyncio.sleep(QUEUED_LOOK_S)
+        except BaseException:
+            connection.close()
+            raise
+        else:
+            return connection
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ class RouterServer:
             max_line_size=self._serving.max_header_bytes, max_field_size=self._serving.max_header_bytes,
             lingering_time=1.0, logger=_quiet_logger(),
         )  # fmt: skip
+        self._is_leaving = False
         self._listener: asyncio.Server | None = None
         self._sweeping: asyncio.Task[None] | None = None
 
@@ -95,6 +96,7 @@ class RouterServer:
 
     async def leave(self) -> None:
         """Take no more connections; returns when those that are there have got the answer they wait for."""
+        self._is_leaving = True
         if self._listener is not None:
             self._listener.close()
         while self._server.connections:
@@ -116,7 +118,10 @@ class RouterServer:
         connection = request.protocol
         self._busy.add(connection)
         try:
-            return await self._router.handle(request)
+            answer = await self._router.handle(request)
+            if self._is_leaving and not answer.prepared:
+                answer.force_close()  # a client that is not told sends its next request into the closed connection
+            return answer
         finally:
             self._busy.discard(connection)
             self._known.add(connection)

@@ -28,6 +28,9 @@ MAX_BUFFERED_BYTES = 1 << 20
 """An answer of known length up to here is passed on when it is whole, so that its replica may die in its midst."""
 
 MAX_ERROR_BYTES = 1 << 16
+UNTIMED_BYTES = 1 << 15
+"""Below the mark at which asyncio makes writers wait (64 KiB): such a write needs no timer."""
+
 WORD_S = 0.25
 """How long a broken connection waits for the word that its replica is gone."""
 
@@ -80,6 +83,13 @@ class Errand:
 
     async def run(self) -> web.StreamResponse:
         """The answer, of the first replica that gives one."""
+        try:
+            return await self._run()
+        finally:
+            if self._stream is not None:
+                self._stream.end()
+
+    async def _run(self) -> web.StreamResponse:
         router, failed, without = self._router, 0, set[str]()
         router.budget = router.budget.came()
         began_s = time.monotonic()
@@ -154,7 +164,7 @@ class Errand:
         """
         loop = asyncio.get_running_loop()
         self._is_lost, self._is_passing, gone = False, False, replica.gone
-        replica.errands.add(self)
+        replica.takes(self)
         try:
             async with asyncio.timeout_at(loop.time() + self._deadline_s - time.monotonic()) as self._limit:
                 return await self._ask(replica, gone)
@@ -164,7 +174,7 @@ class Errand:
             raise _Failed(Failure.SICK, "no answer in time") from error
         finally:
             self._limit, self._response = None, None
-            replica.errands.discard(self)
+            replica.leaves(self)
 
     async def _ask(self, replica: Replica, gone: asyncio.Event) -> web.StreamResponse:
         body = self._body if self._rest is None else json.dumps(self._rest).encode()
@@ -220,7 +230,7 @@ class Errand:
         if response.content_length is not None:
             answer.content_length = response.content_length
         elif _is_of_events(response) and self._request.method == "POST" and self._router.continued:
-            self._stream = JoinedStream(self._request.path, self._body, self._router.continued)
+            self._stream = JoinedStream(self._request.path, self._body, self._router.continued, kept=self._router.kept)
             answer.headers[CONTINUED] = ", ".join(sorted(self._router.continued))
         with self._is_passed():
             if not await self._gives(answer.prepare(self._request)):
@@ -253,7 +263,7 @@ class Errand:
         try:
             while part := part or await response.content.readany():
                 out = part if stream is None else stream.take(part)
-                if out and not await self._gives(answer.write(out)):
+                if out and not await self._gives(answer.write(out), len(out)):
                     return answer
                 self._last = (self._last + out)[-4:]
                 if stream is not None and stream.is_closed:
@@ -308,9 +318,17 @@ class Errand:
             await self._gives(self._answer.write_eof())
         return self._answer
 
-    async def _gives(self, work: Any) -> bool:
-        """Whether the client takes something; one that does not take it in time is cut off."""
+    async def _gives(self, work: Any, size: int | None = None) -> bool:
+        """Whether the client takes something; one that does not take it in time is cut off.
+
+        Args:
+            size: bytes of it, where that is known.
+        """
+        transport = self._request.transport
         try:
+            if size is not None and transport is not None and transport.get_write_buffer_size() + size < UNTIMED_BYTES:
+                await work
+                return True
             async with asyncio.timeout(self._router.serving.client_timeout_s):
                 await work
         except TimeoutError:

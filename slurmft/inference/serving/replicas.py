@@ -89,6 +89,9 @@ class Replica:
         self.errands: set[Leaving] = set()
         """What is to be told at once when it is lost."""
 
+        self._suspects: set[Leaving] = set()
+        """Those of them that were on a crashed engine."""
+
         self.phase = ""
         """As it says itself; empty before its first word."""
 
@@ -122,8 +125,19 @@ class Replica:
         """For the choice; None where it is not in the rotation."""
         if self.phase != "ready" or self.gone.is_set() or now_s - self._heard_s > SILENT_S:
             return None
-        suspected = weight([len(each.crashed) for each in self.errands if each.crashed])
+        suspected = weight([len(each.crashed) for each in self._suspects]) if self._suspects else 0
         return Load(self.name, self.in_flight, avoided=self.breaker.is_open(now_s), suspected=suspected)
+
+    def takes(self, errand: Leaving) -> None:
+        """It works on this from now on."""
+        self.errands.add(errand)
+        if errand.crashed:
+            self._suspects.add(errand)
+
+    def leaves(self, errand: Leaving) -> None:
+        """It does not work on this any more."""
+        self.errands.discard(errand)
+        self._suspects.discard(errand)
 
     def begin(self) -> None:
         """It gets a request."""

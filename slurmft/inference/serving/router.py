@@ -26,9 +26,10 @@ from slurmft.policy.inference.continuation import continued_forms
 from slurmft.policy.inference.degradation import GracefulDegradation
 from slurmft.policy.inference.engines import engine_kind
 from slurmft.policy.inference.http_headers import seconds_asked
+from slurmft.policy.inference.kept_streams import KeptStreams
 from slurmft.policy.inference.paths import is_open, normal
 from slurmft.policy.inference.poison import KILLS
-from slurmft.policy.inference.rotation import Entry, Queue, entry_of
+from slurmft.policy.inference.rotation import Entry, Queue, choose, entry_of
 from slurmft.policy.inference.second_tries import RetryBudget
 
 RETRY_AFTER_S = 1
@@ -58,6 +59,9 @@ class Router:
         kind = engine_kind(config.engine.command or ())
         self.continued = continued_forms(config.engine.continue_from_prefix, counts_pieces=kind.counts_pieces)
         """Forms of streams that go on with another replica."""
+
+        self.kept = KeptStreams(time.monotonic)
+        """What is kept of streams until their end, for that."""
 
         self.replicas = Replicas(key, self._on_change, self._wake)
         self._degradation = GracefulDegradation(self.serving.degraded_below, config.concurrency)
@@ -136,8 +140,8 @@ class Router:
         log.error("a request has crashed %d replicas; it is refused for %.0f s", KILLS, POISON_S)
 
     def _refusal(self, request: web.BaseRequest, left_s: float) -> web.Response | None:
-        slots = self.replicas.ready * self._terms.concurrency
-        has_room = self.replicas.choose(self._terms.concurrency, ()) is not None
+        loads, limit = self.replicas.loads(), self._terms.concurrency
+        slots, has_room = len(loads) * limit, choose(loads, limit=limit) is not None
         queue = Queue(len(self._waiting), self.serving.max_queue, slots, self._mean_s, has_room)
         is_low = request.headers.get("X-Priority", "").strip().lower() == "low"
         entry = entry_of(queue, left_s=left_s, is_low=is_low, degraded=self._terms.degraded, closing=self._is_closing())
@@ -250,6 +254,11 @@ class Router:
     def waiting(self) -> int:
         """Requests that wait for a replica."""
         return len(self._waiting)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of streams, in case that they must go on elsewhere."""
+        return self.kept.kept_bytes
 
     @property
     def degraded(self) -> bool:

@@ -16,11 +16,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slurmft.policy.inference.continuation import Form, Prefix, continuing, error_in, form_of, is_count, joined_usage
+from slurmft.policy.inference.kept_streams import KeptStreams
 
 MAX_KEPT_BYTES = 4 << 20
 """Of the events of one stream; a longer one is not continued."""
 
 MAX_EVENT_BYTES = 1 << 20
+TOO_LONG = "it is too long to be continued"
 
 END = b"[DONE]"
 DONE = b"data: [DONE]\n\n"
@@ -59,18 +61,30 @@ class JoinedStream:
         body: of the request, as it came; it is looked into only when an engine is lost.
         forms: those that engines can continue.
         of_router: what comes is from a router, whose own errors are no part of the stream where that can go on.
+        kept: the account of all streams; ``end`` gives back what this one keeps.
     """
 
-    def __init__(self, path: str, body: bytes, forms: frozenset[Form], *, of_router: bool = False) -> None:
+    def __init__(
+        self,
+        path: str,
+        body: bytes,
+        forms: frozenset[Form],
+        *,
+        of_router: bool = False,
+        kept: KeptStreams | None = None,
+    ) -> None:
         self._path, self._raw_body, self._forms, self._of_router = path, body, forms, of_router
+        self._kept, self._forgotten = kept, ""
+        """The account, and why nothing is kept any more."""
+
         self.broken = b""
         """The event with which a router has ended it, although it may go on."""
 
         self._held = b""
         """The beginning of an event whose end has not come."""
 
-        self._parts: list[bytes] | None = []
-        """All that has gone out before the first seam; None where that is too much."""
+        self._parts: list[bytes] = []
+        """All that has gone out before the first seam, and has not been read."""
 
         self._kept_bytes = 0
         self.is_ended = False
@@ -124,14 +138,15 @@ class JoinedStream:
             end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3)
             whole, self._held = (data[:end], data[end:]) if end > 2 else (b"", data)
             if len(self._held) > MAX_EVENT_BYTES:  # whatever this is
-                whole, self._held, self._parts = data, b"", None
+                whole, self._held = data, b""
+                self._give_up(TOO_LONG)
         if not whole:
             return b""
         if self._of_router and ROUTERS_ERROR in whole:
             whole = self._without_error(whole)
         if self.seams:
             return b"".join(self._rewritten(whole))
-        if self._parts is not None:
+        if not self._forgotten:
             self._parts.append(whole)
             self._keep(len(whole))
         self.is_ended = self.is_ended or whole[-20:].rstrip().endswith((b"data: [DONE]", b"data:[DONE]"))
@@ -195,9 +210,26 @@ class JoinedStream:
     # What has gone out
 
     def _keep(self, more_bytes: int) -> None:
+        if self._forgotten:
+            return
         self._kept_bytes += more_bytes
         if self._kept_bytes > MAX_KEPT_BYTES:
-            self._parts = None
+            self._give_up(TOO_LONG)
+        elif self._kept is not None:
+            self._kept.keep(self, more_bytes)
+
+    def _give_up(self, why: str) -> None:
+        self.end()
+        self.forget(why)
+
+    def forget(self, why: str) -> None:
+        """Let go of what is kept: what comes is passed on, and cannot be continued."""
+        self._forgotten, self._parts, self._text = why, [], []
+
+    def end(self) -> None:
+        """The client has all that it gets."""
+        if self._kept is not None:
+            self._kept.end(self)
 
     def _look_back(self) -> None:
         """Read what has gone out before the first seam.
@@ -216,8 +248,8 @@ class JoinedStream:
             if form not in self._forms:
                 raise Unjoinable("inference.engine.continue_from_prefix does not say that this engine goes on")
             self._body, self._form, self._is_text_only = body, form, True
-        if self._parts is None:
-            raise Unjoinable("it is too long to be continued")
+        if self._forgotten:
+            raise Unjoinable(self._forgotten)
         parts, self._parts = self._parts, []
         for data in _events(b"".join(parts)):
             if data == END:
@@ -236,7 +268,8 @@ class JoinedStream:
         self._head = self._head or {name: value for name, value in event.items() if name not in ("choices", "usage")}
         text = self._text_of(choices[0]) if choices else ""
         if text:
-            self._text.append(text)
+            if not self._forgotten:
+                self._text.append(text)
             self._last = event
             self._tokens += 1
         if isinstance(usage, dict):

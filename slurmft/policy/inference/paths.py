@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from urllib.parse import unquote
 
-ADMINISTRATIVE = (
+ADMINISTRATIVE = frozenset({
     # vLLM
     "/sleep", "/wake_up", "/is_sleeping", "/collective_rpc", "/reset_prefix_cache", "/reset_mm_cache",
     "/reset_encoder_cache", "/server_info", "/start_profile", "/stop_profile", "/scale_elastic_ep",
@@ -29,7 +29,8 @@ ADMINISTRATIVE = (
     "/slots", "/props", "/lora-adapters", "/models/load", "/models/unload",
     # servers of any kind
     "/admin", "/debug", "/shutdown", "/quit",
-)  # fmt: skip
+})  # fmt: skip
+DEEPEST = max(each.count("/") for each in ADMINISTRATIVE)
 
 
 def normal(path: str) -> str | None:
@@ -50,10 +51,11 @@ def normal(path: str) -> str | None:
 def is_open(path: str, allowed: Sequence[str]) -> bool:
     """Whether clients may use a path, as ``normal`` returned it; ``allowed`` are those of the configuration."""
     lower = path.lower().rstrip("/")
+    parts = lower.split("/", DEEPEST + 1)
+    if ADMINISTRATIVE.isdisjoint("/".join(parts[: count + 1]) for count in range(1, DEEPEST + 1)):
+        return True
 
     def is_below(prefix: str) -> bool:
         return lower == prefix or lower.startswith(prefix + "/")
 
-    if any(is_below(each.lower().rstrip("/")) for each in allowed):
-        return True
-    return not any(is_below(each) for each in ADMINISTRATIVE)
+    return any(is_below(each.lower().rstrip("/")) for each in allowed)

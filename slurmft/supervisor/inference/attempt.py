@@ -11,7 +11,6 @@ import contextlib
 import logging
 import signal
 import time
-from collections import Counter
 from typing import Any
 
 from slurmft.config.config import RunConfig
@@ -34,6 +33,7 @@ from slurmft.ipc.reports import (
     ReplicaSmaller,
     SignalReport,
 )
+from slurmft.policy.inference.node_deaths import DEATHS, WINDOW_S, NodeDeaths
 from slurmft.policy.nodes.evidence import Evidence, Kind, Suspect
 from slurmft.policy.timing.fleet import longest_silence_s, ping_interval_s
 from slurmft.policy.verdicts.verdict import EXIT_USAGE, Cause, Verdict
@@ -60,8 +60,6 @@ LOOKS_PER_TIMEOUT = 12
 LENT_S = 20.0
 """What a lent node has for what is in flight: Slurm's default KillWait is 30 s."""
 
-DEATHS_OF_A_GPU = 3
-"""Engines that must die on one replica's GPUs, without a request that explains it, before the node is suspected."""
 log = logging.getLogger(__name__)
 
 
@@ -87,7 +85,10 @@ class InferenceAttempt:
         self._coordinator: Coordinator | Roster | None = None
         self._joined: dict[int, AgentLink] = {}
         self._lost: list[str] = []
-        self._deaths: Counter[tuple[str, int]] = Counter()
+        self._deaths = NodeDeaths()
+        self._suspects: list[str] = []
+        """Nodes on which engines have died again and again: the next job is to do without them."""
+
         self._last_death = ""
         self._is_hopeless = False
         """The last engine that did not start cannot be started, wherever it is tried."""
@@ -349,13 +350,15 @@ class InferenceAttempt:
 
     def _suspect(self, link: AgentLink, report: ReplicaDied) -> None:
         """Engines that die again and again on one node, while others work, are evidence against it."""
-        where = link.host, report.replica
-        self._deaths[where] += len(report.in_flight) != 1  # one alone is more likely the request's fault
-        others = any(each.host != link.host for each in self._joined.values())
-        if self._deaths[where] == DEATHS_OF_A_GPU and others:
-            what = f"replica {report.replica} died {DEATHS_OF_A_GPU} times, the last: {report.how}"
-            self._accuser.add([Evidence(kind=Kind.CRASH, suspect=Suspect(node=link.host), message=what[:1000],
-                                        at=time.time())])  # fmt: skip
+        now_s, nodes = time.monotonic(), {each.host for each in self._joined.values()}
+        self._deaths = self._deaths.died(link.host, now_s, in_flight=len(report.in_flight))
+        if (node := self._deaths.suspect(nodes, now_s)) is None:
+            return
+        self._deaths = self._deaths.forgiven(node)
+        self._suspects.append(node)
+        what = f"{DEATHS} engines died within {WINDOW_S / 60:.0f} min, and those of other nodes did not: {report.how}"
+        suspect = Suspect(node=node)
+        self._accuser.add([Evidence(kind=Kind.CRASH, suspect=suspect, message=what[:1000], at=time.time())])
 
     async def _watch_requests(self) -> None:
         assert self._coordinator is not None

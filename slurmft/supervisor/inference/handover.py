@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,6 +65,9 @@ class Giver:
         self._given_up = False
         self.is_held: Callable[[], bool] = lambda: False
         """Whether none may begin at the moment."""
+
+        self.suspects: Sequence[str] = ()
+        """Nodes that the successor is to do without."""
 
         self._record: Handover | None = None
         self._tries = 0
@@ -195,7 +198,7 @@ class Giver:
         options = successor_options(self._config, script, self._cluster)
         placement = next_placement(
             self._config, partition=self._cluster.job.partition, job=self._cluster.own, history=self._start.history,
-            suspects=(),
+            suspects=tuple(self.suspects),
         )  # fmt: skip
         excluded = set(placement.excluded if placement is not None else ())
         if self._serving.port:  # two routers cannot have the same port of a node

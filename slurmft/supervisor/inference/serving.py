@@ -98,6 +98,7 @@ class ServingAttempt(InferenceAttempt):
         is_wanted = self._section.serving.handover and self._config.preemption.continue_by != "nothing"
         if is_wanted and isinstance(self._cluster, SlurmCluster):
             giver = Giver(self._config, self._start, self._cluster, self._slurm, lambda: self._startup_s)
+            giver.suspects = self._suspects
             giver.is_held = lambda: update.is_rolling
             self.stops.giver = giver
             self._background.start(giver.watch())

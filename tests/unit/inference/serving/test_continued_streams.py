@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from typing import Any
 
@@ -15,6 +16,7 @@ from word_engine import WordEngine, next_token, prompt_of
 from slurmft.inference import Client
 from slurmft.inference.serving.entry import RouterServer
 from slurmft.inference.serving.router import Router
+from slurmft.policy.inference.kept_streams import KeptStreams
 
 STREAMS = 50
 BEGUN = 25
@@ -314,5 +316,23 @@ def test_our_client_gets_the_error_of_a_stream_that_cannot_go_on() -> None:
         async with serving({"a": dies}, engine=ALWAYS) as world, Client([world.url], token=TOKEN) as client:
             body = asked(TEXT, 174, n=2)
             assert "is not continued" in error_in(b"".join([part async for part in client.stream_async(TEXT, body)]))
+
+    run(work())
+
+
+def test_a_router_that_keeps_too_much_passes_streams_on_and_gives_back_what_it_kept() -> None:
+    async def work() -> None:
+        made: Counter[str] = Counter()
+        bodies = [asked(CHAT, number) for number in range(2)]
+        engines = {name: words(made) for name in "ab"}
+        async with serving(engines, engine=ALWAYS, concurrency=64) as world:
+            world.router.kept = KeptStreams(time.monotonic, most_bytes=1000)
+            asking = [asyncio.create_task(streamed(world, CHAT, body)) for body in bodies]
+            await world.until(lambda: sum(made.values()) > 2 * BEGUN)
+            assert world.router.kept_bytes <= 1000
+            await world["a"].die()
+            await world["b"].die()
+            assert all("too much for all streams" in error_in(each) for each in await asyncio.gather(*asking))
+            assert world.router.kept_bytes == 0
 
     run(work())

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
+from pathlib import Path
 
 import pytest
 from serving_world import KEY, answers, run, serving
 
+from slurmft.inference.serving.driver import unix_connection
 from slurmft.inference.serving.gate import MAX_STRANGERS, Gate
 from slurmft.inference.serving.handshake import CONTROL, REQUESTS, NotTheGate, knock
 from slurmft.system.authentication import NONCE_BYTES, TAG_BYTES
@@ -150,5 +153,29 @@ def test_a_router_that_waits_for_a_long_answer_is_not_silent(monkeypatch: pytest
             await world.until(lambda: gate.in_flight == 1)
             assert await asked == (200, {"by": "a"})
             assert gate.counted()[0] == 1
+
+    run(work())
+
+
+def test_more_connections_than_an_engine_takes_at_once_wait(tmp_path: Path) -> None:
+    async def work() -> None:
+        path = str(tmp_path / "socket")
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(path)
+            listening.listen(1)
+            listening.setblocking(False)
+            asking = [asyncio.create_task(unix_connection(path)) for _ in range(8)]
+            await asyncio.sleep(0.05)
+            assert 0 < sum(each.done() for each in asking) < 8, "its queue is full"
+            taken = [await asyncio.get_running_loop().sock_accept(listening) for _ in asking]
+            connections = await asyncio.gather(*asking)
+            for each in connections:
+                each.sendall(b"x")  # asyncio's own would be said to be connected, and are not
+            for (each, _), own in zip(taken, connections, strict=True):
+                assert await asyncio.get_running_loop().sock_recv(each, 1) == b"x"
+                each.close()
+                own.close()
+        with pytest.raises(ConnectionRefusedError):
+            await unix_connection(path)
 
     run(work())

@@ -352,3 +352,18 @@ def test_a_body_without_a_length_has_the_same_limit() -> None:
             assert answer.status == 413
 
     run(work())
+
+
+def test_a_router_that_leaves_tells_clients_not_to_use_their_connections_again() -> None:
+    async def work() -> None:
+        async with serving({"a": answers("a", delay_s=0.2)}) as world:
+            asking = asyncio.create_task(world.client.post("/v1/x", data=b"{}"))
+            await world.until(lambda: world.router.in_flight == 1)
+            leaving = asyncio.create_task(world.server.leave())
+            async with await asking as answer:
+                assert (answer.status, answer.headers["Connection"]) == (200, "close")
+            await leaving
+            with pytest.raises(aiohttp.ClientConnectorError):  # refused: nothing was computed for it
+                await world.ask()
+
+    run(work())

@@ -135,7 +135,7 @@ def test_degradation_begins_below_its_share_and_ends_above_a_higher_one():
     assert not GracefulDegradation(below=0.9).saw(0, 10).saw(10, 10).degraded, "all that there are is always enough"
 
 
-@pytest.mark.parametrize("path", ADMINISTRATIVE)
+@pytest.mark.parametrize("path", sorted(ADMINISTRATIVE))
 @pytest.mark.parametrize(
     "form", ["{}", "{}/", "{}/below", "{up}", "%{first:02x}{rest}"]
 )  # fmt: skip

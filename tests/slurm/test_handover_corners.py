@@ -1,0 +1,122 @@
+"""Handovers of an endpoint in settings of their own, and beside other changes; a hundred clients ask it meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from slurm.conftest import PATIENCE_S, eventually
+from slurm.endpoints import NODES, REPLICAS, EndpointRun, Load, NewEndpoint, maker
+from slurm.test_rolling_update import with_engine
+from slurmft.inference.serving.updates import State, read_update
+from slurmft.lab.cluster import Lab
+from slurmft.scheduler.nodes import expand
+
+pytestmark = [pytest.mark.slurm, pytest.mark.soak, pytest.mark.timeout(500)]
+PORT = 18_080
+
+
+@pytest.fixture
+def new_endpoint(lab: Lab, request: pytest.FixtureRequest) -> NewEndpoint:
+    return maker(lab, request)
+
+
+def check_load(run: EndpointRun, load: Load) -> None:
+    told = load.enough()
+    assert told["errors"] == {} and told["right"] == told["asked"] > 600, f"{told}\n{run.story()}"
+
+
+def stop(run: EndpointRun) -> None:
+    run.slurmft("stop", str(run.path))
+    for job in run.folder.jobs():
+        run.wait_until_out_of_queue(job)
+
+
+def engines(run: EndpointRun, node: str) -> list[str]:
+    """Command lines of the engines on a node."""
+    found = run.lab.run_on_as_admin(node, ["pgrep", "-af", f"[p]ython {run.path.parent}/engine.py"], check=False)
+    return found.stdout.splitlines()
+
+
+def test_a_fixed_port_moves_to_other_nodes(new_endpoint: NewEndpoint) -> None:
+    run = new_endpoint(serving={"port": PORT})
+    job = run.submit()
+    load, before = Load(run, 300), run.routers
+    assert all(url.endswith(f":{PORT}") for url in before)
+    run.wait_for_step(300)
+    run.slurmft("requeue", str(run.path))
+    handed = run.wait_for("handed over", within_s=PATIENCE_S * 3)
+    run.wait_until_out_of_queue(job)
+    run.wait_for_routers(NODES)
+    assert all(url.endswith(f":{PORT}") for url in run.routers) and set(run.routers).isdisjoint(before), run.story()
+    (submitted,) = run.events("successor submitted")
+    assert set(expand(run.events("attempt started")[0].details["nodes"])) <= set(submitted.details["excluded"])
+    assert handed.details["job"] == run.folder.jobs()[-1]
+    check_load(run, load)
+    stop(run)
+
+
+def test_continue_by_resubmit_hands_over_as_well(new_endpoint: NewEndpoint) -> None:
+    run = new_endpoint(preemption={"continue_by": "resubmit"})
+    job = run.submit()
+    load = Load(run, 300)
+    run.wait_for_step(300)
+    run.slurmft("requeue", str(run.path))
+    handed = run.wait_for("handed over", within_s=PATIENCE_S * 3)
+    run.wait_until_out_of_queue(job)
+    check_load(run, load)
+    assert run.folder.jobs() == [job, handed.details["job"]], run.story()
+    assert not run.events("requeued") and not run.events("decision"), run.story()
+    stop(run)
+
+
+@pytest.mark.parametrize("first", ["update", "requeue"])
+def test_an_update_and_a_handover_at_once_wait_for_each_other(new_endpoint: NewEndpoint, first: str) -> None:
+    run = new_endpoint()
+    job = run.submit()
+    load = Load(run, 300)
+    run.wait_for_step(300)
+    path, told = with_engine(run, "--delay", "0.1"), run.path.parent / "told"
+    update = f"slurmft serve --update {path} > {told} 2>&1 & sleep 0"
+    requeue = f"slurmft requeue {run.path}"
+    if first == "update":
+        run.lab.run(["bash", "-c", update], check=False)
+        run.wait_for("update begun")
+        run.lab.run(["bash", "-c", requeue])
+    else:
+        run.lab.run(["bash", "-c", requeue])
+        run.wait_for("handover begun")
+        run.lab.run(["bash", "-c", update], check=False)
+    run.wait_for("handed over", within_s=PATIENCE_S * 4)
+    run.wait_for("update done", within_s=PATIENCE_S * 4)
+    order = [e.event for e in run.folder.journal().read() if e.event in ("update done", "successor submitted")]
+    assert (order[0] == "update done") == (first == "update"), run.story()
+    run.wait_until_out_of_queue(job)
+    eventually(lambda: f"all {NODES * REPLICAS} replicas" in told.read_text(), PATIENCE_S, run.story)
+    update_now = read_update(run.folder)
+    assert update_now is not None and update_now.state is State.DONE
+    owner = [event for event in run.events("attempt started") if event.attempt.startswith(run.folder.jobs()[-1])]
+    found = [line for node in expand(owner[0].details["nodes"]) for line in engines(run, node)]
+    assert len(found) == NODES * REPLICAS and all(line.endswith("--delay 0.1") for line in found), found
+    check_load(run, load)
+    stop(run)
+
+
+def test_the_successor_leaves_a_node_on_which_engines_die_again_and_again(new_endpoint: NewEndpoint) -> None:
+    run = new_endpoint(max_restarts=10)
+    job = run.submit()
+    load, victim = Load(run, 300), run.other_node
+    run.wait_for_step(300)
+    for count in range(3):
+        ready = len(run.events("replica ready"))
+        run.lab.run_on_as_admin(victim, ["pkill", "-KILL", "-o", "-f", f"[p]ython {run.path.parent}/engine.py"])
+        run.wait_for("replica died", count + 1)
+        run.wait_for("replica ready", ready + 1)
+    evidence = run.wait_for("evidence")
+    assert evidence.details["node"] == victim and "3 engines died" in str(evidence.details), evidence
+    run.slurmft("requeue", str(run.path))
+    run.wait_for("handed over", within_s=PATIENCE_S * 3)
+    (submitted,) = run.events("successor submitted")
+    assert submitted.details["excluded"] == [victim], run.story()
+    run.wait_until_out_of_queue(job)
+    check_load(run, load)
+    stop(run)
