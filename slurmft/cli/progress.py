@@ -9,8 +9,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from slurmft.cli.output import console, say
 from slurmft.operations.status import Overview, exit_code_of, has_ended, oldest_first, overviews
 from slurmft.storage.events import EventName
+from slurmft.storage.history.progress import progress_of
 from slurmft.storage.journal import Event
-from slurmft.storage.progress import progress_of
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor.evidence import tail
 from slurmft.system.foreign_text import one_line

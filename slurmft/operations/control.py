@@ -10,7 +10,7 @@ from slurmft.scheduler import own_jobs, queueing
 from slurmft.scheduler.parsing.parsing import JobRecord
 from slurmft.storage import signs_of_life
 from slurmft.storage.events import EventName
-from slurmft.storage.progress import progress_of
+from slurmft.storage.history.progress import progress_of
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor.owner import local_owner_lives
 

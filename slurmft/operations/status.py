@@ -21,8 +21,8 @@ from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY, GOES_ON, Cause
 from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.parsing.parsing import JobRecord, why_held, why_never
 from slurmft.storage.events import EventName
+from slurmft.storage.history.progress import progress_of
 from slurmft.storage.journal import Event
-from slurmft.storage.progress import progress_of
 from slurmft.storage.run_folder import Owner, RunFolder
 from slurmft.supervisor.owner import local_owner_lives
 from slurmft.system.files import MOVE_AWAY

@@ -33,7 +33,6 @@ _COUNTED: Mapping[str, tuple[str, str]] = {
     EventName.AGENT_LOST: ("nodes_lost", "Nodes whose agent fell silent."),
     EventName.SAVE_FAILED: ("saves_failed", "Saves that failed."),
     EventName.STRAGGLER_DETECTED: ("stragglers", "Slow nodes that were found."),
-    EventName.REPLICAS_DIFFER: ("replicas_differing", "Times that replicas were found to differ."),
     EventName.FAULT_INJECTED: ("faults_injected", "Faults that were injected on purpose."),
     EventName.SUPERVISOR_LOST: ("supervisors_lost", "Supervisors that were killed."),
     EventName.REPLICA_DIED: ("replicas_died", "Replicas that ended or hung."),

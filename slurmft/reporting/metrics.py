@@ -22,8 +22,8 @@ from slurmft.reporting.counters import ABOUT, NAMES, RunCounts, category_of
 from slurmft.scheduler.slurm import configured_cluster
 from slurmft.storage.history import live_view
 from slurmft.storage.history.journal_tail import JournalTail
+from slurmft.storage.history.progress import Progress, progress_of
 from slurmft.storage.jobs_file import LOCAL_PREFIX
-from slurmft.storage.progress import Progress, progress_of
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.exposition import COUNTER, GAUGE, Family, Sample
 

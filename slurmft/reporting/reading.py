@@ -7,7 +7,7 @@ from dataclasses import asdict
 from slurmft.errors import StorageError
 from slurmft.reporting.accounting import WANTED, Accounting
 from slurmft.reporting.summary import Report
-from slurmft.storage.progress import progress_of
+from slurmft.storage.history.progress import progress_of
 from slurmft.storage.run_folder import RunFolder
 
 

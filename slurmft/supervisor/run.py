@@ -19,9 +19,9 @@ from slurmft.scheduler import queueing
 from slurmft.scheduler.command import ignoring_signals
 from slurmft.storage import signs_of_life
 from slurmft.storage.events import EventName
+from slurmft.storage.history.progress import Progress, progress_of
 from slurmft.storage.journal import Event
 from slurmft.storage.patience import FolderThread, PatientJournal, patiently, writing
-from slurmft.storage.progress import Progress, progress_of
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder
 from slurmft.supervisor.attempt_loop import Attempts
 from slurmft.supervisor.cluster import (

@@ -18,6 +18,8 @@ ALLOWED: Mapping[str, str] = {
     "integrations/lightning_fit.py: Process.current": "Trainers of a process share its session, and their numbering",
     "integrations/huggingface.py: SlurmftCallback._in_charge": "two callbacks of one Trainer find each other",
     "integrations/huggingface.py: SlurmftCallback._said_idle": "it is said once, for all Trainers of the process",
+    "integrations/huggingface.py: SlurmftCallback._engine": "last_good_checkpoint() knows no callback of its Trainer",
+    "integrations/huggingface.py: SlurmftCallback._resumed": "the same: it tells the callback what it has chosen",
     "integrations/huggingface.py: SlurmftCallback._session": "a process has one session, and may have many Trainers",
     "supervisor/signals.py: _kept": "signals come to the process, also between two listeners",
     "supervisor/signals.py: _listeners": "a signal handler has no other way to the listener of its process",

@@ -21,7 +21,7 @@ from slurmft.ipc.reports import InferenceReport, RouterPhase
 from slurmft.policy.verdicts.verdict import Cause
 from slurmft.storage import signs_of_life
 from slurmft.storage.events import EventName
-from slurmft.storage.progress import progress_of
+from slurmft.storage.history.progress import progress_of
 from slurmft.storage.run_folder import Owner
 from slurmft.supervisor.cluster import SlurmCluster
 from slurmft.supervisor.fleet.agents import AgentLink

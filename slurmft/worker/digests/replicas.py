@@ -118,11 +118,11 @@ class ReplicaDigests:
         if device_part is None:
             self._ring.add(group, step, _signed(host_part))
             return
-        number = torch.empty((), dtype=torch.int64, pin_memory=True)
-        number.copy_(device_part, non_blocking=True)
         gpu = streams.of(device_part.device)
         if gpu is None:
             raise RuntimeError(f"{device_part.device} has gone")
+        number = torch.empty((), dtype=torch.int64, pin_memory=True)
+        gpu.copy(number, device_part)
         (ready := gpu.event()).record()
         self._pending.append(_Pending(step, group, host_part, number, ready))
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -35,6 +36,7 @@ def test_workers_begin_when_the_memory_of_those_before_is_free(tmp_path, monkeyp
         ),
         _environment={}, _workers=workers, _begin_keeping=lambda *_: None,
         _hangs=SimpleNamespace(begin=lambda *_, **__: None),
+        _rehearsal=SimpleNamespace(stop=AsyncMock()),
         _run=SimpleNamespace(attempts=tmp_path, verdicts=Path(tmp_path)),
     )  # fmt: skip
     monkeypatch.setattr(agent, "wait_until_free", wait_until_free)

@@ -22,7 +22,7 @@ from slurmft.operations.status import overviews
 from slurmft.policy.site.job_identity import JobIdentity
 from slurmft.scheduler import own_jobs
 from slurmft.scheduler.parsing.parsing import parse_jobs
-from slurmft.storage.progress import progress_of
+from slurmft.storage.history.progress import progress_of
 from slurmft.storage.run_folder import RunFolder
 
 OWNER = {

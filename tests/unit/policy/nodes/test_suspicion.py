@@ -93,7 +93,7 @@ def test_what_observations_come_to(observations, expected):
 
 def test_alone_only_a_proven_error_excludes():
     alone = {kind for kind, weight in WEIGHTS.items() if weight >= RULES.threshold}
-    assert alone == {Kind.RERUN_PERSISTENT, Kind.RECLAIMED}
+    assert alone == {Kind.RERUN_PERSISTENT, Kind.RECLAIMED, Kind.REPLICA_DIFFERS}
     assert WEIGHTS.keys() == set(Kind)
     assert HALF_LIFE_HOURS.keys() == {kind for kind, weight in WEIGHTS.items() if weight > 0}
 
