@@ -30,7 +30,7 @@ LIMIT_S = 600.0
 
 
 def first_step_s(environment: dict[str, str], folder: Path) -> float:
-    done = subprocess.run([sys.executable, str(TRAINER)], env=environment, cwd=folder, stdout=subprocess.PIPE, text=True,
+    done = subprocess.run([sys.executable, TRAINER], env=environment, cwd=folder, stdout=subprocess.PIPE, text=True,
                           timeout=LIMIT_S, check=True)  # fmt: skip
     [line] = [line for line in done.stdout.splitlines() if line.startswith("first step after ")]
     return float(line.rpartition(" ")[2])
@@ -69,8 +69,8 @@ def main() -> None:
     versions = f"{platform.system()}, Python {platform.python_version()}, torch {torch.__version__}, slurmft"
     text = "\n".join([
         "# A spare that has rehearsed", "",
-        f"`python bench/rehearsal` on {os.cpu_count()} cores, {versions} {slurmft.__version__}. Processes that wanted to"
-        f" run when it ended: {os.getloadavg()[0]:.1f}. Medians (min - max) of {args.rounds}.", "",
+        f"`python bench/rehearsal` on {os.cpu_count()} cores, {versions} {slurmft.__version__}. Processes that wanted"
+        f" to run when it ended: {os.getloadavg()[0]:.1f}. Medians (min - max) of {args.rounds}.", "",
         "| from the start of the process to the first step of a compiled model | |", "|---|---|",
         f"| spares: import | {told(cold)} |", f"| spares: rehearse | {told(warm)} |",
         f"| the rehearsal itself, while the spare waits | {told(rehearsals)} |", "",

@@ -58,6 +58,7 @@ def save_state(accelerator: Any, directory: Path | str, step: int, *, keep: int 
     if accelerator.is_main_process:
         finished_folders.withdraw(folder)
     accelerator.save_state(str(folder))
+    wait_for_all()  # a rank writes files of its own, which are synced too
     if accelerator.is_local_main_process:
         finished_folders.make_durable(folder)
     wait_for_all()

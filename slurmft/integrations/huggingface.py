@@ -180,6 +180,7 @@ class SlurmftCallback(transformers.TrainerCallback):  # type: ignore[misc]
         if loop is None:
             return
         step, folder = int(state.global_step), _folder(args, state)
+        wait_for_all()  # a rank writes files of its own, which are synced too
         if args.local_process_index == 0:
             finished_folders.make_durable(folder)
         wait_for_all()
