@@ -43,6 +43,7 @@ with start_session(seed=1) as session:
     for step in session.steps(start=loaded.step, until=args.steps, save=save):
         sizes = split.micro_batches(session.rank)
         optimizer.zero_grad()
+        time.sleep(args.step_s)  # it stands for the computation: no rank has finished the step meanwhile
         for number, size in enumerate(sizes, start=1):
             if 0 <= args.tight_from <= step and size > args.fits:
                 if session.is_lead:
@@ -51,7 +52,6 @@ with start_session(seed=1) as session:
             with model.no_sync() if number < len(sizes) and session.world_size > 1 else contextlib.nullcontext():
                 (model(torch.ones(size, 8)).square().mean() * split.loss_scale(size)).backward()
         optimizer.step()
-        time.sleep(args.step_s)
         session.report(loss=1.0 / (step + 1))
         if session.is_lead:
             note(args.clock, f"{step} {time.time():.3f}")

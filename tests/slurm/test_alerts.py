@@ -16,6 +16,7 @@ from slurm import monitoring
 from slurm.conftest import TRAINER as SMALL
 from slurm.conftest import Run, eventually
 from slurm.test_local import LocalRun
+from slurm.test_local_serving import Endpoint
 from slurmft.inference.serving.metrics import Metrics
 from slurmft.lab.cluster import Lab
 from slurmft.operations.sweep import SweepReport
@@ -36,7 +37,7 @@ def test_the_rules_pass_promtools_unit_tests():
 
 
 class _Router:
-    in_flight, degraded, waiting, ready, expected = 1, True, 2, 1, 4
+    in_flight, degraded, waiting, ready, expected, kept_bytes = 1, True, 2, 1, 4, 0
 
 
 def _router_text() -> Callable[[], str]:
@@ -162,6 +163,27 @@ def test_alerts_fire_for_a_run_that_fails_again_and_again_and_a_sweep_that_sees_
             world.wait_for("SlurmftSweepMissing", "")
         finally:
             run.slurmft("stop", str(run.folder.path), "--timeout", "60", check=False)
+
+
+@needs_prometheus
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_an_alert_fires_for_replicas_that_die_again_and_again(tmp_path: Path):
+    endpoint = Endpoint(tmp_path / "serves", max_restarts=20)
+
+    def from_cron() -> str:
+        return text(families(looks_at([endpoint.folder])[0]))
+
+    with monitoring.monitoring(tmp_path / "prometheus", {"/cron": from_cron}) as world:
+        endpoint.start()
+        try:
+            for deaths in range(1, 6):
+                endpoint.wait_for(2, 4)
+                endpoint.processes("serving_engine.py")[0].kill()
+                eventually(lambda number=deaths: len(endpoint.events("replica died")) >= number, 60, endpoint.story)
+            world.wait_for("SlurmftReplicasDying", "serves")
+        finally:
+            endpoint.slurmft("stop", str(endpoint.folder.path), "--timeout", "60")
 
 
 def _first_steps(run: LocalRun) -> int:

@@ -17,7 +17,7 @@ from slurmft.checkpoint.catalog import Catalog
 from slurmft.integrations.finished_folders import step_folders
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.soak]
 
 TRAINER = [sys.executable, str(Path(__file__).parent / "trainers" / "hf_trainer.py")]
 STEPS = 40
