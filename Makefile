@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart quickstart-infer test test-fast soak soak-faults soak-lightning check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-digests bench-rehearsal bench-many-ranks bench-recovery bench-fleet bench-inference bench-serving bench-lightning bench-checkpoint soak-integrations bench-integrations bench-metrics bench-reporting failures soak-ray clean
+.PHONY: help install quickstart quickstart-infer test test-fast soak soak-faults soak-lightning check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-digests bench-rehearsal bench-many-ranks bench-recovery bench-fleet bench-inference bench-serving bench-lightning bench-checkpoint soak-integrations bench-integrations bench-metrics bench-plan bench-reporting failures soak-ray clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -159,6 +159,9 @@ failures: install ## see each failure on a lab and write docs/failures.md (root;
 
 bench-metrics: install ## measure scrapes and files of metrics, with a journal of a million events (a minute)
 	@$(BIN)/python bench/metrics --output bench/results/metrics.md
+
+bench-plan: install ## measure slurmft plan for 2,000 nodes over 11 months (two minutes)
+	@$(BIN)/python bench/plan --output bench/results/plan.md
 
 bench-serving: install ## measure an endpoint, into bench/results/ (5 minutes, nothing else running)
 	@$(BIN)/python bench/serving --output bench/results/serving.md

@@ -179,7 +179,8 @@ class _Run:
         while len(world.up) < needed:
             yield self._repaired
         world.spent["no nodes"] += self._env.now - began_s
-        free = [name for name in self._names if name in world.up and name not in self._avoided(needed)]
+        avoided = self._avoided(needed)
+        free = [name for name in self._names if name in world.up and name not in avoided]
         self._random.shuffle(free)
         world.allocation = free[:needed]
         world.job, world.job_began_s = world.job + 1, self._env.now
