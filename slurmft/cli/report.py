@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slurmft.cli.arguments import RunType, every_run, runs_root
-from slurmft.cli.output import console, say, say_error, say_json
+from slurmft.cli.output import console, counted, say, say_error, say_json
 from slurmft.errors import StorageError, UsageError
 from slurmft.reporting.page import hours, page_of, percent, span
 from slurmft.reporting.reading import report_of
@@ -115,7 +115,7 @@ def _show(reports: list[Report], fleet: Fleet | None) -> None:
             say("")
             say("lemon nodes", bold=True)
             for node, loss, runs in lemons[:20]:
-                blamed = f"{_counted(loss.ends, 'end')} in {_counted(runs, 'run')}"
+                blamed = f"{counted(loss.ends, 'end')} in {counted(runs, 'run')}"
                 say(f"  {node}: blamed for {blamed}, {hours(loss.rank_s)} rank-hours")
         return
     shown.print(_table_of_times(reports))
@@ -162,13 +162,9 @@ def _cells(report: Report, category: Category) -> tuple[str, str, str]:
     return span(seconds), percent(seconds / (account.wall_s or 1.0)), hours(ranks)
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _words(report: Report) -> list[str]:
     account, found, best = report.account, report.mtbf, report.best_interval
-    counts = f"{_counted(account.attempts, 'attempt')}, {_counted(account.failures, 'failure')}, step {account.step}"
+    counts = f"{counted(account.attempts, 'attempt')}, {counted(account.failures, 'failure')}, step {account.step}"
     lines = ["", f"{report.name}: {counts}, {hours(report.lost_rank_s)} rank-hours lost"]
     if found is not None:
         if found.mean_s is None:
@@ -180,7 +176,7 @@ def _words(report: Report) -> list[str]:
         for name, loss in sorted(table.items(), key=lambda each: -each[1].rank_s)[:5]:
             rank_hours = hours(loss.rank_s)
             lines.append(
-                f"  {title} {name}: {_counted(loss.ends, 'end')}, {span(loss.seconds)}, {rank_hours} rank-hours"
+                f"  {title} {name}: {counted(loss.ends, 'end')}, {span(loss.seconds)}, {rank_hours} rank-hours"
             )
     if best is not None:
         limit = f" ({best.limited_by})" if best.limited_by else ""
