@@ -13,8 +13,8 @@ TESTS ?=
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-# All but the tests of the lab itself, which look at the whole machine. Most of their time they wait for Slurm, so three go
-# on at once, each in a cluster of its own.
+# All but the tests of the lab itself, which look at the whole machine. Most of their time they wait for Slurm, so five go
+# on at once, each in a cluster of its own; those come first, and small files fill what is left at the end.
 BESIDES := tests/slurm tests/fuzz tests/unit tests/architecture tests/docs
 
 # A cluster of its own, so that the tests neither meet nor take down the one of `make lab`.
@@ -60,7 +60,7 @@ test: lint ## lint, then every test on a real Slurm cluster that is built for it
 	if [[ -n "$(strip $(TESTS))" ]]; then $(BIN)/pytest $(TESTS); exit; fi; \
 	failed=0; \
 	$(BIN)/pytest tests/lab || failed=1; \
-	$(BIN)/pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 30 $(BESIDES) || failed=1; \
+	$(BIN)/pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder --durations 30 $(BESIDES) || failed=1; \
 	exit $$failed
 
 test-fast: lint ## lint, and what needs neither root nor Slurm and is quick: before each commit (4 minutes)
@@ -72,6 +72,7 @@ soak: install ## the long tests that `make test` leaves out (root; two and a hal
 	@$(BIN)/pytest -m soak --numprocesses 2 --dist loadfile --durations 15 --ignore tests/slurm/test_huggingface.py \
 		--ignore tests/slurm/test_kills_in_saves.py tests/slurm tests/unit tests/docs
 	@$(BIN)/pytest -m soak --numprocesses 2 --dist load tests/fuzz
+	@$(BIN)/pytest -m soak tests/lab
 
 STOPS ?= 100
 soak-lightning: install ## a hundred TERMs at a Lightning training, and a hundred kills in its saves (hours; goes on where it ended; STOPS=20)

@@ -58,6 +58,7 @@ def in_soak(test: Callable[..., None]) -> Callable[..., None]:
 
 
 test_the_supervisor_is_killed = in_soak(test_endings.test_the_supervisor_is_killed)
+test_a_short_time_limit = in_soak(test_recovery.test_a_short_time_limit)
 test_manual_requeue = in_soak(test_recovery.test_manual_requeue)
 test_scancel_ends_the_run = in_soak(test_recovery.test_scancel_ends_the_run)
 test_a_broken_prolog_harms_no_job_and_the_epilog_leaves_nothing = in_soak(
@@ -103,19 +104,6 @@ def test_calm(new_run: NewRun, undisturbed: str) -> None:
     run.wait_until_done()
     assert run.digest() == undisturbed
     assert len(run.events("attempt started")) == 1
-
-
-@pytest.mark.soak
-def test_a_short_time_limit(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
-    # the signal comes 5 to 35 s after the start
-    run = new_run(delay=0.7, slurm={"time": "1"}, preemption={"signal_lead_s": 25})
-    job = run.submit()
-    run.wait_for("requeued")
-    lab.run_as_admin(["scontrol", "update", f"JobId={job}", "TimeLimit=10"])  # once is enough
-    run.wait_until_done()
-    assert [event.details["cause"] for event in run.events("verdict")] == ["time limit", "finished"], run.story()
-    assert run.folder.jobs() == [job]
-    assert run.digest() == undisturbed
 
 
 def test_a_preemption_and_a_finish_after_it(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
