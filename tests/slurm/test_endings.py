@@ -227,7 +227,7 @@ def test_a_copied_run_folder_is_refused(lab: Lab, new_run: NewRun) -> None:
 @pytest.mark.parametrize(
     ("which", "no_kill"),
     [
-        pytest.param(0, False, id="batch host"),
+        pytest.param(0, False, id="batch host", marks=pytest.mark.soak),
         pytest.param(1, True, id="worker node, --no-kill", marks=pytest.mark.soak),
     ],
 )
