@@ -10,6 +10,8 @@ SHELL := /bin/bash
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
 	$(name) -c 'import sys; sys.version_info < (3, 11) or print("$(name)")' 2>/dev/null)))
 TESTS ?=
+# Where it is set, each of five workers and of thousands of small processes would compile what the one before had compiled.
+unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
