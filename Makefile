@@ -70,7 +70,7 @@ test-fast: lint ## lint, and what needs neither root nor Slurm and is quick: bef
 	@$(BIN)/pytest --numprocesses 4 --dist loadfile -m "not soak and not slow and not slurm and not gpu" \
 		tests/architecture tests/docs tests/unit tests/slurm/test_local.py::test_stop_and_resume
 
-soak: install ## the long tests that `make test` leaves out (root; two and a half hours)
+soak: install ## the long tests that `make test` leaves out (root; three hours)
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[soak]'
 	@$(BIN)/pytest -m soak --numprocesses 2 --dist loadfile --durations 15 --ignore tests/slurm/test_huggingface.py \
 		--ignore tests/slurm/test_kills_in_saves.py tests/slurm tests/unit tests/docs
