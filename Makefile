@@ -10,12 +10,15 @@ SHELL := /bin/bash
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
 	$(name) -c 'import sys; sys.version_info < (3, 11) or print("$(name)")' 2>/dev/null)))
 TESTS ?=
+# Where it is set, each of five workers and of thousands of small processes would compile what the one before had compiled.
+unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-# All but the tests of the lab itself, which look at the whole machine. Most of their time they wait for Slurm, so three go
-# on at once, each in a cluster of its own.
-BESIDES := tests/slurm tests/fuzz tests/unit tests/architecture tests/docs
+# All but those that look at the whole machine (ALONE). Most of their time they wait for Slurm, so five go
+# on at once, each in a cluster of its own; those come first, and small files fill what is left at the end.
+ALONE := tests/lab/test_lab_recovery.py
+BESIDES := tests/slurm tests/lab tests/fuzz tests/unit tests/architecture tests/docs
 
 # A cluster of its own, so that the tests neither meet nor take down the one of `make lab`.
 TEST_LAB := /var/lib/slurmft-lab-make-test
@@ -59,19 +62,20 @@ test: lint ## lint, then every test on a real Slurm cluster that is built for it
 	fi; \
 	if [[ -n "$(strip $(TESTS))" ]]; then $(BIN)/pytest $(TESTS); exit; fi; \
 	failed=0; \
-	$(BIN)/pytest tests/lab || failed=1; \
-	$(BIN)/pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 30 $(BESIDES) || failed=1; \
+	$(BIN)/pytest $(ALONE) || failed=1; \
+	$(BIN)/pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder --durations 30 --ignore $(ALONE) $(BESIDES) || failed=1; \
 	exit $$failed
 
 test-fast: lint ## lint, and what needs neither root nor Slurm and is quick: before each commit (4 minutes)
 	@$(BIN)/pytest --numprocesses 4 --dist loadfile -m "not soak and not slow and not slurm and not gpu" \
 		tests/architecture tests/docs tests/unit tests/slurm/test_local.py::test_stop_and_resume
 
-soak: install ## the long tests that `make test` leaves out (root; two and a half hours)
+soak: install ## the long tests that `make test` leaves out (root; three hours)
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[soak]'
 	@$(BIN)/pytest -m soak --numprocesses 2 --dist loadfile --durations 15 --ignore tests/slurm/test_huggingface.py \
 		--ignore tests/slurm/test_kills_in_saves.py tests/slurm tests/unit tests/docs
 	@$(BIN)/pytest -m soak --numprocesses 2 --dist load tests/fuzz
+	@$(BIN)/pytest -m soak tests/lab
 
 STOPS ?= 100
 soak-lightning: install ## a hundred TERMs at a Lightning training, and a hundred kills in its saves (hours; goes on where it ended; STOPS=20)

@@ -30,7 +30,7 @@ def _why_no_gpu() -> str | None:
 
 SLOW = frozenset({
     "agent/test_zygote.py", "checkpoint/replicas/test_copies_attacked.py", "checkpoint/replicas/test_supply.py",
-    "checkpoint/test_checkpoint_async.py", "checkpoint/test_checkpoint_ranks.py",
+    "checkpoint/test_checkpoint_async.py", "checkpoint/test_checkpoint_kill.py", "checkpoint/test_checkpoint_ranks.py",
     "checkpoint/test_checkpoint_sharded.py", "checkpoint/test_late_rescue.py", "checkpoint/test_resume_model.py",
     "checkpoint/test_strict_groups.py", "checkpoint/writer/test_checkpoint_writer.py",
     "checkpoint/writer/test_checkpoint_writer_faults.py", "cli/test_bad_input.py",

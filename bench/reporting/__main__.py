@@ -82,8 +82,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         lines = [
             "# Reports", "", f"`python bench/reporting --output bench/results/reporting.md`, slurmft "
-            f"{slurmft.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f} at the beginning: other "
-            "programs were running. The best of three, each in a process of its own.", "",
+            f"{slurmft.__version__}, {os.cpu_count()} cores, load average of the minute before: "
+            f"{os.getloadavg()[0]:.0f}. The best of three, each in a process of its own.", "",
             "|  | clock | processor | memory at most | result | asked |", "|---|---|---|---|---|---|",
             *rows(Path(folder)),
             "", "A start keeps the lines it decides on beside a long journal, with the place up to which it was read; "

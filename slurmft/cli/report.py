@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slurmft.cli.arguments import RunType, every_run, runs_root
-from slurmft.cli.output import console, say, say_error, say_json
+from slurmft.cli.output import console, counted, say, say_error, say_json
 from slurmft.errors import StorageError, UsageError
 from slurmft.reporting.page import hours, page_of, percent, span
 from slurmft.reporting.reading import report_of
@@ -56,6 +56,8 @@ def report(
     """
     if compare is not None and len(runs) != 1:
         raise UsageError("--compare needs exactly one RUN", hint="slurmft report RUN --compare OTHER")
+    if html is not None and (str(html) == "-" or not html.parent.is_dir()):
+        raise UsageError(f"--html {html}: no file can be there", hint="name a file in a folder that exists")
     chosen = [*runs, *([compare] if compare else [])] or every_run()
     if not chosen:
         raise UsageError(f"there are no runs in {runs_root()}", hint="SLURMFT_RUNS names another folder")
@@ -113,7 +115,8 @@ def _show(reports: list[Report], fleet: Fleet | None) -> None:
             say("")
             say("lemon nodes", bold=True)
             for node, loss, runs in lemons[:20]:
-                say(f"  {node}: blamed for {loss.ends} ends in {runs} runs, {hours(loss.rank_s)} rank-hours")
+                blamed = f"{counted(loss.ends, 'end')} in {counted(runs, 'run')}"
+                say(f"  {node}: blamed for {blamed}, {hours(loss.rank_s)} rank-hours")
         return
     shown.print(_table_of_times(reports))
     for each in reports:
@@ -161,8 +164,8 @@ def _cells(report: Report, category: Category) -> tuple[str, str, str]:
 
 def _words(report: Report) -> list[str]:
     account, found, best = report.account, report.mtbf, report.best_interval
-    lines = ["", f"{report.name}: {account.attempts} attempts, {account.failures} failures, step {account.step}, "
-             f"{hours(report.lost_rank_s)} rank-hours lost"]  # fmt: skip
+    counts = f"{counted(account.attempts, 'attempt')}, {counted(account.failures, 'failure')}, step {account.step}"
+    lines = ["", f"{report.name}: {counts}, {hours(report.lost_rank_s)} rank-hours lost"]
     if found is not None:
         if found.mean_s is None:
             lines.append(f"  time between failures: more than {span(found.low_s)} (95 % sure), none was seen")
@@ -172,7 +175,9 @@ def _words(report: Report) -> list[str]:
     for title, table in (("cause", account.by_cause), ("node", account.by_node)):
         for name, loss in sorted(table.items(), key=lambda each: -each[1].rank_s)[:5]:
             rank_hours = hours(loss.rank_s)
-            lines.append(f"  {title} {name}: {loss.ends} ends, {span(loss.seconds)}, {rank_hours} rank-hours")
+            lines.append(
+                f"  {title} {name}: {counted(loss.ends, 'end')}, {span(loss.seconds)}, {rank_hours} rank-hours"
+            )
     if best is not None:
         limit = f" ({best.limited_by})" if best.limited_by else ""
         lines.append(f"  checkpoints: one every {span(report.save_every_s)} of work, at {span(report.save_cost_s)} "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmft.cli.arguments import Amount, every_run, optional_run_argument, runs_root
-from slurmft.cli.output import console
+from slurmft.cli.output import console, counted
 from slurmft.errors import UsageError
 from slurmft.operations.status import Overview
 from slurmft.reporting.live import Scene, Watcher, heat, open_sections, slowest
@@ -132,7 +132,10 @@ def _lines(scene: Scene, width: int, signs: str, *, events: int, height: int | N
     width = max(width, MIN_WIDTH)
     at = time.strftime("%H:%M:%S", time.localtime(scene.at))
     if scene.chosen is None:
-        return [_text(f"slurmft  {at}  {len(scene.runs)} runs  (q ends)", "bold"), *_list(scene.runs, width)]
+        return [
+            _text(f"slurmft  {at}  {counted(len(scene.runs), 'run')}  (q ends)", "bold"),
+            *_list(scene.runs, width),
+        ]
     head = _head(scene, scene.chosen, width, at)
     is_live = scene.chosen.state in ("running", "unknown")  # else its ranks are of an attempt that is over
     body = [*_map(scene, width, signs, height), *_sections(scene)] if is_live else []
@@ -181,7 +184,9 @@ def _head(scene: Scene, run: Overview, width: int, at: str) -> list[Text]:
     else:
         lines.append(_text(f"step {_steps(run)}{_loss(run)}"))
     if scene.span is not None and scene.since is not None and run.state != "finished":
-        lines.append(_text(f"{scene.span} for {_duration(scene.at - scene.since)}; {run.attempts} starts so far"))
+        lines.append(
+            _text(f"{scene.span} for {_duration(scene.at - scene.since)}; {counted(run.attempts, 'start')} so far")
+        )
     saved = "none by this attempt" if run.saved is None else f"step {run.saved}"
     if run.state == "running" and scene.view.tiers:
         saved += f"  ({', '.join(f'{name}: {where}' for name, where in scene.view.tiers.items())})"
@@ -232,11 +237,12 @@ def _sections(scene: Scene) -> list[Text]:
     if not found:
         return []
     told = ", ".join(
-        f"{one_line(name, 60)} in {count} ranks, up to {_duration(held_s)}" for name, count, held_s in found
+        f"{one_line(name, 60)} in {counted(count, 'rank')}, up to {_duration(held_s)}" for name, count, held_s in found
     )
-    line = _text(f"open now  {told}")
+    line = _text("open now  ")
     if (used := scene.view.hang_used) is not None and used > 0.8:
-        line.append(f"  {used:.0%} of a time limit", "bold red")
+        line.append(f"{used:.0%} of a time limit  ", "bold red")  # first: what does not fit is cut off
+    line.append(told)
     return [line]
 
 

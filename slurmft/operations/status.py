@@ -93,7 +93,8 @@ def story(run: RunFolder) -> Story:
     try:
         events, unreadable = run.journal().read_all()
     except FileNotFoundError as error:
-        raise StorageError(f"run {run.path.name} has no journal yet: nothing was submitted") from error
+        raise StorageError(f"run {run.path.name} has no journal yet: nothing was submitted",
+                           hint="slurmft submit CONFIG submits it") from error  # fmt: skip
     except StorageError as error:
         if isinstance(error.__cause__, PermissionError):
             raise StorageError(error.what, hint=_permission_hint(run)) from error.__cause__

@@ -25,7 +25,8 @@ def report_of(run: RunFolder, *, now_s: float, since_s: float = 0.0) -> Report:
             else:
                 accounting.note(event)
     except FileNotFoundError as error:
-        raise StorageError(f"run {run.path.name} has no journal yet: nothing was submitted") from error
+        raise StorageError(f"run {run.path.name} has no journal yet: nothing was submitted",
+                           hint="slurmft submit CONFIG submits it") from error  # fmt: skip
     except StorageError as error:
         if isinstance(error.__cause__, PermissionError):
             raise StorageError(error.what, hint="it belongs to another user") from error.__cause__

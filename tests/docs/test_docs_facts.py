@@ -94,9 +94,18 @@ def test_exit_codes_are_the_command_lines_and_the_errors():
 
 
 def test_every_package_is_on_the_map():
-    named = set(re.findall(r"^\| `(\w+)(?:/|\.py)` \|", text_of("architecture.md"), re.MULTILINE))
+    named = set(re.findall(r"^\| `(\w+)(?:/|\.py)` \|", text_of("reference/code-map.md"), re.MULTILINE))
     packages = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} | {"errors"}
     assert named == packages
+
+
+def test_each_package_is_on_the_map_once_and_its_modules_exist():
+    text = text_of("reference/code-map.md")
+    rows = re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE)
+    assert sorted(set(rows)) == sorted(rows)
+    named = set(re.findall(r"`((?:\w+/)+\w+\.py)`", text))
+    assert {path for path in named if not (PACKAGE / path).exists() and not list(PACKAGE.rglob(path))} == set()
+    assert len(named) > 40
 
 
 def test_files_that_the_pages_name_exist():

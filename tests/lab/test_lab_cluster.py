@@ -157,7 +157,7 @@ def test_a_partitioned_node_keeps_its_processes_and_heals(own_lab, eventually):
     assert own_lab.run_on("n1", ping, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("stop", ["stop_controller", "crash_controller"])
+@pytest.mark.parametrize("stop", ["crash_controller", pytest.param("stop_controller", marks=pytest.mark.soak)])
 def test_jobs_outlive_the_controller(own_lab, eventually, stop):
     job = submit(own_lab, "-w", "n1", script="sleep 600")
     eventually(lambda: state(own_lab, job) == "RUNNING")

@@ -103,7 +103,7 @@ def test_up_recovers_from_a_crash_of_everything(folder, eventually):
     assert not processes_named(folder, "login", "sleep")
 
 
-@pytest.mark.parametrize("program", ["slurmctld", "slurmd", "munged"])
+@pytest.mark.parametrize("program", ["slurmctld", "slurmd", pytest.param("munged", marks=pytest.mark.soak)])
 def test_up_repairs_a_lab_that_lost_a_daemon(folder, program):
     lab = Lab.up(LabSettings(folder=folder, nodes=2))
     member = "n2" if program == "slurmd" else "ctl"
@@ -114,7 +114,10 @@ def test_up_repairs_a_lab_that_lost_a_daemon(folder, program):
     assert lab.run(["srun", "-N2", "true"]).returncode == 0
 
 
-@pytest.mark.parametrize("moment", ["python3.11", "munged", "slurmctld", "slurmd"])
+@pytest.mark.parametrize(
+    "moment",
+    ["slurmctld", *(pytest.param(each, marks=pytest.mark.soak) for each in ("python3.11", "munged", "slurmd"))],
+)
 def test_up_recovers_when_its_predecessor_was_killed_halfway(folder, eventually, moment):
     members = ("ctl", "n1")
     name = moment if moment != "python3.11" else Path(sys.executable).resolve().name[:15]

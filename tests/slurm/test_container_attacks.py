@@ -76,14 +76,17 @@ def test_paths_with_odd_names_are_mounted(local: Make, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("container", "words"),
     [
-        pytest.param({"start": ["/no/such/runtime", "{mounts}"]}, "cannot be started on", id="no runtime"),
+        pytest.param({"start": ["/no/such/runtime", "{mounts}"]}, "cannot be started on", id="no runtime",
+                     marks=pytest.mark.soak),
         pytest.param({"start": [*BUBBLEWRAP[:5], "{image}", "/", *BUBBLEWRAP[7:]], "image": "/no/such/image"},
                      "/no/such/image", id="no image"),
-        pytest.param({"mounts": ["/no/such/data"]}, "/no/such/data", id="no data"),
+        pytest.param({"mounts": ["/no/such/data"]}, "/no/such/data", id="no data", marks=pytest.mark.soak),
         pytest.param({"start": ["sh", "-c", "exit 0", "{mounts}"]}, "[0] before they had started", id="ends at once"),
-        pytest.param({"start": ["sh", "-c", "exit 9", "{mounts}"]}, "sh: ended with exit code 9", id="fails at once"),
+        pytest.param({"start": ["sh", "-c", "exit 9", "{mounts}"]}, "sh: ended with exit code 9", id="fails at once",
+                     marks=pytest.mark.soak),
         pytest.param({"python": "/no/such/python"}, "/no/such/python", id="no python"),
-        pytest.param({"python": "/bin/true"}, "[0] before they had started", id="no python at all"),
+        pytest.param({"python": "/bin/true"}, "[0] before they had started", id="no python at all",
+                     marks=pytest.mark.soak),
         pytest.param({"start": [word for word in BUBBLEWRAP if word not in ("--proc", "/proc")]},
                      "/proc shows those of the node", id="the node's /proc"),
     ],
@@ -101,8 +104,18 @@ def test_a_container_that_cannot_be_says_why(local: Make, container: dict[str, A
         pytest.param(
             "import sys; sys.version_info = (3, 9, 2)", "slurmft needs Python 3.11 or newer", id="an old Python"
         ),
-        pytest.param("import importlib.util as u; u.find_spec = lambda name: None", "there is no torch", id="no torch"),
-        pytest.param("import sys; sys.modules['slurmft'] = None", "slurmft cannot be imported", id="no slurmft"),
+        pytest.param(
+            "import importlib.util as u; u.find_spec = lambda name: None",
+            "there is no torch",
+            id="no torch",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            "import sys; sys.modules['slurmft'] = None",
+            "slurmft cannot be imported",
+            id="no slurmft",
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_a_python_that_will_not_do_is_named(local: Make, tmp_path: Path, prelude: str, words: str) -> None:

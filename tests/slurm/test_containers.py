@@ -114,6 +114,8 @@ def contained(lab: Lab, new_run: NewRun) -> NewRun:
 
 
 REAL = pytest.mark.parametrize("runtime", ["bubblewrap", "oci"])
+ONE_REAL = pytest.mark.parametrize("runtime", ["bubblewrap", pytest.param("oci", marks=pytest.mark.soak)])
+"""For what happens outside of the container: the other runtime shows it once more, in soak."""
 
 
 def pids_of(run: Run, node: str, pattern: str, *, newest: bool = True) -> str:
@@ -173,7 +175,7 @@ def test_stand_ins_that_take_documented_options_alone(contained: NewRun, undistu
     nothing_is_left(run)
 
 
-@REAL
+@ONE_REAL
 def test_a_killed_worker_comes_back_in_the_same_container(contained: NewRun, undisturbed: str, runtime: str) -> None:
     run = contained(runtime, fault_tolerance=RESTARTS)
     job = run.submit()
@@ -191,9 +193,14 @@ def test_a_killed_worker_comes_back_in_the_same_container(contained: NewRun, und
 
 @pytest.mark.parametrize(
     ("runtime", "victim"),
-    [("bubblewrap", "agent"), ("bubblewrap", "runtime"), ("bubblewrap", "process outside"), ("oci", "agent"),
-     ("oci", "first process")],
-)  # fmt: skip
+    [
+        ("bubblewrap", "agent"),
+        pytest.param("bubblewrap", "runtime", marks=pytest.mark.soak),
+        pytest.param("bubblewrap", "process outside", marks=pytest.mark.soak),
+        pytest.param("oci", "agent", marks=pytest.mark.soak),
+        ("oci", "first process"),
+    ],
+)
 def test_a_node_whose_agent_or_container_is_killed_gets_another(
     contained: NewRun, undisturbed: str, runtime: str, victim: str
 ) -> None:
@@ -216,6 +223,7 @@ def test_a_node_whose_agent_or_container_is_killed_gets_another(
     nothing_is_left(run)
 
 
+@pytest.mark.soak
 def test_a_container_goes_on_without_its_crun(contained: NewRun, undisturbed: str) -> None:
     """Slurm has lost it then, and slurmft has not: the agent ends with the run."""
     run = contained("oci")
@@ -227,8 +235,15 @@ def test_a_container_goes_on_without_its_crun(contained: NewRun, undisturbed: st
     nothing_is_left(run)
 
 
-@REAL
-@pytest.mark.parametrize("how", ["preempted", "signalled"])
+@pytest.mark.parametrize(
+    ("how", "runtime"),
+    [
+        ("preempted", "bubblewrap"),
+        ("signalled", "oci"),
+        pytest.param("preempted", "oci", marks=pytest.mark.soak),
+        pytest.param("signalled", "bubblewrap", marks=pytest.mark.soak),
+    ],
+)
 def test_a_stop_saves_and_resumes(lab: Lab, contained: NewRun, undisturbed: str, how: str, runtime: str) -> None:
     """This Slurm signals each process of the step: bubblewrap would die of it, and end the save with it."""
     run = contained(runtime)
@@ -246,7 +261,7 @@ def test_a_stop_saves_and_resumes(lab: Lab, contained: NewRun, undisturbed: str,
     nothing_is_left(run)
 
 
-@pytest.mark.parametrize("swallows", ["by pids", "whole"])
+@pytest.mark.parametrize("swallows", ["by pids", pytest.param("whole", marks=pytest.mark.soak)])
 def test_a_signal_to_the_step_alone_reaches_the_agent_by_the_pipe(
     contained: NewRun, undisturbed: str, swallows: str
 ) -> None:
@@ -264,7 +279,7 @@ def test_a_signal_to_the_step_alone_reaches_the_agent_by_the_pipe(
     assert run.digest() == undisturbed
 
 
-@REAL
+@ONE_REAL
 def test_a_node_dies_and_the_spare_takes_over(lab: Lab, contained: NewRun, undisturbed: str, runtime: str) -> None:
     run = contained(
         runtime, spare_nodes=1, fault_tolerance=RESTARTS, checkpoint={"interval_steps": 10, "peer_copies": 1}
@@ -281,7 +296,7 @@ def test_a_node_dies_and_the_spare_takes_over(lab: Lab, contained: NewRun, undis
     assert run.digest() == undisturbed
 
 
-@REAL
+@ONE_REAL
 def test_a_hang_is_found_with_its_stacks(contained: NewRun, new_run: NewRun, runtime: str) -> None:
     trainer, checkpoint = ["python", str(HANGS), "--steps", "60"], {"interval_steps": 10}
     limits = {**RESTARTS, "num_warmup_iterations": 3, "rank_section_timeouts": "step:3"}

@@ -86,6 +86,7 @@ def test_the_page_on_accelerate(tmp_path: Path) -> None:
     assert digest in calm.stdout, "not the weights of an undisturbed run"
 
 
+@pytest.mark.soak
 def test_the_example_like_torchtitan(tmp_path: Path) -> None:
     configuration = next(one for one in blocks("accelerate.md", "yaml") if "titan_loop" in one)
     digests = []

@@ -150,7 +150,7 @@ def test_scancel_says_by_whom(lab: Lab, new_run: NewRun) -> None:
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 
 
-@pytest.mark.parametrize("partition", ["low", "cancel"])
+@pytest.mark.parametrize("partition", ["low", pytest.param("cancel", marks=pytest.mark.soak)])
 def test_a_scancel_in_the_grace_of_a_preemption_is_not_undone(lab: Lab, new_run: NewRun, partition: str) -> None:
     run = new_run(command=["python", "-c", DEAF], slurm={"partition": partition})
     job = run.submit()
@@ -163,6 +163,7 @@ def test_a_scancel_in_the_grace_of_a_preemption_is_not_undone(lab: Lab, new_run:
     assert len(run.folder.jobs()) == len(run.events("attempt started")) == 1
 
 
+@pytest.mark.soak
 def test_a_scancel_that_ends_the_shell_around_the_supervisor_is_a_scancel(lab: Lab, new_run: NewRun) -> None:
     """Without exec, bash is the batch step's process, and dies of Slurm's TERM before we can ask why."""
     run = new_run()
@@ -226,7 +227,7 @@ def test_a_copied_run_folder_is_refused(lab: Lab, new_run: NewRun) -> None:
 @pytest.mark.parametrize(
     ("which", "no_kill"),
     [
-        pytest.param(0, False, id="batch host"),
+        pytest.param(0, False, id="batch host", marks=pytest.mark.soak),
         pytest.param(1, True, id="worker node, --no-kill", marks=pytest.mark.soak),
     ],
 )

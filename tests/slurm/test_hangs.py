@@ -65,7 +65,7 @@ def test_a_healthy_run_with_tight_limits_sees_no_alarm(trained: Callable[..., Ru
     ("options", "limits", "section", "limit_s"),
     [
         pytest.param(["--hang", "nested"], {"rank_section_timeouts": {"forward": 3, "load": 1000}}, "forward", 3,
-                     id="in a nested section whose own limit is generous"),
+                     id="in a nested section whose own limit is generous", marks=pytest.mark.soak),
         pytest.param(["--hang", "step", "--rank", "1"], {"rank_section_timeouts": "step:3"}, "step", 3, id="in a step"),
         pytest.param(["--hang", "start", "--rank", "3"], {"initial_rank_heartbeat_timeout": 6}, "start-up", 6,
                      id="before the first call"),

@@ -146,7 +146,7 @@ def test_a_calm_batch_has_every_answer_once(new_batch: NewBatch) -> None:
     assert len(run.nodes) == NODES and len(run.events("replica ready")) == NODES * REPLICAS
 
 
-@pytest.mark.parametrize("victim", ["engine", "driver", "zygote"])
+@pytest.mark.parametrize("victim", ["engine", "zygote", pytest.param("driver", marks=pytest.mark.soak)])
 def test_a_dead_replica_is_restarted_while_the_others_go_on(new_batch: NewBatch, victim: str) -> None:
     run = new_batch()
     run.submit()
@@ -175,7 +175,7 @@ def test_an_engine_that_is_asked_to_end_finishes_what_it_has_and_is_blamed_for_n
     assert run.repeated() == 0
 
 
-@pytest.mark.parametrize("victim", ["engine", "driver"])
+@pytest.mark.parametrize("victim", ["engine", pytest.param("driver", marks=pytest.mark.soak)])
 def test_a_stopped_replica_is_found_by_its_missing_progress(new_batch: NewBatch, victim: str) -> None:
     run = new_batch(inference={"hang_timeout_s": 2})
     run.submit()
@@ -223,7 +223,7 @@ def test_a_node_that_is_cut_off_answers_nothing_that_counts(lab: Lab, new_batch:
     run.assert_exactly_once()
 
 
-@pytest.mark.parametrize("how", ["preempted", "requeued"])
+@pytest.mark.parametrize("how", ["preempted", pytest.param("requeued", marks=pytest.mark.soak)])
 def test_the_next_start_repeats_no_finished_request(lab: Lab, new_batch: NewBatch, how: str) -> None:
     run = new_batch(400)
     job = run.submit()

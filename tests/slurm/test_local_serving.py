@@ -178,7 +178,12 @@ def test_an_endpoint_with_certificates_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "victim", ["engine", pytest.param("driver", marks=pytest.mark.soak), "engine stopped", "agent", "supervisor"]
+    "victim",
+    [
+        "engine",
+        "supervisor",
+        *(pytest.param(each, marks=pytest.mark.soak) for each in ("driver", "engine stopped", "agent")),
+    ],
 )
 def test_no_request_of_our_client_fails_when_something_dies(endpoint: Endpoint, victim: str) -> None:
     load = endpoint.load(8)
@@ -206,7 +211,7 @@ def test_no_request_of_our_client_fails_when_something_dies(endpoint: Endpoint, 
         assert len(endpoint.events("replica died")) == 1
 
 
-@pytest.mark.parametrize("kind", ["ours", "plain"])
+@pytest.mark.parametrize("kind", ["ours", pytest.param("plain", marks=pytest.mark.soak)])
 def test_a_dead_router_costs_a_plain_client_what_it_had_and_ours_nothing(endpoint: Endpoint, kind: str) -> None:
     load = endpoint.load(6, kind)
     eventually(lambda: (endpoint.folder.progress() or {}).get("step", 0) > 300, 30, endpoint.story)

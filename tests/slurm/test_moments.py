@@ -17,6 +17,7 @@ NewRun = Callable[..., Run]
 REPOSITORY = Path(__file__).parents[2]
 
 
+@pytest.mark.soak
 def test_a_term_before_the_first_step_has_nothing_to_save(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
     job = run.submit()
@@ -30,6 +31,7 @@ def test_a_term_before_the_first_step_has_nothing_to_save(lab: Lab, new_run: New
     assert run.digest() == undisturbed
 
 
+@pytest.mark.soak
 def test_a_term_in_an_evaluation_repeats_it(lab: Lab, new_run: NewRun) -> None:
     """The evaluation at step 2 is long; the stop inside of it saves step 2, and the resumed run begins with it."""
     slow = [*TRAINER, "--steps", "6", "--eval-every", "2", "--eval-batches", "3000"]

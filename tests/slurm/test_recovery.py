@@ -39,6 +39,19 @@ def run_save_s(run: Run) -> float:
     return max(float(line.split(" in ")[1].split()[0]) for line in lines)
 
 
+def test_a_short_time_limit(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
+    # the signal comes 5 to 35 s after the start
+    run = new_run(delay=0.7, slurm={"time": "1"}, preemption={"signal_lead_s": 25})
+    job = run.submit()
+    run.wait_for("requeued")
+    lab.run_as_admin(["scontrol", "update", f"JobId={job}", "TimeLimit=10"])  # once is enough
+    run.wait_until_done()
+    assert [event.details["cause"] for event in run.events("verdict")] == ["time limit", "finished"], run.story()
+    assert run.folder.jobs() == [job]
+    assert run.digest() == undisturbed
+
+
+@pytest.mark.soak
 def test_time_limit(new_run: NewRun, undisturbed: str) -> None:
     # the signal comes after 70 to 100 s: late enough where a start takes 20 s, and before the last step
     run = new_run(delay=1.8, slurm={"time": "2"}, preemption={"signal_lead_s": 20})

@@ -1,36 +1,30 @@
-"""The same journeys on other releases of Slurm than this machine's: the newest in every run, all of them in soak.
+"""The same journeys on other releases of Slurm than this machine's, all of them in soak.
 
-Each test is one of another module; the lab is another one here.
+Each test is one of another module; the lab is another one here. On the newest release those whose course depends on the
+release are in every run: what Slurm says and does at a preemption, a requeue, a lost node, a drain.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from slurm import test_slurm_faults, test_sweep
+from slurm import test_endings, test_final_ends, test_node_hooks, test_recovery, test_slurm_faults, test_sweep
 from slurm.conftest import Run, eventually, preempt
 from slurm.test_elsewhere import blaming, test_exit_16_goes_on_on_different_nodes
-from slurm.test_endings import test_the_supervisor_is_killed
 from slurm.test_final_ends import (
     slow,
     test_a_calm_stop_leaves_the_job_to_be_requeued_by_hand,
-    test_a_failed_validation_in_the_grace_is_not_tried_again,
     test_a_job_that_slurm_requeues_all_the_same_ends_at_once,
     test_a_stop_in_the_grace_is_not_undone,
     test_a_stop_in_the_start_after_a_preemption_is_not_undone,
-    test_of_a_job_and_its_successor_only_the_successor_trains,
 )
-from slurm.test_node_hooks import hooked, script, test_a_broken_prolog_harms_no_job_and_the_epilog_leaves_nothing
-from slurm.test_recovery import (
-    assert_one_stop,
-    test_manual_requeue,
-    test_node_failure_is_requeued_by_slurm_and_resumes,
-    test_scancel_ends_the_run,
-)
+from slurm.test_node_hooks import hooked, script
+from slurm.test_recovery import assert_one_stop, test_node_failure_is_requeued_by_slurm_and_resumes
 from slurm.test_sweep import Site, site
 from slurmft.errors import LabUnavailable
 from slurmft.lab import building
@@ -40,20 +34,42 @@ from slurmft.lab.settings import LabSettings
 
 __all__ = [
     "blaming", "hooked", "script", "site", "slow",
-    "test_a_broken_prolog_harms_no_job_and_the_epilog_leaves_nothing",
     "test_a_calm_stop_leaves_the_job_to_be_requeued_by_hand",
-    "test_a_failed_validation_in_the_grace_is_not_tried_again",
     "test_a_job_that_slurm_requeues_all_the_same_ends_at_once", "test_a_stop_in_the_grace_is_not_undone",
     "test_a_stop_in_the_start_after_a_preemption_is_not_undone", "test_exit_16_goes_on_on_different_nodes",
-    "test_manual_requeue", "test_node_failure_is_requeued_by_slurm_and_resumes",
-    "test_of_a_job_and_its_successor_only_the_successor_trains", "test_scancel_ends_the_run",
-    "test_the_supervisor_is_killed",
+    "test_node_failure_is_requeued_by_slurm_and_resumes",
 ]  # fmt: skip
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 NewRun = Callable[..., Run]
 NEWEST = max(RELEASES)
+
+
+def in_soak(test: Callable[..., None]) -> Callable[..., None]:
+    """The same test, in soak only: this machine's release shows it in every run."""
+
+    @pytest.mark.soak
+    @functools.wraps(test)
+    def again(**fixtures: object) -> None:
+        test(**fixtures)
+
+    return again
+
+
+test_the_supervisor_is_killed = in_soak(test_endings.test_the_supervisor_is_killed)
+test_a_short_time_limit = in_soak(test_recovery.test_a_short_time_limit)
+test_manual_requeue = in_soak(test_recovery.test_manual_requeue)
+test_scancel_ends_the_run = in_soak(test_recovery.test_scancel_ends_the_run)
+test_a_broken_prolog_harms_no_job_and_the_epilog_leaves_nothing = in_soak(
+    test_node_hooks.test_a_broken_prolog_harms_no_job_and_the_epilog_leaves_nothing
+)
+test_a_failed_validation_in_the_grace_is_not_tried_again = in_soak(
+    test_final_ends.test_a_failed_validation_in_the_grace_is_not_tried_again
+)
+test_of_a_job_and_its_successor_only_the_successor_trains = in_soak(
+    test_final_ends.test_of_a_job_and_its_successor_only_the_successor_trains
+)
 
 
 @pytest.fixture(
@@ -81,24 +97,13 @@ def test_the_lab_is_of_this_release(lab: Lab, request: pytest.FixtureRequest) ->
     assert f"slurm-wlm {release}." in lab.run(["srun", "-N", "4", "srun", "--version"]).stdout
 
 
+@pytest.mark.soak
 def test_calm(new_run: NewRun, undisturbed: str) -> None:
     run = new_run(delay=0.0)
     run.submit()
     run.wait_until_done()
     assert run.digest() == undisturbed
     assert len(run.events("attempt started")) == 1
-
-
-def test_a_short_time_limit(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
-    # the signal comes 5 to 35 s after the start
-    run = new_run(delay=0.7, slurm={"time": "1"}, preemption={"signal_lead_s": 25})
-    job = run.submit()
-    run.wait_for("requeued")
-    lab.run_as_admin(["scontrol", "update", f"JobId={job}", "TimeLimit=10"])  # once is enough
-    run.wait_until_done()
-    assert [event.details["cause"] for event in run.events("verdict")] == ["time limit", "finished"], run.story()
-    assert run.folder.jobs() == [job]
-    assert run.digest() == undisturbed
 
 
 def test_a_preemption_and_a_finish_after_it(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
@@ -121,6 +126,7 @@ def test_a_preemption_and_a_finish_after_it(lab: Lab, new_run: NewRun, undisturb
     assert len(run.events("attempt started")) == 2
 
 
+@pytest.mark.soak
 def test_the_controller_is_away_for_a_moment(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run()
     job = run.submit()

@@ -43,7 +43,9 @@ def seconds_to_first_step(run: Run, number: int) -> float:
     return first.seconds() - failed.seconds()
 
 
-@pytest.mark.parametrize("ranks", [(1,), (2, 3)], ids=["one rank", "all ranks of a node"])
+@pytest.mark.parametrize(
+    "ranks", [(1,), pytest.param((2, 3), marks=pytest.mark.soak)], ids=["one rank", "all ranks of a node"]
+)
 def test_killed_workers_come_back_at_once(new_run: NewRun, undisturbed: str, ranks: tuple[int, ...]) -> None:
     run = new_run(fault_tolerance={"num_in_job_restarts": 3})
     job = run.submit()

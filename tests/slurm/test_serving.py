@@ -16,7 +16,7 @@ def new_endpoint(lab: Lab, request: pytest.FixtureRequest) -> NewEndpoint:
     return maker(lab, request)
 
 
-@pytest.mark.parametrize("how", ["killed", "cut off"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("cut off", marks=pytest.mark.soak)])
 def test_a_lost_node_costs_no_request_of_our_client(lab: Lab, new_endpoint: NewEndpoint, how: str) -> None:
     run = new_endpoint()
     job = run.submit()

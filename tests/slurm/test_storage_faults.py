@@ -38,7 +38,7 @@ def disk(lab: Lab, tmp_path: Path) -> Iterator[SmallDisk]:
 
 FAULTS = [
     pytest.param(SmallDisk.fill, SmallDisk.free, errno.ENOSPC, id="full"),
-    pytest.param(SmallDisk.forbid, SmallDisk.allow, errno.EROFS, id="read-only"),
+    pytest.param(SmallDisk.forbid, SmallDisk.allow, errno.EROFS, id="read-only", marks=pytest.mark.soak),
 ]
 
 
@@ -104,6 +104,7 @@ def test_a_run_folder_that_stalls_for_longer_than_the_lease(
     assert run.digest() == undisturbed
 
 
+@pytest.mark.soak
 def test_a_run_folder_that_stalls_after_the_requeue_does_not_cost_slurms_two_minutes(
     lab: Lab, new_run: NewRun, undisturbed: str, disk: SmallDisk, moody: Path
 ) -> None:

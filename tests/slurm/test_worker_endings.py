@@ -127,7 +127,7 @@ MOMENTS = [
     pytest.param(
         ["--at", "data", "--workers", "fork"], set(range(2, 8)), id="a sample that takes long in a loader worker"
     ),
-    pytest.param(["--at", "evaluation", "--step", "8"], {9}, id="one rank's evaluation"),
+    pytest.param(["--at", "evaluation", "--step", "8"], {9}, id="one rank's evaluation", marks=pytest.mark.soak),
     pytest.param(["--at", "write", "--step", "5"], {5}, id="a save, writing", marks=pytest.mark.soak),
     pytest.param(["--at", "commit", "--step", "5", "--rank", "0"], {5}, id="a save, before its marker"),
 ]
@@ -167,6 +167,7 @@ def test_a_term_when_a_rank_has_not_come_to_the_rendezvous(catch: Callable[..., 
     assert caught.run.digest() == alone
 
 
+@pytest.mark.soak
 def test_a_term_before_there_are_workers(catch: Callable[..., Caught], alone: str) -> None:
     caught = catch()
     run = caught.run
@@ -207,7 +208,12 @@ def test_a_term_in_the_last_save_lets_it_finish(catch: Callable[..., Caught], al
 
 COMPANY = [
     pytest.param(["--workers", "fork", "--helpers", "fork", "--handler"], ["fork"], id="fork"),
-    pytest.param(["--workers", "spawn", "--helpers", "spawn", "programs"], ["spawn"], id="spawn and programs"),
+    pytest.param(
+        ["--workers", "spawn", "--helpers", "spawn", "programs"],
+        ["spawn"],
+        id="spawn and programs",
+        marks=pytest.mark.soak,
+    ),
     pytest.param(
         ["--workers", "forkserver", "--helpers", "forkserver"], ["forkserver"], id="forkserver", marks=pytest.mark.soak
     ),
@@ -251,7 +257,7 @@ def kill_node(caught: Caught) -> None:
 KILLS: list[Any] = [
     pytest.param(["--at", "write"], 1, kill_one, id="one rank that writes", marks=pytest.mark.soak),
     pytest.param(["--at", "commit", "--rank", "0"], 1, kill_one, id="the lead before the marker"),
-    pytest.param(["--at", "write", "--rank", "-1"], RANKS, kill_node, id="all ranks of a node"),
+    pytest.param(["--at", "write", "--rank", "-1"], RANKS, kill_node, id="all ranks of a node", marks=pytest.mark.soak),
 ]
 
 

@@ -230,7 +230,8 @@ def test_a_verdict_that_blames_nobody_needs_no_more_words(runs):
 
 def test_a_run_without_a_journal(runs):
     make(runs / "new", "config.yaml", b"")
-    assert slurmft("explain", "new") == (1, "run new has no journal yet: nothing was submitted")
+    told = "run new has no journal yet: nothing was submitted\n  hint: slurmft submit CONFIG submits it"
+    assert slurmft("explain", "new") == (1, told)
 
 
 def test_words_of_others_cannot_move_the_cursor(runs):

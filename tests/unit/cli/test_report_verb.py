@@ -73,7 +73,7 @@ def test_since_counts_the_newest_part_alone(runs: Path) -> None:
     ("arguments", "code", "words"),
     [(["--since", "soon"], 2, "no age"), (["--since", "0d"], 2, "no age"), (["missing"], 2, "missing"),
      (["--compare", "run-1"], 2, "exactly one RUN"), (["run-0", "run-2", "--compare", "run-1"], 2, "exactly one RUN"),
-     (["run-0", "--html", "/proc/none/x.html"], 1, "/proc/none")],
+     (["run-0", "--html", "/proc/none/x.html"], 2, "/proc/none")],
 )  # fmt: skip
 def test_what_it_cannot_do_it_says_once(runs: Path, arguments: list[str], code: int, words: str) -> None:
     result = slurmft("report", *arguments, runs=runs, code=code)
@@ -82,3 +82,20 @@ def test_what_it_cannot_do_it_says_once(runs: Path, arguments: list[str], code: 
 
 def test_no_runs_at_all(tmp_path: Path) -> None:
     assert "there are no runs" in slurmft("report", runs=tmp_path, code=2).stderr
+
+
+def test_what_cannot_be_written_or_read_says_what_to_do(runs: Path, tmp_path: Path) -> None:
+    for place in (tmp_path / "gone" / "page.html", Path("-")):
+        refused = slurmft("report", "run-0", "--html", str(place), runs=runs, code=2).stderr
+        assert "name a file in a folder that exists" in refused and ".tmp" not in refused, refused
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "config.yaml").write_text("")
+    assert "slurmft submit CONFIG" in slurmft("report", "new", runs=tmp_path, code=1).stderr
+
+
+def test_a_run_that_waits_for_its_first_start_has_a_report(tmp_path: Path) -> None:
+    write_run(tmp_path / "waits", attempts=1)
+    journal = tmp_path / "waits" / "journal.jsonl"
+    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:2]))
+    told = slurmft("report", "waits", runs=tmp_path).stdout
+    assert "the job waits in Slurm's queue" in told and "cause first start: 1 end," in told, told

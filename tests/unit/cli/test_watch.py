@@ -62,9 +62,14 @@ def test_once_prints_everything_and_text_of_others_as_text(run: RunFolder):
     shown = once(run)
     assert "\x1b" not in shown and "\x07" not in shown
     assert r"[red]\x1b[2J\x1b]0;title\x07[/red]" in shown and r"\nsecond line" in shown
-    for told in ("gpt  running", "50 of 200  loss 1.5000", "memory: step 50", "rank 77 on n9 3.000 s", "in 1 ranks",
-                 "90% of a time limit", "worker failed"):  # fmt: skip
+    for told in ("gpt  running", "50 of 200  loss 1.5000", "memory: step 50", "rank 77 on n9 3.000 s", "in 1 rank,",
+                 "1 start so far", "90% of a time limit", "worker failed"):  # fmt: skip
         assert told in shown, shown
+
+
+def test_a_limit_that_is_nearly_used_up_is_seen_in_80_columns(run: RunFolder):
+    line = next(each for each in once(run).splitlines() if each.startswith("open now"))
+    assert "90% of a time limit" in line[:80], line
 
 
 def test_a_dumb_terminal_gets_digits(run: RunFolder):
