@@ -52,8 +52,9 @@ call: "torn values".
 - Load: by a fresh process, whose first load of each kind is not counted: it also pays for memory that a virtual machine
   gets for the first time. "cold": the page cache forgets the files first (the disk of a virtual machine may not).
   "restart": the optimizer has no state yet, so a part of the memory is new. "in place": it has.
-- Floors: the same bytes in the same tensors, measured before and after the methods (``--short``: before). "map anew,
-  hash, then copy from there": what a load from memory cannot do without, as no byte is used before all are verified.
+- Floors: the same bytes in the same tensors, measured before and after the methods (``--short``: before). Those
+  of loads: from the same file into the same tensors, before each load. "map anew, hash, then copy": what a load from
+  memory cannot do without, as no byte is used before all are verified.
 
 Seconds; median [least, most]."""
 
@@ -67,7 +68,7 @@ def chosen(args: argparse.Namespace, size: str) -> list[str]:
     if size != FULL:
         names = [name for name in names if name.startswith(PART) and name != WAITING]
     if args.short:
-        names = [name for name in names if name.startswith(SHORT)]
+        names = [name for name in names if name.startswith(SHORT) and name != WAITING]
     return [name for name in names if not args.methods or any(word in name for word in args.methods.split(","))]
 
 
@@ -110,7 +111,7 @@ def report(
         size_bytes = results[0].bytes if results else 0
         lines += [f"## A state of {size} ({size_bytes / 1e9:.2f} GB)", ""]
         lines += table.target_rows(results, best) + table.save_rows(results)
-        lines += table.load_rows(results, best) + table.floor_rows(best, size_bytes)
+        lines += table.load_rows(results) + table.floor_rows(best, size_bytes)
     return "\n".join([*lines, *counted])
 
 

@@ -8,7 +8,6 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -39,9 +38,6 @@ def copies(tensors: list[torch.Tensor], memory: Path, rounds: int) -> dict[str, 
     found = {}
     with Shared(memory / "floor", sum(map(room, tensors))) as shared:
         found["copy into warm shared memory"] = _copies(tensors, shared.views(tensors), rounds)
-        found["map anew, hash, then copy from there"] = [
-            timed(partial(_verified_copy, tensors, shared)) for _ in range(rounds + 1)
-        ][1:]
     warm = [torch.zeros_like(each) for each in tensors]
     found["copy into warm private memory"] = _copies(tensors, warm, rounds)
     found["copy, as after a restart"] = [timed(partial(_restarted, tensors, warm), give_back) for _ in range(rounds)]
@@ -56,26 +52,6 @@ def _copies(tensors: list[torch.Tensor], into: list[torch.Tensor], rounds: int) 
 
     copy()  # from here on the memory is warm
     return [timed(copy) for _ in range(rounds)]
-
-
-def _verified_copy(tensors: list[torch.Tensor], shared: Shared) -> torch.Tensor:
-    """What a load from memory cannot do without: map it, look at every byte before any is used, and copy."""
-    descriptor = os.open(shared.path, os.O_RDWR)
-    whole = torch.frombuffer(mmap.mmap(descriptor, shared.size), dtype=torch.uint8)
-    os.close(descriptor)
-    views = shared.views(tensors, whole)
-    queue = iter(views)  # each thread takes the next one
-
-    def hash_some() -> None:
-        for view in queue:
-            xxhash.xxh3_128().update(memoryview(view.reshape(-1).numpy()).cast("B"))
-
-    with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(hash_some) for _ in range(2)]:
-            done.result()
-    for tensor, view in zip(tensors, views, strict=True):
-        tensor.copy_(view)
-    return whole
 
 
 def _restarted(tensors: list[torch.Tensor], warm: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -176,11 +152,10 @@ class Shared:
         gc.collect()
         self.memory.close()
 
-    def views(self, tensors: list[torch.Tensor], whole: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """In this mapping, or in another one of the same memory."""
-        offset, found, whole = 0, [], self.all if whole is None else whole
+    def views(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        offset, found = 0, []
         for tensor in tensors:
-            found.append(whole[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            found.append(self.all[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
             offset += room(tensor)
         return found
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,12 +19,6 @@ BLOCK_BYTES = 1 << 20
 _MAX_BUFFERS = 64
 """In one call; the system takes 1024."""
 
-AHEAD_BYTES = 64 << 20
-"""How far the system is asked to read ahead of those that wait: a disk that is asked piece by piece idles between."""
-
-_ADVICE_BYTES = 1 << 20
-"""In one call: of a longer stretch the system may drop the end."""
-
 
 class ImageFile:
     """One shard's image: a file of a checkpoint folder, or of a node's memory. Threads may read at the same time.
@@ -37,9 +29,6 @@ class ImageFile:
 
     def __init__(self, path: Path, index: ShardIndex) -> None:
         self.path, self.index = path, index
-        self._ahead: Iterator[int] = iter(())
-        self._come_bytes = self._asked_bytes = 0
-        self._lock = threading.Lock()
         try:
             self._descriptor = open_regular(path, owners=trusted_owners(path.parent))
         except FileNotFoundError:
@@ -63,11 +52,6 @@ class ImageFile:
     def close(self) -> None:
         os.close(self._descriptor)
 
-    def expect(self, items: Iterable[Item]) -> None:
-        """These will be read, by and large in this order: the disk is asked for them early."""
-        self._ahead = _advised(self._descriptor, [(item.offset, item.length) for item in items])
-        self._come_bytes = self._asked_bytes = 0
-
     def read(self, item: Item, targets: Sequence[tuple[int, memoryview]] = ()) -> None:
         """Read a whole item and check it.
 
@@ -82,20 +66,12 @@ class ImageFile:
             raise Damaged(Damage.UNREADABLE, self.path.name, f"{item.key} has no digest yet")
         hasher, at = xxhash.xxh3_128(), item.offset
         for batch in _batches(_buffers(item, targets)):
-            self._ask(sum(map(len, batch)))
             self._fill(batch, at, item)
             for buffer in batch:
                 hasher.update(buffer)
                 at += len(buffer)
         if hasher.hexdigest() != item.digest:
             raise Damaged(Damage.CHANGED, self.path.name, item.key)
-
-    def _ask(self, size_bytes: int) -> None:
-        """So much is read now: ask for as much further on."""
-        with self._lock:
-            self._come_bytes += size_bytes
-            while self._asked_bytes < self._come_bytes + AHEAD_BYTES and (asked := next(self._ahead, 0)):
-                self._asked_bytes += asked
 
     def _fill(self, buffers: list[memoryview], offset: int, item: Item) -> None:
         rest = buffers
@@ -112,16 +88,6 @@ class ImageFile:
                 rest = rest[1:]
             if count:
                 rest = [rest[0][count:], *rest[1:]]
-
-
-def _advised(descriptor: int, ranges: Iterable[tuple[int, int]]) -> Iterator[int]:
-    """Asks for the next piece, and yields its length; it is advice, whose failure shows when the piece is read."""
-    for offset, length in ranges:
-        for start in range(offset, offset + length, _ADVICE_BYTES):
-            count = min(_ADVICE_BYTES, offset + length - start)
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_WILLNEED)
-            yield count
 
 
 def _buffers(item: Item, targets: Iterable[tuple[int, memoryview]]) -> Iterator[memoryview]:

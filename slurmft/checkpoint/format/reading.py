@@ -36,7 +36,6 @@ MAX_OPEN = 256
 MAX_THREADS = 4
 """Of one rank: the ranks of a node read at the same time."""
 
-LARGE_BYTES = 256 << 20
 HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -302,13 +301,8 @@ class Stored:
                 for source in {id(piece.source): piece.source for piece, _, _ in jobs}.values()
             }
             failed = threading.Event()
-            in_order = sorted(jobs, key=lambda job: _turn(job[0]))
-            expected = dict[Path, list[Item]]()
-            for piece, _, _ in in_order:
-                expected.setdefault(piece.source.image, []).append(piece.item)
-            for path, items in expected.items():
-                files[path].expect(items)
-            self._in_threads(lambda queue: _work(queue, files, failed), in_order)
+            largest_first = sorted(jobs, key=lambda job: -job[0].item.length)
+            self._in_threads(lambda queue: _work(queue, files, failed), largest_first)
 
 
 _Job = tuple[_Piece, "list[tuple[int, memoryview]]", "_Scatter | None"]
@@ -324,12 +318,6 @@ class _Scatter:
 
     def run(self) -> None:
         self.to.copy_(self.read)
-
-
-def _turn(piece: _Piece) -> tuple[int, int, int]:
-    """As they lie on the disk; but the largest first, as a single thread reads each, and others would wait for it."""
-    length = piece.item.length
-    return -length if length > LARGE_BYTES else 0, piece.source.index.shard, piece.item.offset
 
 
 def _work(queue: Iterator[_Job], files: Mapping[Path, ImageFile], failed: threading.Event) -> None:
