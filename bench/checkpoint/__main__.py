@@ -14,13 +14,14 @@ import platform
 import signal
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import exercise
 import psutil
 import table
 import torch
-from methods import AS_IT_COMES, METHODS, SLURMFT
+from methods import AS_IT_COMES, METHODS, SLURMFT, WAITING
 from plot import picture
 from state import SHAPES
 from trials import Place, Result, floors, many, measure
@@ -28,6 +29,7 @@ from trials import Place, Result, floors, many, measure
 import slurmft
 
 SIZES = ("1 GB", "4 GB")
+SHORT = ("floor", "slurmft", AS_IT_COMES, "DCP async_save, thread, shared-memory")
 FULL, PART = "1 GB", ("floor", "slurmft", "torch.save", AS_IT_COMES, "DCP async_save, thread, shared-memory")
 ROOM = 4.5
 TIMED_LOADS = ("slurmft", "torch.save", "DCP save")
@@ -44,12 +46,15 @@ call: "torn values".
 - Memory is anonymous and shared memory of all processes of a method, each page once, at most, beyond what there was
   before the first save. Page cache is not counted.
 - "floor: copy, ..." copies into shared memory, and a process that is as polite as our writer writes that with O_DIRECT:
-  no digests, no format. What training loses beside it, it loses to this machine.
+  no digests, no format. "the same, and hashes it": with a second thread for the digests, as ours. What training loses
+  beside them, it loses to this machine.
 - All write to the same disk, with the page cache as it is, and remove the save before the last one.
 - Load: by a fresh process, whose first load of each kind is not counted: it also pays for memory that a virtual machine
   gets for the first time. "cold": the page cache forgets the files first (the disk of a virtual machine may not).
   "restart": the optimizer has no state yet, so a part of the memory is new. "in place": it has.
-- Floors: the same bytes in the same tensors, measured before and after the methods.
+- Floors: the same bytes in the same tensors, measured before and after the methods (``--short``: before). Those
+  of loads: from the same file into the same tensors, before each load. "map anew, hash, then copy": what a load from
+  memory cannot do without, as no byte is used before all are verified.
 
 Seconds; median [least, most]."""
 
@@ -61,7 +66,9 @@ def say(text: str) -> None:
 def chosen(args: argparse.Namespace, size: str) -> list[str]:
     names = [name for name in METHODS if args.nvrx or not name.startswith("nvidia")]
     if size != FULL:
-        names = [name for name in names if name.startswith(PART) and name != "slurmft, async_save=False"]
+        names = [name for name in names if name.startswith(PART) and name != WAITING]
+    if args.short:
+        names = [name for name in names if name.startswith(SHORT) and name != WAITING]
     return [name for name in names if not args.methods or any(word in name for word in args.methods.split(","))]
 
 
@@ -83,24 +90,28 @@ def one_size(size: str, args: argparse.Namespace, place: Place) -> tuple[list[Re
         results.append(found)
         stalls, durables = table.spread(table.later(found, "stall"), 3), table.spread(table.later(found, "durable"))
         say(f"{size}: {name}: stall {stalls}, durable {durables}, {found.wrong} of {found.compared} torn")
-    for name, seconds in floors(size, place, rounds).items():
-        best[name] += seconds
+    if not args.short:
+        for name, seconds in floors(size, place, rounds).items():
+            best[name] += seconds
     return results, best
 
 
-def report(sizes: dict[str, tuple[list[Result], dict[str, list[float]]]], counted: list[str], took_s: float) -> str:
+def report(
+    sizes: dict[str, tuple[list[Result], dict[str, list[float]]]], counted: list[str], took_s: float, place: Place
+) -> str:
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, slurmft {slurmft.__version__}"
     normal = next((each.normal for results, _ in sizes.values() for each in results), [0.0])
     lines = [
         "# Checkpoints", "", HOW.format(step_ms=1000 * table.middle(normal)), "",
         f"`python bench/checkpoint` on {os.cpu_count()} cores, {platform.system()}, {versions}; "
-        f"{took_s / 60:.0f} minutes.", "",
+        f"{datetime.now(UTC):%Y-%m-%d}, {took_s / 60:.0f} minutes. Other processes kept "
+        f"{table.spread(place.elsewhere)} processors busy before each trial.", "",
     ]  # fmt: skip
     for size, (results, best) in sizes.items():
         size_bytes = results[0].bytes if results else 0
         lines += [f"## A state of {size} ({size_bytes / 1e9:.2f} GB)", ""]
         lines += table.target_rows(results, best) + table.save_rows(results)
-        lines += table.load_rows(results, best) + table.floor_rows(best, size_bytes)
+        lines += table.load_rows(results) + table.floor_rows(best, size_bytes)
     return "\n".join([*lines, *counted])
 
 
@@ -124,6 +135,9 @@ def main() -> None:
         "--limit", type=float, default=20, help="seconds for the saves of a method; at least 3 are done"
     )
     parser.add_argument("--methods", help="words of names, with commas between them")
+    parser.add_argument(
+        "--short", action="store_true", help="only slurmft, DCP's two best, and the floors, which are measured once"
+    )
     parser.add_argument("--nvrx", type=Path, help="where nvidia-resiliency-ext is installed")
     parser.add_argument("--disk", type=Path, default=Path("build"), help="the folder to write to")
     parser.add_argument("--no-many", action="store_true", help="leave out the cost beside many earlier checkpoints")
@@ -152,7 +166,7 @@ def main() -> None:
     if not args.no_many:
         found = {SLURMFT: many(SLURMFT, place, earlier=list(EARLIER), rounds=15)}
         counted = ["## Beside many earlier checkpoints, a state of 1 MB", "", *table.many_rows(found)]
-    text = report(sizes, counted, time.monotonic() - began)
+    text = report(sizes, counted, time.monotonic() - began, place)
     if args.output:
         args.output.with_suffix(".svg").write_text(picture(sizes))
         args.output.write_text(f"{text}\n![stall and durability]({args.output.stem}.svg)\n")

@@ -234,11 +234,20 @@ def _raw_write(state: State, folder: Path) -> Method:
     return RawWrite(state, folder)
 
 
+def _raw_write_and_hash(state: State, folder: Path) -> Method:
+    from raw_write import RawWriteAndHash
+
+    return RawWriteAndHash(state, folder)
+
+
 SLURMFT, WAITING = "slurmft", "slurmft, async_save=False"
 RAW = "floor: copy, then a polite process writes it raw"
+RAW_HASHED = "floor: the same, and hashes it beside the write"
+FLOORS = (RAW, RAW_HASHED)
 AS_IT_COMES = "DCP async_save as it comes (thread)"
 METHODS: dict[str, Callable[[State, Path], Method]] = {
     RAW: _raw_write,
+    RAW_HASHED: _raw_write_and_hash,
     SLURMFT: Slurmft,
     WAITING: SlurmftWaiting,
     "torch.save + fsync": TorchSave,

@@ -1,8 +1,9 @@
-"""The floor of an asynchronous save: a copy into warm shared memory, which another process writes, and nothing else.
+"""The floors of an asynchronous save: a copy into warm shared memory, which another process writes.
 
-That process is as polite as slurmft's writer, and trains beside it what trains beside all others. As a program:
-``raw_write.py MEMORY BYTES`` writes that memory to the file named in each line that it reads, and answers when it was
-durable.
+That process is as polite as slurmft's writer, and trains beside it what trains beside all others. It writes and does
+nothing else, or hashes the same bytes in a second thread, as a save with digests must. As a program:
+``raw_write.py MEMORY BYTES write|hash`` writes that memory to the file named in each line that it reads, and answers
+when it was durable.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import select
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from slurmft.checkpoint.writer.priority import yield_to_others
 
 
 class RawWrite(Method):
+    BESIDE = "write"
+
     def __init__(self, state: State, folder: Path) -> None:
         super().__init__(state, folder)
         self.tensors = [tensor for _, tensor in state.tensors()]
@@ -29,7 +33,7 @@ class RawWrite(Method):
         self.shared = Shared(memory, sum(map(room, self.tensors)))
         self.views = self.shared.__enter__().views(self.tensors)
         self.writer = subprocess.Popen(
-            [sys.executable, __file__, str(memory), str(self.shared.size)], stdin=subprocess.PIPE,
+            [sys.executable, __file__, str(memory), str(self.shared.size), self.BESIDE], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, text=True, bufsize=1,
         )  # fmt: skip
         assert self.writer.stdout is not None
@@ -56,13 +60,22 @@ class RawWrite(Method):
         self.shared.__exit__()
 
 
+class RawWriteAndHash(RawWrite):
+    BESIDE = "hash"
+
+
 def main() -> None:
     memory, size = Path(sys.argv[1]), int(sys.argv[2])
     yield_to_others()
     with Shared(memory, size, is_new=False) as shared:
         print("ready", flush=True)
         for line in sys.stdin:
+            hashing = threading.Thread(target=shared.hash)
+            if sys.argv[3] == RawWriteAndHash.BESIDE:
+                hashing.start()
             shared.write(Path(line.rstrip("\n")), os.O_DIRECT)
+            if hashing.ident is not None:
+                hashing.join()
             print(time.monotonic(), flush=True)
 
 

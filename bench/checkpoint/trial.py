@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import floors
+from beside_loads import BesideLoads
 from methods import METHODS, Method, SlurmftKeepingAll, join_alone
 from state import SHAPES, State, Training
 
@@ -83,13 +84,17 @@ def loads(order: dict[str, Any]) -> dict[str, Any]:
     folder, state = Path(order["folder"]), State(SHAPES[order["size"]], seed=7)
     method = METHODS[order["method"]](state, folder)
     found: dict[str, list[float]] = {}
+    beside = {
+        where: BesideLoads(state, image) for where in order["circumstances"] if (image := newest_image(order, where))
+    }
     for circumstance in order["circumstances"]:
         for number in range(order["rounds"] + 1):
-            if "cold" in circumstance:
-                floors.forget_pages(folder)
-            if "restart" in circumstance:
-                state.forget_optimizer()
-                floors.give_back()
+            for name, work in beside[circumstance].floors(circumstance).items() if circumstance in beside else ():
+                make_ready(circumstance, state, folder)
+                seconds = floors.timed(work, floors.give_back)
+                if number:
+                    found.setdefault(f"{name}: {circumstance}", []).append(seconds)
+            make_ready(circumstance, state, folder)
             for tries in Path(order["memory"]).rglob("tries.json"):  # else memory is given up after some restarts
                 tries.unlink()
             seconds = floors.timed(lambda: method.load(state))
@@ -102,6 +107,24 @@ def loads(order: dict[str, Any]) -> dict[str, Any]:
     loaded = state.digests()
     wrong = sum(loaded.get(name) != digest for name, digest in digests.items())
     return {"loads": found, "wrong": wrong, "compared": len(digests)}
+
+
+def make_ready(circumstance: str, state: State, folder: Path) -> None:
+    if "cold" in circumstance:
+        floors.forget_pages(folder)
+    if "restart" in circumstance:
+        state.forget_optimizer()
+        floors.give_back()
+
+
+def newest_image(order: dict[str, Any], circumstance: str) -> Path | None:
+    """The file that slurmft reads; None of other methods."""
+    if not order["method"].startswith("slurmft"):
+        return None
+    if "memory" in circumstance:
+        indexes = Path(order["memory"]).glob("shard-*.json")
+        return max(indexes, key=lambda path: path.stat().st_mtime).with_suffix(".image")
+    return max(Path(order["folder"]).glob("step-*/__0_0.distcp"))
 
 
 def floor(order: dict[str, Any]) -> dict[str, Any]:

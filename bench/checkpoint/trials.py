@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memory import Watch
-from methods import RAW
+from memory import Watch, busy_elsewhere
+from methods import FLOORS
 
 TRIAL = Path(__file__).with_name("trial.py")
 ON_DISK = ("cold, restart", "cached, restart", "cached, in place")
@@ -44,6 +44,8 @@ class Place:
     disk: Path
     memory: Path
     packages: Path | None
+    elsewhere: list[float] = field(default_factory=list)
+    """How many processors other processes kept busy, before each trial."""
 
     @contextmanager
     def fresh(self) -> Iterator[tuple[Path, Path]]:
@@ -71,7 +73,7 @@ def measure(
         order = {"method": name, "size": size, "folder": str(disk), "memory": str(memory)}
         answer, extra = run({**order, "task": "saves", "saves": saves, "limit_s": limit_s}, place)
         result = Result(name, answer["rounds"], answer["normal"], answer["lost"], extra, answer["bytes"])
-        if name == RAW:
+        if name in FLOORS:
             return result
         compare = {**order, "task": "loads", "digests": answer["digests"], "rounds": rounds + 1}
         if any(memory.iterdir()):  # the snapshot outlived its process
@@ -111,6 +113,7 @@ def run(order: dict[str, Any], place: Place) -> tuple[dict[str, Any], int]:
     # The order goes by a file: thousands of digests are more than an argument may be long.
     file = folder.with_name(f"{folder.name}.order")
     file.write_text(json.dumps(order))
+    place.elsewhere.append(busy_elsewhere())
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, str(TRIAL), str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,

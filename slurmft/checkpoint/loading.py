@@ -176,20 +176,23 @@ class Loading:
         wanted = self._wanted(decision)
         if not memory.bring(decision, wanted):
             return None
-        with guard:
-            held = memory.sources(identity)
-            stored = Stored(_DiskSources(path, held=held) if decision.is_committed else held, own=self._team.rank)
-            prepared = self._prepared(stored, lambda facts: self._noted(facts, identity))
-        rows = self._exchange(guard, prepared)
-        if _fits_nowhere(rows):
-            raise self._cannot_load(path, rows, guard)
-        if prepared is None or any(damage != Damage.NONE for damage, *_ in rows):
-            if len(wanted) < len(decision.suppliers):
-                self._is_sparing = False  # its parts are spread in another way now: with all of them it may work
-            else:
-                memory.refuse(decision, damage_report(rows, self._team, guard))
-            return None
-        return self._apply(path, prepared, identity, prepared.facts, decision.reason, is_durable=decision.is_committed)
+        with contextlib.ExitStack() as stack:
+            with guard:
+                held = memory.sources(identity)
+                sources = _DiskSources(path, held=held) if decision.is_committed else held
+                stored = stack.enter_context(contextlib.closing(Stored(sources, own=self._team.rank)))
+                prepared = self._prepared(stored, lambda facts: self._noted(facts, identity))
+            rows = self._exchange(guard, prepared)
+            if _fits_nowhere(rows):
+                raise self._cannot_load(path, rows, guard)
+            if prepared is not None and all(damage == Damage.NONE for damage, *_ in rows):
+                facts, is_durable = prepared.facts, decision.is_committed
+                return self._apply(path, prepared, identity, facts, decision.reason, is_durable=is_durable)
+        if len(wanted) < len(decision.suppliers):
+            self._is_sparing = False  # its parts are spread in another way now: with all of them it may work
+        else:
+            memory.refuse(decision, damage_report(rows, self._team, guard))
+        return None
 
     def _wanted(self, decision: Decision) -> range:
         """The shards that this rank needs whole: its own, where the state is spread as it was when it was saved."""

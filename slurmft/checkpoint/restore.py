@@ -25,8 +25,9 @@ from slurmft.checkpoint.format.flat_state import (
     rank_key,
     refuse_unsupported,
 )
+from slurmft.checkpoint.format.image import local
 from slurmft.checkpoint.format.plain_state import original
-from slurmft.checkpoint.format.reading import Stored, StoredTensor, Target, fresh
+from slurmft.checkpoint.format.reading import Stored, Target, fresh
 from slurmft.checkpoint.format.shard_index import image_file, index_file
 from slurmft.checkpoint.state import (
     LOADER,
@@ -38,6 +39,7 @@ from slurmft.checkpoint.state import (
     shared_position,
     unwrapped,
 )
+from slurmft.errors import CheckpointError
 
 _RANK_KEYS = rank_key(0)[:-1]
 _STEP = "step"
@@ -52,6 +54,7 @@ class Prepared:
     """One rank's part of a state, read and verified. The trainer's objects have not been touched."""
 
     trainee: Trainee
+    stored: Stored
     is_own: bool
     """False when this rank did not exist in the run that saved, and takes the position that all ranks share."""
 
@@ -83,13 +86,19 @@ class Prepared:
         """Load everything; the random number generators last, so that nothing draws from them in between.
 
         Raises:
-            CheckpointError: a scheduler, scaler or loader cannot take what is stored for it.
+            CheckpointError: a scheduler, scaler or loader cannot take what is stored for it; or what lay in memory was
+                changed meanwhile, by a process that should be dead.
         """
         load_part(LOADER, self.trainee.loader, self.own)  # first: it refuses other data, and the model is still whole
         unwrapped(self.trainee.model).load_state_dict(_landed(self.model))
         optimizer = _landed(self.optimizer)
         self.trainee.optimizer.load_state_dict(optimizer)
         self._restore_types(optimizer[STATE])
+        if not self.stored.is_unchanged:
+            raise CheckpointError(
+                "the snapshot was changed while it was loaded, and these objects have a part of it",
+                hint="start again; a worker of an earlier attempt may still run on this node",
+            )
         for name, part in self.trainee.shared_parts().items():
             load_part(name, part, self.shared)
         if self.is_own:
@@ -142,6 +151,7 @@ def prepare(
         tree = unflatten(leaves)
         return Prepared(
             trainee=trainee,
+            stored=stored,
             is_own=is_own,
             model=_with_raw_names(trainee, tree.get(MODEL, {})),
             optimizer=_with_numbers(trainee, tree[OPTIMIZER]),
@@ -211,7 +221,14 @@ class _Landing:
     is_whole: bool = False
     """Whether each rank reads all of it although ``like`` is spread over ranks."""
 
+    into: torch.Tensor | None = None
+    """A tensor of the optimizer that takes the values itself, as its memory is there already."""
+
     def value(self) -> torch.Tensor:
+        if self.into is not None:
+            with torch.no_grad():
+                local(self.into).copy_(self.target.tensor)
+            return self.into
         if self.like is None:
             return self.target.tensor
         if self.is_whole:
@@ -227,15 +244,41 @@ class _Landing:
         )
 
 
-def _landing(stored: StoredTensor, like: object) -> _Landing:
-    """Where a stored tensor is read to, in the place of ``like`` (a tensor of the trainer, or any value)."""
-    if isinstance(like, DTensor) and tuple(like.shape) == stored.shape:
-        (chunk,) = like.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        return _Landing(Target(fresh(tuple(chunk.sizes), stored.dtype), tuple(chunk.offsets)), like)
-    whole = Target(fresh(stored.shape, stored.dtype), (0,) * len(stored.shape))
-    if isinstance(like, DTensor) and stored.pieces > 1:
-        return _Landing(whole, like, is_whole=True)
-    return _Landing(whole)
+def _landing(stored: Stored, key: str, like: object, *, may_map: bool = False) -> _Landing:
+    """Where a stored tensor is read to, in the place of ``like`` (a tensor of the trainer, or any value).
+
+    Args:
+        may_map: its values are copied out of it once, and it is not kept.
+    """
+    there = stored.tensors[key]
+    spread = like if isinstance(like, DTensor) else None
+    is_whole = spread is not None and tuple(spread.shape) != there.shape
+    if is_whole and there.pieces == 1:
+        spread, is_whole = None, False
+    starts, sizes = _own_box(None if is_whole else spread, there.shape)
+    target = stored.mapped(key, starts, sizes) if may_map else None
+    return _Landing(target or Target(fresh(sizes, there.dtype), starts), spread, is_whole=is_whole)
+
+
+def _own_box(like: torch.Tensor | None, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where the part begins that this rank holds, and its sizes; all of it but where ``like`` is spread over ranks."""
+    if not isinstance(like, DTensor):
+        return (0,) * len(shape), shape
+    (chunk,) = like.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
+def _in_place(stored: Stored, key: str, here: torch.Tensor, parameter: torch.Tensor) -> _Landing | None:
+    """Into the optimizer's present tensor; None where that is of another kind, or is the weight itself."""
+    there, inside = stored.tensors[key], local(here)
+    if not is_dense(here) or (tuple(here.shape), here.dtype) != (there.shape, there.dtype):
+        return None
+    starts, sizes = _own_box(here, there.shape)
+    is_usable = tuple(inside.shape) == sizes and inside.is_contiguous()
+    if not is_usable or inside.data_ptr() == local(parameter).data_ptr():
+        return None
+    target = stored.mapped(key, starts, sizes)
+    return _Landing(target, into=here) if target is not None else None
 
 
 def _with_types_of(stored: Any, present: Any, *, follows_weight: bool) -> None:
@@ -267,7 +310,7 @@ def _model_landings(trainee: Trainee, stored: Stored, tolerance: Tolerance, reca
         raise _misfit(f"it lacks {_some(missing)}")
     if unknown := sorted(names - present.keys()):
         raise _misfit(f"this model has no {_some(unknown)}")
-    landings = {}
+    landings, may_map = {}, _only_copies(unwrapped(trainee.model))
     for key in keys:
         name, there = str(stored.path(key)[1]), stored.tensors.get(key)
         here: Any = present[name] if len(stored.path(key)) == 2 else None
@@ -285,8 +328,19 @@ def _model_landings(trainee: Trainee, stored: Stored, tolerance: Tolerance, reca
                     )
                 recast.add(name)
         if there is not None:
-            landings[key] = _landing(there, here)
+            landings[key] = _landing(stored, key, here, may_map=may_map and is_dense(here))
     return landings
+
+
+def _only_copies(model: torch.nn.Module) -> bool:
+    """Whether ``load_state_dict`` is torch's own all through: it copies values, and keeps none of the tensors."""
+    if getattr(model.load_state_dict, "__func__", None) is not torch.nn.Module.load_state_dict:
+        return False
+    return not any(
+        module._load_state_dict_pre_hooks
+        or not getattr(module._load_from_state_dict, "__module__", "").startswith("torch.nn.modules.")
+        for module in model.modules()
+    )
 
 
 def _optimizer_landings(trainee: Trainee, stored: Stored, leaves: Mapping[Path, Any]) -> dict[str, _Landing]:
@@ -296,21 +350,25 @@ def _optimizer_landings(trainee: Trainee, stored: Stored, leaves: Mapping[Path, 
     parameters = [parameter for group in trainee.optimizer.param_groups for parameter in group[PARAMS]]
     by_name = dict(zip(flat, parameters, strict=True))
     landings = {}
-    for key, there in stored.tensors.items():
-        path, like = stored.path(key), None
-        if path[0] != MODEL:
-            if path[:2] == (OPTIMIZER, STATE) and len(path) > 3:
-                like = _present_state(trainee, by_name.get(str(path[2])), path[3:])
-            landings[key] = _landing(there, like)
+    for key in stored.tensors:
+        path = stored.path(key)
+        if path[0] == MODEL:
+            continue
+        parameter, here = None, None
+        if path[:2] == (OPTIMIZER, STATE) and len(path) > 3:
+            parameter = by_name.get(str(path[2]))
+            here = _present_state(trainee, parameter, path[3:])
+        in_place = _in_place(stored, key, here, parameter) if here is not None and parameter is not None else None
+        landings[key] = in_place or _landing(stored, key, parameter if here is None else here)
     return landings
 
 
-def _present_state(trainee: Trainee, parameter: torch.Tensor | None, path: Path) -> object:
-    """The optimizer's present state there, or where it has none yet, the parameter itself."""
+def _present_state(trainee: Trainee, parameter: torch.Tensor | None, path: Path) -> torch.Tensor | None:
+    """The optimizer's present state there; None where it has none yet."""
     value: Any = trainee.optimizer.state.get(parameter) if parameter is not None else None
     for step in path:
         value = value.get(step) if isinstance(value, Mapping) else None
-    return value if isinstance(value, torch.Tensor) else parameter
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def _check_groups(here: Sequence[Sequence[str]], leaves: Mapping[Path, Any]) -> None:

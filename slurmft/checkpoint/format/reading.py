@@ -1,5 +1,8 @@
 """Reading a stored state: each tensor straight into its place, its digest checked on the way.
 
+Of an image in a rank's own place in memory a tensor can also be had as it lies there, without reading it into memory of
+its own first.
+
 A checkpoint folder and a snapshot in memory are read alike; only the paths differ. Nothing that is read is run: objects
 come through torch.load(weights_only=True), and only after their digest was right.
 """
@@ -10,12 +13,12 @@ import ctypes
 import math
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +26,7 @@ from slurmft.checkpoint.format.damage import Damage, Damaged
 from slurmft.checkpoint.format.flat_keys import Path as KeyPath
 from slurmft.checkpoint.format.image import dtype_named
 from slurmft.checkpoint.format.image_file import ImageFile
+from slurmft.checkpoint.format.mapped_image import MappedImage
 from slurmft.checkpoint.format.objects import from_bytes
 from slurmft.checkpoint.format.shard_index import Holder, Item, Row, ShardIndex, image_file, index_file
 
@@ -35,6 +39,7 @@ MAX_THREADS = 4
 HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
 _libc = ctypes.CDLL(None, use_errno=True)
+_Share = TypeVar("_Share")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +48,8 @@ class Source:
 
     image: Path
     index: ShardIndex
+    own_place: Path | None = None
+    """The file of the index, where the image lies in a rank's own place in memory; None elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,9 @@ class Target:
 
     starts: tuple[int, ...]
     """Where the part begins in the whole tensor."""
+
+    is_mapped: bool = False
+    """The tensor is the stored one itself: it only has to be verified, and must not be changed or kept."""
 
     @property
     def box(self) -> Box:
@@ -98,6 +108,7 @@ class Stored:
         self._taken = dict[int, Source]()
         self._threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._pieces: dict[str, list[_Piece]] = {}
+        self._mapped: dict[Path, MappedImage | None] = {}
         self.tensors: dict[str, StoredTensor] = {}
         """Every stored tensor by its key."""
         self.objects: dict[str, None] = {}
@@ -204,16 +215,68 @@ class Stored:
         Raises:
             Damaged: a piece is not what was written. The targets are partly filled then.
         """
-        jobs = []
+        jobs, mapped = list[_Job](), list[_Piece]()
         for key, target in targets.items():
             self._cover(key, target.box)
         for key, target in targets.items():
             for piece in self._pieces[key]:
                 if (part := piece.box.overlap(target.box)) is not None:
-                    jobs.append((piece, *_placed(piece, target, part)))
+                    if target.is_mapped:
+                        mapped.append(piece)
+                    else:
+                        jobs.append((piece, *_placed(piece, target, part)))
                 elif not piece.box.count:
                     jobs.append((piece, [], None))
+        self._verify(mapped)
         self._read(jobs)
+
+    def mapped(self, key: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Target | None:
+        """A part of a tensor as it lies in a rank's own place in memory, to be copied from until ``close``.
+
+        ``fill`` verifies it. None where it has to be read: it is somewhere else, or in several pieces.
+        """
+        box = Box(starts, sizes)
+        self._cover(key, box)
+        pieces = [piece for piece in self._pieces[key] if piece.box.overlap(box) is not None]
+        if len(pieces) != 1 or (image := self._image(pieces[0].source)) is None:
+            return None
+        piece, dtype = pieces[0], self.tensors[key].dtype
+        if piece.box.overlap(box) != box or (start := piece.box.run_of(box)) is None:
+            return None
+        return Target(image.view(piece.item, dtype, start, sizes), starts, is_mapped=True)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether all that ``mapped`` has given is still what ``fill`` verified; ask after it has been copied."""
+        return all(image.is_unchanged() for image in self._mapped.values() if image is not None)
+
+    def close(self) -> None:
+        """Let go of mapped images. Idempotent."""
+        for image in self._mapped.values():
+            if image is not None:
+                image.close()
+
+    def _image(self, source: Source) -> MappedImage | None:
+        if source.own_place is not None and source.image not in self._mapped:
+            self._mapped[source.image] = None
+            with suppress(OSError):
+                self._mapped[source.image] = MappedImage(source.image, source.own_place, source.index.size_bytes)
+        return self._mapped.get(source.image)
+
+    def _verify(self, pieces: Sequence[_Piece]) -> None:
+        def work(queue: Iterator[_Piece]) -> None:
+            for piece in queue:
+                if (image := self._image(piece.source)) is not None:
+                    image.verify(piece.item)
+
+        self._in_threads(work, sorted(pieces, key=lambda piece: -piece.item.length))
+
+    def _in_threads(self, work: Callable[[Iterator[_Share]], None], shares: Sequence[_Share]) -> None:
+        """Have each thread take shares until there are none: an iterator of a list hands each out once."""
+        queue, count = iter(shares), max(1, min(self._threads, len(shares)))
+        with ThreadPoolExecutor(count, thread_name_prefix="slurmft-read") as pool:
+            for done in [pool.submit(work, queue) for _ in range(count)]:
+                done.result()
 
     def _unpacked(self, key: str, data: bytearray) -> Any:
         try:
@@ -237,12 +300,9 @@ class Stored:
                 source.image: stack.enter_context(ImageFile(source.image, source.index))
                 for source in {id(piece.source): piece.source for piece, _, _ in jobs}.values()
             }
+            failed = threading.Event()
             largest_first = sorted(jobs, key=lambda job: -job[0].item.length)
-            queue, failed = iter(largest_first), threading.Event()
-            count = max(1, min(self._threads, len(jobs)))
-            with ThreadPoolExecutor(count, thread_name_prefix="slurmft-read") as pool:
-                for done in [pool.submit(_work, queue, files, failed) for _ in range(count)]:
-                    done.result()
+            self._in_threads(lambda queue: _work(queue, files, failed), largest_first)
 
 
 _Job = tuple[_Piece, "list[tuple[int, memoryview]]", "_Scatter | None"]
@@ -261,7 +321,7 @@ class _Scatter:
 
 
 def _work(queue: Iterator[_Job], files: Mapping[Path, ImageFile], failed: threading.Event) -> None:
-    """Take jobs until there are none (an iterator of a list hands each out once), or another thread has failed."""
+    """Take jobs until there are none, or another thread has failed."""
     try:
         for piece, memory, scatter in queue:
             if failed.is_set():

@@ -24,7 +24,7 @@ from slurmft.checkpoint.replicas.supply import fetched, remove_fetched, supply
 from slurmft.checkpoint.team import Team
 from slurmft.errors import StorageError
 from slurmft.policy.checkpoints.supply import without
-from slurmft.policy.checkpoints.tiers import DISK, Committed, Decision, Name, choose
+from slurmft.policy.checkpoints.tiers import DISK, Committed, Decision, Name, Tier, choose
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import STAGING, Identity
 from slurmft.storage.digest_record import Doubt
@@ -118,7 +118,9 @@ class MemorySources:
         name = (identity.step, identity.generation, identity.commit)
         mine = {one.index.shard: one for one in self._held if one.index.identity == identity and one.index.is_hashed}
         return {
-            shard: Source(image=one.image, index=one.index)
+            shard: Source(
+                image=one.image, index=one.index, own_place=one.index_path if one.tier is Tier.MEMORY else None
+            )
             for shard, one in (fetched(self._memory, name) | mine).items()
         }
 

@@ -68,11 +68,7 @@ class Place:
         """
         self.index.unlink(missing_ok=True)
         self.holds = None
-        if self._warming is not None:
-            self._is_wanted = True
-            self._may_warm.set()
-            self._warming.join()
-            self._warming = None
+        self.stop_warming()
         if self.memory is None or len(self.memory) < size_bytes:
             self._map(size_bytes)
         assert self.memory is not None
@@ -83,6 +79,14 @@ class Place:
         if self.memory is None and self.holds is None and self._warming is None:
             self._warming = threading.Thread(target=self._warm, args=(size_bytes,), daemon=True, name="slurmft-warm")
             self._warming.start()
+
+    def stop_warming(self) -> None:
+        """Return when no thread makes room here any more; at most a piece later."""
+        if self._warming is not None:
+            self._is_wanted = True
+            self._may_warm.set()
+            self._warming.join()
+            self._warming = None
 
     @property
     def address(self) -> int:
@@ -208,6 +212,7 @@ class Arena:
     def close(self) -> None:
         """Release the memory, and remove a folder of our own."""
         for place in self.places:
+            place.stop_warming()  # it stores into memory that is unmapped now
             place.unmap()
         if self._private is not None:
             self._private.close()

@@ -461,6 +461,13 @@ def test_who_wants_a_place_does_not_wait_until_its_room_is_made_politely(tmp_pat
         assert not made.places[1].is_warming
 
 
+def test_closing_ends_the_making_of_room_before_the_memory_goes(tmp_path):
+    staged = Arena(0, tmp_path / "memory")
+    staged.warm_up(1 << 30)
+    staged.close()
+    assert not any(place.is_warming or place.memory for place in staged.places)
+
+
 def test_what_is_saved_beside_the_runs_own_checkpoints_never_meets_them(tmp_path, memory, monkeypatch):
     """An average of the weights, say: the same keys and steps, the same rank, another directory."""
     monkeypatch.setenv("SLURMFT_CHECKPOINT_DIR", str(tmp_path / "own"))

@@ -1,0 +1,155 @@
+"""A load from a rank's own place in memory: verified where it lies, copied once, and never torn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from slurmft.checkpoint import CheckpointManager
+from slurmft.checkpoint.format.mapped_image import MappedImage
+from slurmft.checkpoint.restore import Prepared
+from slurmft.checkpoint.staging.holding import is_held
+from slurmft.errors import CheckpointError
+
+SAVED, OTHER = 1, 2
+
+
+class KeepsWhatItGets(torch.nn.Linear):
+    """Takes the tensors of a state as they are."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *_):
+        for name in ("weight", "bias"):
+            setattr(self, name, torch.nn.Parameter(state_dict[prefix + name]))
+
+
+def trained(seed: int, kind: type[torch.nn.Linear] = torch.nn.Linear):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(kind(64, 32), torch.nn.Linear(32, 16))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.randn(4, 64)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def tensors(model, optimizer) -> list[torch.Tensor]:
+    moments = [value for each in optimizer.state.values() for value in each.values()]
+    return [*model.state_dict().values(), *moments]
+
+
+def values(*objects) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in tensors(*objects)]
+
+
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch) -> Path:
+    folder = tmp_path / "memory of the node"
+    folder.mkdir()
+    monkeypatch.setenv("SLURMFT_MEMORY_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, memory) -> Path:
+    """Step 1 is on disk and in memory."""
+    checkpoints = CheckpointManager(tmp_path / "checkpoints")
+    checkpoints.save(*trained(SAVED), step=1)
+    checkpoints.close()
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def mapped(monkeypatch) -> list[Path]:
+    """The images that were mapped."""
+    found, begin = list[Path](), MappedImage.__init__
+
+    def noted(self, image, index, size_bytes):
+        found.append(image)
+        begin(self, image, index, size_bytes)
+
+    monkeypatch.setattr(MappedImage, "__init__", noted)
+    return found
+
+
+def filled(memory: Path) -> Path:
+    (index,) = memory.glob("shard-0.*.json")
+    return index.with_suffix(".image")
+
+
+def overwrite(memory: Path) -> None:
+    """As the next save into the same place does, but for its index."""
+    for image in memory.glob("shard-*.image"):
+        with image.open("r+b") as file:
+            file.write(b"\xff" * image.stat().st_size)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Linear, KeepsWhatItGets])
+def test_what_was_loaded_stays_when_its_place_is_filled_anew(folder, memory, mapped, kind):
+    objects = trained(OTHER, kind)
+    loaded = CheckpointManager(folder).load_latest(*objects)
+    assert "memory" in loaded.source and mapped
+    overwrite(memory)
+    assert same(values(*trained(SAVED)), tensors(*objects))
+
+
+def test_the_trainers_own_memory_takes_the_values(folder, memory, mapped):
+    objects = trained(OTHER)
+    before = [tensor.data_ptr() for tensor in tensors(*objects)]
+    CheckpointManager(folder).load_latest(*objects)
+    assert [tensor.data_ptr() for tensor in tensors(*objects)] == before
+    assert mapped and not any(map(is_held, memory.glob("*.image"))), "the next save may have the place"
+
+
+def test_a_moment_that_is_the_weight_itself_gets_memory_of_its_own(folder, memory):
+    model, optimizer = trained(OTHER)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["exp_avg"] = parameter.detach()
+    CheckpointManager(folder).load_latest(model, optimizer)
+    assert same(values(*trained(SAVED)), tensors(model, optimizer))
+
+
+def test_nothing_is_touched_before_all_is_verified(folder, memory, monkeypatch):
+    image = filled(memory)
+    content = bytearray(image.read_bytes())
+    last = torch.stack([each.flatten()[0] for each in values(*trained(SAVED)) if each.numel() > 1])[-1]
+    at = content.rindex(last.numpy().tobytes())
+    content[at] ^= 1
+    image.write_bytes(content)
+    objects, seen = trained(OTHER), []
+    before, apply = values(*objects), Prepared.apply
+    monkeypatch.setattr(Prepared, "apply", lambda self: (seen.append(values(*objects)), apply(self)))
+    loaded = CheckpointManager(folder).load_latest(*objects)
+    assert "disk" in loaded.source and same(seen[0], before)
+    assert same(values(*trained(SAVED)), tensors(*objects))
+
+
+def test_a_place_that_is_filled_during_the_load_is_never_trained_on(folder, memory, monkeypatch):
+    apply = Prepared.apply
+
+    def late(self):
+        assert is_held(filled(memory)), "a manager of this node would take another place"
+        for index in memory.glob("shard-*.json"):
+            index.unlink()
+        overwrite(memory)
+        apply(self)
+
+    monkeypatch.setattr(Prepared, "apply", late)
+    with pytest.raises(CheckpointError, match="was changed while it was loaded"):
+        CheckpointManager(folder).load_latest(*trained(OTHER))
+    assert not any(map(is_held, memory.glob("*.image")))
+
+
+@pytest.mark.parametrize("problem", ["held alone", "cut off"])
+def test_an_image_that_cannot_be_mapped_is_read(folder, memory, monkeypatch, problem):
+    def refuse(*_):
+        raise {"held alone": BlockingIOError, "cut off": OSError}[problem]
+
+    monkeypatch.setattr(MappedImage, "__init__", refuse)
+    objects = trained(OTHER)
+    assert "memory" in CheckpointManager(folder).load_latest(*objects).source
+    assert same(values(*trained(SAVED)), tensors(*objects))
