@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import slurmft
-from slurmft.worker.digests.state import Digester, tensors_of
+from slurmft.worker.digests.state import digester_of, tensors_of
 
 INTERVAL, ASKED_PERCENT, REPETITIONS = 100, 0.1, 5
 SIZES_MB = (64, 512)
@@ -50,7 +50,7 @@ def training(width: int, layers: int, batch: int, device: torch.device) -> tuple
         optimizer.step()
 
     step()
-    digesters = {torch.device("cpu"): Digester(torch.device("cpu")), device: Digester(device)}
+    digesters = {where: digester_of(where) for where in (torch.device("cpu"), device)}
 
     def digest() -> None:
         tensors = tensors_of(model, optimizer)
@@ -66,10 +66,10 @@ def growth_mb(size_mb: int) -> float:
     """MiB that the process has grown by at most in a digest of so much state, in a process of its own."""
     code = f"""
 import resource, torch
-from slurmft.worker.digests.state import Digester
+from slurmft.worker.digests.state import digester_of
 state = [torch.ones(1 << 18) for _ in range({size_mb})]
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-Digester(torch.device("cpu")).digest(state)
+digester_of(torch.device("cpu")).digest(state)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
