@@ -13,6 +13,7 @@ from dataclasses import replace
 from slurmft.config.config import RunConfig
 from slurmft.errors import LaunchError, StorageError
 from slurmft.ipc.calls import Kill, Ping, Port, StartWorkers
+from slurmft.ipc.replies import Started
 from slurmft.ipc.reports import (
     Connected,
     DigestsReport,
@@ -38,7 +39,7 @@ from slurmft.supervisor.attempt_folder import AttemptFolder
 from slurmft.supervisor.cluster import Cluster
 from slurmft.supervisor.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.supervisor.faults import Injections
-from slurmft.supervisor.fleet.agents import AgentLink, AgentLost
+from slurmft.supervisor.fleet.agents import AgentLink, AgentLost, ask_each
 from slurmft.supervisor.fleet.crew import Crew
 from slurmft.supervisor.fleet.elastic import Resizing
 from slurmft.supervisor.fleet.notices import Reclaimed
@@ -219,9 +220,9 @@ class AttemptRunner:
         )
         firsts = range(0, self._seen.world_size, self._config.nproc_per_node)
         orders = [replace(self._order, first_rank=first) for first in firsts]
-        calls = (link.call(order, timeout_s=START_S) for link, order in zip(members, orders, strict=True))
-        replies = await asyncio.gather(*calls)
-        if stuck := [host for host, reply in zip(hosts, replies, strict=True) if reply.suspect_gpus]:
+        replies = await ask_each(members, orders, timeout_s=START_S, is_needed=True)
+        told = zip(hosts, replies, strict=True)
+        if stuck := [host for host, reply in told if isinstance(reply, Started) and reply.suspect_gpus]:
             self._escape(stuck, suspects)
             return
         self._journal.append(EventName.WORKERS_STARTED, world_size=self._seen.world_size)
@@ -353,11 +354,13 @@ class AttemptRunner:
 
     async def _watch_agents(self) -> None:
         """Agents stop their workers when they hear nothing for the lease; so ping them, and expect their reports."""
-        section, agents = self._config.fault_tolerance, len(self._pool.links)
-        timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
-        pause_s, ping_s = timeout_s / LOOKS_PER_TIMEOUT, ping_interval_s(agents, lease_s=section.supervisor_lease_s)
+        section = self._config.fault_tolerance
         pinged_s = 0.0
         while not self._over.is_set():
+            agents = len(self._pool.links)  # none of them is there yet at the first look
+            timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
+            ping_s = ping_interval_s(agents, lease_s=section.supervisor_lease_s)
+            pause_s = timeout_s / LOOKS_PER_TIMEOUT
             if asleep_s := await overslept_s(pause_s):
                 self._journal.append(EventName.WAS_SUSPENDED, seconds=round(asleep_s, 1))
                 for link in self._pool.links.values():

@@ -75,21 +75,36 @@ class AgentLink:
         Raises:
             AgentLost: it is not connected, or does not reply in time.
         """
-        if self.channel is None:
-            raise AgentLost(f"the agent on {self.host} is not connected")
-        call_id = self._next_id = self._next_id + 1
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting[call_id] = call, future
-        self.channel.send(call.as_call(call_id))
+        number, future = self.ask(call)
         try:
             async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError as error:
-            raise AgentLost(
-                f"the agent on {self.host} did not answer {call.kind!r} within {timeout_s:.0f} s"
-            ) from error
+            raise self.unanswered(call, timeout_s) from error
         finally:
-            self._waiting.pop(call_id, None)
+            self.forget(number)
+
+    def ask(self, call: Call[Answer]) -> tuple[int, asyncio.Future[Answer]]:
+        """Send a call; ``forget`` its number when the reply has come, or is not waited for any more.
+
+        Raises:
+            AgentLost: it is not connected.
+        """
+        if self.channel is None:
+            raise AgentLost(f"the agent on {self.host} is not connected")
+        number = self._next_id = self._next_id + 1
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = call, future
+        self.channel.send(call.as_call(number))
+        return number, future
+
+    def forget(self, number: int) -> None:
+        """Nothing waits for this call's reply any more."""
+        self._waiting.pop(number, None)
+
+    def unanswered(self, call: Call[Any], timeout_s: float) -> AgentLost:
+        """The error of a call whose time is up."""
+        return AgentLost(f"the agent on {self.host} did not answer {call.kind!r} within {timeout_s:.0f} s")
 
     def answered(self, message: Body) -> None:
         """Hand a reply to the call that waits for it.
@@ -115,6 +130,43 @@ class AgentLink:
             if not future.done():
                 future.set_exception(AgentLost(f"the agent on {self.host} has gone"))
         self._waiting.clear()
+
+
+async def ask_each(
+    links: Sequence[AgentLink], calls: Sequence[Call[Answer]], *, timeout_s: float, is_needed: bool = False
+) -> list[Answer | AgentLost]:
+    """Each agent's reply to its call, in order, or why there is none. With thousands of them, no task waits for each.
+
+    Args:
+        is_needed: every reply is; raise the first error at once.
+
+    Raises:
+        AgentLost: one is missing.
+    """
+    found: list[Answer | AgentLost | None] = [None] * len(links)
+    asked: list[tuple[int, int, asyncio.Future[Answer]]] = []
+    for place, (link, call) in enumerate(zip(links, calls, strict=True)):
+        try:
+            asked.append((place, *link.ask(call)))
+        except AgentLost as error:
+            found[place] = error
+    try:
+        if asked and not (is_needed and any(found)):
+            when = asyncio.FIRST_EXCEPTION if is_needed else asyncio.ALL_COMPLETED
+            await asyncio.wait([future for _, _, future in asked], timeout=timeout_s, return_when=when)
+    finally:
+        for place, number, future in asked:
+            links[place].forget(number)
+            if not future.done():
+                future.cancel()
+                found[place] = links[place].unanswered(calls[place], timeout_s)
+            else:
+                failed = future.exception()
+                found[place] = failed if isinstance(failed, AgentLost) else future.result()
+    lost = [each for each in found if isinstance(each, AgentLost)]
+    if is_needed and lost:
+        raise lost[0]
+    return [each for each in found if each is not None]
 
 
 class AgentPool:
@@ -158,7 +210,8 @@ class AgentPool:
             AgentLost: one of them does not answer.
         """
         links = self.members or [self.links[node] for node in sorted(self.links)]
-        return await asyncio.gather(*(link.call(call, timeout_s=timeout_s) for link in links))
+        results = await ask_each(links, [call] * len(links), timeout_s=timeout_s, is_needed=True)
+        return [result for result in results if not isinstance(result, AgentLost)]
 
     def ping(self, ping: Ping) -> None:
         """Send a sign of life to every agent that can be reached; there is no reply."""
@@ -169,11 +222,8 @@ class AgentPool:
     async def tell_all(self, call: Call[Any], *, timeout_s: float = TELL_TIMEOUT_S) -> None:
         """Ask every agent that can still be reached, member or not; lost ones are detected elsewhere."""
         links = list(self.links.values())
-        results: Sequence[Any] = await asyncio.gather(
-            *(link.call(call, timeout_s=timeout_s) for link in links), return_exceptions=True
-        )
-        for result in results:
-            if isinstance(result, Exception):
+        for result in await ask_each(links, [call] * len(links), timeout_s=timeout_s):
+            if isinstance(result, AgentLost):
                 log.debug("%s: %s", call.kind, result)
 
     @staticmethod

@@ -7,7 +7,6 @@ It never raises and never exceeds its time limits: a node that does not answer i
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import signal
 import time
@@ -24,7 +23,7 @@ from slurmft.policy.verdicts.findings import WorkerEnd
 from slurmft.policy.verdicts.whereabouts import Where
 from slurmft.storage.events import EventName
 from slurmft.storage.journal import Journal
-from slurmft.supervisor.fleet.agents import AgentLink, AgentLost, AgentPool
+from slurmft.supervisor.fleet.agents import AgentLost, AgentPool, ask_each
 
 EVIDENCE_S = 0.3
 """How long the workers of a node may take to answer; all of them do in a few milliseconds when they can."""
@@ -33,8 +32,8 @@ HANG_DUMPS_S = 2.5
 """How long torch's flight recorders may take beyond that, for a look after a hang, which has cost more: torch looks
 once a second whether its record is wanted. No time where there is no recorder, as with gloo."""
 
-ROUND_TRIP_S = 0.5
-"""Beyond that, how long an agent's reply may take."""
+ROUND_TRIP_S, REPLY_S = 0.5, 0.0005
+"""Beyond that, how long an agent's reply may take, and for each agent more."""
 
 MAX_LINES = 32
 """Ranks that the journal names; the others are in the files."""
@@ -63,14 +62,17 @@ async def take_evidence(
     """
     began = time.monotonic()
     links = pool.members or [pool.links[node] for node in sorted(pool.links)]
-    replies = await asyncio.gather(*(_ask(link, within_s, dumps_within_s) for link in links))
+    call = TakeEvidence(within_s=within_s, dumps_within_s=dumps_within_s)
+    longest_s = within_s + dumps_within_s + round_trip_s(len(links))
+    replies = await ask_each(links, [call] * len(links), timeout_s=longest_s)
     found: dict[int, tuple[Summary, RankEvidence]] = {}
     lost: dict[int, str] = {}
     for place, (link, reply) in enumerate(zip(links, replies, strict=True)):
-        if reply is None:
+        if isinstance(reply, AgentLost):
+            log.debug("no evidence: %s", reply)
             lost |= dict.fromkeys(range(place * per_node, (place + 1) * per_node), link.host)
         else:
-            found |= {facts.rank: (_summary(facts, link.host), facts) for facts in reply}
+            found |= {facts.rank: (_summary(facts, link.host), facts) for facts in reply.ranks}
     summaries = with_ends([summary for summary, _ in found.values()], ends)
     # a rank that has ended by itself is described by its end, even if its node is gone now
     lost = {rank: node for rank, node in lost.items() if rank not in {end.rank for end in ends}}
@@ -88,14 +90,9 @@ def _records(found: Mapping[int, tuple[Summary, RankEvidence]]) -> dict[int, lis
     return {rank: list(groups) for rank, groups in told.items() if groups}
 
 
-async def _ask(link: AgentLink, within_s: float, dumps_within_s: float) -> Sequence[RankEvidence] | None:
-    """The agent's summaries; None when it cannot be reached."""
-    try:
-        call = TakeEvidence(within_s=within_s, dumps_within_s=dumps_within_s)
-        return (await link.call(call, timeout_s=within_s + dumps_within_s + ROUND_TRIP_S)).ranks
-    except AgentLost as error:
-        log.debug("no evidence: %s", error)
-        return None
+def round_trip_s(agents: int) -> float:
+    """How long the replies may take beyond the look: those of thousands of agents come one after the other."""
+    return ROUND_TRIP_S + agents * REPLY_S
 
 
 def _summary(facts: RankEvidence, node: str) -> Summary:
