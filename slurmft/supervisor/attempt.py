@@ -54,7 +54,7 @@ from slurmft.supervisor.signals import hearing
 from slurmft.supervisor.start import Start
 from slurmft.supervisor.stops import POLL_S, Stops
 from slurmft.supervisor.watch.digests import Digests
-from slurmft.supervisor.watch.forensics import HANG_DUMPS_S, ended_by_watchdog, take_evidence
+from slurmft.supervisor.watch.forensics import HANG_DUMPS_S, LastLook, ended_by_watchdog, look_at_all
 from slurmft.supervisor.watch.hangs import Hangs
 from slurmft.supervisor.watch.live import Live
 from slurmft.supervisor.watch.observations import Observations
@@ -110,7 +110,7 @@ class AttemptRunner:
         self._live = Live(config, start, self._seen, self._hangs, self._slow)
         self._complete_codes = codes_of(ExitAction.COMPLETE, config.exit_actions)
         self._failed = self._rescued = False
-        self._look: asyncio.Future[Blame] | None = None
+        self._look: asyncio.Future[LastLook] | None = None
         self._node_states: Mapping[str, str] = {}
         self._escaped: Verdict | None = None
         self._order: StartWorkers | None = None
@@ -285,8 +285,10 @@ class AttemptRunner:
             self._hangs.narrow(await self._kill_workers(hang.reason, overdue=self._hangs.overdue))
 
     async def _kill_peers(self, grace_s: float) -> None:
-        await self._last_look()
+        look = await self._last_look()
         await self._rescue()
+        if grace_s:
+            look.conclude(self._journal)
         await asyncio.sleep(grace_s)
         if not self._over.is_set():
             await self._kill_workers("a rank has failed; the others cannot go on without it")
@@ -383,12 +385,12 @@ class AttemptRunner:
             for kind, who in (await self._folder.requests(ready=ready)).items():
                 self.stops.on_request(kind, who)
 
-    async def _last_look(self, overdue: Mapping[int, str] | None = None) -> Blame:
+    async def _last_look(self, overdue: Mapping[int, str] | None = None) -> LastLook:
         """Look at all ranks once, as soon as one has failed: the others soon fail of it, and leave no evidence then."""
         if self._look is None:
             self._look = asyncio.ensure_future(
-                take_evidence(
-                    self._pool, self._journal, self._folder.path, per_node=self._config.nproc_per_node,
+                look_at_all(
+                    self._pool, self._folder.path, per_node=self._config.nproc_per_node,
                     ends=list(self._seen.ends.values()), overdue=overdue,
                     dumps_within_s=HANG_DUMPS_S if overdue or ended_by_watchdog(self._seen.ends.values()) else 0.0,
                 )
@@ -396,10 +398,10 @@ class AttemptRunner:
         return await asyncio.shield(self._look)
 
     async def _kill_workers(self, reason: str, overdue: Mapping[int, str] | None = None) -> Blame:
-        found = await self._last_look(overdue)
+        look = await self._last_look(overdue)
         await self._rescue()
         await kill_workers(self._pool, self._journal, reason)
-        return found
+        return look.conclude(self._journal)
 
     async def _rescue(self) -> None:
         if self._config.checkpoint.just_in_time and not self._rescued and self._digests.found is None:
@@ -415,6 +417,8 @@ class AttemptRunner:
             await end_of_workers(self._pool, self._seen.ends, per_node=self._config.nproc_per_node)
         await self._crew.kept.upload(self.stops.time_is_up_s)
         await self._background.cancel_all()
+        if (look := self._look) is not None and look.done() and not (look.cancelled() or look.exception()):
+            look.result().conclude(self._journal)
         await self._digests.close()
         self._seen.close()
         self._folder.leave(self._seen, self._slow, self._hangs)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slurmft.ipc.calls import Answer, Call, Ping, Shutdown
@@ -25,6 +26,9 @@ MAX_STRANGERS, STRANGERS_PER_ADDRESS = 128, 32
 
 TOLD_REFUSALS = 10
 """Refused connections that are logged; a stranger must not fill the disk either. The others are counted."""
+
+Asked = tuple[int, asyncio.Future[Any]]
+"""The number of a call that was sent, and its reply."""
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +67,7 @@ class AgentLink:
 
         self.last_heard = time.monotonic()
         self._next_id = 0
-        self._waiting: dict[int, tuple[Call[Any], asyncio.Future[Any]]] = {}
+        self._waiting: dict[int, tuple[Callable[[Body], Any], asyncio.Future[Any]]] = {}
 
     def is_same(self, other: AgentLink) -> bool:
         """Whether both are connections of one agent."""
@@ -90,11 +94,18 @@ class AgentLink:
         Raises:
             AgentLost: it is not connected.
         """
+        return self._ask(call, call.reply_of)
+
+    def ask_unread(self, call: Call[Any]) -> tuple[int, asyncio.Future[Body]]:
+        """The same; its reply is not looked at yet (``Call.reply_of``)."""
+        return self._ask(call, dict)
+
+    def _ask(self, call: Call[Any], read: Callable[[Body], Any]) -> tuple[int, asyncio.Future[Any]]:
         if self.channel is None:
             raise AgentLost(f"the agent on {self.host} is not connected")
         number = self._next_id = self._next_id + 1
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = call, future
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = read, future
         self.channel.send(call.as_call(number))
         return number, future
 
@@ -117,8 +128,8 @@ class AgentLink:
             raise BadMessage(f"a reply has the id {str(call_id)[:40]!r}")
         if call_id not in self._waiting:  # its caller no longer waits
             return
-        call, future = self._waiting[call_id]
-        reply = call.reply_of(message)  # before it is taken off: the end of the connection fails the call
+        read, future = self._waiting[call_id]
+        reply = read(message)  # before it is taken off: the end of the connection fails the call
         del self._waiting[call_id]
         if not future.done():
             future.set_result(reply)
@@ -143,11 +154,29 @@ async def ask_each(
     Raises:
         AgentLost: one is missing.
     """
-    found: list[Answer | AgentLost | None] = [None] * len(links)
-    asked: list[tuple[int, int, asyncio.Future[Answer]]] = []
-    for place, (link, call) in enumerate(zip(links, calls, strict=True)):
+    asks = [functools.partial(link.ask, call) for link, call in zip(links, calls, strict=True)]
+    found: list[Answer | AgentLost] = await _replies(links, calls, asks, timeout_s=timeout_s, is_needed=is_needed)
+    lost = [each for each in found if isinstance(each, AgentLost)]
+    if is_needed and lost:
+        raise lost[0]
+    return found
+
+
+async def ask_unread(links: Sequence[AgentLink], call: Call[Any], *, timeout_s: float) -> list[Body | AgentLost]:
+    """As ``ask_each``, but the replies are not looked at, which would take most of the time: ``Call.reply_of``."""
+    asks = [functools.partial(link.ask_unread, call) for link in links]
+    return await _replies(links, [call] * len(links), asks, timeout_s=timeout_s)
+
+
+async def _replies(
+    links: Sequence[AgentLink], calls: Sequence[Call[Any]], asks: Sequence[Callable[[], Asked]],
+    *, timeout_s: float, is_needed: bool = False,
+) -> list[Any]:  # fmt: skip
+    found: list[Any] = [None] * len(links)
+    asked: list[tuple[int, int, asyncio.Future[Any]]] = []
+    for place, ask in enumerate(asks):
         try:
-            asked.append((place, *link.ask(call)))
+            asked.append((place, *ask()))
         except AgentLost as error:
             found[place] = error
     try:
@@ -163,10 +192,7 @@ async def ask_each(
             else:
                 failed = future.exception()
                 found[place] = failed if isinstance(failed, AgentLost) else future.result()
-    lost = [each for each in found if isinstance(each, AgentLost)]
-    if is_needed and lost:
-        raise lost[0]
-    return [each for each in found if each is not None]
+    return found
 
 
 class AgentPool:

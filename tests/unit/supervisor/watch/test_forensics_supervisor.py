@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from slurmft.ipc.calls import TakeEvidence
-from slurmft.ipc.replies import EvidenceReply
 from slurmft.policy.timing.stop import tick_of
 from slurmft.policy.verdicts.culprit import Blame, Named, Summary, blame
 from slurmft.policy.verdicts.findings import WorkerEnd
@@ -37,7 +36,7 @@ class Link:
     def __init__(self, node: int, ranks: list[dict[str, Any]] | None, takes_s: float = 0.0) -> None:
         self.node, self.host, self._ranks, self._takes_s = node, f"n{node}", ranks, takes_s
 
-    def ask(self, call: TakeEvidence) -> tuple[int, asyncio.Future[EvidenceReply]]:
+    def ask_unread(self, call: TakeEvidence) -> tuple[int, asyncio.Future[dict[str, Any]]]:
         return 1, asyncio.ensure_future(self._answer())
 
     def forget(self, number: int) -> None:
@@ -47,11 +46,11 @@ class Link:
         assert 0 < call.within_s + call.dumps_within_s < timeout_s
         return AgentLost("too late")
 
-    async def _answer(self) -> EvidenceReply:
+    async def _answer(self) -> dict[str, Any]:
         await asyncio.sleep(self._takes_s)
         if self._ranks is None:
             raise AgentLost("gone")
-        return EvidenceReply.parse({"ranks": self._ranks}, "a reply")
+        return {"ranks": self._ranks}
 
 
 class Pool:
