@@ -83,8 +83,8 @@ def soak(book: Path) -> list[str]:
     found = [run for run in runs if run[4] == "found"]
     lines = [
         "## Flipped bits on the lab", "",
-        f"`make soak-digests`: {len(found)} of {len(runs)} runs, of {FLIPS} asked for, ended as they should: found within"
-        " the interval of 5 steps, the right node left, the final weights those of an undisturbed run.", "",
+        f"`make soak-digests`: {len(found)} of {len(runs)} runs, of {FLIPS} asked for, ended as they should: found"
+        " within the interval of 5 steps, the right node left, the final weights those of an undisturbed run.", "",
         "| flipped | runs | found | steps from the last agreement to the finding, at most |", "|---|---|---|---|",
     ]  # fmt: skip
     for fault in dict.fromkeys(run[1] for run in runs):

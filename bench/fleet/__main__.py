@@ -29,8 +29,8 @@ def main() -> None:
     lines = [
         "# The supervisor of a large job", "",
         f"`python bench/fleet` on {os.cpu_count()} cores, {versions}: a real attempt with {args.agents} simulated"
-        f" agents of {RANKS} ranks each, on loopback, which share the machine with the supervisor. Processes that wanted"
-        f" to run when it ended: {os.getloadavg()[0]:.1f}.", "",
+        f" agents of {RANKS} ranks each, on loopback, which share the machine with the supervisor. Processes that"
+        f" wanted to run when it ended: {os.getloadavg()[0]:.1f}.", "",
         "| | | asked | |", "|---|---|---|---|",
         *(f"| {' | '.join(row)} |" for row in json.loads(done.stdout)), "",
     ]  # fmt: skip
