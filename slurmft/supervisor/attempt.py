@@ -13,7 +13,6 @@ from dataclasses import replace
 from slurmft.config.config import RunConfig
 from slurmft.errors import LaunchError, StorageError
 from slurmft.ipc.calls import Kill, Ping, Port, StartWorkers
-from slurmft.ipc.replies import Started
 from slurmft.ipc.reports import (
     Connected,
     DigestsReport,
@@ -39,7 +38,7 @@ from slurmft.supervisor.attempt_folder import AttemptFolder
 from slurmft.supervisor.cluster import Cluster
 from slurmft.supervisor.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.supervisor.faults import Injections
-from slurmft.supervisor.fleet.agents import AgentLink, AgentLost, ask_each
+from slurmft.supervisor.fleet.agents import AgentLink, AgentLost, call_each
 from slurmft.supervisor.fleet.crew import Crew
 from slurmft.supervisor.fleet.elastic import Resizing
 from slurmft.supervisor.fleet.notices import Reclaimed
@@ -220,9 +219,8 @@ class AttemptRunner:
         )
         firsts = range(0, self._seen.world_size, self._config.nproc_per_node)
         orders = [replace(self._order, first_rank=first) for first in firsts]
-        replies = await ask_each(members, orders, timeout_s=START_S, is_needed=True)
-        told = zip(hosts, replies, strict=True)
-        if stuck := [host for host, reply in told if isinstance(reply, Started) and reply.suspect_gpus]:
+        replies = await call_each(members, orders, timeout_s=START_S)
+        if stuck := [host for host, reply in zip(hosts, replies, strict=True) if reply.suspect_gpus]:
             self._escape(stuck, suspects)
             return
         self._journal.append(EventName.WORKERS_STARTED, world_size=self._seen.world_size)
@@ -285,10 +283,8 @@ class AttemptRunner:
             self._hangs.narrow(await self._kill_workers(hang.reason, overdue=self._hangs.overdue))
 
     async def _kill_peers(self, grace_s: float) -> None:
-        look = await self._last_look()
+        await self._last_look()
         await self._rescue()
-        if grace_s:
-            look.conclude(self._journal)
         await asyncio.sleep(grace_s)
         if not self._over.is_set():
             await self._kill_workers("a rank has failed; the others cannot go on without it")
@@ -356,14 +352,12 @@ class AttemptRunner:
 
     async def _watch_agents(self) -> None:
         """Agents stop their workers when they hear nothing for the lease; so ping them, and expect their reports."""
-        section = self._config.fault_tolerance
-        pinged_s = 0.0
+        section, pinged_s = self._config.fault_tolerance, 0.0
         while not self._over.is_set():
             agents = len(self._pool.links)  # none of them is there yet at the first look
             timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
             ping_s = ping_interval_s(agents, lease_s=section.supervisor_lease_s)
-            pause_s = timeout_s / LOOKS_PER_TIMEOUT
-            if asleep_s := await overslept_s(pause_s):
+            if asleep_s := await overslept_s(timeout_s / LOOKS_PER_TIMEOUT):
                 self._journal.append(EventName.WAS_SUSPENDED, seconds=round(asleep_s, 1))
                 for link in self._pool.links.values():
                     link.last_heard += asleep_s  # while the supervisor was stopped it could not receive reports
@@ -388,13 +382,11 @@ class AttemptRunner:
     async def _last_look(self, overdue: Mapping[int, str] | None = None) -> LastLook:
         """Look at all ranks once, as soon as one has failed: the others soon fail of it, and leave no evidence then."""
         if self._look is None:
-            self._look = asyncio.ensure_future(
-                look_at_all(
-                    self._pool, self._folder.path, per_node=self._config.nproc_per_node,
-                    ends=list(self._seen.ends.values()), overdue=overdue,
-                    dumps_within_s=HANG_DUMPS_S if overdue or ended_by_watchdog(self._seen.ends.values()) else 0.0,
-                )
-            )  # fmt: skip
+            ends = list(self._seen.ends.values())
+            self._look = asyncio.ensure_future(look_at_all(
+                self._pool, self._folder.path, per_node=self._config.nproc_per_node, ends=ends, overdue=overdue,
+                dumps_within_s=HANG_DUMPS_S if overdue or ended_by_watchdog(ends) else 0.0,
+            ))  # fmt: skip
         return await asyncio.shield(self._look)
 
     async def _kill_workers(self, reason: str, overdue: Mapping[int, str] | None = None) -> Blame:

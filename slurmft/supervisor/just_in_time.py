@@ -15,7 +15,7 @@ ROUND_TRIP_S = 2.0
 async def rescue(pool: AgentPool, journal: Journal) -> None:
     """Have every node keep what it has; the journal says of which step. Never raises."""
     links = pool.members
-    replies = await ask_each(links, [RescueState()] * len(links), timeout_s=RESCUE_S + ROUND_TRIP_S)
+    replies = await ask_each(links, RescueState(), timeout_s=RESCUE_S + ROUND_TRIP_S)
     kept = {link.host: reply.step for link, reply in zip(links, replies, strict=True) if isinstance(reply, Rescued)}
     if steps := {step for step in kept.values() if step >= 0}:
         missing = [link.host for link in links if kept.get(link.host, -1) < max(steps)]

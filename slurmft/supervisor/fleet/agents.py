@@ -143,22 +143,23 @@ class AgentLink:
         self._waiting.clear()
 
 
-async def ask_each(
-    links: Sequence[AgentLink], calls: Sequence[Call[Answer]], *, timeout_s: float, is_needed: bool = False
-) -> list[Answer | AgentLost]:
-    """Each agent's reply to its call, in order, or why there is none. With thousands of them, no task waits for each.
+async def ask_each(links: Sequence[AgentLink], call: Call[Answer], *, timeout_s: float) -> list[Answer | AgentLost]:
+    """Each agent's reply, in order, or why there is none. With thousands of them, no task waits for each."""
+    asks = [functools.partial(link.ask, call) for link in links]
+    return await _replies(links, [call] * len(links), asks, timeout_s=timeout_s)
 
-    Args:
-        is_needed: every reply is; raise the first error at once.
+
+async def call_each(links: Sequence[AgentLink], calls: Sequence[Call[Answer]], *, timeout_s: float) -> list[Answer]:
+    """The same, of a call of its own to each; every reply is needed.
 
     Raises:
-        AgentLost: one is missing.
+        AgentLost: one of them does not answer.
     """
     asks = [functools.partial(link.ask, call) for link, call in zip(links, calls, strict=True)]
-    found: list[Answer | AgentLost] = await _replies(links, calls, asks, timeout_s=timeout_s, is_needed=is_needed)
-    lost = [each for each in found if isinstance(each, AgentLost)]
-    if is_needed and lost:
-        raise lost[0]
+    found = await _replies(links, calls, asks, timeout_s=timeout_s, is_needed=True)
+    for each in found:
+        if isinstance(each, AgentLost):
+            raise each
     return found
 
 
@@ -186,13 +187,15 @@ async def _replies(
     finally:
         for place, number, future in asked:
             links[place].forget(number)
-            if not future.done():
-                future.cancel()
-                found[place] = links[place].unanswered(calls[place], timeout_s)
-            else:
-                failed = future.exception()
-                found[place] = failed if isinstance(failed, AgentLost) else future.result()
-    return found
+            if future.done():
+                found[place] = future.exception() or future.result()
+            future.cancel()
+    # where one error ends it, the others have done nothing wrong
+    cause = next((each for each in found if isinstance(each, AgentLost)), None) if is_needed else None
+    return [
+        cause or link.unanswered(call, timeout_s) if each is None else each
+        for link, call, each in zip(links, calls, found, strict=True)
+    ]
 
 
 class AgentPool:
@@ -236,8 +239,7 @@ class AgentPool:
             AgentLost: one of them does not answer.
         """
         links = self.members or [self.links[node] for node in sorted(self.links)]
-        results = await ask_each(links, [call] * len(links), timeout_s=timeout_s, is_needed=True)
-        return [result for result in results if not isinstance(result, AgentLost)]
+        return await call_each(links, [call] * len(links), timeout_s=timeout_s)
 
     def ping(self, ping: Ping) -> None:
         """Send a sign of life to every agent that can be reached; there is no reply."""
@@ -248,7 +250,7 @@ class AgentPool:
     async def tell_all(self, call: Call[Any], *, timeout_s: float = TELL_TIMEOUT_S) -> None:
         """Ask every agent that can still be reached, member or not; lost ones are detected elsewhere."""
         links = list(self.links.values())
-        for result in await ask_each(links, [call] * len(links), timeout_s=timeout_s):
+        for result in await ask_each(links, call, timeout_s=timeout_s):
             if isinstance(result, AgentLost):
                 log.debug("%s: %s", call.kind, result)
 
