@@ -1,4 +1,4 @@
-"""One question to all agents: replies in their order, and the error of the agent that is gone, not of its neighbours."""
+"""One question to all agents: replies in order, and the error of the agent that is gone, not of its neighbours."""
 
 from __future__ import annotations
 
