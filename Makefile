@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart quickstart-infer test test-fast soak soak-faults soak-lightning check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-digests bench-rehearsal bench-many-ranks bench-recovery bench-fleet bench-inference bench-serving bench-lightning bench-checkpoint soak-integrations bench-integrations bench-metrics bench-plan bench-reporting failures soak-ray clean
+.PHONY: help install quickstart quickstart-infer test test-fast soak soak-faults soak-lightning check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-digests bench-rehearsal bench-many-ranks bench-recovery bench-fleet bench-inference bench-serving bench-lightning bench-checkpoint soak-integrations bench-integrations bench-metrics bench-plan bench-reporting failures soak-ray soak-digests clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -81,6 +81,10 @@ STOPS ?= 100
 soak-lightning: install ## a hundred TERMs at a Lightning training, and a hundred kills in its saves (hours; goes on where it ended; STOPS=20)
 	@SLURMFT_LIGHTNING_STOPS=$(STOPS) $(BIN)/pytest -m soak tests/slurm/test_lightning.py tests/unit/integrations
 
+FLIPS ?= 50
+soak-digests: install ## fifty flipped bits on the lab, each found, its node left, the weights as ever (root; an hour; goes on where it ended; FLIPS=10)
+	@SLURMFT_DIGEST_FLIPS=$(FLIPS) $(BIN)/pytest -m soak tests/slurm/test_digests.py
+
 soak-ray: install ## Ray Train on the lab: a node dies, two are lent, kills of every process (root; 20 minutes)
 	@$(BIN)/pytest -m "soak or not soak" --durations 10 tests/slurm/test_ray.py tests/slurm/test_ray_on_nodes.py
 
@@ -146,10 +150,10 @@ bench-recovery: install ## measure recovery from kill -9 beside torchrun and ft_
 bench-rehearsal: install ## measure what a spare's rehearsal saves (five minutes; a C++ compiler)
 	@$(BIN)/python bench/rehearsal --output bench/results/rehearsal.md
 
-bench-many-ranks: install ## measure commit and load of a checkpoint of 16,384 ranks (five minutes, nothing else running; 2 GB)
+bench-many-ranks: install ## measure 16,384 ranks: commit, load, the supervisor, files of a whole cluster (six minutes, nothing else running; 2 GB)
 	@$(BIN)/python bench/many_ranks --output bench/results/many_ranks.md
 
-bench-fleet: install ## measure the control channel with 2,048 simulated agents (a minute, nothing else running)
+bench-fleet: install ## measure the supervisor with 2,048 simulated agents (two minutes, nothing else running)
 	@$(BIN)/python bench/fleet --output bench/results/fleet.md
 
 bench-inference: install ## measure batch inference, into bench/results/ (15 minutes, nothing else running)

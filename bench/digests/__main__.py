@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 import slurmft
-from slurmft.worker.digests.state import Digester, tensors_of
+from slurmft.worker.digests.state import digester_of, tensors_of
 
 INTERVAL, ASKED_PERCENT, REPETITIONS = 100, 0.1, 5
 SIZES_MB = (64, 512)
+FLIPS = 50
 
 
 def best_s(work: Callable[[], object], device: torch.device) -> float:
@@ -50,7 +51,7 @@ def training(width: int, layers: int, batch: int, device: torch.device) -> tuple
         optimizer.step()
 
     step()
-    digesters = {torch.device("cpu"): Digester(torch.device("cpu")), device: Digester(device)}
+    digesters = {where: digester_of(where) for where in (torch.device("cpu"), device)}
 
     def digest() -> None:
         tensors = tensors_of(model, optimizer)
@@ -66,19 +67,37 @@ def growth_mb(size_mb: int) -> float:
     """MiB that the process has grown by at most in a digest of so much state, in a process of its own."""
     code = f"""
 import resource, torch
-from slurmft.worker.digests.state import Digester
+from slurmft.worker.digests.state import digester_of
 state = [torch.ones(1 << 18) for _ in range({size_mb})]
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-Digester(torch.device("cpu")).digest(state)
+digester_of(torch.device("cpu")).digest(state)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return float(done.stdout)
 
 
+def soak(book: Path) -> list[str]:
+    """Flipped bits on the lab (``tests/slurm/test_digests.py``): how many were found, by what was flipped."""
+    runs = [line.split("\t") for line in book.read_text().splitlines()]
+    found = [run for run in runs if run[4] == "found"]
+    lines = [
+        "## Flipped bits on the lab", "",
+        f"`make soak-digests`: {len(found)} of {len(runs)} runs, of {FLIPS} asked for, ended as they should: found"
+        " within the interval of 5 steps, the right node left, the final weights those of an undisturbed run.", "",
+        "| flipped | runs | found | steps from the last agreement to the finding, at most |", "|---|---|---|---|",
+    ]  # fmt: skip
+    for fault in dict.fromkeys(run[1] for run in runs):
+        own = [run for run in found if run[1] == fault]
+        number = sum(run[1] == fault for run in runs)
+        lines.append(f"| {fault} | {number} | {len(own)} | {max((int(run[5]) for run in own), default=0)} |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="what digests of replicas cost")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--soak", type=Path, help="the book of make soak-digests, to be summed up as well")
     arguments = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     shapes = [(1024, 24, 32), (2048, 24, 16)] if device.type == "cuda" else [(256, 4, 4)]
@@ -98,6 +117,8 @@ def main() -> None:
         )
     lines += ["", "## Memory", "", "| state, MiB | the process grows by, MiB |", "|---|---|"]
     lines += [f"| {size} | {growth_mb(size):.1f} |" for size in SIZES_MB]
+    if arguments.soak is not None:
+        lines += ["", *soak(arguments.soak)]
     text = "\n".join(lines) + "\n"
     print(text)
     if arguments.output is not None:

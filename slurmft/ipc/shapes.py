@@ -114,6 +114,9 @@ def _shapes_of(kind: type[Any]) -> Mapping[str, Shape]:
     }
 
 
+_MISSING = object()
+
+
 def require(mapping: Any, shapes: Mapping[str, Shape], what: str) -> None:
     """Every field is there and has its shape, and every other one that ends in _s is a time.
 
@@ -122,12 +125,17 @@ def require(mapping: Any, shapes: Mapping[str, Shape], what: str) -> None:
     """
     if not isinstance(mapping, dict):
         raise BadMessage(f"{what} is not an object")
-    for name, shape in shapes.items():
-        if not (shape.fits(mapping[name]) or shape.lenient if name in mapping else shape.optional):
+    for name, shape in shapes.items():  # the supervisor of 16,384 ranks comes by here 20,000 times a second
+        value = mapping.get(name, _MISSING)
+        if value is _MISSING:
+            fits = shape.optional
+        else:
+            fits = shape.fits(value) or (shape.lenient and (not name.endswith("_s") or is_time(value)))
+        if not fits:
             raise BadMessage(f"{what} has {name}={str(mapping.get(name, 'nothing'))[:40]!r}")
-    for name, value in mapping.items():
-        if name.endswith("_s") and not is_time(value):
-            raise BadMessage(f"{what} has {name}={str(value)[:40]!r}")
+    for name in mapping.keys() - shapes.keys():
+        if name.endswith("_s") and not is_time(mapping[name]):
+            raise BadMessage(f"{what} has {name}={str(mapping[name])[:40]!r}")
 
 
 def values_of(mapping: Mapping[str, Any], shapes: Mapping[str, Shape], what: str) -> dict[str, Any]:
@@ -164,7 +172,7 @@ def is_number(value: Any) -> bool:
 
 def is_time(value: Any) -> bool:
     """A finite number."""
-    return is_number(value) and math.isfinite(value)
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def is_flag(value: Any) -> bool:

@@ -38,7 +38,7 @@ from slurmft.supervisor.attempt_folder import AttemptFolder
 from slurmft.supervisor.cluster import Cluster
 from slurmft.supervisor.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.supervisor.faults import Injections
-from slurmft.supervisor.fleet.agents import AgentLink, AgentLost
+from slurmft.supervisor.fleet.agents import AgentLink, AgentLost, call_each
 from slurmft.supervisor.fleet.crew import Crew
 from slurmft.supervisor.fleet.elastic import Resizing
 from slurmft.supervisor.fleet.notices import Reclaimed
@@ -53,7 +53,7 @@ from slurmft.supervisor.signals import hearing
 from slurmft.supervisor.start import Start
 from slurmft.supervisor.stops import POLL_S, Stops
 from slurmft.supervisor.watch.digests import Digests
-from slurmft.supervisor.watch.forensics import HANG_DUMPS_S, ended_by_watchdog, take_evidence
+from slurmft.supervisor.watch.forensics import HANG_DUMPS_S, LastLook, ended_by_watchdog, look_at_all
 from slurmft.supervisor.watch.hangs import Hangs
 from slurmft.supervisor.watch.live import Live
 from slurmft.supervisor.watch.observations import Observations
@@ -109,7 +109,7 @@ class AttemptRunner:
         self._live = Live(config, start, self._seen, self._hangs, self._slow)
         self._complete_codes = codes_of(ExitAction.COMPLETE, config.exit_actions)
         self._failed = self._rescued = False
-        self._look: asyncio.Future[Blame] | None = None
+        self._look: asyncio.Future[LastLook] | None = None
         self._node_states: Mapping[str, str] = {}
         self._escaped: Verdict | None = None
         self._order: StartWorkers | None = None
@@ -219,8 +219,7 @@ class AttemptRunner:
         )
         firsts = range(0, self._seen.world_size, self._config.nproc_per_node)
         orders = [replace(self._order, first_rank=first) for first in firsts]
-        calls = (link.call(order, timeout_s=START_S) for link, order in zip(members, orders, strict=True))
-        replies = await asyncio.gather(*calls)
+        replies = await call_each(members, orders, timeout_s=START_S)
         if stuck := [host for host, reply in zip(hosts, replies, strict=True) if reply.suspect_gpus]:
             self._escape(stuck, suspects)
             return
@@ -353,12 +352,12 @@ class AttemptRunner:
 
     async def _watch_agents(self) -> None:
         """Agents stop their workers when they hear nothing for the lease; so ping them, and expect their reports."""
-        section, agents = self._config.fault_tolerance, len(self._pool.links)
-        timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
-        pause_s, ping_s = timeout_s / LOOKS_PER_TIMEOUT, ping_interval_s(agents, lease_s=section.supervisor_lease_s)
-        pinged_s = 0.0
+        section, pinged_s = self._config.fault_tolerance, 0.0
         while not self._over.is_set():
-            if asleep_s := await overslept_s(pause_s):
+            agents = len(self._pool.links)  # none of them is there yet at the first look
+            timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
+            ping_s = ping_interval_s(agents, lease_s=section.supervisor_lease_s)
+            if asleep_s := await overslept_s(timeout_s / LOOKS_PER_TIMEOUT):
                 self._journal.append(EventName.WAS_SUSPENDED, seconds=round(asleep_s, 1))
                 for link in self._pool.links.values():
                     link.last_heard += asleep_s  # while the supervisor was stopped it could not receive reports
@@ -380,23 +379,21 @@ class AttemptRunner:
             for kind, who in (await self._folder.requests(ready=ready)).items():
                 self.stops.on_request(kind, who)
 
-    async def _last_look(self, overdue: Mapping[int, str] | None = None) -> Blame:
+    async def _last_look(self, overdue: Mapping[int, str] | None = None) -> LastLook:
         """Look at all ranks once, as soon as one has failed: the others soon fail of it, and leave no evidence then."""
         if self._look is None:
-            self._look = asyncio.ensure_future(
-                take_evidence(
-                    self._pool, self._journal, self._folder.path, per_node=self._config.nproc_per_node,
-                    ends=list(self._seen.ends.values()), overdue=overdue,
-                    dumps_within_s=HANG_DUMPS_S if overdue or ended_by_watchdog(self._seen.ends.values()) else 0.0,
-                )
-            )  # fmt: skip
+            ends = list(self._seen.ends.values())
+            self._look = asyncio.ensure_future(look_at_all(
+                self._pool, self._folder.path, per_node=self._config.nproc_per_node, ends=ends, overdue=overdue,
+                dumps_within_s=HANG_DUMPS_S if overdue or ended_by_watchdog(ends) else 0.0,
+            ))  # fmt: skip
         return await asyncio.shield(self._look)
 
     async def _kill_workers(self, reason: str, overdue: Mapping[int, str] | None = None) -> Blame:
-        found = await self._last_look(overdue)
+        look = await self._last_look(overdue)
         await self._rescue()
         await kill_workers(self._pool, self._journal, reason)
-        return found
+        return look.conclude(self._journal)
 
     async def _rescue(self) -> None:
         if self._config.checkpoint.just_in_time and not self._rescued and self._digests.found is None:
@@ -412,6 +409,8 @@ class AttemptRunner:
             await end_of_workers(self._pool, self._seen.ends, per_node=self._config.nproc_per_node)
         await self._crew.kept.upload(self.stops.time_is_up_s)
         await self._background.cancel_all()
+        if (look := self._look) is not None and look.done() and not (look.cancelled() or look.exception()):
+            look.result().conclude(self._journal)
         await self._digests.close()
         self._seen.close()
         self._folder.leave(self._seen, self._slow, self._hangs)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from slurmft.ipc.calls import RescueState
 from slurmft.ipc.pages.heartbeat import RESCUE_S
 from slurmft.ipc.replies import Rescued
 from slurmft.storage.events import EventName
 from slurmft.storage.journal import Journal
-from slurmft.supervisor.fleet.agents import AgentLost, AgentPool
+from slurmft.supervisor.fleet.agents import AgentPool, ask_each
 
 ROUND_TRIP_S = 2.0
 
@@ -17,13 +15,8 @@ ROUND_TRIP_S = 2.0
 async def rescue(pool: AgentPool, journal: Journal) -> None:
     """Have every node keep what it has; the journal says of which step. Never raises."""
     links = pool.members
-    replies = await asyncio.gather(
-        *(link.call(RescueState(), timeout_s=RESCUE_S + ROUND_TRIP_S) for link in links), return_exceptions=True
-    )
+    replies = await ask_each(links, RescueState(), timeout_s=RESCUE_S + ROUND_TRIP_S)
     kept = {link.host: reply.step for link, reply in zip(links, replies, strict=True) if isinstance(reply, Rescued)}
-    for reply in replies:
-        if isinstance(reply, BaseException) and not isinstance(reply, AgentLost):
-            raise reply
     if steps := {step for step in kept.values() if step >= 0}:
         missing = [link.host for link in links if kept.get(link.host, -1) < max(steps)]
         journal.append(EventName.STATE_KEPT, step=max(steps), nodes=len(links) - len(missing), missing=missing)

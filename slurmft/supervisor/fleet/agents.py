@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slurmft.ipc.calls import Answer, Call, Ping, Shutdown
@@ -25,6 +26,9 @@ MAX_STRANGERS, STRANGERS_PER_ADDRESS = 128, 32
 
 TOLD_REFUSALS = 10
 """Refused connections that are logged; a stranger must not fill the disk either. The others are counted."""
+
+Asked = tuple[int, asyncio.Future[Any]]
+"""The number of a call that was sent, and its reply."""
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +67,7 @@ class AgentLink:
 
         self.last_heard = time.monotonic()
         self._next_id = 0
-        self._waiting: dict[int, tuple[Call[Any], asyncio.Future[Any]]] = {}
+        self._waiting: dict[int, tuple[Callable[[Body], Any], asyncio.Future[Any]]] = {}
 
     def is_same(self, other: AgentLink) -> bool:
         """Whether both are connections of one agent."""
@@ -75,21 +79,43 @@ class AgentLink:
         Raises:
             AgentLost: it is not connected, or does not reply in time.
         """
-        if self.channel is None:
-            raise AgentLost(f"the agent on {self.host} is not connected")
-        call_id = self._next_id = self._next_id + 1
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting[call_id] = call, future
-        self.channel.send(call.as_call(call_id))
+        number, future = self.ask(call)
         try:
             async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError as error:
-            raise AgentLost(
-                f"the agent on {self.host} did not answer {call.kind!r} within {timeout_s:.0f} s"
-            ) from error
+            raise self.unanswered(call, timeout_s) from error
         finally:
-            self._waiting.pop(call_id, None)
+            self.forget(number)
+
+    def ask(self, call: Call[Answer]) -> tuple[int, asyncio.Future[Answer]]:
+        """Send a call; ``forget`` its number when the reply has come, or is not waited for any more.
+
+        Raises:
+            AgentLost: it is not connected.
+        """
+        return self._ask(call, call.reply_of)
+
+    def ask_unread(self, call: Call[Any]) -> tuple[int, asyncio.Future[Body]]:
+        """The same; its reply is not looked at yet (``Call.reply_of``)."""
+        return self._ask(call, dict)
+
+    def _ask(self, call: Call[Any], read: Callable[[Body], Any]) -> tuple[int, asyncio.Future[Any]]:
+        if self.channel is None:
+            raise AgentLost(f"the agent on {self.host} is not connected")
+        number = self._next_id = self._next_id + 1
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = read, future
+        self.channel.send(call.as_call(number))
+        return number, future
+
+    def forget(self, number: int) -> None:
+        """Nothing waits for this call's reply any more."""
+        self._waiting.pop(number, None)
+
+    def unanswered(self, call: Call[Any], timeout_s: float) -> AgentLost:
+        """The error of a call whose time is up."""
+        return AgentLost(f"the agent on {self.host} did not answer {call.kind!r} within {timeout_s:.0f} s")
 
     def answered(self, message: Body) -> None:
         """Hand a reply to the call that waits for it.
@@ -102,8 +128,8 @@ class AgentLink:
             raise BadMessage(f"a reply has the id {str(call_id)[:40]!r}")
         if call_id not in self._waiting:  # its caller no longer waits
             return
-        call, future = self._waiting[call_id]
-        reply = call.reply_of(message)  # before it is taken off: the end of the connection fails the call
+        read, future = self._waiting[call_id]
+        reply = read(message)  # before it is taken off: the end of the connection fails the call
         del self._waiting[call_id]
         if not future.done():
             future.set_result(reply)
@@ -115,6 +141,61 @@ class AgentLink:
             if not future.done():
                 future.set_exception(AgentLost(f"the agent on {self.host} has gone"))
         self._waiting.clear()
+
+
+async def ask_each(links: Sequence[AgentLink], call: Call[Answer], *, timeout_s: float) -> list[Answer | AgentLost]:
+    """Each agent's reply, in order, or why there is none. With thousands of them, no task waits for each."""
+    asks = [functools.partial(link.ask, call) for link in links]
+    return await _replies(links, [call] * len(links), asks, timeout_s=timeout_s)
+
+
+async def call_each(links: Sequence[AgentLink], calls: Sequence[Call[Answer]], *, timeout_s: float) -> list[Answer]:
+    """The same, of a call of its own to each; every reply is needed.
+
+    Raises:
+        AgentLost: one of them does not answer.
+    """
+    asks = [functools.partial(link.ask, call) for link, call in zip(links, calls, strict=True)]
+    found = await _replies(links, calls, asks, timeout_s=timeout_s, is_needed=True)
+    for each in found:
+        if isinstance(each, AgentLost):
+            raise each
+    return found
+
+
+async def ask_unread(links: Sequence[AgentLink], call: Call[Any], *, timeout_s: float) -> list[Body | AgentLost]:
+    """As ``ask_each``, but the replies are not looked at, which would take most of the time: ``Call.reply_of``."""
+    asks = [functools.partial(link.ask_unread, call) for link in links]
+    return await _replies(links, [call] * len(links), asks, timeout_s=timeout_s)
+
+
+async def _replies(
+    links: Sequence[AgentLink], calls: Sequence[Call[Any]], asks: Sequence[Callable[[], Asked]],
+    *, timeout_s: float, is_needed: bool = False,
+) -> list[Any]:  # fmt: skip
+    found: list[Any] = [None] * len(links)
+    asked: list[tuple[int, int, asyncio.Future[Any]]] = []
+    for place, ask in enumerate(asks):
+        try:
+            asked.append((place, *ask()))
+        except AgentLost as error:
+            found[place] = error
+    try:
+        if asked and not (is_needed and any(found)):
+            when = asyncio.FIRST_EXCEPTION if is_needed else asyncio.ALL_COMPLETED
+            await asyncio.wait([future for _, _, future in asked], timeout=timeout_s, return_when=when)
+    finally:
+        for place, number, future in asked:
+            links[place].forget(number)
+            if future.done():
+                found[place] = future.exception() or future.result()
+            future.cancel()
+    # where one error ends it, the others have done nothing wrong
+    cause = next((each for each in found if isinstance(each, AgentLost)), None) if is_needed else None
+    return [
+        cause or link.unanswered(call, timeout_s) if each is None else each
+        for link, call, each in zip(links, calls, found, strict=True)
+    ]
 
 
 class AgentPool:
@@ -158,7 +239,7 @@ class AgentPool:
             AgentLost: one of them does not answer.
         """
         links = self.members or [self.links[node] for node in sorted(self.links)]
-        return await asyncio.gather(*(link.call(call, timeout_s=timeout_s) for link in links))
+        return await call_each(links, [call] * len(links), timeout_s=timeout_s)
 
     def ping(self, ping: Ping) -> None:
         """Send a sign of life to every agent that can be reached; there is no reply."""
@@ -169,11 +250,8 @@ class AgentPool:
     async def tell_all(self, call: Call[Any], *, timeout_s: float = TELL_TIMEOUT_S) -> None:
         """Ask every agent that can still be reached, member or not; lost ones are detected elsewhere."""
         links = list(self.links.values())
-        results: Sequence[Any] = await asyncio.gather(
-            *(link.call(call, timeout_s=timeout_s) for link in links), return_exceptions=True
-        )
-        for result in results:
-            if isinstance(result, Exception):
+        for result in await ask_each(links, call, timeout_s=timeout_s):
+            if isinstance(result, AgentLost):
                 log.debug("%s: %s", call.kind, result)
 
     @staticmethod

@@ -7,16 +7,16 @@ It never raises and never exceeds its time limits: a node that does not answer i
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from slurmft.ipc.calls import TakeEvidence
+from slurmft.ipc.channel import BadMessage, Body
 from slurmft.ipc.replies import RankEvidence
 from slurmft.policy.verdicts.collectives import Progress, absent_ranks, ranks_told, stuck_collectives, stuck_told
 from slurmft.policy.verdicts.culprit import Blame, Summary, blame
@@ -24,7 +24,7 @@ from slurmft.policy.verdicts.findings import WorkerEnd
 from slurmft.policy.verdicts.whereabouts import Where
 from slurmft.storage.events import EventName
 from slurmft.storage.journal import Journal
-from slurmft.supervisor.fleet.agents import AgentLink, AgentLost, AgentPool
+from slurmft.supervisor.fleet.agents import AgentLink, AgentLost, AgentPool, ask_unread
 
 EVIDENCE_S = 0.3
 """How long the workers of a node may take to answer; all of them do in a few milliseconds when they can."""
@@ -33,8 +33,8 @@ HANG_DUMPS_S = 2.5
 """How long torch's flight recorders may take beyond that, for a look after a hang, which has cost more: torch looks
 once a second whether its record is wanted. No time where there is no recorder, as with gloo."""
 
-ROUND_TRIP_S = 0.5
-"""Beyond that, how long an agent's reply may take."""
+ROUND_TRIP_S, REPLY_S = 0.5, 0.0005
+"""Beyond that, how long an agent's reply may take, and for each agent more."""
 
 MAX_LINES = 32
 """Ranks that the journal names; the others are in the files."""
@@ -61,41 +61,93 @@ async def take_evidence(
         overdue: ranks whose section is open for too long, with the text of that finding.
         dumps_within_s: HANG_DUMPS_S where collectives hang; 0 does not wait for flight recorders.
     """
+    look = await look_at_all(
+        pool, attempt_folder, per_node=per_node, ends=ends, overdue=overdue, within_s=within_s,
+        dumps_within_s=dumps_within_s,
+    )  # fmt: skip
+    return look.conclude(journal)
+
+
+async def look_at_all(
+    pool: AgentPool,
+    attempt_folder: Path,
+    *,
+    per_node: int = 0,
+    ends: Sequence[WorkerEnd] = (),
+    overdue: Mapping[int, str] | None = None,
+    within_s: float = EVIDENCE_S,
+    dumps_within_s: float = 0.0,
+) -> LastLook:
+    """As ``take_evidence``, up to when every agent has looked: the workers may be killed then."""
     began = time.monotonic()
     links = pool.members or [pool.links[node] for node in sorted(pool.links)]
-    replies = await asyncio.gather(*(_ask(link, within_s, dumps_within_s) for link in links))
-    found: dict[int, tuple[Summary, RankEvidence]] = {}
-    lost: dict[int, str] = {}
-    for place, (link, reply) in enumerate(zip(links, replies, strict=True)):
-        if reply is None:
-            lost |= dict.fromkeys(range(place * per_node, (place + 1) * per_node), link.host)
-        else:
-            found |= {facts.rank: (_summary(facts, link.host), facts) for facts in reply}
-    summaries = with_ends([summary for summary, _ in found.values()], ends)
-    # a rank that has ended by itself is described by its end, even if its node is gone now
-    lost = {rank: node for rank, node in lost.items() if rank not in {end.rank for end in ends}}
-    stuck = stuck_collectives(_records(found))
-    verdict = blame(summaries, lost=lost, overdue=overdue, absent=absent_ranks(stuck))
-    facts = {rank: raw for rank, (_, raw) in found.items()}
-    journal.append(EventName.LAST_LOOK, seconds=round(time.monotonic() - began, 3), folder=str(attempt_folder),
-                   **as_event(verdict, summaries, facts), collectives=stuck_told(stuck))  # fmt: skip
-    return verdict
+    call = TakeEvidence(within_s=within_s, dumps_within_s=dumps_within_s)
+    longest_s = within_s + dumps_within_s + round_trip_s(len(links))
+    replies = await ask_unread(links, call, timeout_s=longest_s)
+    return LastLook(call=call, links=links, replies=replies, per_node=per_node, ends=ends, overdue=overdue,
+                    folder=attempt_folder, seconds=time.monotonic() - began)  # fmt: skip
+
+
+@dataclass(kw_only=True, slots=True)
+class LastLook:
+    """What all agents have answered. To read the replies of thousands takes longer than all the rest of a decision, so
+    that it is done after the kill."""
+
+    call: TakeEvidence
+    links: Sequence[AgentLink]
+    replies: Sequence[Body | AgentLost]
+    per_node: int
+    ends: Sequence[WorkerEnd]
+    overdue: Mapping[int, str] | None
+    folder: Path
+    seconds: float
+    found: Blame | None = None
+    """Once it has been concluded."""
+
+    def conclude(self, journal: Journal) -> Blame:
+        """Read the replies and journal the culprits, once."""
+        if self.found is not None:
+            return self.found
+        found: dict[int, tuple[Summary, RankEvidence]] = {}
+        lost: dict[int, str] = {}
+        for place, (link, reply) in enumerate(zip(self.links, self.replies, strict=True)):
+            if (ranks := self._ranks_in(link, reply)) is None:
+                lost |= dict.fromkeys(range(place * self.per_node, (place + 1) * self.per_node), link.host)
+            else:
+                found |= {facts.rank: (_summary(facts, link.host), facts) for facts in ranks}
+        summaries = with_ends([summary for summary, _ in found.values()], self.ends)
+        # a rank that has ended by itself is described by its end, even if its node is gone now
+        lost = {rank: node for rank, node in lost.items() if rank not in {end.rank for end in self.ends}}
+        stuck = stuck_collectives(_records(found))
+        self.found = blame(summaries, lost=lost, overdue=self.overdue, absent=absent_ranks(stuck))
+        facts = {rank: raw for rank, (_, raw) in found.items()}
+        journal.append(EventName.LAST_LOOK, seconds=round(self.seconds, 3), folder=str(self.folder),
+                       **as_event(self.found, summaries, facts), collectives=stuck_told(stuck))  # fmt: skip
+        return self.found
+
+    def _ranks_in(self, link: AgentLink, reply: Body | AgentLost) -> Sequence[RankEvidence] | None:
+        """None where the agent could not be reached, or its reply is none."""
+        if isinstance(reply, AgentLost):
+            log.debug("no evidence: %s", reply)
+            return None
+        try:
+            return self.call.reply_of(reply).ranks
+        except BadMessage as error:
+            log.warning("closed the connection of %s: %s", link.host, error)
+            if link.channel is not None:
+                link.channel.close()
+            return None
+
+
+def round_trip_s(agents: int) -> float:
+    """How long the replies may take beyond the look: those of thousands of agents come one after the other."""
+    return ROUND_TRIP_S + agents * REPLY_S
 
 
 def _records(found: Mapping[int, tuple[Summary, RankEvidence]]) -> dict[int, list[Progress]]:
     """The flight recorders' records of these ranks; without those that have none, or that we killed."""
     told = {rank: facts.collectives for rank, (summary, facts) in found.items() if not summary.killed}
     return {rank: list(groups) for rank, groups in told.items() if groups}
-
-
-async def _ask(link: AgentLink, within_s: float, dumps_within_s: float) -> Sequence[RankEvidence] | None:
-    """The agent's summaries; None when it cannot be reached."""
-    try:
-        call = TakeEvidence(within_s=within_s, dumps_within_s=dumps_within_s)
-        return (await link.call(call, timeout_s=within_s + dumps_within_s + ROUND_TRIP_S)).ranks
-    except AgentLost as error:
-        log.debug("no evidence: %s", error)
-        return None
 
 
 def _summary(facts: RankEvidence, node: str) -> Summary:

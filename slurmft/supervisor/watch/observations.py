@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,12 @@ class Observations:
         self._run, self._journal, self._attempt, self.world_size = run, journal, attempt, world_size
         self._workload, self._history = workload, history
         self._ranks: dict[int, WorkerFacts] = {}
+        # kept up to date by each report: to look at 16,384 ranks a hundred times a second would take half a core
+        self._attached = 0
+        self._saved_by: Counter[int] = Counter()
+        self._durable_by: Counter[int] = Counter()
+        self._past_first: set[int] = set()
+        self._caught_up: set[int] = set()
         self._first_step_seen, self._done_before = False, done_before
         self._saves = SaveWatch(journal, max_failed_saves)
         self._measured = Measurements(time.monotonic())
@@ -78,9 +85,8 @@ class Observations:
 
     def saved(self) -> int | None:
         """Newest step that every rank has saved, or one has committed for all; None when there is none."""
-        ranks = [facts for facts in self._ranks.values() if facts.attached]
-        by_all = min((facts.saved for facts in ranks), default=-1) if len(ranks) == self.world_size else -1
-        newest = max([by_all, *(facts.durable for facts in ranks)])
+        by_all = min(self._saved_by, default=-1) if self._attached == self.world_size else -1
+        newest = max(by_all, max(self._durable_by, default=-1))
         return newest if newest >= 0 else None
 
     def all_answered(self, tick: int) -> bool:
@@ -89,12 +95,32 @@ class Observations:
 
     def note_progress(self, ranks: Sequence[WorkerFacts]) -> None:
         """Take in one agent's report."""
-        self._ranks.update({facts.rank: facts for facts in ranks})
+        for facts in ranks:
+            self._take(facts)
         self._measured.note(ranks, time.monotonic())
         if (lead := self._ranks.get(0)) is not None:
             self._saves.note(lead)
         self._note_first_step()
         self._note_caught_up()
+
+    def _take(self, facts: WorkerFacts) -> None:
+        before = self._ranks.get(facts.rank)
+        self._ranks[facts.rank] = facts
+        if before is not None and before.attached:
+            self._count(before, -1)
+        if facts.attached:
+            self._count(facts, 1)
+        if facts.first_step_at > 0:
+            self._past_first.add(facts.rank)
+        if facts.step >= self._done_before:
+            self._caught_up.add(facts.rank)
+
+    def _count(self, facts: WorkerFacts, by: int) -> None:
+        self._attached += by
+        for steps, step in ((self._saved_by, facts.saved), (self._durable_by, facts.durable)):
+            steps[step] += by
+            if not steps[step]:
+                del steps[step]
 
     def note_exit(self, host: str, report: WorkerExited) -> WorkerEnd:
         """Take in the end of one worker."""
@@ -200,13 +226,12 @@ class Observations:
         )
 
     def _note_first_step(self) -> None:
-        times = [facts.first_step_at for facts in self._ranks.values()]
-        if self._first_step_seen or len(times) < self.world_size or min(times) <= 0:
+        if self._first_step_seen or len(self._past_first) < self.world_size:
             return
         self._first_step_seen = True
         resumed, step = self.reached()
         self._measured.first_step_done(step, time.monotonic())
-        facts = since_last_stop(self._history, max(times))
+        facts = since_last_stop(self._history, max(each.first_step_at for each in self._ranks.values()))
         if source := noted_source(self._run.attempts / str(self._attempt)):
             facts["source"] = source
         facts |= {
@@ -218,8 +243,7 @@ class Observations:
 
     def _note_caught_up(self) -> None:
         """Steps that an earlier attempt had done are done again, all of them."""
-        facts = list(self._ranks.values())
-        if not self._first_step_seen or min(each.step for each in facts) < self._done_before:
+        if not self._done_before or not self._first_step_seen or len(self._caught_up) < self.world_size:
             return
         if self.reached()[0] < self._done_before:
             self._journal.append(EventName.CAUGHT_UP, step=self._done_before, **self.measured())

@@ -23,7 +23,7 @@ from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.trainer import streams
 from slurmft.trainer.host_group import host_group
 from slurmft.trainer.savers import SAVERS
-from slurmft.worker.digests.state import Digester, Named, group_of, tensors_of
+from slurmft.worker.digests.state import Digester, Named, digester_of, group_of, signed, tensors_of
 
 LEARNED = 3
 """Digests of an attempt in which the ranks look for what differs by design."""
@@ -116,7 +116,7 @@ class ReplicaDigests:
             else:
                 host_part += int(found)
         if device_part is None:
-            self._ring.add(group, step, _signed(host_part))
+            self._ring.add(group, step, signed(host_part))
             return
         gpu = streams.of(device_part.device)
         if gpu is None:
@@ -128,7 +128,7 @@ class ReplicaDigests:
 
     def _digester(self, device: torch.device) -> Digester:
         if device not in self._digesters:
-            self._digesters[device] = Digester(device)
+            self._digesters[device] = digester_of(device)
         return self._digesters[device]
 
     def _collect(self, *, wait: bool) -> None:
@@ -139,7 +139,7 @@ class ReplicaDigests:
                     return
                 time.sleep(streams.FIRST_LOOK_S)
             self._pending.pop(0)
-            self._ring.add(first.group, first.step, _signed(first.host_part + int(first.number)))
+            self._ring.add(first.group, first.step, signed(first.host_part + int(first.number)))
 
     def _learn(self, tensors: list[Named], *, trained: bool) -> None:
         """Find the tensors that differ between replicas by design. A collective, of the first steps only."""
@@ -165,8 +165,3 @@ def _bounds(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     both = torch.cat([numbers, ~numbers])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=host_group())
     return both[: len(numbers)], ~both[len(numbers) :]
-
-
-def _signed(number: int) -> int:
-    """Modulo 2^64, as a signed integer."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import select
 import threading
@@ -75,6 +76,14 @@ def test_metadata(tmp_path, monkeypatch, before, later, is_named, is_there):
     assert path.exists() == is_there
     if is_there:
         assert path.read_bytes() == metadata_bytes(indexes)
+
+
+@pytest.fixture(params=["one thread", "many"], autouse=True)
+def readers(request, monkeypatch) -> None:
+    """Receipts of a filesystem that answers at once, and of one that lets readers wait."""
+    waits = itertools.count(step=1000 if request.param == "many" else 0)
+    monkeypatch.setattr(committer, "_PROBED", 4)
+    monkeypatch.setattr(committer, "_waits", lambda: next(waits))
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 20])

@@ -6,12 +6,12 @@ import asyncio
 import json
 import time
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slurmft.ipc.calls import TakeEvidence
-from slurmft.ipc.replies import EvidenceReply
 from slurmft.policy.timing.stop import tick_of
 from slurmft.policy.verdicts.culprit import Blame, Named, Summary, blame
 from slurmft.policy.verdicts.findings import WorkerEnd
@@ -19,7 +19,14 @@ from slurmft.policy.verdicts.whereabouts import Where
 from slurmft.storage.journal import Event, Journal
 from slurmft.supervisor.fleet.agents import AgentLost
 from slurmft.supervisor.watch.evidence_summary import look_told
-from slurmft.supervisor.watch.forensics import MAX_LINES, as_event, ended_by_watchdog, take_evidence, with_ends
+from slurmft.supervisor.watch.forensics import (
+    MAX_LINES,
+    as_event,
+    ended_by_watchdog,
+    look_at_all,
+    take_evidence,
+    with_ends,
+)
 
 
 def facts(rank: int, kind: Where = Where.COLLECTIVE, **changes: Any) -> dict[str, Any]:
@@ -36,17 +43,23 @@ class Link:
 
     def __init__(self, node: int, ranks: list[dict[str, Any]] | None, takes_s: float = 0.0) -> None:
         self.node, self.host, self._ranks, self._takes_s = node, f"n{node}", ranks, takes_s
+        self.channel: Any = None
 
-    async def call(self, call: TakeEvidence, *, timeout_s: float) -> EvidenceReply:
+    def ask_unread(self, call: TakeEvidence) -> tuple[int, asyncio.Future[dict[str, Any]]]:
+        return 1, asyncio.ensure_future(self._answer())
+
+    def forget(self, number: int) -> None:
+        assert number == 1
+
+    def unanswered(self, call: TakeEvidence, timeout_s: float) -> AgentLost:
         assert 0 < call.within_s + call.dumps_within_s < timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                await asyncio.sleep(self._takes_s)
-        except TimeoutError as error:
-            raise AgentLost("too late") from error
+        return AgentLost("too late")
+
+    async def _answer(self) -> dict[str, Any]:
+        await asyncio.sleep(self._takes_s)
         if self._ranks is None:
             raise AgentLost("gone")
-        return EvidenceReply.parse({"ranks": self._ranks}, "a reply")
+        return {"ranks": self._ranks}
 
 
 class Pool:
@@ -101,6 +114,23 @@ def test_an_agent_that_does_not_answer_is_a_finding_and_costs_no_more_than_the_l
     assert time.monotonic() - began < 5.0
     assert [(each.rank, each.node) for each in found.culprits] == [(2, "n1"), (3, "n1"), (4, "n2"), (5, "n2")]
     assert found.victims == (0, 1)
+
+
+def test_a_reply_that_is_none_closes_its_connection_and_counts_as_no_answer(tmp_path):
+    odd, closed = Link(1, [{"rank": -1}]), []
+    odd.channel = SimpleNamespace(close=lambda: closed.append(odd.host))
+    found, _ = look(tmp_path, Link(0, [facts(0), facts(1)]), odd)
+    assert [(each.rank, each.node) for each in found.culprits] == [(2, "n1"), (3, "n1")]
+    assert closed == ["n1"]
+
+
+def test_the_journal_has_a_look_once_however_often_it_is_concluded(tmp_path):
+    journal = Journal(tmp_path, attempt="7.0.0")
+    pool: Any = Pool(Link(0, [facts(0), facts(1)]))
+    taken = asyncio.run(look_at_all(pool, tmp_path / "at", per_node=2, ends=[end(1, -9)]))
+    assert journal.read() == [], "the kill comes first"
+    assert taken.conclude(journal) is taken.conclude(journal)
+    assert len(journal.read()) == 1
 
 
 def test_a_rank_that_was_killed_is_the_culprit_and_its_echoes_are_victims(tmp_path):

@@ -8,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from slurmft.worker.digests import state
-from slurmft.worker.digests.state import Digester, group_of, tensors_of
+from slurmft.worker.digests.state import DeviceDigester, Digester, HostDigester, digester_of, group_of, tensors_of
 
 CPU = torch.device("cpu")
-DIGESTER = Digester(CPU)
+WORDS = 1 << 12
+HOST, DEVICE = HostDigester(), DeviceDigester(CPU, WORDS)
+both = pytest.mark.parametrize("digester", [HOST, DEVICE], ids=["host", "device"])
 
 
-def digest(*tensors: torch.Tensor) -> int:
-    return int(DIGESTER.digest(tensors))
+def digest(digester: Digester, *tensors: torch.Tensor) -> int:
+    return int(digester.digest(tensors))
 
 
 def flipped(tensor: torch.Tensor, bit: int) -> torch.Tensor:
@@ -26,6 +27,7 @@ def flipped(tensor: torch.Tensor, bit: int) -> torch.Tensor:
     return copy
 
 
+@both
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -36,32 +38,35 @@ def flipped(tensor: torch.Tensor, bit: int) -> torch.Tensor:
     ],
     ids=["2d", "f64", "bf16", "f16-odd-offset", "scalar", "bool", "u8-odd", "complex", "channels-last", "t", "strided"],
 )  # fmt: skip
-def test_every_bit_counts(tensor: torch.Tensor) -> None:
+def test_every_bit_counts(digester: Digester, tensor: torch.Tensor) -> None:
     plain = tensor.clone(memory_format=torch.contiguous_format)
     bits = [*range(0, 8 * plain.nbytes, 13), 8 * plain.nbytes - 1]
     if tensor.dtype is torch.bool:
         bits = [0, 8, 16]
-    original = digest(plain)
-    assert original == digest(plain.clone())
-    assert all(digest(flipped(plain, bit)) != original for bit in bits)
+    original = digest(digester, plain)
+    assert original == digest(digester, plain.clone())
+    assert all(digest(digester, flipped(plain, bit)) != original for bit in bits)
 
 
+@both
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 300), st.data())
-def test_swapped_elements_and_flips_of_the_same_bit_are_seen(number: int, data: st.DataObject) -> None:
+def test_swapped_elements_and_flips_of_the_same_bit_are_seen(
+    digester: Digester, number: int, data: st.DataObject
+) -> None:
     tensor = torch.arange(1, number + 1, dtype=torch.float32)
     first, second = data.draw(st.lists(st.integers(0, number - 1), min_size=2, max_size=2, unique=True))
-    original = digest(tensor)
+    original = digest(digester, tensor)
     swapped = tensor.clone()
     swapped[first], swapped[second] = tensor[second], tensor[first]
-    assert digest(swapped) != original
+    assert digest(digester, swapped) != original
     bit = data.draw(st.integers(0, 31))
-    assert digest(flipped(flipped(tensor, 32 * first + bit), 32 * second + bit)) != original
+    assert digest(digester, flipped(flipped(tensor, 32 * first + bit), 32 * second + bit)) != original
 
 
-def test_the_same_change_in_two_tensors_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "WORDS_OF_HOST", 8)  # so that chunks end in and between tensors
-    small, tensors = Digester(CPU), [torch.randn(13), torch.randn(3), torch.randn(40)]
+@pytest.mark.parametrize("small", [HOST, DeviceDigester(CPU, 8)], ids=["host", "device, chunks end everywhere"])
+def test_the_same_change_in_two_tensors_is_seen(small: Digester) -> None:
+    tensors = [torch.randn(13), torch.randn(3), torch.randn(40)]
     original = int(small.digest(tensors))
     assert int(small.digest([tensors[1], tensors[0], tensors[2]])) != original
     assert int(small.digest([flipped(each, 31) for each in tensors])) != original
@@ -69,8 +74,7 @@ def test_the_same_change_in_two_tensors_is_seen(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_memory_does_not_grow_with_the_state() -> None:
-    digester = Digester(CPU)
-    large = torch.ones(16 * state.WORDS_OF_HOST)
+    large = torch.ones(16 * WORDS)
     largest = 0
     real = torch.mul
 
@@ -81,8 +85,16 @@ def test_memory_does_not_grow_with_the_state() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "mul", watched)
-        digester.digest([large])
-    assert 0 < largest <= state.WORDS_OF_HOST
+        DEVICE.digest([large])
+    assert 0 < largest <= WORDS
+
+
+def test_tensors_in_memory_are_hashed_where_they_lie() -> None:
+    assert isinstance(digester_of(CPU), HostDigester)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", None)
+        patch.setattr(torch.Tensor, "contiguous", None)
+        HOST.digest([torch.ones(1 << 12), torch.ones(4, 4)[1:]])
 
 
 def test_parameters_buffers_and_moments_are_named_and_ranks_with_other_parts_are_another_group() -> None:
