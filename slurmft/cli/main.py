@@ -6,7 +6,6 @@ A verb's module is imported when the verb is asked for: ``--help`` and a typo co
 from __future__ import annotations
 
 import errno
-import gc
 import importlib
 import logging
 import os
@@ -17,6 +16,7 @@ import click
 import slurmft
 from slurmft.cli.output import never_fail_to_encode, say_block, say_error
 from slurmft.errors import SlurmftError
+from slurmft.system.collecting import without_collections
 
 VERBS = {
     "advise": ("advise", "Recommend the signal lead and the checkpoint interval of CONFIG, from what was measured"),
@@ -83,13 +83,9 @@ class _LazyVerbs(click.Group):
         module = VERBS[cmd_name][0] if cmd_name in VERBS else HIDDEN_VERBS.get(cmd_name)
         if module is None:
             return None
-        gc.disable()  # imported modules stay, and collecting garbage meanwhile takes a tenth of the time
-        try:
-            command: click.Command = getattr(
-                importlib.import_module(f"slurmft.cli.{module}"), cmd_name.replace("-", "_")
-            )
-        finally:
-            gc.enable()
+        with without_collections():
+            imported = importlib.import_module(f"slurmft.cli.{module}")
+        command: click.Command = getattr(imported, cmd_name.replace("-", "_"))
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
