@@ -44,6 +44,13 @@ PATIENCE_S = 60.0
 PHASES = ("detect", "stop", "decide", "start", "fork", "rendezvous", "build, load", "first step")
 
 
+FLOOR = (
+    "The floor is a process that has imported the same, sees a rank die, kills and forks: gloo, DDP with a pass in front, "
+    "a file of the same size, a step of 20 ms. It takes no evidence, writes no journal, checks no checkpoint "
+    "(`bench/recovery/floor.py`)."
+)
+
+
 @dataclass(frozen=True)
 class Mark:
     """One line of a rank's diary."""
@@ -229,21 +236,30 @@ def table(ranks: int, results: list[tuple[str, list[float], list]]) -> list[str]
     return [*lines, ""]
 
 
-def by_ranks(ours: dict[int, tuple[list[float], list]]) -> list[str]:
+def floor_of(ranks: int, rounds: int) -> list[float]:
+    """Seconds that forks, sockets and torch need by themselves (``floor.py``)."""
+    argv = [sys.executable, Path(__file__).with_name("floor.py"), str(ranks), str(rounds)]
+    done = subprocess.run(argv, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True,
+                          timeout=PATIENCE_S, check=True)  # fmt: skip
+    say(f"floor, {ranks} ranks: {' '.join(done.stdout.split())} s")
+    return [float(word) for word in done.stdout.split()]
+
+
+def by_ranks(ours: dict[int, tuple[list[float], list]], floors: dict[int, float]) -> list[str]:
     """Milliseconds of each phase as a function of the ranks, and what a rank more costs between the two ends."""
     columns = {}
     for ranks, (seconds, phases) in sorted(ours.items()):
         medians = [statistics.median(values) for values in zip(*phases, strict=True)]
-        columns[ranks] = [statistics.median(seconds), *medians]
+        columns[ranks] = [statistics.median(seconds), floors[ranks], *medians]
     first, last = min(columns), max(columns)
     each = [(b - a) / (last - first) for a, b in zip(columns[first], columns[last], strict=True)]
     lines = [f"## As a function of the ranks, all on {os.cpu_count()} cores", "",
              "| ms | " + " | ".join(f"{ranks} ranks" for ranks in columns) + " | each rank more |",
              "|---|" + "---|" * (len(columns) + 1)]  # fmt: skip
-    for row, phase in enumerate(("**to the next step**", *PHASES)):
+    for row, phase in enumerate(("**to the next step**", "the floor, see below", *PHASES)):
         cells = [f"{1000 * values[row]:.0f}" for values in columns.values()]
         lines.append(f"| {phase} | {' | '.join(cells)} | {1000 * each[row]:.1f} |")
-    return [*lines, ""]
+    return [*lines, "", FLOOR, ""]
 
 
 def verdict(hit: bool) -> str:
@@ -287,7 +303,7 @@ def main() -> None:
         ours[ranks] = results[0][1:]
         lines += table(ranks, results)
     if len(ours) > 2:
-        lines += by_ranks(ours)
+        lines += by_ranks(ours, {ranks: statistics.median(floor_of(ranks, args.rounds)) for ranks in ours})
     if not args.no_others:
         lines += others(args)
     text = "\n".join(lines)

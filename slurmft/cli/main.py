@@ -16,7 +16,6 @@ import click
 import slurmft
 from slurmft.cli.output import never_fail_to_encode, say_block, say_error
 from slurmft.errors import SlurmftError
-from slurmft.system.collecting import without_collections
 
 VERBS = {
     "advise": ("advise", "Recommend the signal lead and the checkpoint interval of CONFIG, from what was measured"),
@@ -83,6 +82,8 @@ class _LazyVerbs(click.Group):
         module = VERBS[cmd_name][0] if cmd_name in VERBS else HIDDEN_VERBS.get(cmd_name)
         if module is None:
             return None
+        from slurmft.system.collecting import without_collections  # --help needs none
+
         with without_collections():
             imported = importlib.import_module(f"slurmft.cli.{module}")
         command: click.Command = getattr(imported, cmd_name.replace("-", "_"))
