@@ -45,8 +45,8 @@ PHASES = ("detect", "stop", "decide", "start", "fork", "rendezvous", "build, loa
 
 
 FLOOR = (
-    "The floor is a process that has imported the same, sees a rank die, kills and forks: gloo, DDP with a pass in front, "
-    "a file of the same size, a step of 20 ms. It takes no evidence, writes no journal, checks no checkpoint "
+    "The floor is a process that has imported the same, sees a rank die, kills and forks: gloo, DDP with a pass in "
+    "front, a file of the same size, a step of 20 ms. It takes no evidence, writes no journal, checks no checkpoint "
     "(`bench/recovery/floor.py`)."
 )
 

@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NoReturn
 
 from slurmft.agent.workers import PRELOAD
 from slurmft.system.collecting import without_collections
@@ -59,7 +58,10 @@ def start(ranks: int, path: Path) -> tuple[list[int], float]:
     pids = []
     for rank in range(ranks):
         if (pid := os.fork()) == 0:
-            train(rank, ranks, port, path, send)
+            try:
+                train(rank, ranks, port, path, send)
+            finally:  # a peer was killed first: nothing of the parent's may be cleaned up here
+                os._exit(1)
         pids.append(pid)
     os.close(send)
     os.read(receive, 1)
@@ -67,7 +69,7 @@ def start(ranks: int, path: Path) -> tuple[list[int], float]:
     return pids, time.monotonic()
 
 
-def train(rank: int, ranks: int, port: int, path: Path, done: int) -> NoReturn:
+def train(rank: int, ranks: int, port: int, path: Path, done: int) -> None:
     import torch
     import torch.distributed as dist
     import trainer
@@ -88,7 +90,6 @@ def train(rank: int, ranks: int, port: int, path: Path, done: int) -> NoReturn:
         time.sleep(trainer.STEP_S)
         if step == 0 and rank == 0:
             os.write(done, b".")
-    os._exit(0)
 
 
 if __name__ == "__main__":
