@@ -30,6 +30,7 @@ def measure(lab: Lab, rounds: int) -> dict[str, list[float]]:
         "submit": ["slurmft", "submit", str(config), "--set", f"run_folder={folder}/run-{{n}}"],
         "sbatch": [["python", "-c", "pass"], ["sbatch", str(script)]],
         "sbatch from python": ["python", str(TRAINERS / "sbatch_from_python.py"), str(script)],
+        "asking": ["python", str(TRAINERS / "sbatch_from_python.py"), str(script), "ask"],
     }
     argv = ["python", str(TRAINERS / "time_commands.py"), str(rounds)]
     try:
@@ -42,7 +43,9 @@ def measure(lab: Lab, rounds: int) -> dict[str, list[float]]:
 
 def table(times: dict[str, list[float]]) -> Table:
     medians = {label: statistics.median(values) for label, values in times.items()}
-    bare, imported = (medians["submit"] / medians[label] for label in ("sbatch", "sbatch from python"))
+    bare, imported, asking = (
+        medians["submit"] / medians[label] for label in ("sbatch", "sbatch from python", "asking")
+    )
     asked = f"at most {SUBMIT_RATIO}"
     return Table(
         "Commands", "milliseconds",
@@ -54,10 +57,13 @@ def table(times: dict[str, list[float]]) -> Table:
             _row("`python -c pass`", times["python"]),
             _row("`python -c pass`, then plain `sbatch`", times["sbatch"]),
             _row("plain `sbatch` from a Python program that imports the same packages", times["sbatch from python"]),
+            _row("the same, and it asks Slurm the four questions that slurmft asks", times["asking"]),
             Row(what="`slurmft submit` : bare Python and `sbatch`", note=f"{bare:.2f} times", target=asked,
                 hit=bare <= SUBMIT_RATIO),
             Row(what="`slurmft submit` : Python with the same packages and `sbatch`", note=f"{imported:.2f} times",
                 target=asked, hit=imported <= SUBMIT_RATIO),
+            Row(what="`slurmft submit` : Python with the same packages, `sbatch` and the same questions",
+                note=f"{asking:.2f} times"),
         ],
         ["The script that `sbatch` gets is the very one that slurmft submits; the packages are submitit, pydantic, "
          "yaml, click and filelock."],

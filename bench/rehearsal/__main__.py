@@ -12,10 +12,12 @@ import argparse
 import asyncio
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -47,10 +49,14 @@ async def rehearse(environment: dict[str, str], folder: Path) -> RehearsalReport
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench/rehearsal", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--within", type=float, default=3600, help="seconds after which no other round begins")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     cold, warm, rehearsals = [], [], []
+    began_s = time.monotonic()
     for _ in range(args.rounds):
+        if time.monotonic() - began_s > args.within:
+            break
         for rehearsed in (False, True):
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
@@ -66,11 +72,12 @@ def main() -> None:
     def told(values: list[float]) -> str:
         return f"{statistics.median(values):.1f} ({min(values):.1f} - {max(values):.1f}) s"
 
+    command = shlex.join(["python", "bench/rehearsal", *sys.argv[1:]])
     versions = f"{platform.system()}, Python {platform.python_version()}, torch {torch.__version__}, slurmft"
     text = "\n".join([
         "# A spare that has rehearsed", "",
-        f"`python bench/rehearsal` on {os.cpu_count()} cores, {versions} {slurmft.__version__}. Processes that wanted"
-        f" to run when it ended: {os.getloadavg()[0]:.1f}. Medians (min - max) of {args.rounds}.", "",
+        f"`{command}` on {os.cpu_count()} cores, {versions} {slurmft.__version__}. Processes that wanted"
+        f" to run when it ended: {os.getloadavg()[0]:.1f}. Medians (min - max) of {len(warm)}.", "",
         "| from the start of the process to the first step of a compiled model | |", "|---|---|",
         f"| spares: import | {told(cold)} |", f"| spares: rehearse | {told(warm)} |",
         f"| the rehearsal itself, while the spare waits | {told(rehearsals)} |", "",

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurmft.agent.container.inside import Outside, limits_here
 from slurmft.agent.digests import DigestReports
@@ -27,9 +27,8 @@ from slurmft.agent.launchers.ray import leave_token
 from slurmft.agent.launchers.torchrun import worker_command
 from slurmft.agent.notices import NoticeWatch
 from slurmft.agent.rehearsal import SpareRehearsal
-from slurmft.agent.replicas import Replicas, preload_of
 from slurmft.agent.stragglers import TimingReports
-from slurmft.agent.workers import Worker, Workers, reserve_port
+from slurmft.agent.workers import Worker, Workers, preload_of, reserve_port
 from slurmft.config.config import RunConfig
 from slurmft.errors import LaunchError, StorageError
 from slurmft.ipc.calls import (
@@ -75,6 +74,9 @@ from slurmft.system.opening import read_bytes, trusted_owners
 from slurmft.system.processes import birth_of
 from slurmft.system.sleeping import overslept_s
 
+if TYPE_CHECKING:
+    from slurmft.agent.replicas import Replicas
+
 RECONNECT_PAUSE_S = 0.2
 LEASE_CHECK_S = 1.0
 KEEPER_LOOK_S = 5.0
@@ -118,6 +120,8 @@ class Agent:
         self._forensics = Forensics(self._host)
         self._replicas: Replicas | None = None
         if config.inference is not None:
+            from slurmft.agent.replicas import Replicas  # with numpy, which agents of a training do without
+
             self._replicas = Replicas(config, environment, self._workers, node=self._index, host=self._host,
                                       report=self._report)  # fmt: skip
         self._sync = NodeSync(config, common_environment(config, environment), self._report)

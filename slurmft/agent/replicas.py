@@ -13,7 +13,7 @@ from typing import Any
 from slurmft.agent.environment import common_environment
 from slurmft.agent.gpus import VISIBLE_VARIABLE, gpu_uuids
 from slurmft.agent.router import ROUTER_COMMAND, NodeRouter, hosts_here
-from slurmft.agent.workers import PRELOAD, Worker, Workers
+from slurmft.agent.workers import Worker, Workers
 from slurmft.config.config import RunConfig
 from slurmft.inference.driver import SETTINGS_VARIABLE
 from slurmft.inference.pool import ReplicaPool
@@ -32,18 +32,6 @@ from slurmft.system.opening import read_part, read_text
 LOG_BYTES, MAX_WORDS = 4096, 300
 COMMAND = (sys.executable, "-m", "slurmft.inference.driver")
 SERVING_COMMAND = (sys.executable, "-m", "slurmft.inference.serving.driver")
-
-
-def preload_of(config: RunConfig) -> tuple[str, ...]:
-    """What the zygote imports before workers are forked: torch only where workers use it."""
-    if not config.fault_tolerance.preload or config.launcher == "ray":  # whose workers are no forks of the zygote
-        return ()
-    if config.inference is None:
-        return PRELOAD
-    if config.inference.serving is not None:
-        return ("slurmft.inference.driver", "slurmft.inference.serving.gate", "slurmft.inference.serving.router")
-    driver = ("slurmft.inference.driver", "aiohttp")
-    return (*driver, "torch") if config.inference.engine.callable else driver
 
 
 class Replicas:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from slurmft.agent.flight_recorder import PIPE_VARIABLE, pipe_prefix
 from slurmft.agent.zygote import PACKET_BYTES
+from slurmft.config.config import RunConfig
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, STACKS_SUFFIX, Page, Slot, State
 from slurmft.ipc.pages.timing_page import TIMING_PAGE_VARIABLE, TimingPage
 from slurmft.ipc.worker_facts import WorkerFacts
@@ -37,6 +38,18 @@ PRELOAD = (
 END_LOOK_S = 0.005
 
 log = logging.getLogger(__name__)
+
+
+def preload_of(config: RunConfig) -> tuple[str, ...]:
+    """What the zygote imports before workers are forked: torch only where workers use it."""
+    if not config.fault_tolerance.preload or config.launcher == "ray":  # whose workers are no forks of the zygote
+        return ()
+    if config.inference is None:
+        return PRELOAD
+    if config.inference.serving is not None:
+        return ("slurmft.inference.driver", "slurmft.inference.serving.gate", "slurmft.inference.serving.router")
+    driver = ("slurmft.inference.driver", "aiohttp")
+    return (*driver, "torch") if config.inference.engine.callable else driver
 
 
 @dataclass(slots=True)

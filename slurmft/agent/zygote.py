@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
-import gc
 import importlib
 import importlib.machinery
 import io
@@ -37,6 +36,7 @@ from slurmft.policy.verdicts.symptoms import cause_of_text, last_words
 from slurmft.policy.verdicts.testimony import claimed
 from slurmft.policy.verdicts.verdict import EXIT_USAGE, Cause
 from slurmft.storage.verdicts import WorkerVerdict, read_verdict, write_verdict
+from slurmft.system.collecting import without_collections
 from slurmft.system.opening import appending
 from slurmft.system.processes import die_with_parent
 
@@ -58,12 +58,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     agent = socket.socket(fileno=int(arguments[0]))
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a module that only asks for a GPU must not begin CUDA
-    for module in arguments[1:]:
-        with contextlib.suppress(ImportError):  # a worker that needs it will raise the error itself
-            importlib.import_module(module)
+    with without_collections():
+        for module in arguments[1:]:
+            with contextlib.suppress(ImportError):  # a worker that needs it will raise the error itself
+                importlib.import_module(module)
     _send(agent, {"kind": "ready", "pid": os.getpid()})
-    gc.collect()
-    gc.freeze()  # children share these pages for as long as no collector touches them
     worker = _serve(agent)
     if worker is None:
         os._exit(0)

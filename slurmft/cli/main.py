@@ -6,7 +6,6 @@ A verb's module is imported when the verb is asked for: ``--help`` and a typo co
 from __future__ import annotations
 
 import errno
-import gc
 import importlib
 import logging
 import os
@@ -83,13 +82,11 @@ class _LazyVerbs(click.Group):
         module = VERBS[cmd_name][0] if cmd_name in VERBS else HIDDEN_VERBS.get(cmd_name)
         if module is None:
             return None
-        gc.disable()  # imported modules stay, and collecting garbage meanwhile takes a tenth of the time
-        try:
-            command: click.Command = getattr(
-                importlib.import_module(f"slurmft.cli.{module}"), cmd_name.replace("-", "_")
-            )
-        finally:
-            gc.enable()
+        from slurmft.system.collecting import without_collections  # --help needs none
+
+        with without_collections():
+            imported = importlib.import_module(f"slurmft.cli.{module}")
+        command: click.Command = getattr(imported, cmd_name.replace("-", "_"))
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

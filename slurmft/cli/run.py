@@ -11,8 +11,7 @@ from pathlib import Path
 import click
 
 from slurmft.operations.run_configuration import load_given, refuse_foreign_configuration
-from slurmft.supervisor.fleet.outliving import outlives_its_supervisor
-from slurmft.supervisor.guardian import guarded
+from slurmft.system.collecting import without_collections
 
 
 @click.command()
@@ -25,13 +24,19 @@ from slurmft.supervisor.guardian import guarded
 )
 def run(*, config: Path, after_loss: int | None) -> int:
     """Run the supervisor of one job (called by the batch script)."""
+    # before the fork: the guardian may need it when files cannot be read any more
+    with without_collections():
+        from slurmft.supervisor.fleet.outliving import outlives_its_supervisor
+        from slurmft.supervisor.guardian import guarded
+
     refuse_foreign_configuration(config)
     settings = functools.cache(lambda: load_given(config))
     guarded(
         [sys.executable, "-P", "-u", "-m", "slurmft", "run", str(config), "--after-loss"],
         spares=lambda pid: outlives_its_supervisor(settings(), pid),
     )
-    from slurmft.supervisor.run import recover, supervise
+    with without_collections():
+        from slurmft.supervisor.run import recover, supervise
 
     if after_loss is not None:
         return recover(settings(), os.environ, after_loss)
@@ -43,8 +48,9 @@ def run(*, config: Path, after_loss: int | None) -> int:
 @click.argument("attempt")
 def agent(*, config: Path, attempt: str) -> int:
     """Run one node's agent (started by the supervisor with srun)."""
-    from slurmft.agent.agent import serve
-    from slurmft.agent.container import inside
+    with without_collections():
+        from slurmft.agent.agent import serve
+        from slurmft.agent.container import inside
 
     refuse_foreign_configuration(config)
     settings = load_given(config)

@@ -328,6 +328,13 @@ def load_section(path: Path | None, model: type[Own], overrides: Sequence[str] =
     return section
 
 
+def _with_all_sections(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections that were not given, empty: their defaults, without the validator that each would build for itself."""
+    kinds = {name: field.default_factory for name, field in RunConfig.model_fields.items()}
+    sections = [name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, _Section)]
+    return {**{name: {} for name in sections}, **given}
+
+
 def validate(raw: Mapping[str, Any], *, source: str, known_here: KnownHere = none_of_them) -> RunConfig:
     """Validate plain values; ``source`` names them in errors.
 
@@ -347,7 +354,7 @@ def validate(raw: Mapping[str, Any], *, source: str, known_here: KnownHere = non
         log.warning("%s: %s", source, line)
     problems += unknown_options(given.get("slurm"), list(SlurmConfig.model_fields), known_here)
     try:
-        config = RunConfig.model_validate(given)
+        config = RunConfig.model_validate(_with_all_sections(given))
     except ValidationError as error:
         problems += [_problem(detail) for detail in error.errors(include_input=False, include_url=False)]
     if problems:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,6 @@ from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor import grace
 from slurmft.supervisor.recovery import avoided_nodes
 from slurmft.supervisor.recovery.avoided_nodes import Avoidance
-from slurmft.supervisor.recovery.place_elsewhere import duty_of
 from slurmft.system import processes
 from slurmft.system.files import refuse_uncreatable, replace_atomically
 
@@ -49,7 +49,7 @@ def plan(settings: RunConfig, sbatch_options: tuple[str, ...], *, strict: bool, 
     Raises:
         SlurmftError: it would be refused.
     """
-    run, where, options, avoiding = _considered(settings, sbatch_options, strict=strict, cluster=cluster, tell=tell)
+    run, where, _, options, avoiding = _considered(settings, sbatch_options, strict=strict, cluster=cluster, tell=tell)
     run.create(only_look=True)
     _refuse_if_finished_or_busy(run, where)
     refuse_shared(run, settings.checkpoint_dir)
@@ -73,7 +73,9 @@ def submit_run(
     Raises:
         SlurmftError: it was refused; nothing was submitted.
     """
-    run, where, options, avoiding = _considered(settings, sbatch_options, strict=strict, cluster=cluster, tell=tell)
+    run, where, named, options, avoiding = _considered(
+        settings, sbatch_options, strict=strict, cluster=cluster, tell=tell
+    )
     run.create()
     _warn_if_replaceable(run, tell)
     with run.lock():  # two submissions at once: the second one must find the first one's job
@@ -81,7 +83,7 @@ def submit_run(
         refuse_shared(run, settings.checkpoint_dir)
         _prepare(run, settings, tell, call)
         before = len(run.journal().read())
-        job = _submit(where, settings, run, options, avoiding, who=who, command=command)
+        job = _submit(where, settings, run, options, avoiding, named=named, who=who, command=command)
     return Submitted(run, job, where, before)
 
 
@@ -125,26 +127,37 @@ def read_requests(settings: RunConfig, tell: Callable[[int], None]) -> RequestsR
 
 def _considered(
     settings: RunConfig, sbatch_options: tuple[str, ...], *, strict: bool, cluster: str, tell: Tell
-) -> tuple[RunFolder, str, dict[str, Any], Avoidance]:
-    """Where it would run, with which options, and which nodes it avoids; warnings of the grace are said."""
+) -> tuple[RunFolder, str, str, dict[str, Any], Avoidance]:
+    """Where it would run, on which named cluster, with which options, and which nodes it avoids.
+
+    Warnings of the grace are said.
+    """
     run = RunFolder(settings.run_folder)
     where = _where(cluster)
     options = submission.parse_sbatch_options(sbatch_options)
     if where == "local":
         if options:
             raise UsageError("options behind -- go to sbatch, but this run is local", hint="use --cluster slurm")
-        return run, where, options, Avoidance()
-    submission.wished_cluster(settings, options, os.environ)  # refuses several
-    findings = grace.check(settings, options, os.environ)
+        return run, where, "", options, Avoidance()
+    with ThreadPoolExecutor(1) as beside:  # it may ask Slurm, as the next line does
+        naming = beside.submit(submission.wished_cluster, settings, options, os.environ)
+        findings = grace.check(settings, options, os.environ)
+        named = naming.result()  # refuses several
     for finding in findings:
         tell(f"{'warning' if finding.severity is Severity.WARNING else 'grace'}: {finding.text}")
     if strict:
         grace.refuse_warnings(findings)
-    suspects = duty_of(run.journal().read()).undecided if run.exists() else ()
+    suspects = _undecided_suspects(run) if run.exists() else ()
     avoiding = avoided_nodes.for_submission(settings, options, os.environ, suspects)
     for line in avoiding.lines():
         tell(line)
-    return run, where, options, avoiding
+    return run, where, named, options, avoiding
+
+
+def _undecided_suspects(run: RunFolder) -> frozenset[str]:
+    from slurmft.supervisor.recovery.place_elsewhere import duty_of  # not for a new run: 10 ms
+
+    return duty_of(run.journal().read()).undecided
 
 
 def _where(cluster: str) -> str:
@@ -234,7 +247,7 @@ def _make_checkpoint_dir(settings: RunConfig, *, only_look: bool = False) -> Non
 
 def _submit(
     where: str, settings: RunConfig, run: RunFolder, options: dict[str, Any], avoiding: Avoidance, *,
-    who: str, command: str,
+    named: str, who: str, command: str,
 ) -> str:  # fmt: skip
     journal = run.journal()
     if where == "local":
@@ -256,8 +269,7 @@ def _submit(
     except SlurmError as error:
         journal.append(EventName.SUBMISSION_FAILED, reason=error.what)
         raise
-    cluster = submission.wished_cluster(settings, options, os.environ)
-    seen = submission.look_at_submitted(job, cluster, asked_for(settings.slurm, options, os.environ))
+    seen = submission.look_at_submitted(job, named, asked_for(settings.slurm, options, os.environ))
     try:
         run.add_job(job, seen)
     except StorageError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self, cast
 
 from slurmft.config.config import RunConfig
 from slurmft.policy.verdicts.final_ends import End
@@ -14,22 +14,31 @@ from slurmft.storage.events import EventName
 from slurmft.supervisor.attempt import AttemptRunner
 from slurmft.supervisor.fleet.crew import Crew
 from slurmft.supervisor.fleet.outliving import Outlived
-from slurmft.supervisor.inference.attempt import InferenceAttempt
 from slurmft.supervisor.inference.handover import call_off_for_good
-from slurmft.supervisor.inference.serving import ServingAttempt
-from slurmft.supervisor.ray import RayAttempt
 from slurmft.supervisor.recovery.act import Ending
 from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.recovery.node_choice import settle
 from slurmft.supervisor.start import Start
 from slurmft.system.logs import BackgroundLog
 
+if TYPE_CHECKING:
+    from slurmft.supervisor.inference.attempt import InferenceAttempt
+    from slurmft.supervisor.inference.serving import ServingAttempt
+
 log = logging.getLogger(__name__)
 
 
 def _runner_of(config: RunConfig) -> type[AttemptRunner | InferenceAttempt]:
+    """Imported when it is needed: with numpy, inference would take a third of the time that a supervisor starts in."""
+    if config.launcher == "ray" and config.inference is None:
+        from slurmft.supervisor.ray import RayAttempt
+
+        return RayAttempt
     if config.inference is None:
-        return RayAttempt if config.launcher == "ray" else AttemptRunner
+        return AttemptRunner
+    from slurmft.supervisor.inference.attempt import InferenceAttempt
+    from slurmft.supervisor.inference.serving import ServingAttempt
+
     return InferenceAttempt if config.inference.serving is None else ServingAttempt
 
 
@@ -75,18 +84,20 @@ class Attempts:
         supervisor = _runner_of(self._config)(self._config, start, accuser, self._crew)
         verdict = self._runner.run(supervisor.run())
         self._lost = bool(start.cluster.lost)
-        if isinstance(supervisor, ServingAttempt):
-            if supervisor.start.candidate:
-                return self._leave(ending, verdict.reason, called_off=supervisor.is_called_off)
-            if supervisor.is_handed_over:
+        serves = self._config.inference is not None and self._config.inference.serving is not None
+        if serves:
+            endpoint = cast("ServingAttempt", supervisor)
+            if endpoint.start.candidate:
+                return self._leave(ending, verdict.reason, called_off=endpoint.is_called_off)
+            if endpoint.is_handed_over:
                 return ending.leave(End.HANDED_ON, 0)
-            start = supervisor.start  # a candidate owns the run by now
+            start = endpoint.start  # a candidate owns the run by now
             ending = Ending(self._config, start, accuser, self._log_file, dismiss=self.dismiss,
                             has_nodes=self._has_nodes)  # fmt: skip
         self.generation = start.generation
         ending.ends_at_s = supervisor.stops.ends_at_s
         code = ending.act_on(verdict)
-        if isinstance(supervisor, ServingAttempt) and ending.has_stopped:
+        if serves and ending.has_stopped:
             call_off_for_good(start.run, start.cluster, start.journal, verdict.reason)
         return code
 

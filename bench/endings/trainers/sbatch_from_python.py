@@ -1,4 +1,7 @@
-"""Plain sbatch from a Python program with slurmft's dependencies: ``python sbatch_from_python.py SCRIPT``."""
+"""Plain sbatch from a Python program with slurmft's dependencies: ``python sbatch_from_python.py SCRIPT [ask]``.
+
+With ``ask`` it also asks Slurm what ``slurmft submit`` asks: three questions at once before, one after it.
+"""
 
 from __future__ import annotations
 
@@ -14,4 +17,13 @@ import yaml  # noqa: F401
 
 _ = pydantic.BaseModel  # loaded on first use
 
+asks = sys.argv[2:] == ["ask"]
+if asks:
+    questions = [["scontrol", "--all", "--oneliner", "show", "partition"], ["scontrol", "show", "config"],
+                 ["scontrol", "show", "federation"]]  # fmt: skip
+    running = [subprocess.Popen(question, stdout=subprocess.DEVNULL) for question in questions]
+    for process in running:
+        process.wait()
 subprocess.run(["sbatch", sys.argv[1]], check=True)
+if asks:
+    subprocess.run(["squeue", "-h", "--me"], check=True)

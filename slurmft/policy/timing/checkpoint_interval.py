@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import median
 
 DAY_S = 86_400.0
 PRIOR_NODE_DAYS = 50.0
@@ -127,6 +126,8 @@ def typical_cost_s(costs_s: list[float]) -> float | None:
 
     The middle of the newest ones. The first one of a process does not count once there is another.
     """
+    from statistics import median  # not at every start: with fractions and decimals, 5 ms
+
     return median((costs_s[1:] or costs_s)[-SAVES_MEASURED:]) if costs_s else None
 
 

@@ -99,6 +99,17 @@ def test_a_nodes_processes_import_no_tables_and_no_submission(tmp_path):
         assert packages(modules_after(verb, "--help", cwd=tmp_path)) & {"rich", "submitit", "torch"} == set()
 
 
+@pytest.mark.parametrize("module", ["slurmft.supervisor.run", "slurmft.agent.agent"])
+def test_a_trainings_processes_import_no_inference(module, tmp_path):
+    code = f"import json, sys, slurmft.cli.run, {module}; print(json.dumps(sorted(sys.modules)))"
+    modules = set(json.loads(subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, timeout=60)))
+    assert packages(modules) & {"numpy", "tenacity", "torch"} == set()
+    assert (
+        modules & {"slurmft.inference.ledger", "slurmft.agent.replicas", "slurmft.supervisor.inference.attempt"}
+        == set()
+    )
+
+
 def test_help_comes_at_once(tmp_path):
     took = []
     for _ in range(5):
