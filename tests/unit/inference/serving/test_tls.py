@@ -17,7 +17,7 @@ from slurmft.errors import UsageError
 from slurmft.inference import Client
 from slurmft.inference.serving.certificates import context_for, prepare_authority
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster, RouterAddress, ca_file, prepare, token_of
-from slurmft.inference.serving.entry import RouterServer
+from slurmft.inference.serving.listener import RouterServer
 from slurmft.inference.serving.router import Router
 
 
