@@ -54,6 +54,24 @@ def test_a_client_that_trusts_the_certificate_gets_in_and_plain_http_does_not(co
     run(work())
 
 
+def test_a_client_that_does_not_finish_the_handshake_is_cut_off(
+    config: InferenceConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slurmft.inference.serving.listener.HANDSHAKE_S", 0.2)
+
+    async def work() -> None:
+        router = Router(config, node="n0", token=TOKEN, engine_token="", key=KEY)
+        server = RouterServer(router, config)
+        reader, writer = await asyncio.open_connection("127.0.0.1", await server.listen("127.0.0.1", 0))
+        writer.write(b"\x16\x03\x01")
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
+        await server.close()
+        await router.close()
+
+    run(work())
+
+
 def test_a_key_that_others_may_read_is_refused(config: InferenceConfig) -> None:
     assert config.serving is not None and config.serving.tls_key is not None
     config.serving.tls_key.chmod(0o644)
