@@ -206,6 +206,10 @@ def test_no_request_of_our_client_fails_when_something_dies(endpoint: Endpoint, 
     endpoint.wait_for(2, 4)
     if victim == "supervisor":
         assert {each.pid for each in endpoint.processes("serving_engine.py")} == engines, "they live on"
+        for router in HighAvailabilityCluster.read(endpoint.folder.path).routers:
+            asked = urllib.request.Request(f"{router.urls[0]}/metrics", headers=endpoint.headers)
+            with urllib.request.urlopen(asked, timeout=5) as answer:
+                assert 'tries_again_total{why="lost"}' not in answer.read().decode(), "nothing was computed again"
         assert len(endpoint.events("attempt started")) == 2
     elif victim != "agent":
         assert len(endpoint.events("replica died")) == 1

@@ -74,6 +74,11 @@ class Crew:
         await self.folder.tell_agents({"hosts": cluster.control_hosts(), "port": port})
         self.processes = [*await cluster.start_agents(self._config, self.folder.path)]
 
+    @property
+    def has_outlived(self) -> bool:
+        """The agents are those of the supervisor before this one, and have not been heard yet."""
+        return self._outlived is not None and not self._mustered
+
     def _muster_again(self) -> None:
         """Where every srun has ended, each agent has, too, or will: one by one they are started again."""
         if any(process.returncode is None for process in (*self.processes, *self.reviver.processes)):
