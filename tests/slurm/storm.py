@@ -49,7 +49,8 @@ WENT_ON = 3
 OVERTAKEN = 20
 """The same for faults that end an attempt in their own time (a stop, a preemption)."""
 
-STARTING = frozenset({"attempt started", "agents ready", "workers started", "requests opened", "node answers"})
+STARTING = frozenset({"attempt started", "agents ready", "workers started", "requests opened", "node answers",
+                      "endpoint opened", "router ready"})  # fmt: skip
 """Newest events of a run whose processes are starting."""
 
 BUSY = 2.0

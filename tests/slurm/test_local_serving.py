@@ -146,6 +146,11 @@ def test_what_a_user_does(endpoint: Endpoint) -> None:
     eventually(lambda: (endpoint.folder.progress() or {}).get("step", 0) >= 5, 10, "requests count as steps")
     status = json.loads(endpoint.slurmft("status", str(endpoint.folder.path), "--json"))
     assert status["state"] == "running" and status["step"] >= 5
+    token = token_of(endpoint.folder.path)
+    assert [" ".join(each.cmdline()) for each in endpoint.processes(token) if token in " ".join(each.cmdline())] == []
+    files = [path for path in endpoint.folder.path.rglob("*") if path.is_file() and not path.is_symlink()]
+    told = {path.name for path in files if token.encode() in path.read_bytes()}
+    assert told == {"token", "headers"}, "it is in no log"
 
 
 def test_a_request_that_crashes_its_engines_is_refused(endpoint: Endpoint) -> None:
@@ -206,6 +211,10 @@ def test_no_request_of_our_client_fails_when_something_dies(endpoint: Endpoint, 
     endpoint.wait_for(2, 4)
     if victim == "supervisor":
         assert {each.pid for each in endpoint.processes("serving_engine.py")} == engines, "they live on"
+        for router in HighAvailabilityCluster.read(endpoint.folder.path).routers:
+            asked = urllib.request.Request(f"{router.urls[0]}/metrics", headers=endpoint.headers)
+            with urllib.request.urlopen(asked, timeout=5) as answer:
+                assert 'tries_again_total{why="lost"}' not in answer.read().decode(), "nothing was computed again"
         assert len(endpoint.events("attempt started")) == 2
     elif victim != "agent":
         assert len(endpoint.events("replica died")) == 1
@@ -225,3 +234,64 @@ def test_a_dead_router_costs_a_plain_client_what_it_had_and_ours_nothing(endpoin
         assert 0 < sum(cut.values()) <= CLIENTS // 2, f"{told}\n{endpoint.story()}"
     endpoint.wait_for(2, 4)
     assert len(endpoint.events("router ended")) == 1
+
+
+@pytest.mark.soak
+def test_too_few_replicas_degrade_the_endpoint_and_it_comes_back(endpoint: Endpoint) -> None:
+    url, load = HighAvailabilityCluster.read(endpoint.folder.path).routers[0].urls[0], endpoint.load(15)
+
+    def low() -> tuple[int, str, int, str]:
+        """Status, state in the header and Retry-After of a request of low priority; the state in ``/status``."""
+        headers = {**endpoint.headers, "X-Priority": "low"}
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/status", headers=headers), timeout=5) as answer:
+            state = str(json.load(answer)["state"])
+        try:
+            with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/models", headers=headers)) as answer:
+                return answer.status, answer.headers.get("X-Slurmft-State", ""), 0, state
+        except urllib.error.HTTPError as error:
+            return error.code, error.headers["X-Slurmft-State"], int(error.headers["Retry-After"]), state
+
+    eventually(lambda: (endpoint.folder.progress() or {}).get("step", 0) > 300, 30, endpoint.story)
+    assert low() == (200, "", 0, "well")
+    for engine in endpoint.processes("serving_engine.py")[:3]:
+        engine.kill()
+    refused = eventually(lambda: found if (found := low())[0] == 503 else None, 10, endpoint.story)
+    assert refused[1] == "degraded" and refused[2] > 0 and refused[3] == "degraded"
+    eventually(lambda: low() == (200, "", 0, "well"), 30, endpoint.story)
+    told = json.loads(load.communicate(timeout=120)[0])
+    assert told["errors"] == {} and told["right"] == told["asked"] > 1000, f"{told}\n{endpoint.story()}"
+
+
+@pytest.mark.soak
+def test_more_than_an_endpoint_can_do_is_refused_at_once(tmp_path: Path) -> None:
+    endpoint = Endpoint(tmp_path / "endpoint", concurrency=1, serving={"max_queue": 4})
+    try:
+        endpoint.start()
+        told = json.loads(endpoint.load(6, "plain").communicate(timeout=120)[0])
+        assert told["errors"].keys() == {"HTTP 429"} and told["right"] > 100, f"{told}\n{endpoint.story()}"
+        assert told["right"] + told["errors"]["HTTP 429"] == told["asked"] and told["longest_s"] < 5, told
+    finally:
+        endpoint.slurmft("stop", str(endpoint.folder.path), "--timeout", "30")
+
+
+@pytest.mark.soak
+def test_a_replica_that_ends_again_and_again_stays_down_and_the_others_go_on(tmp_path: Path) -> None:
+    endpoint = Endpoint(tmp_path / "endpoint", max_restarts=1)
+    try:
+        endpoint.start()
+        load = endpoint.load(12)
+        before = {each.pid for each in endpoint.processes("serving_engine.py")}
+        endpoint.processes("serving_engine.py")[0].kill()
+        again = eventually(
+            lambda: [each for each in endpoint.processes("serving_engine.py") if each.pid not in before], 30, "again"
+        )
+        endpoint.wait_for(2, 4)
+        again[0].kill()
+        (down,) = eventually(lambda: endpoint.events("replica down"), 30, endpoint.story)
+        assert "SIGKILL" in down.details["reason"] or "-9" in down.details["reason"], down
+        told = json.loads(load.communicate(timeout=120)[0])
+        assert told["errors"] == {} and told["right"] == told["asked"] > 1000, f"{told}\n{endpoint.story()}"
+        endpoint.wait_for(2, 3)
+        assert len(endpoint.events("replica down")) == 1
+    finally:
+        endpoint.slurmft("stop", str(endpoint.folder.path), "--timeout", "30")

@@ -31,11 +31,15 @@ from slurmft.inference.replica import ReplicaSettings
 from slurmft.inference.serving.endpoint import is_local, key_of
 from slurmft.inference.serving.gate import Gate
 from slurmft.policy.inference.poison import has_crashed
+from slurmft.system.processes import allow_descriptors
 
 TELL_S = 0.05
 DRAINED_LOOK_S = 0.02
 QUEUED_S, QUEUED_LOOK_S = 10.0, 0.005
 """How long a connection waits for an engine that does not keep up with taking them."""
+
+DESCRIPTORS = 65_536
+"""What a gate wants, where the hard limit allows it: two for each request, of all routers."""
 
 LAST_WORDS_S = 0.1
 """Between the last word to the routers and the end, so that they hear it before the connection ends."""
@@ -64,6 +68,7 @@ class ServingDriver:
         hearing = asyncio.create_task(self._hear(reader))
         try:
             await self._engine.start()
+            allow_descriptors(DESCRIPTORS)  # not the engine's, which has been started
             port = await self._gate.listen(self._host)
             self._send(kind="ready", slots=self._config.concurrency, port=port)
             return await self._work(hearing)

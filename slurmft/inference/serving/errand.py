@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict
 from yarl import URL
 
 from slurmft.inference.serving.replicas import Replica
 from slurmft.policy.inference.answers import Outcome, outcome_of_status, retry_after_s
+from slurmft.policy.inference.continuation import PATHS
 from slurmft.policy.inference.http_headers import end_to_end
 from slurmft.policy.inference.joined_streams import CONTINUED, JoinedStream, Unjoinable
 from slurmft.policy.inference.second_tries import Failure, after_failure
@@ -34,7 +35,7 @@ UNTIMED_BYTES = 1 << 15
 WORD_S = 0.25
 """How long a broken connection waits for the word that its replica is gone."""
 
-UNPROCESSABLE = 422
+HTTP_OK, UNPROCESSABLE = 200, 422
 LOST, LATE = "its replica is gone", "the deadline of the request"
 AS_THEY_CAME = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
@@ -183,6 +184,8 @@ class Errand:
                 self._request.method, self._url, headers=self._headers, data=body or None, allow_redirects=False,
                 skip_auto_headers=AS_THEY_CAME,
             ) as response:  # fmt: skip
+                if response.status < HTTP_OK:
+                    raise ValueError(f"HTTP {response.status}, which was not asked for")
                 if outcome_of_status(response.status) is not Outcome.ANSWER:
                     replica.breaker = replica.breaker.failed(time.monotonic())
                     after_s = retry_after_s(response.headers.get("Retry-After"), longest_s=self._config.max_delay_s)
@@ -191,6 +194,8 @@ class Errand:
                 replica.breaker = replica.breaker.succeeded()
                 if self._answer is not None:
                     return await self._go_on(response, gone)
+                if self._request.method == "HEAD":
+                    return self._without_body(response)
                 length = response.content_length
                 if length is not None and length <= MAX_BUFFERED_BYTES:
                     return await self._whole(response, MAX_BUFFERED_BYTES)
@@ -202,6 +207,14 @@ class Errand:
                 replica.breaker = replica.breaker.failed(time.monotonic())
                 raise _Failed(Failure.SICK, f"no answer: {error or type(error).__name__}") from error
             raise _Failed(Failure.LOST, LOST) from error
+
+    def _without_body(self, response: aiohttp.ClientResponse) -> web.Response:
+        """The answer to HEAD; its connection is not used again, as some engines send a body all the same."""
+        headers = self._headers_of(response)
+        if response.content_length is not None:
+            headers["Content-Length"] = str(response.content_length)
+        response.close()
+        return web.Response(status=response.status, reason=response.reason, headers=headers)
 
     async def _whole(self, response: aiohttp.ClientResponse, limit: int) -> web.Response:
         parts, room = [], limit
@@ -229,13 +242,22 @@ class Errand:
         )
         if response.content_length is not None:
             answer.content_length = response.content_length
-        elif _is_of_events(response) and self._request.method == "POST" and self._router.continued:
+        elif self._request.version < HttpVersion11:
+            answer.force_close()  # its end is that of the connection, whatever the client has asked for
+        if is_last(self._request):
+            answer.force_close()
+        if self._may_be_continued(response):
             self._stream = JoinedStream(self._request.path, self._body, self._router.continued, kept=self._router.kept)
             answer.headers[CONTINUED] = ", ".join(sorted(self._router.continued))
         with self._is_passed():
             if not await self._gives(answer.prepare(self._request)):
                 return answer
             return await self._parts(response, part, gone)
+
+    def _may_be_continued(self, response: aiohttp.ClientResponse) -> bool:
+        is_stream = response.content_length is None and _is_of_events(response)
+        is_asked = self._request.method == "POST" and self._request.path in PATHS
+        return is_stream and is_asked and bool(self._router.continued)
 
     async def _go_on(self, response: aiohttp.ClientResponse, gone: asyncio.Event) -> web.StreamResponse:
         """The rest of a stream, of another engine."""
@@ -345,6 +367,12 @@ class Errand:
         """End the connection in the midst: a client must not take this for the answer's end."""
         if self._request.transport is not None:
             self._request.transport.abort()
+
+
+def is_last(request: web.BaseRequest) -> bool:
+    """Whether a connection ends with this request: aiohttp (3.14) takes trailers behind a chunked body for headers of
+    the request that follows, which may be another client's where a proxy collects them."""
+    return "Transfer-Encoding" in request.headers
 
 
 def error_answer(status: int, why: str) -> dict[str, Any]:

@@ -53,6 +53,14 @@ class Leaving(Protocol):
         """The replica is gone."""
 
 
+class _FromEngine(ResponseHandler):
+    """A connection to an engine; one on which more has come than its last answer is not used again: that would be taken
+    for the answer to the next request, which is another client's."""
+
+    def is_connected(self) -> bool:
+        return super().is_connected() and not self.should_close
+
+
 class _ToGate(aiohttp.BaseConnector):
     """Connections to an engine, by way of its replica's gate."""
 
@@ -65,7 +73,7 @@ class _ToGate(aiohttp.BaseConnector):
     ) -> ResponseHandler:
         connection = await self._replica.knock(REQUESTS)
         try:
-            _, protocol = await self._loop.create_connection(self._factory, sock=connection)
+            _, protocol = await self._loop.create_connection(lambda: _FromEngine(self._loop), sock=connection)
         except BaseException:
             connection.close()
             raise

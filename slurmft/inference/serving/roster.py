@@ -76,8 +76,25 @@ class Roster:
         """Replicas of the job that has taken the endpoint over; None before that."""
 
         self._retired = False
+        self._holding: asyncio.TimerHandle | None = None
         self.committed = asyncio.Event()
         """Never set: an endpoint does not end by itself."""
+
+    def hold(self, seconds: float) -> None:
+        """Replicas and routers have outlived the roster before this one, and go on as they are.
+
+        Routers and clients are told nothing until all replicas have reported again, or for so long: what a router has
+        on one that it is not told of is done again elsewhere.
+        """
+        self._changed.clear()
+        self._holding = asyncio.get_running_loop().call_later(seconds, self._release)
+
+    def _release(self) -> None:
+        if self._holding is not None:
+            self._holding.cancel()
+            self._holding = None
+            self._changed.set()
+            self._tell_all()
 
     def join(self, node: int, host: str, send: Send) -> int:
         """An agent takes part; returns the epoch under which it does. ``admit`` follows once it knows that."""
@@ -156,6 +173,9 @@ class Roster:
 
     def close(self) -> None:
         """No router lives any more."""
+        if self._holding is not None:
+            self._holding.cancel()
+            self._holding = None
         self.cluster = HighAvailabilityCluster()
         self._changed.set()
 
@@ -189,7 +209,8 @@ class Roster:
     def _on_phase(self, agent: _Agent, report: ReplicaPhase) -> None:
         agent.phases[report.replica] = report.phase
         if report.phase == "ready" and report.port is not None and report.hosts is not None:
-            name = f"{agent.host}.{agent.node}/{report.replica}#{agent.epoch}.{report.life}"
+            # the port tells lives apart whose agents both count from 1, and is the same for the next supervisor
+            name = f"{agent.host}.{agent.node}/{report.replica}#{report.life}.{report.port}"
             agent.places[report.replica] = ReplicaPlace(name=name, hosts=report.hosts, port=report.port)
             self._tell_all()
         else:
@@ -222,6 +243,10 @@ class Roster:
             self._changed.set()
 
     def _tell_all(self) -> None:
+        if self._holding is not None:
+            if len(self.places) >= self._expected:
+                self._release()
+            return
         places = (*self.places, *(self._heirs or ()))
         able = [] if self._retired else [agent.node for agent in self.agents.values() if not agent.router_is_down]
         with_router = sorted(able)[: self._serving.routers]

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.inference.serving.errand import Errand, error_answer
@@ -54,7 +54,7 @@ class Router:
     def __init__(self, config: InferenceConfig, *, node: str, token: str, engine_token: str, key: bytes) -> None:
         assert config.serving is not None
         self.config, self.serving, self._node = config, config.serving, node
-        self._expected_header = f"Bearer {token}".encode()
+        self._token = token.encode()
         self.engine_token = engine_token
         kind = engine_kind(config.engine.command or ())
         self.continued = continued_forms(config.engine.continue_from_prefix, counts_pieces=kind.counts_pieces)
@@ -83,24 +83,31 @@ class Router:
 
     # What may come in
 
-    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request."""
+    def knows(self, request: web.BaseRequest) -> bool:
+        """Whether a request shows the token."""
+        scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
+        # all of it is compared, whatever the scheme
+        is_right = hmac.compare_digest(shown.encode(errors="surrogateescape"), self._token)
+        return is_right and scheme.lower() == "bearer"
+
+    async def handle(self, request: web.BaseRequest, *, is_known: bool) -> web.StreamResponse:
+        """Answer one request; ``is_known``: it shows the token."""
         self.in_flight += 1
         try:
+            if not is_known:
+                self.metrics.refused("unauthorized")
+                return self.error(401, "the token is missing or wrong", {"WWW-Authenticate": "Bearer"})
             return await self._handle(request)
         finally:
             self.in_flight -= 1
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(errors="replace"), self._expected_header):
-            self.metrics.refused("unauthorized")
-            return self.error(401, "the token is missing or wrong", {"WWW-Authenticate": "Bearer"})
         path = normal(request.raw_path.partition("?")[0])
         if path is None or "#" in request.raw_path:
-            return self.error(400, "the path can be understood in more than one way")
-        if "Upgrade" in request.headers or request.method in ("CONNECT", "TRACE"):
-            return self.error(501, "only requests and their answers pass through here")
+            return self.error(400, "the path can be understood in more than one way", closing=True)
+        coding = request.headers.get("Transfer-Encoding", "chunked").strip().lower()
+        if "Upgrade" in request.headers or request.method in ("CONNECT", "TRACE") or coding != "chunked":
+            return self.error(501, "only requests and their answers pass through here", closing=True)
         match path:
             case "/status":
                 return web.json_response(self.status(), headers=self.state_header())
@@ -159,7 +166,8 @@ class Router:
         limit = self.serving.max_body_bytes
         if request.content_length is not None and request.content_length > limit:
             return None
-        if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
+        expects = request.version >= HttpVersion11 and request.headers.get("Expect", "").lower() == "100-continue"
+        if expects and request.transport is not None:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if not request.can_read_body:
             return b""

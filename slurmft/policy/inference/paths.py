@@ -24,7 +24,8 @@ ADMINISTRATIVE = frozenset({
     "/stop_expert_distribution_record", "/dump_expert_distribution_record", "/set_internal_state",
     "/get_internal_state", "/set_trace_level", "/configure_logging", "/abort_request", "/pause_generation",
     "/continue_generation", "/open_session", "/close_session", "/get_server_info", "/slow_down", "/freeze_gc",
-    "/hicache",
+    "/hicache", "/init_weights_send_group_for_remote_instance", "/send_weights_to_remote_instance",
+    "/load_lora_adapter_from_tensors",
     # llama.cpp
     "/slots", "/props", "/lora-adapters", "/models/load", "/models/unload",
     # servers of any kind
@@ -40,7 +41,7 @@ def normal(path: str) -> str | None:
         path: of a request, still with its percent signs, without the query.
     """
     plain = unquote(path)
-    if "%" in plain or "\\" in plain or not plain.startswith("/") or re.search(r"[\x00-\x20\x7f;]", plain):
+    if "%" in plain or "\\" in plain or not plain.startswith("/") or re.search(r"[\x00-\x20\x7f;?#]", plain):
         return None
     parts = plain.split("/")[1:]
     if any(part in (".", "..") for part in parts) or "" in parts[:-1] or "%2f" in path.lower():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import time
 
 from slurmft.config.config import RunConfig
@@ -23,18 +22,10 @@ from slurmft.supervisor.fleet.outliving import Orphan, Outlived
 from slurmft.supervisor.fleet.roster import Roster
 from slurmft.supervisor.fleet.shutdown import end_agents
 from slurmft.supervisor.start import Start
+from slurmft.system.processes import allow_descriptors
 
 LOOK_S = 0.05
 SPARE_DESCRIPTORS = 200
-
-
-def allow_connections(count: int) -> None:
-    """Raise this process's soft limit of open files, where ``count`` connections would not fit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + SPARE_DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 class Crew:
@@ -73,7 +64,7 @@ class Crew:
             self._muster_again()
             return
         self._mustered = True
-        allow_connections(cluster.size(self._config))
+        allow_descriptors(cluster.size(self._config) + SPARE_DESCRIPTORS)
         if self._outlived is not None:
             await self.pool.listen(None, self._outlived.listener)
             self.processes = [*self._outlived.processes]
@@ -82,6 +73,11 @@ class Crew:
         port = await self.pool.listen(cluster.listen_host)
         await self.folder.tell_agents({"hosts": cluster.control_hosts(), "port": port})
         self.processes = [*await cluster.start_agents(self._config, self.folder.path)]
+
+    @property
+    def has_outlived(self) -> bool:
+        """The agents are those of the supervisor before this one, and have not been heard yet."""
+        return self._outlived is not None and not self._mustered
 
     def _muster_again(self) -> None:
         """Where every srun has ended, each agent has, too, or will: one by one they are started again."""

@@ -216,7 +216,9 @@ class InferenceAttempt:
         while not self._over.is_set():
             for node, link in list(self._pool.links.items()):
                 if link.channel is not None and not link.dropped and node not in self._joined:
-                    await self._take_in(link)
+                    self._joined[node] = link
+                    # an agent may be slow to answer, or be cut off: the others are taken in, and their leases go on
+                    self._background.start(self._take_in(link))
             if asleep_s := await overslept_s(pause_s):
                 for link in self._pool.links.values():
                     link.last_heard += asleep_s
@@ -236,7 +238,6 @@ class InferenceAttempt:
             if current is not None and current.channel is not None:
                 current.channel.send(call.as_call(UNANSWERED))
 
-        self._joined[link.node] = link
         self.stops.joined.add(link.node)
         epoch = self._coordinator.join(link.node, link.host, send)
         try:
@@ -244,7 +245,10 @@ class InferenceAttempt:
                                   node=link.node)  # fmt: skip
             await link.call(begin, timeout_s=BEGIN_S)
         except AgentLost as error:
-            self._lose(link, str(error), hung_up=False)
+            # a connection that was closed says that the agent has ended, and can be started again on its node
+            self._lose(link, str(error), hung_up=link.channel is None)
+            return
+        if link.dropped:
             return
         self._cluster.lost.discard(link.host)
         self._journal.append(EventName.NODE_ANSWERS, node=link.host)

@@ -34,6 +34,9 @@ from slurmft.supervisor.inference.serving_stops import ServingStops
 from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.start import Start
 
+HOLD_S = 5.0
+"""How long agents that have outlived a supervisor may take to report their replicas to the next one."""
+
 SEE_OFF_S = 5.0
 """How often a new owner looks whether the job before it has ended."""
 
@@ -84,6 +87,8 @@ class ServingAttempt(InferenceAttempt):
             section, nodes=config.nodes, run_folder=self._run.path, submit=self._start.thread.submit, served=self._first
         )
         self._roster.publish = self._publish
+        if self._crew.has_outlived:
+            self._roster.hold(HOLD_S)
         self._coordinator = self.stops.coordinator = self._roster
         self._journal.append(EventName.ENDPOINT_OPENED, routers=section.serving.routers,
                              replicas=config.nodes * section.replicas_per_node)  # fmt: skip

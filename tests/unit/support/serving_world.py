@@ -15,8 +15,8 @@ import aiohttp
 from aiohttp import web
 
 from slurmft.config.inference import InferenceConfig
-from slurmft.inference.serving.entry import RouterServer
 from slurmft.inference.serving.gate import Gate
+from slurmft.inference.serving.listener import RouterServer
 from slurmft.inference.serving.router import Router
 
 TOKEN, KEY = "a-token-of-these-tests", b"k" * 64

@@ -14,7 +14,7 @@ from serving_world import TOKEN, Handle, World, run, serving
 from word_engine import WordEngine, next_token, prompt_of
 
 from slurmft.inference import Client
-from slurmft.inference.serving.entry import RouterServer
+from slurmft.inference.serving.listener import RouterServer
 from slurmft.inference.serving.router import Router
 from slurmft.policy.inference.kept_streams import KeptStreams
 

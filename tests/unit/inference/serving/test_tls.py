@@ -17,7 +17,7 @@ from slurmft.errors import UsageError
 from slurmft.inference import Client
 from slurmft.inference.serving.certificates import context_for, prepare_authority
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster, RouterAddress, ca_file, prepare, token_of
-from slurmft.inference.serving.entry import RouterServer
+from slurmft.inference.serving.listener import RouterServer
 from slurmft.inference.serving.router import Router
 
 
@@ -48,6 +48,24 @@ def test_a_client_that_trusts_the_certificate_gets_in_and_plain_http_does_not(co
             with pytest.raises(aiohttp.ClientError):
                 await session.get(f"http://127.0.0.1:{port}/status")
         await asyncio.sleep(0)
+        await server.close()
+        await router.close()
+
+    run(work())
+
+
+def test_a_client_that_does_not_finish_the_handshake_is_cut_off(
+    config: InferenceConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slurmft.inference.serving.listener.HANDSHAKE_S", 0.2)
+
+    async def work() -> None:
+        router = Router(config, node="n0", token=TOKEN, engine_token="", key=KEY)
+        server = RouterServer(router, config)
+        reader, writer = await asyncio.open_connection("127.0.0.1", await server.listen("127.0.0.1", 0))
+        writer.write(b"\x16\x03\x01")
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
         await server.close()
         await router.close()
 

@@ -1,0 +1,102 @@
+"""Agents of inference are taken in one beside the other, and the leases of those that are there go on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slurmft.ipc.reports import Hello
+from slurmft.storage.events import EventName
+from slurmft.supervisor.fleet.agents import AgentLink, AgentPool
+from slurmft.supervisor.inference.attempt import InferenceAttempt
+from slurmft.system.background import Background
+
+
+class Wire:
+    """The connection of one agent, which answers calls only where ``answers``."""
+
+    peer = "127.0.0.1"
+
+    def __init__(self, *, answers: bool) -> None:
+        self.answers, self.sent, self.link = answers, list[str](), None
+
+    def send(self, call: dict[str, Any]) -> None:
+        self.sent.append(call["kind"])
+        if self.answers and call["kind"] != "ping":
+            asyncio.get_running_loop().call_soon(self.link.answered, {"kind": "reply", "id": call["id"]})  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Seen(InferenceAttempt):
+    """An attempt of which only the watch over its agents runs."""
+
+    def __init__(self, links: dict[int, AgentLink]) -> None:
+        self.told: list[tuple[str, str]] = []
+        self.lost: list[tuple[str, bool]] = []
+        self._config: Any = SimpleNamespace(
+            fault_tolerance=SimpleNamespace(agent_timeout_s=3.0, supervisor_lease_s=1.0)
+        )
+        self._cluster: Any = SimpleNamespace(size=lambda _config: len(links), lost=set(), attempt="1.0.0")
+        self._start: Any = SimpleNamespace(generation=1)
+        self._pool = AgentPool(b"", len(links))
+        self._pool.links = links
+        self._over, self._joined, self._background = asyncio.Event(), {}, Background()
+        self.stops: Any = SimpleNamespace(joined=set())
+        self._coordinator: Any = SimpleNamespace(join=lambda node, host, send: 1)
+        self._journal: Any = SimpleNamespace(append=lambda event, node, **_: self.told.append((event, node)))
+
+    def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
+        link.dropped = True
+        self.lost.append((link.host, hung_up))
+
+
+def agents(*answer: bool) -> dict[int, AgentLink]:
+    links = {}
+    for node, answers in enumerate(answer):
+        wire = Wire(answers=answers)
+        hello = Hello(node=node, host=f"n{node}", pid=1, birth=None, lender=None)
+        links[node] = wire.link = AgentLink(wire, hello)  # type: ignore[arg-type, assignment]
+    return links
+
+
+def test_an_agent_that_does_not_answer_keeps_no_other_one_waiting_and_costs_no_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> None:
+        links = agents(False, True, True)
+        seen = Seen(links)
+        watching = asyncio.create_task(seen._watch_agents())
+        async with asyncio.timeout(10):  # less than BEGIN_S
+            while links[1].channel.sent.count("ping") < 3:  # type: ignore[union-attr]
+                await asyncio.sleep(0.01)
+        assert sorted(seen.told) == [(EventName.NODE_ANSWERS, "n1"), (EventName.NODE_ANSWERS, "n2")]
+        assert [wire.sent.count("replicas") for wire in map(lambda link: link.channel, links.values())] == [1] * 3
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+        await seen._background.cancel_all()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_an_agent_that_ends_meanwhile_is_started_again_and_one_that_is_silent_may_have_lost_its_node(
+    is_closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slurmft.supervisor.inference.attempt.BEGIN_S", 0.2)
+
+    async def work() -> None:
+        links = agents(False)
+        seen = Seen(links)
+        if is_closed:
+            asyncio.get_running_loop().call_later(0.05, links[0].disconnected)
+        await seen._take_in(links[0])
+        assert (seen.lost, seen.told) == ([("n0", is_closed)], [])
+
+    asyncio.run(work())
