@@ -144,7 +144,7 @@ class AttemptRunner:
     async def _launch(self) -> None:
         await self._crew.muster(self._cluster)
         self._background.start(self._slurm.read_terms())
-        own = (self._watch_processes, self._watch_requests, self._handle_events, self._watch_agents)
+        own = (self._watch_processes, self._watch_requests, self._handle_events, self._watch_agents, self._folder.watch)
         for watch in (*own, self._accuser.watch, self._resizing.watch, self._live.watch):
             self._background.start(watch())
         for link in self._pool.links.values():
@@ -355,7 +355,7 @@ class AttemptRunner:
         """Agents stop their workers when they hear nothing for the lease; so ping them, and expect their reports."""
         section, agents = self._config.fault_tolerance, len(self._pool.links)
         timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
-        pause_s, ping_s = timeout_s / LOOKS_PER_TIMEOUT, ping_interval_s(agents, lease_s=section.supervisor_lease_s)
+        pause_s, ping_s = timeout_s / LOOKS_PER_TIMEOUT, ping_interval_s(agents, lease_s=section.ping_lease_s)
         pinged_s = 0.0
         while not self._over.is_set():
             if asleep_s := await overslept_s(pause_s):
