@@ -113,9 +113,7 @@ class Agent:
         self._digests = DigestReports()
         self._hangs = HangWatch(config, self._report_hang)
         self._generation = 0
-        self._where = Whereabouts(
-            self._run.attempts / attempt, may_move=config.fault_tolerance.standby_supervisor
-        )
+        self._where = Whereabouts(self._run.attempts / attempt, may_move=config.fault_tolerance.standby_supervisor)
         self._forensics = Forensics(self._host)
         self._replicas: Replicas | None = None
         if config.inference is not None:
