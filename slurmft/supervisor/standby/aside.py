@@ -13,10 +13,10 @@ from slurmft.config.config import RunConfig
 from slurmft.errors import StorageError
 from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
 from slurmft.scheduler.environment import current_job
-from slurmft.storage.lease import Lease
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder
 from slurmft.supervisor.cluster import Cluster
 from slurmft.supervisor.signals import any_kept
+from slurmft.supervisor.standby.lease import Lease
 
 GONE_S = 60.0
 """A lease of that age is that of a supervisor which is gone, with every standby of it."""

@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import subprocess
-import sys
 import threading
 import time
 from types import TracebackType
@@ -25,12 +24,12 @@ from slurmft.policy.timing.standby import LEASE_S, RENEW_S, YIELD_S
 from slurmft.scheduler import own_jobs
 from slurmft.scheduler.environment import with_batch_variables
 from slurmft.storage.events import EventName
-from slurmft.storage.lease import Lease, Terms
 from slurmft.storage.patience import FolderThread, PatientJournal
 from slurmft.storage.run_folder import RunFolder
-from slurmft.supervisor.cluster import Cluster, SlurmCluster, agents_environment
+from slurmft.supervisor.cluster import Cluster, SlurmCluster, agents_environment, for_srun, standby_argv
 from slurmft.supervisor.fleet.agents import open_port
 from slurmft.supervisor.owner import is_this_process
+from slurmft.supervisor.standby.lease import Lease, Terms
 from slurmft.supervisor.start import Start
 from slurmft.system.opening import appending
 from slurmft.system.sleeping import overslept_s
@@ -240,12 +239,8 @@ class StandbyKeeper:
             self._lease.write(Terms(hosts=hosts, port=self._port, secret=self._secret, standby=token))
 
     def _srun(self, node: str, token: str) -> subprocess.Popen[bytes]:
-        argv = ["srun", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--export=ALL", "--mpi=none", "--input=none",
-                "--nodes", "1", "--ntasks", "1", "--ntasks-per-node", "1", "--nodelist", node,
-                *self._config.slurm.srun_args, sys.executable, "-P", "-u", "-m", "slurmft", "standby",
-                str(self._run.config), token]  # fmt: skip
-        environment = with_batch_variables(agents_environment(os.environ))
-        environment.pop("SLURM_CLUSTERS", None)
+        argv = standby_argv(self._config, node, str(self._run.config), token)
+        environment = with_batch_variables(for_srun(agents_environment(os.environ)))
         with appending(self._run.logs / f"standby-{node}.log") as errors:
             return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, env=environment,
                                     start_new_session=True)  # fmt: skip

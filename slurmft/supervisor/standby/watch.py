@@ -13,10 +13,10 @@ from slurmft.ipc.channel import BadMessage, Channel, connect
 from slurmft.policy.timing.standby import LEASE_S, RENEW_S, Silence, may_claim
 from slurmft.scheduler import own_jobs
 from slurmft.scheduler.parsing.parsing import JobEnding
-from slurmft.storage.lease import Lease
 from slurmft.storage.run_folder import Owner, RunFolder
 from slurmft.supervisor.cluster import SlurmCluster
 from slurmft.supervisor.owner import this_process
+from slurmft.supervisor.standby.lease import Lease
 from slurmft.system.sleeping import overslept_s
 
 CONNECT_S = 2.0

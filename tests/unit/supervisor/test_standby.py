@@ -17,12 +17,12 @@ from slurmft.policy.site.job_identity import JobIdentity
 from slurmft.scheduler import own_jobs
 from slurmft.scheduler.environment import SlurmJob, as_in_batch_script, batch_node, with_batch_variables
 from slurmft.scheduler.parsing.parsing import JobEnding
-from slurmft.storage.lease import Lease, Terms
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor.cluster import SlurmCluster
 from slurmft.supervisor.owner import this_process
 from slurmft.supervisor.standby.aside import is_standbys
 from slurmft.supervisor.standby.keeper import StandbyKeeper
+from slurmft.supervisor.standby.lease import Lease, Terms
 from slurmft.supervisor.standby.watch import Watch
 from slurmft.system.files import write_json
 
