@@ -41,7 +41,7 @@ from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.recovery.final_ends import Superfluous, keep_ended, superfluous
 from slurmft.supervisor.recovery.node_choice import next_cycle
 from slurmft.supervisor.recovery.requeue import FLUSH_S
-from slurmft.supervisor.standby.aside import is_standbys, stand_aside
+from slurmft.supervisor.standby.aside import is_standbys, stand_aside, standby_has_taken_over
 from slurmft.supervisor.standby.keeper import StandbyKeeper
 from slurmft.supervisor.start import Start
 from slurmft.supervisor.watch.companion import Companion
@@ -100,6 +100,11 @@ def supervise(
                 )
             except StorageUnavailable as error:
                 return _try_again_later(config, cluster, run, error)
+            except Fenced:
+                if not standby_has_taken_over(config, environment):
+                    raise
+                attempts.abandon()
+                return stand_aside(run, cluster)
             if start is None:
                 return 0
             if isinstance(start, Superfluous):

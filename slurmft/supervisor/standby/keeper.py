@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from slurmft.config.config import RunConfig
-from slurmft.errors import SlurmError, SlurmUnavailable, StorageError
+from slurmft.errors import SlurmError, SlurmftError, SlurmUnavailable
 from slurmft.ipc.channel import BadMessage, Channel, accept, keep_alive
 from slurmft.policy.timing import standby as policy
 from slurmft.policy.timing.standby import LEASE_S, RENEW_S, YIELD_S
@@ -93,7 +93,7 @@ class StandbyKeeper:
             if time.monotonic() < self._promised_at_s + LEASE_S - MARGIN_S:  # the standby has promised to wait
                 return True
             if time.monotonic() >= self._yields_until_s:
-                with contextlib.suppress(StorageError, OSError):
+                with contextlib.suppress(SlurmftError, OSError):
                     return self._looks.call(self._renew_as_owner, timeout_s=FOLDER_S)
             time.sleep(LOOK_S)
         return not self._is_superseded
@@ -116,7 +116,7 @@ class StandbyKeeper:
         thread, self._thread = self._thread, None
         if thread is None or self._is_superseded:
             return not self._is_superseded  # it owns the run, and its step is its life
-        with contextlib.suppress(StorageError, OSError):
+        with contextlib.suppress(SlurmftError, OSError):
             self._folder.call(lambda: self._name(""), timeout_s=FOLDER_S)
             if self._is_superseded:
                 return False
@@ -172,7 +172,7 @@ class StandbyKeeper:
             await asyncio.sleep(RENEW_S)
             if time.monotonic() < self._yields_until_s:
                 continue
-            with contextlib.suppress(StorageError, OSError):
+            with contextlib.suppress(SlurmftError, OSError):
                 # as the owner, with the lock: after a pause of any length
                 await asyncio.wrap_future(self._folder.submit(self._renew_as_owner))
 
@@ -218,7 +218,7 @@ class StandbyKeeper:
             await asyncio.wrap_future(self._folder.submit(lambda: self._name(token)))
             self._is_named = True
             self._process = self._srun(node, token)
-        except (StorageError, OSError) as error:
+        except (SlurmftError, OSError) as error:
             self._problem = str(error)
             return False
         until_s = time.monotonic() + READY_S

@@ -7,7 +7,7 @@ import logging
 import os
 
 from slurmft.config.config import RunConfig
-from slurmft.errors import SlurmError, UsageError
+from slurmft.errors import SlurmError, SlurmftError, UsageError
 from slurmft.policy.nodes.evidence import Suspect
 from slurmft.policy.verdicts.verdict import Cause, Verdict
 from slurmft.scheduler import own_jobs
@@ -19,6 +19,7 @@ from slurmft.storage.patience import FolderThread, PatientJournal
 from slurmft.storage.run_folder import Owner, RunFolder
 from slurmft.supervisor.cluster import SlurmCluster
 from slurmft.supervisor.fleet.outliving import Outlived, find_elsewhere
+from slurmft.supervisor.owner import is_this_process
 from slurmft.supervisor.recovery.act import Ending
 from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.run import STORAGE_PATIENCE_S, Taken, decision_of, supervise, verdict_in_its_place
@@ -95,10 +96,13 @@ def _end_job(run: RunFolder, cluster: SlurmCluster) -> None:
     """End the job, as no end of a batch script does; one that was requeued is not ended."""
     with ignoring_signals():
         try:
+            owner = run.owner()
+            if owner is None or not is_this_process(owner):  # the next standby has taken the run over
+                return
             if own_jobs.ending(cluster.own, cluster.attempt.restart) is not JobEnding.NOT_ENDING:
                 return
             journal = run.journal(cluster.attempt)
             journal.append(EventName.STANDBY_ENDS_JOB, job=cluster.own.job_id)
             own_jobs.cancel(cluster.own)
-        except SlurmError as error:
-            log.error("the job stays until its time limit: scancel %s (%s)", cluster.own.job_id, error.what)
+        except (SlurmftError, OSError) as error:
+            log.error("the job stays until its time limit: scancel %s (%s)", cluster.own.job_id, error)

@@ -8,7 +8,7 @@ import logging
 import time
 from dataclasses import replace
 
-from slurmft.errors import SlurmError, StorageError
+from slurmft.errors import SlurmftError
 from slurmft.ipc.channel import BadMessage, Channel, connect
 from slurmft.policy.timing.standby import LEASE_S, RENEW_S, Silence, may_claim
 from slurmft.scheduler import own_jobs
@@ -53,7 +53,7 @@ class Watch:
                 self._heard_s += await overslept_s(RENEW_S)
                 if self.silent_s < LEASE_S:
                     continue
-                with contextlib.suppress(StorageError, SlurmError, OSError):
+                with contextlib.suppress(SlurmftError, OSError):
                     if (taken := await asyncio.to_thread(self._claim)) is not None:
                         return taken
             return None
