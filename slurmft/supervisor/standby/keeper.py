@@ -293,6 +293,8 @@ class StandbyKeeper:
                     self._heard_at_s = max(self._heard_at_s, sent_s)
         except (BadMessage, TimeoutError, OSError, TypeError) as error:
             log.debug("a connection that is no standby's: %s", error)
+        except asyncio.CancelledError:  # asyncio's streams would log it
+            return
         finally:
             writer.close()
 

@@ -50,7 +50,8 @@ class Watch:
         listening = asyncio.create_task(self._listen())
         try:
             while not self._is_dismissed:
-                self._heard_s += await overslept_s(RENEW_S)
+                asleep_s = await overslept_s(RENEW_S)
+                self._heard_s += asleep_s  # in two steps: += reads before it awaits, and would lose a later time
                 if self.silent_s < LEASE_S:
                     continue
                 with contextlib.suppress(SlurmftError, OSError):

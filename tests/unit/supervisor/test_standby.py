@@ -17,6 +17,7 @@ from slurmft.policy.site.job_identity import JobIdentity
 from slurmft.scheduler import own_jobs
 from slurmft.scheduler.environment import SlurmJob, as_in_batch_script, batch_node, with_batch_variables
 from slurmft.scheduler.parsing.parsing import JobEnding
+from slurmft.storage.patience import FolderThread, PatientJournal
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor.cluster import SlurmCluster
 from slurmft.supervisor.owner import this_process
@@ -24,6 +25,7 @@ from slurmft.supervisor.standby.aside import is_standbys
 from slurmft.supervisor.standby.keeper import StandbyKeeper
 from slurmft.supervisor.standby.lease import Lease, Terms
 from slurmft.supervisor.standby.watch import Watch
+from slurmft.supervisor.start import Start
 from slurmft.system.files import write_json
 
 TERMS = Terms(hosts=("127.0.0.1",), port=9, secret="s", standby="mine")
@@ -109,6 +111,39 @@ def test_a_supervisor_confirms_that_the_run_is_its_own(run: RunFolder, cluster: 
     run.take_over(replace(this_process(run, cluster, 4, standby=True), host="elsewhere"))
     assert not keeper.confirm() and keeper.is_lost
     assert not keeper.dismiss(), "the standby's step is not ended: it owns the run"
+
+
+def test_both_sides_hear_each_other(run: RunFolder, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch):
+    async def have_none(_: StandbyKeeper) -> None:
+        return
+
+    monkeypatch.setattr(StandbyKeeper, "_have_a_standby", have_none)
+    monkeypatch.setattr(cluster, "control_hosts", lambda: ["127.0.0.1"])
+    monkeypatch.setattr(type(cluster), "listen_host", "127.0.0.1")
+    run.take_over(this_process(run, cluster, 3))
+    keeper = StandbyKeeper(configured(run.path), run, cluster)
+    keeper.see_to_it(Start(cluster=cluster, run=run, journal=PatientJournal(run.path, FolderThread()), history=(),
+                           thread=FolderThread(), generation=3, secret=b""))  # fmt: skip
+
+    async def watch_for(seconds: float) -> None:
+        until_s = time.monotonic() + seconds
+        while not keeper._port:
+            await asyncio.sleep(0.05)
+        keeper._token, keeper._is_named = "mine", True
+        keeper._name("mine")
+        watch = Watch(run, cluster, "mine")
+        watching = asyncio.create_task(watch.run())
+        while time.monotonic() < until_s:
+            await asyncio.sleep(0.1)
+        assert watch.silent_s < 2, "messages come"
+        assert time.monotonic() - keeper._promised_at_s < 2, "and are answered"
+        assert keeper.confirm() and not keeper.is_lost
+        assert await asyncio.to_thread(keeper.dismiss)
+        assert await asyncio.wait_for(watching, 5) is None, "it is sent home"
+
+    asyncio.run(watch_for(4.0))
+    owner = run.owner()
+    assert owner is not None and owner.generation == 3
 
 
 def test_naming_no_standby_loses_against_a_claim(run: RunFolder, cluster: SlurmCluster, watch: Watch):
