@@ -141,7 +141,7 @@ def test_both_sides_hear_each_other(run: RunFolder, cluster: SlurmCluster, monke
         assert await asyncio.to_thread(keeper.dismiss)
         assert await asyncio.wait_for(watching, 5) is None, "it is sent home"
 
-    asyncio.run(watch_for(4.0))
+    asyncio.run(watch_for(2.5))
     owner = run.owner()
     assert owner is not None and owner.generation == 3
 
