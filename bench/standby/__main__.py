@@ -40,7 +40,7 @@ def once(lab: Lab, name: str) -> dict[str, float]:
     }  # fmt: skip
     path = lab.home / f"{name}.yaml"
     path.write_text(json.dumps(config))
-    job = lab.run(["slurmft", "submit", str(path)]).stdout.split(" as job ")[1].split()[0]
+    lab.run(["slurmft", "submit", str(path)])
 
     def seconds_of(event: str, count: int = 1) -> float:
         found = [each for each in run.journal().read() if each.event == event]
@@ -52,15 +52,11 @@ def once(lab: Lab, name: str) -> dict[str, float]:
     cut = time.time()
     lab.kill_node(host)
     until(lambda: bool(seconds_of("first step", 2)), "step after the takeover")
-    found = {
+    return {
         "the standby has the run": seconds_of("standby took over") - cut,
         "agents have followed": seconds_of("agents ready", 2) - cut,
         "first step": seconds_of("first step", 2) - cut,
     }
-    lab.run_as_admin(["scancel", job])
-    lab.start_node(host)
-    lab.wait_until_idle(60)
-    return found
 
 
 def until(condition: Callable[[], Any], what: str) -> None:
@@ -78,16 +74,16 @@ def main() -> None:
     args = parser.parse_args()
     folder = Path(f"/var/lib/slurmft-lab-bench-{os.getpid()}")
     load = os.getloadavg()[0]
-    lab = Lab.up(LabSettings(folder=folder, nodes=4, slurmd_timeout_s=SLURMD_TIMEOUT_S))
     rounds: list[dict[str, float]] = []
-    try:
-        for number in range(args.rounds):
+    for number in range(args.rounds):
+        try:  # a cluster for each round: a job whose batch host is dead takes long to end
+            lab = Lab.up(LabSettings(folder=folder, nodes=4, slurmd_timeout_s=SLURMD_TIMEOUT_S))
             rounds.append(once(lab, f"standby-{number}"))
-            print(", ".join(f"{what} {took:.2f} s" for what, took in rounds[-1].items()), flush=True)
-    finally:
-        building.purge(folder)
-        if rounds and args.output:
-            args.output.write_text(told(rounds, load))
+        finally:
+            building.purge(folder)
+        print(", ".join(f"{what} {took:.2f} s" for what, took in rounds[-1].items()), flush=True)
+    if args.output:
+        args.output.write_text(told(rounds, load))
 
 
 def told(rounds: list[dict[str, float]], load: float) -> str:
