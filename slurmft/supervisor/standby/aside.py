@@ -22,6 +22,9 @@ GONE_S = 60.0
 """A lease of that age is that of a supervisor which is gone, with every standby of it."""
 
 LOOK_S = 1.0
+LAST_LOOKS = 10
+"""After the run is done: its supervisor has some things to write and to tell, and ends the job then."""
+
 
 log = logging.getLogger(__name__)
 
@@ -34,20 +37,20 @@ def is_standbys(owner: Owner, attempt: Attempt) -> bool:
 def stand_aside(run: RunFolder, cluster: Cluster) -> int:
     """Return when the job is not needed any more; returns the batch script's exit code."""
     log.warning("a standby has taken the run over; this process only keeps the job alive")
-    lease = Lease(run, cluster.attempt)
+    lease, left_looks = Lease(run, cluster.attempt), LAST_LOOKS
     while True:
         time.sleep(LOOK_S)
         try:
             owner, done = run.owner(), run.done()
         except (StorageError, OSError):
             continue
-        if done is not None:
+        if done is not None and (left_looks := left_looks - 1) <= 0:
             return 0
         age_s = lease.age_s()
         if owner is None or not is_standbys(owner, cluster.attempt) or (age_s is not None and age_s > GONE_S):
             return EXIT_TEMPORARY
         if any_kept() and cluster.why_ending() is not None:
-            return EXIT_TEMPORARY
+            return EXIT_TEMPORARY if done is None else 0
 
 
 def standby_has_taken_over(config: RunConfig, environment: Mapping[str, str]) -> bool:

@@ -137,17 +137,29 @@ class StandbyKeeper:
         self.dismiss()
 
     def _renew_as_owner(self) -> bool:
-        """Renew the lease, unless another process owns the run by now."""
-        assert self._lease is not None
+        """Renew the lease, unless another process owns the run by now; none can claim it meanwhile."""
         with self._run.lock():
-            owner = self._run.owner()
-            if owner is not None and not is_this_process(owner):
-                self._is_superseded = True
-                return False
-            before_s = time.monotonic()
-            self._lease.renew()
-            self._file_at_s, self._is_late = before_s, False
-            return True
+            return self._owns() and self._touch()
+
+    def _touch_and_look(self) -> bool:
+        """The same without the lock, which would stay locked for minutes where its holder's node dies.
+
+        A claim that has looked at the lease just before is noticed half a second later.
+        """
+        return self._touch() and self._owns()
+
+    def _touch(self) -> bool:
+        assert self._lease is not None
+        before_s = time.monotonic()
+        self._lease.renew()
+        self._file_at_s, self._is_late = before_s, False
+        return True
+
+    def _owns(self) -> bool:
+        owner = self._run.owner()
+        if owner is not None and not is_this_process(owner):
+            self._is_superseded = True
+        return not self._is_superseded
 
     # In the thread
 
@@ -173,8 +185,7 @@ class StandbyKeeper:
             if time.monotonic() < self._yields_until_s:
                 continue
             with contextlib.suppress(SlurmftError, OSError):
-                # as the owner, with the lock: after a pause of any length
-                await asyncio.wrap_future(self._folder.submit(self._renew_as_owner))
+                await asyncio.wrap_future(self._folder.submit(self._touch_and_look))
 
     async def _watch_owner(self) -> None:
         """Note when the lease has run out; the time in which this process was suspended does not count."""
@@ -232,9 +243,7 @@ class StandbyKeeper:
         assert self._lease is not None
         hosts = tuple(self._cluster.control_hosts())
         with self._run.lock():  # a standby that claims the run at this moment has it, or has not
-            owner = self._run.owner()
-            if owner is not None and not is_this_process(owner):
-                self._is_superseded = True
+            if not self._owns():
                 return
             self._lease.write(Terms(hosts=hosts, port=self._port, secret=self._secret, standby=token))
 
