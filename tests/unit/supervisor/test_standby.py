@@ -13,10 +13,12 @@ import pytest
 from slurmft.config.config import RunConfig, validate
 from slurmft.errors import ConfigError
 from slurmft.ipc.whereabouts import Whereabouts
-from slurmft.policy.site.job_identity import JobIdentity
+from slurmft.operations import rescue
+from slurmft.policy.site.job_identity import JobIdentity, OwnJob
 from slurmft.scheduler import own_jobs
 from slurmft.scheduler.environment import SlurmJob, as_in_batch_script, batch_node, with_batch_variables
 from slurmft.scheduler.parsing.parsing import JobEnding
+from slurmft.storage import signs_of_life
 from slurmft.storage.patience import FolderThread, PatientJournal
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor.cluster import SlurmCluster
@@ -210,3 +212,16 @@ def test_an_agent_follows_an_address_that_changes_once_its_supervisor_is_silent(
 
     asyncio.run(follow())
     assert ended and where.read()[:2] == (["n2"], 2)
+
+
+def test_a_sweep_leaves_a_job_alone_whose_standby_lives(run: RunFolder, cluster: SlurmCluster):
+    job = OwnJob("7")
+    run.attempt_folder(cluster.attempt)
+    signs_of_life.touch(run, cluster.attempt)
+    run.take_over(this_process(run, cluster, 3))
+    assert not rescue._has_standby(run, job), "its batch script is gone, and nothing has taken over"
+    run.take_over(this_process(run, cluster, 4, standby=True))
+    assert rescue._has_standby(run, job) and not rescue._has_standby(run, OwnJob("8"))
+    alive = run.attempts / str(cluster.attempt) / "alive"
+    os.utime(alive, (time.time() - 60, time.time() - 60))
+    assert not rescue._has_standby(run, job), "that is gone, too"
