@@ -64,13 +64,12 @@ from slurmft.ipc.reports import (
     WorkerExited,
 )
 from slurmft.ipc.shapes import Fields
+from slurmft.ipc.whereabouts import Whereabouts
 from slurmft.policy.timing.fleet import report_interval_s
 from slurmft.policy.timing.stop import NEVER
 from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
 from slurmft.storage.run_folder import RunFolder
 from slurmft.sync.node import NodeSync
-from slurmft.system.files import read_json
-from slurmft.system.opening import read_bytes, trusted_owners
 from slurmft.system.processes import birth_of
 from slurmft.system.sleeping import overslept_s
 
@@ -116,7 +115,7 @@ class Agent:
         self._digests = DigestReports()
         self._hangs = HangWatch(config, self._report_hang)
         self._generation = 0
-        self._address: tuple[list[str], int, bytes] | None = None
+        self._where = Whereabouts(self._run.attempts / attempt, may_move=config.fault_tolerance.standby_supervisor)
         self._forensics = Forensics(self._host)
         self._replicas: Replicas | None = None
         if config.inference is not None:
@@ -189,29 +188,17 @@ class Agent:
     async def _serve(self) -> int:
         while not self._shutdown:
             try:
-                await self._serve_one_connection()
+                await self._where.unless_moved(
+                    self._serve_one_connection(), lambda: time.monotonic() - self._last_heard
+                )
             except (OSError, BadMessage, StorageError) as error:  # OSError covers TimeoutError
                 log.debug("no supervisor: %s", error)
             if not self._shutdown:
                 await asyncio.sleep(RECONNECT_PAUSE_S)
         return 0
 
-    def _where(self) -> tuple[list[str], int, bytes]:
-        """Read once: a reconnection must not wait for a run folder that stalls."""
-        if self._address is None:
-            folder = self._run.attempts / self._attempt
-            where = read_json(folder / "control.json")
-            if where is None:
-                raise OSError("the supervisor has not said yet where it listens")
-            try:
-                hosts, port = list(where["hosts"]), int(where["port"])
-            except (KeyError, TypeError, ValueError, OverflowError) as error:
-                raise OSError(f"{folder / 'control.json'} is damaged") from error
-            self._address = hosts, port, read_bytes(folder / "secret", owners=trusted_owners(folder))
-        return self._address
-
     async def _serve_one_connection(self) -> None:
-        channel = await self._connect_any(*self._where())
+        channel = await self._connect_any(*self._where.read())
         # in containers with process ids of their own, every agent may have the same one
         hello = Hello(
             node=self._index, host=self._host, pid=os.getpid(), birth=self._birth[:100] or None,
@@ -302,7 +289,7 @@ class Agent:
         folder = self._run.attempts / self._attempt
         self._begin_keeping(call, folder)
         if config.launcher == "ray":
-            leave_token(self._workers.folder, self._where()[2], self._attempt)
+            leave_token(self._workers.folder, self._where.read()[2], self._attempt)
         self._workers.start(
             ranks,
             [worker_environment(config, environment, call, rank, self._attempt) for rank in ranks],
@@ -326,7 +313,7 @@ class Agent:
             place=call.first_rank // self._config.nproc_per_node,
             nodes=call.nodes,
             hosts=[host for host in (self._host, address) if host],
-            secret=self._where()[2],
+            secret=self._where.read()[2],
         )
 
     async def _save_what_there_is(

@@ -172,6 +172,18 @@ class RunConfig(_Section):
         return self
 
     @model_validator(mode="after")
+    def _standby_has_a_place(self) -> Self:
+        if not self.fault_tolerance.standby_supervisor:
+            return self
+        name = "fault_tolerance.standby_supervisor"
+        if self.inference is not None:
+            raise ValueError(f"{name}: it is for trainers; replicas of an inference live on without a supervisor")
+        if not self.survives_nodes or self.nodes + self.spare_nodes < 2:
+            raise ValueError(f"{name} needs at least two nodes, and spare_nodes, elastic or slurm.no_kill: "
+                             "else the job does not outlive its batch host")  # fmt: skip
+        return self
+
+    @model_validator(mode="after")
     def _sizes_agree(self) -> Self:
         self.elastic.size(self.nodes)
         if 0 < self.nodes <= (copies := self.checkpoint.peer_copies):

@@ -51,3 +51,13 @@ class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
 
     preload: bool = True
     """Fork workers from a process that has torch imported already. Off: every worker starts its own interpreter."""
+
+    standby_supervisor: bool = False
+    """Keep a second supervisor ready on another node of the job. It takes over within seconds when the batch host dies,
+    which costs a requeue otherwise. Needs Slurm's commands on the nodes, and an allocation that outlives a node: spare
+    nodes, ``elastic``, or ``slurm.no_kill``."""
+
+    @property
+    def ping_lease_s(self) -> float:
+        """What the supervisor's pings to its agents are made for: a fourth of it lies between two of them."""
+        return min(self.supervisor_lease_s, 4.0) if self.standby_supervisor else self.supervisor_lease_s

@@ -138,7 +138,7 @@ def _jobs_to_ask_about(run: RunFolder) -> list[OwnJob]:
 
 def _rescue(run: RunFolder, records: Mapping[OwnJob, JobRecord], jobs: Sequence[OwnJob], who: str) -> str | None:
     for job, record in records.items():
-        if is_orphan(record):
+        if is_orphan(record) and not _has_standby(run, job):
             return _requeue_orphan(run, job, record, who)
         if record.waiting and (done := complete(run, job, record, who)):
             return done
@@ -157,6 +157,12 @@ def is_orphan(record: JobRecord) -> bool:
         return record.batch_host not in expand_hostlist(record.nodes)
     except ValueError:
         return False  # not known: Slurm answered something that cannot be its nodes
+
+
+def _has_standby(run: RunFolder, job: OwnJob) -> bool:
+    """Whether a standby has taken the place of the job's batch script, and lives."""
+    owner = run.owner()
+    return owner is not None and owner.standby and owner.job == job.job_id and signs_of_life.is_fresh(run, owner)
 
 
 def _requeue_orphan(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,3 +77,32 @@ def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
     Slurm exports all of it otherwise, and the child would take over its parent's restart count and node list.
     """
     return {name: value for name, value in environment.items() if name in _KEPT or not name.startswith(_LEAKING)}
+
+
+BATCH_VARIABLE = "SLURMFT_BATCH_ENVIRONMENT"
+"""Slurm's variables of the batch script, as JSON: those of a step describe the step."""
+
+
+def with_batch_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a step, in which a process is to take the batch script's place one day."""
+    told = {name: value for name, value in environment.items() if name.startswith(("SLURM_", "SLURMD_"))}
+    return {**environment, BATCH_VARIABLE: json.dumps(told)}
+
+
+def as_in_batch_script(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment that the batch script would have on this node.
+
+    Raises:
+        KeyError: this is no step that ``with_batch_variables`` was made for.
+        ValueError: the variables are damaged.
+    """
+    told = json.loads(environment[BATCH_VARIABLE])
+    of_step = ("SLURM_", "SLURMD_", BATCH_VARIABLE)
+    kept = {name: value for name, value in environment.items() if name == "SLURM_CONF" or not name.startswith(of_step)}
+    own = environment.get("SLURMD_NODENAME", "")
+    return {**kept, **{str(name): str(value) for name, value in told.items()}, "SLURMD_NODENAME": own}
+
+
+def batch_node(environment: Mapping[str, str]) -> str:
+    """The batch script's node, as Slurm calls it; raises as ``as_in_batch_script``."""
+    return str(json.loads(environment[BATCH_VARIABLE]).get("SLURMD_NODENAME", ""))

@@ -90,6 +90,9 @@ class Owner:
     cycle: int = 0
     """In-job restarts so far."""
 
+    standby: bool = False
+    """It was a standby: no batch script belongs to it."""
+
 
 class RunFolder:
     """Paths and small state files of one run. Creating one changes nothing on disk."""
@@ -197,6 +200,7 @@ class RunFolder:
                 folder=str(value.get("folder", "")),
                 inode=int(value.get("inode", 0)),
                 cycle=int(value.get("cycle", 0)),
+                standby=value.get("standby") is True,
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             reason = f"lacks {error}" if isinstance(error, KeyError) else f"is damaged: {error}"

@@ -26,6 +26,7 @@ FIRST_FILE_S = 60.0
 PROGRESS_S = 1.0
 """How often progress is written."""
 
+LEASE_LOOK_S = 0.25
 SRUN_ERRORS_BYTES = 1 << 20
 MAX_WORDS = 6
 _OWN = ("slurmft: ", "  hint: ")
@@ -48,10 +49,19 @@ class AttemptFolder:
     ) -> None:
         self._run, self._journal, self._thread = start.run, start.journal, start.thread
         self.attempt, self._generation = of or start.cluster.attempt, start.generation
-        self._is_superseded, self._on_superseded = False, on_superseded
+        self._is_superseded, self._on_superseded, self._lease = False, on_superseded, start.lease
         self.path = start.run.attempts / str(self.attempt)
         self._kill_seen = False
         self._told_at = 0.0
+
+    async def watch(self) -> None:
+        """End the attempt where its supervisor has lost its lease: a standby may have taken the run over."""
+        while self._lease is not None:
+            await asyncio.sleep(LEASE_LOOK_S)
+            if self._lease.is_lost:
+                self._is_superseded = True
+                self._on_superseded()
+                return
 
     async def tell_agents(self, where: Mapping[str, Any]) -> None:
         """Write where the supervisor listens.

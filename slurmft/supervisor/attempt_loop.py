@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, cast
 
@@ -47,9 +48,15 @@ class Attempts:
 
     Args:
         outlived: agents of the supervisor before this one, in the same start of the job.
+        dismiss_others: ends what else this job's supervisor has started on other nodes; False where that has taken
+            the run over meanwhile.
     """
 
-    def __init__(self, config: RunConfig, log_file: BackgroundLog, outlived: Outlived | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, log_file: BackgroundLog, outlived: Outlived | None = None, *,
+        dismiss_others: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
+        self._dismiss_others = dismiss_others
         self._config, self._log_file, self._outlived = config, log_file, outlived
         self._runner = asyncio.Runner()  # one loop for all of them: the agents' connections live in it
         self._crew: Crew | None = None
@@ -71,7 +78,8 @@ class Attempts:
             SlurmftError: nothing could be started.
         """
         accuser = Accuser(self._config, start)
-        ending = Ending(self._config, start, accuser, self._log_file, dismiss=self.dismiss, has_nodes=self._has_nodes)
+        ending = Ending(self._config, start, accuser, self._log_file, dismiss=self.dismiss, has_nodes=self._has_nodes,
+                        abandon=self.abandon)  # fmt: skip
         if (escape := settle(self._config, start)) is not None:
             if start.candidate:
                 return self._leave(ending, escape[0].reason, called_off=False)
@@ -112,12 +120,21 @@ class Attempts:
 
     def dismiss(self) -> None:
         """End the agents. The next attempt, if there is one, starts new ones."""
+        if not self._dismiss_others():
+            self.abandon()
+            return
         if self._crew is not None:
             crew, self._crew = self._crew, None
             self._runner.run(crew.dismiss(node_lost=self._lost))
         if self._outlived is not None:  # nothing came to the point of taking them over
             self._outlived.end()
             self._outlived = None
+
+    def abandon(self) -> None:
+        """Leave the agents to a supervisor that has taken the run over; those out of its reach end by themselves."""
+        if self._crew is not None:
+            crew, self._crew = self._crew, None
+            self._runner.run(crew.abandon())
 
     def __enter__(self) -> Self:
         return self

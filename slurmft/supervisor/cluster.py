@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -189,7 +190,7 @@ class SlurmCluster:
                     *argv,
                     stdin=asyncio.subprocess.DEVNULL,
                     stderr=errors,
-                    env=_for_srun(environment),
+                    env=for_srun(environment),
                     start_new_session=True,
                 )
             except FileNotFoundError as error:
@@ -245,7 +246,7 @@ class SlurmCluster:
             return None
 
 
-def _for_srun(environment: Mapping[str, str]) -> dict[str, str]:
+def for_srun(environment: Mapping[str, str]) -> dict[str, str]:
     """Without the cluster that a submission was sent to: srun would ask the accounting where it is."""
     return {name: value for name, value in environment.items() if name != "SLURM_CLUSTERS"}
 
@@ -269,6 +270,13 @@ def agents_argv(
     argv += ["--nodelist", host] if host else []
     launch = launch_of(config, attempt, with_srun=True)
     return [*argv, *config.slurm.srun_args, *launch.srun_options, *launch.argv]
+
+
+def standby_argv(config: RunConfig, node: str, *arguments: str) -> list[str]:
+    """The srun that starts a standby supervisor: outside of any container, as the supervisor itself."""
+    argv = ["srun", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--export=ALL", "--mpi=none", "--input=none"]
+    argv += ["--nodes", "1", "--ntasks", "1", "--ntasks-per-node", "1", "--nodelist", node, *config.slurm.srun_args]
+    return [*argv, sys.executable, "-P", "-u", "-m", "slurmft", "standby", *arguments]
 
 
 def agents_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.recovery.final_ends import Superfluous, keep_ended, superfluous
 from slurmft.supervisor.recovery.node_choice import next_cycle
 from slurmft.supervisor.recovery.requeue import FLUSH_S
+from slurmft.supervisor.standby.aside import is_standbys, stand_aside, standby_has_taken_over
+from slurmft.supervisor.standby.keeper import StandbyKeeper
 from slurmft.supervisor.start import Start
 from slurmft.supervisor.watch.companion import Companion
 from slurmft.system import processes
@@ -60,11 +62,15 @@ LOOK_S = 5.0
 log = logging.getLogger(__name__)
 
 
-def supervise(config: RunConfig, environment: Mapping[str, str], outlived: Outlived | None = None) -> int:
+def supervise(
+    config: RunConfig, environment: Mapping[str, str], outlived: Outlived | None = None, *,
+    taken: Taken | None = None,
+) -> int:  # fmt: skip
     """Run attempts of ``config`` in this allocation, and what follows them; returns the batch script's exit code.
 
     Args:
         outlived: agents that have outlived the supervisor before this one.
+        taken: this process was a standby, and owns the run already.
 
     Raises:
         RunBusy: another live job trains this run.
@@ -75,10 +81,16 @@ def supervise(config: RunConfig, environment: Mapping[str, str], outlived: Outli
     thread, log_file = FolderThread(), BackgroundLog()
     if isinstance(cluster, SlurmCluster):
         cluster.identify()
-    with Companion(config, run) as companion, Attempts(config, log_file, outlived) as attempts:
-        held: int | None = None
+    held = None
+    if taken is not None:
+        held, cluster.lost = taken.generation, set(taken.lost)
+    with (
+        Companion(config, run) as companion,
+        StandbyKeeper(config, run, cluster) as standby,
+        Attempts(config, log_file, outlived, dismiss_others=standby.dismiss) as attempts,
+    ):
         while True:
-            claim = _Claim(environment, secret=attempts.secret, held=held)
+            claim = _Claim(environment, secret=attempts.secret, held=held, standby=taken is not None)
             try:
                 start = patiently(
                     lambda claim=claim: thread.call(  # type: ignore[misc]
@@ -88,11 +100,19 @@ def supervise(config: RunConfig, environment: Mapping[str, str], outlived: Outli
                 )
             except StorageUnavailable as error:
                 return _try_again_later(config, cluster, run, error)
+            except Fenced:
+                if not standby_has_taken_over(config, environment):
+                    raise
+                attempts.abandon()
+                return stand_aside(run, cluster)
             if start is None:
                 return 0
             if isinstance(start, Superfluous):
                 return _end_superfluous(start, cluster, run, thread)
             companion.see_to_it()
+            if standby.is_wanted:
+                start = replace(start, lease=standby)
+                standby.see_to_it(start)
             if (code := attempts.run(start)) is not None:
                 return code
             held = attempts.generation
@@ -109,6 +129,20 @@ class _Claim:
     held: int | None
     """The generation as which this process has owned the run before; None before its first attempt."""
 
+    standby: bool = False
+    """It was a standby."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a standby has taken over."""
+
+    generation: int
+    """As which it owns the run."""
+
+    lost: frozenset[str]
+    """The node of the supervisor before."""
+
 
 def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> int:
     """Act in the place of a supervisor that signal ``number`` has ended; returns the batch script's exit code."""
@@ -116,6 +150,8 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     thread = FolderThread()
     owner = thread.call(run.owner, timeout_s=STORAGE_PATIENCE_S)
     outlived = thread.call(lambda: find_outlived(config, run, cluster), timeout_s=STORAGE_PATIENCE_S)
+    if owner is not None and is_standbys(owner, cluster.attempt):
+        return stand_aside(run, cluster)
     if owner is None or owner.pid not in lost_pids(environment) or owner.host != os.uname().nodename:
         if outlived is not None:
             outlived.end()
@@ -131,7 +167,8 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
                   history=history, secret=b"")  # fmt: skip
     name = signal.Signals(number).name
     journal.append(EventName.SUPERVISOR_LOST, signal=name, host=owner.host)
-    verdict = _verdict_in_its_place(run, cluster.attempt, name, owner.host, config.world_size)
+    lost = Verdict(cause=Cause.SUPERVISOR_LOST, reason=f"the supervisor on {owner.host} was ended by {name}")
+    verdict = verdict_in_its_place(run, cluster.attempt, lost, config.world_size)
     # the guardian has ended its agents, but for those that outlive a supervisor
     ending = Ending(
         config, start, Accuser(config, start), BackgroundLog(),
@@ -141,7 +178,7 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     decided = [
         event for event in history if event.attempt == str(cluster.attempt) and event.event == EventName.DECISION
     ]
-    code = ending.follow(verdict, _decision_of(decided[-1])) if decided else ending.act_on(verdict)
+    code = ending.follow(verdict, decision_of(decided[-1])) if decided else ending.act_on(verdict)
     if code is not None:
         return code
     if cluster.name == "local":  # whose name would be that of this process
@@ -151,7 +188,8 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     return supervise(config, environment, outlived)
 
 
-def _decision_of(event: Event) -> Decision:
+def decision_of(event: Event) -> Decision:
+    """The decision that the event of one has written down."""
     facts = event.details
     return Decision(
         action=Action(facts["action"]),
@@ -162,23 +200,21 @@ def _decision_of(event: Event) -> Decision:
     )
 
 
-def _verdict_in_its_place(run: RunFolder, attempt: Attempt, name: str, host: str, world_size: int) -> Verdict:
+def verdict_in_its_place(run: RunFolder, attempt: Attempt, lost: Verdict, world_size: int) -> Verdict:
+    """The verdict on an attempt whose supervisor is gone; ``lost`` where nothing else tells why it ended."""
     progress = progress_of(run)
     mine = progress if progress.attempt == str(attempt) else Progress()
     facts: dict[str, Any] = {
         "first_step": mine.resumed or 0, "last_step": mine.step or 0, "saved_step": mine.saved_step,
     }  # fmt: skip
     if (who := run.see_request("KILL")) is not None:
-        return Verdict(cause=Cause.STOPPED_BY_USER, reason=f"stopped by {who}; {name} ended the supervisor", **facts)
+        return Verdict(cause=Cause.STOPPED_BY_USER, reason=f"stopped by {who}; {lost.reason}", **facts)
     # the evidence of its workers still counts: without it, a rerun would go on where it was
     seen = Circumstances(
         heard=collect(run, attempt, ()), reached=(facts["first_step"], facts["last_step"]), saved=mine.saved_step
     )
     told = judge((), world_size=world_size, seen=seen)
-    if told.cause in DECIDING:
-        return told
-    reason = f"the supervisor on {host} was ended by {name}"
-    return Verdict(cause=Cause.SUPERVISOR_LOST, reason=reason, **facts)
+    return told if told.cause in DECIDING else replace(lost, **facts)
 
 
 def _begin(
@@ -304,17 +340,19 @@ def _take_over(run: RunFolder, cluster: Cluster, claim: _Claim) -> tuple[int, st
     while True:
         if (before := run.owner()) is not None:
             _refuse_to_replace(before, run, cluster, claim)  # not with the lock held: Slurm may take its time
-        if (taken := _take_over_from(before, run, cluster)) is not None:
+        if (taken := _take_over_from(before, run, cluster, claim)) is not None:
             return taken
 
 
-def _take_over_from(before: Owner | None, run: RunFolder, cluster: Cluster) -> tuple[int, str] | None:
+def _take_over_from(
+    before: Owner | None, run: RunFolder, cluster: Cluster, claim: _Claim
+) -> tuple[int, str] | None:  # fmt: skip
     """As ``_take_over`` returns; None where ``before`` is not the owner any more."""
     with run.lock():
         if run.owner() != before:
             return None
         generation = 1 if before is None else before.generation + 1
-        run.take_over(this_process(run, cluster, generation))
+        run.take_over(this_process(run, cluster, generation, standby=claim.standby))
         run.add_job(cluster.attempt.job, cluster.own.known if isinstance(cluster, SlurmCluster) else None)
         # this start lives: a process that settled its end took it for gone, or meant an earlier job with its number
         ending = run.ending(cluster.attempt)

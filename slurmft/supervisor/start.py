@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from slurmft.storage.journal import Event
 from slurmft.storage.patience import FolderThread, PatientJournal
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor.cluster import Cluster
+
+
+class LeaseHolder(Protocol):
+    """The supervisor's side of a lease that a standby watches."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a standby may have taken the run over."""
+
+    def confirm(self) -> bool:
+        """Whether the run is this process's, now and for some seconds; blocks while that cannot be told."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +44,9 @@ class Start:
 
     secret: bytes = field(repr=False)
     """The control channel's."""
+
+    lease: LeaseHolder | None = None
+    """What this process holds the run by, where a standby may take it over."""
 
     candidate: bool = False
     """Another job owns the run, and this one is to take it over: it decides nothing."""

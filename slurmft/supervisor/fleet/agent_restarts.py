@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Collection
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import SlurmError
@@ -58,18 +59,29 @@ class Reviver:
         self._tasks[link.node] = task = asyncio.create_task(self._revive(link) if hung_up else self._give_up(link))
         task.add_done_callback(lambda _: self._tasks.pop(link.node, None))
 
-    def expect(self, cluster: Cluster, within_s: float) -> None:
-        """Start agents where none has reported within this time; those that lived before have ended by then."""
-        self._expecting = asyncio.create_task(self._start_missing(cluster, within_s))
+    def expect(self, cluster: Cluster, within_s: float, *, count_out: bool = False) -> None:
+        """Start agents where none has reported within this time; those that lived before have ended by then.
 
-    async def _start_missing(self, cluster: Cluster, within_s: float) -> None:
+        Args:
+            count_out: their nodes count as lost instead, and those of the cluster's lost ones at once.
+        """
+        if count_out:
+            self._miss(cluster, cluster.lost, hung_up=False)
+        self._expecting = asyncio.create_task(self._start_missing(cluster, within_s, count_out=count_out))
+
+    async def _start_missing(self, cluster: Cluster, within_s: float, *, count_out: bool) -> None:
         await asyncio.sleep(within_s)
+        self._miss(cluster, cluster.agent_hosts(self._config), hung_up=not count_out)
+        if count_out:
+            self._pool.complete.set()
+
+    def _miss(self, cluster: Cluster, hosts: Collection[str], *, hung_up: bool) -> None:
         for node, host in enumerate(cluster.agent_hosts(self._config)):
-            if node not in self._pool.links:
+            if node not in self._pool.links and host in hosts:
                 hello = Hello(node=node, host=host, pid=0, birth=None, lender=None)
                 self._pool.links[node] = link = AgentLink(None, hello)
                 link.dropped = True
-                self.lost(link, hung_up=True)
+                self.lost(link, hung_up=hung_up)
 
     async def close(self) -> None:
         """Try no more."""

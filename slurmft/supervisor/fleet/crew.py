@@ -25,6 +25,9 @@ from slurmft.supervisor.start import Start
 from slurmft.system.processes import allow_descriptors
 
 LOOK_S = 0.05
+FOLLOW_S = 3.0
+"""How long agents have to find a supervisor that has moved; they look for it every half second."""
+
 SPARE_DESCRIPTORS = 200
 
 
@@ -66,9 +69,13 @@ class Crew:
         self._mustered = True
         allow_descriptors(cluster.size(self._config) + SPARE_DESCRIPTORS)
         if self._outlived is not None:
-            await self.pool.listen(None, self._outlived.listener)
+            port = await self.pool.listen(None, self._outlived.listener)
             self.processes = [*self._outlived.processes]
-            self.reviver.expect(cluster, self._config.fault_tolerance.supervisor_lease_s)
+            if self._outlived.moved:
+                await self.folder.tell_agents({"hosts": cluster.control_hosts(), "port": port})
+                self.reviver.expect(cluster, FOLLOW_S, count_out=True)
+            else:
+                self.reviver.expect(cluster, self._config.fault_tolerance.supervisor_lease_s)
             return
         port = await self.pool.listen(cluster.listen_host)
         await self.folder.tell_agents({"hosts": cluster.control_hosts(), "port": port})
@@ -143,6 +150,12 @@ class Crew:
             )
         else:
             self._journal.append(EventName.CONTAINER_LIMIT, node=link.host, reason=report.what)
+
+    async def abandon(self) -> None:
+        """Leave the agents, and what started them, as they are; their workers have been killed."""
+        self._mustered = False
+        await self.reviver.close()
+        await self.pool.close()
 
     async def dismiss(self, *, node_lost: bool) -> None:
         """End the agents, and the processes that started them; nothing of the job is left on any node then.

@@ -38,6 +38,7 @@ from slurmft.supervisor.recovery.place_elsewhere import Placement, all_busy, cho
 from slurmft.supervisor.recovery.remedies import Remedies
 from slurmft.supervisor.recovery.requeue import FLUSH_S, HANDED_ON, Continuation, in_folder
 from slurmft.supervisor.signals import any_kept
+from slurmft.supervisor.standby.aside import is_standbys, stand_aside
 from slurmft.supervisor.start import Start
 from slurmft.system.logs import BackgroundLog
 
@@ -55,13 +56,15 @@ class Ending:
         dismiss: ends the agents; called once it is decided that no attempt follows with them.
         has_nodes: whether enough of them are left for another attempt.
         outlived: the agents have outlived the supervisor in whose place this process acts.
+        abandon: leaves the agents to a standby of this job that has taken the run over.
     """
 
     def __init__(
         self, config: RunConfig, start: Start, accuser: Accuser, log_file: BackgroundLog,
         *, dismiss: Callable[[], None], has_nodes: Callable[[], bool], outlived: bool = False,
-        ends_at_s: float | None = None,
+        ends_at_s: float | None = None, abandon: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
+        self._abandon = abandon
         self._dismiss, self._has_nodes, self._outlived = dismiss, has_nodes, outlived
         self.config, self.start, self.ends_at_s, self.log_file = config, start, ends_at_s, log_file
         self._accuser = accuser
@@ -108,12 +111,18 @@ class Ending:
         return outside is not None and outside[0] is Cause.REQUEUED
 
     def _newer_owner(self) -> Owner | None:
+        if self.start.lease is not None and not self.start.lease.confirm():
+            return patiently(self.run.owner, patience_s=DONE_PATIENCE_S)
         owner = in_folder(self.start, self.run.owner)
         return owner if isinstance(owner, Owner) and owner.generation > self.start.generation else None
 
     def _leave_to(self, owner: Owner) -> int:
         reason = f"job {owner.job}, restart {owner.restart}, on {owner.host} has taken the run over"
         self.journal.append(EventName.SUPERSEDED, reason=reason)
+        if is_standbys(owner, self.cluster.attempt):
+            self._abandon()
+            self._flush()
+            return stand_aside(self.run, self.cluster)
         log.error("%s; this start ends and changes nothing", reason)
         self._dismiss()
         self._flush()
@@ -160,6 +169,8 @@ class Ending:
             wait_before_restart(self.config, self._budget.restarts_so_far)
             return None
         self._dismiss()
+        if self.start.lease is not None and (owner := self._newer_owner()) is not None:
+            return self._leave_to(owner)
         if decision.action is Action.CONTINUE:
             return self._continue(verdict, decision)
         outside = self.cluster.why_ending() if decision.action is Action.STOP else None

@@ -28,6 +28,9 @@ OTHERS_END_S = 4
 """Added to the begin time when the step did not end in order: its slurmstepds still look for an srun that is gone
 (2.5 s were seen), and a begin time that has passed before they end falls back to Slurm's 121 s."""
 
+BATCH_HOST_LOST_S = 30
+"""Added where a standby requeues the job: without its batch host it was COMPLETING for 14 to 21 s (22.05, 26.05)."""
+
 SHRUNK_S = 6
 """Added once more after a dead node was given back."""
 
@@ -115,6 +118,9 @@ class Continuation:
         lost = frozenset(self._cluster.lost).union(verdict.suspect_nodes if verdict.cause is Cause.NODE_LOST else ())
         if self._give_back(lost - self._cluster.given_back):
             delay_s += SHRUNK_S
+        is_watched = self._config.fault_tolerance.standby_supervisor
+        if is_watched and expand(self._cluster.job.nodes)[0] in self._cluster.lost:
+            delay_s += BATCH_HOST_LOST_S
         delay_s = delay_that_holds(delay_s, past_requeues(self._start.history, job_id))
         nodes = None
         if self._cluster.given_back:

@@ -16,7 +16,7 @@ OUTSIDE = "slurmft: container bwrap /image: ended with exit code 1 on n1\n"
 
 def folder(path: Path) -> AttemptFolder:
     start: Any = SimpleNamespace(run=SimpleNamespace(attempts=path), journal=None, thread=None, generation=1,
-                                 cluster=SimpleNamespace(attempt="7.0.0"))  # fmt: skip
+                                 lease=None, cluster=SimpleNamespace(attempt="7.0.0"))  # fmt: skip
     (path / "7.0.0").mkdir()
     return AttemptFolder(start)
 

@@ -1,0 +1,108 @@
+"""``slurmft standby``: watches the supervisor of its job, and becomes it when that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+from slurmft.config.config import RunConfig
+from slurmft.errors import SlurmError, SlurmftError, UsageError
+from slurmft.policy.nodes.evidence import Suspect
+from slurmft.policy.verdicts.verdict import Cause, Verdict
+from slurmft.scheduler import own_jobs
+from slurmft.scheduler.command import ignoring_signals
+from slurmft.scheduler.environment import current_job
+from slurmft.scheduler.parsing.parsing import JobEnding
+from slurmft.storage.events import EventName
+from slurmft.storage.patience import FolderThread, PatientJournal
+from slurmft.storage.run_folder import Owner, RunFolder
+from slurmft.supervisor.cluster import SlurmCluster
+from slurmft.supervisor.fleet.outliving import Outlived, find_elsewhere
+from slurmft.supervisor.owner import is_this_process
+from slurmft.supervisor.recovery.act import Ending
+from slurmft.supervisor.recovery.exclusions import Accuser
+from slurmft.supervisor.run import STORAGE_PATIENCE_S, Taken, decision_of, supervise, verdict_in_its_place
+from slurmft.supervisor.standby.watch import Watch
+from slurmft.supervisor.start import Start
+from slurmft.system.logs import BackgroundLog
+
+log = logging.getLogger(__name__)
+
+
+def stand_by(config: RunConfig, token: str, *, supervisor_node: str) -> int:
+    """Watch the supervisor on ``supervisor_node``, and act in its place when it is gone; with its environment.
+
+    Raises:
+        UsageError: this is no job of Slurm's.
+        SlurmftError: the run could not go on.
+    """
+    if (job := current_job(os.environ)) is None:
+        raise UsageError("a standby is started by the supervisor of a job")
+    cluster, run = SlurmCluster(job), RunFolder(config.run_folder)
+    problem = ""
+    try:
+        own_jobs.show(cluster.own)
+        cluster.identify()
+    except SlurmError as error:
+        problem = f"Slurm does not answer on {os.environ.get('SLURMD_NODENAME', '')}: {error.what}"
+    watch = Watch(run, cluster, token, problem=problem)
+    if (taken := asyncio.run(watch.run())) is None:
+        return 0
+    before, mine = taken
+    log.warning("the supervisor on %s is silent; acting in its place", supervisor_node)
+    try:
+        cluster.lost = {supervisor_node} if supervisor_node else set()
+        return _take_over(config, run, cluster, before=before, mine=mine, silent_s=watch.silent_s)
+    finally:
+        _end_job(run, cluster)
+
+
+def _take_over(
+    config: RunConfig, run: RunFolder, cluster: SlurmCluster, *, before: Owner, mine: Owner, silent_s: float,
+) -> int:  # fmt: skip
+    """Judge the attempt of the supervisor before, and go on; returns the exit code of a batch script."""
+    thread = FolderThread()
+    journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
+    history = thread.call(journal.read_past, timeout_s=STORAGE_PATIENCE_S)
+    outlived = thread.call(lambda: find_elsewhere(run, cluster), timeout_s=STORAGE_PATIENCE_S)
+    start = Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=mine.generation,
+                  history=history, secret=b"")  # fmt: skip
+    journal.append(EventName.STANDBY_TOOK_OVER, host=mine.host, before=before.host, silent_s=round(silent_s, 3),
+                   generation=mine.generation)  # fmt: skip
+    reason = f"nothing was heard of the supervisor on {before.host} for {silent_s:.1f} s"
+    lost = Verdict(cause=Cause.NODE_LOST, reason=reason, node="".join(cluster.lost),
+                   suspects=tuple(Suspect(node=node) for node in cluster.lost))  # fmt: skip
+    verdict = verdict_in_its_place(run, cluster.attempt, lost, config.world_size)
+    ending = Ending(
+        config, start, Accuser(config, start), BackgroundLog(), dismiss=lambda: _end(outlived),
+        has_nodes=lambda: outlived is not None and len(cluster.present()) >= config.size.minimum,
+    )  # fmt: skip
+    decided = [
+        event for event in history if event.attempt == str(cluster.attempt) and event.event == EventName.DECISION
+    ]
+    code = ending.follow(verdict, decision_of(decided[-1])) if decided else ending.act_on(verdict)
+    if code is not None:
+        return code
+    return supervise(config, os.environ, outlived, taken=Taken(mine.generation, frozenset(cluster.lost)))
+
+
+def _end(outlived: Outlived | None) -> None:
+    if outlived is not None:
+        outlived.end()
+
+
+def _end_job(run: RunFolder, cluster: SlurmCluster) -> None:
+    """End the job, as no end of a batch script does; one that was requeued is not ended."""
+    with ignoring_signals():
+        try:
+            owner = run.owner()
+            if owner is None or not is_this_process(owner):  # the next standby has taken the run over
+                return
+            if own_jobs.ending(cluster.own, cluster.attempt.restart) is not JobEnding.NOT_ENDING:
+                return
+            journal = run.journal(cluster.attempt)
+            journal.append(EventName.STANDBY_ENDS_JOB, job=cluster.own.job_id)
+            own_jobs.cancel(cluster.own)
+        except (SlurmftError, OSError) as error:
+            log.error("the job stays until its time limit: scancel %s (%s)", cluster.own.job_id, error)
