@@ -150,14 +150,10 @@ bench-recovery: install ## measure recovery from kill -9 beside torchrun and ft_
 bench-rehearsal: install ## measure what a spare's rehearsal saves (five minutes; a C++ compiler)
 	@$(BIN)/python bench/rehearsal --output bench/results/rehearsal.md
 
-<<<<<<< HEAD
-bench-many-ranks: install ## measure 16,384 ranks: commit, load, the supervisor, files of a whole cluster (six minutes, nothing else running; 2 GB)
-=======
 bench-standby: install ## measure the takeover by a standby supervisor (four minutes, root)
 	@$(BIN)/python bench/standby --output bench/results/standby.md
 
-bench-many-ranks: install ## measure commit and load of a checkpoint of 16,384 ranks (five minutes, nothing else running; 2 GB)
->>>>>>> standby
+bench-many-ranks: install ## measure 16,384 ranks: commit, load, the supervisor, files of a whole cluster (six minutes, nothing else running; 2 GB)
 	@$(BIN)/python bench/many_ranks --output bench/results/many_ranks.md
 
 bench-fleet: install ## measure the supervisor with 2,048 simulated agents (two minutes, nothing else running)
