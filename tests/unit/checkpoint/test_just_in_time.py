@@ -15,13 +15,14 @@ import pytest
 import torch
 from stored_state import IDENTITY, load, stage, write
 
-from slurmft.checkpoint import just_in_time
 from slurmft.checkpoint.format.damage import Damage, Damaged
 from slurmft.checkpoint.format.flat_state import FACTS, capture, rank_key
 from slurmft.checkpoint.format.reading import Stored
 from slurmft.checkpoint.format.shard_index import read_index
 from slurmft.checkpoint.just_in_time import JustInTime
+from slurmft.checkpoint.replicas.note_gathering import OwnNotes
 from slurmft.checkpoint.restore import prepare
+from slurmft.checkpoint.staging import taking_turns
 from slurmft.checkpoint.staging.rank_records import RankRecord, read_record, record_file
 from slurmft.checkpoint.state import Trainee
 from slurmft.ipc.pages.heartbeat import IN_UPDATE
@@ -390,10 +391,10 @@ def test_of_ranks_that_keep_at_once_one_does_and_one_that_fails_lets_the_other_t
 
 
 def test_a_rank_that_hangs_in_a_rescue_is_not_waited_for_for_ever(tmp_path, listener, kept, model, monkeypatch):
-    monkeypatch.setattr(just_in_time, "OTHERS_S", 0.05)
+    monkeypatch.setattr(taking_turns, "OTHERS_S", 0.05)
     rescue = JustInTime(tmp_path, kept)
     rescue.arm(Trainee(model, torch.optim.SGD(model.parameters(), lr=0.1)), step=4)
-    with just_in_time._alone_on_this_node(tmp_path / "rescue-0-4"):
+    with taking_turns.alone_on_this_node(tmp_path, 4):
         rescue.rescue()
     assert kept.weights == {} and listener.rescuable < 0
 
@@ -477,8 +478,8 @@ def test_a_state_without_a_ranks_own_part_is_not_whole(tmp_path, rank):
         prepare(one, stored, rank=rank, world_size=4)
     assert caught.value.damage is Damage.MISSING
     noted = one.rank_payload()
-    found = prepare(one, stored, rank=rank, world_size=4, notes=lambda facts: noted if facts["just_in_time"] else None)
-    assert found.is_own and found.own is noted
+    found = prepare(one, stored, rank=rank, world_size=4, notes=OwnNotes(noted | {"era": 0}))
+    assert found.is_own and found.own == noted
     assert prepare(one, stored, rank=2, world_size=4).is_own
 
 
@@ -498,9 +499,9 @@ def test_buffers_of_another_rank_are_not_taken_for_those_of_rank_0(tmp_path, lis
     assert listener.rescued == [4]
     stored = Stored.in_folder(tmp_path / "kept", [read_index(tmp_path / "kept/__0_0.json")])
     for rank in (1, 2):
-        assert prepare(one, stored, rank=rank, world_size=3, notes=lambda _: one.rank_payload()).is_own
+        assert prepare(one, stored, rank=rank, world_size=3, notes=OwnNotes(one.rank_payload() | {"era": 0})).is_own
     with pytest.raises(Damaged, match="the buffers of rank 0"):
-        prepare(one, stored, rank=0, world_size=3, notes=lambda _: one.rank_payload())
+        prepare(one, stored, rank=0, world_size=3, notes=OwnNotes(one.rank_payload() | {"era": 0}))
 
 
 @pytest.mark.parametrize("rank", [4, 5])
@@ -522,7 +523,7 @@ def test_a_loader_without_a_shared_position_is_refused_with_another_number_of_ra
     one.loader.state["taken"] = 9
     stored = kept_by_the_second_node(tmp_path / "kept", one)
     with pytest.raises(Damaged, match="position of its own") as caught:
-        prepare(one, stored, rank=rank, world_size=5, notes=lambda _: one.rank_payload())
+        prepare(one, stored, rank=rank, world_size=5, notes=OwnNotes(one.rank_payload() | {"era": 0}))
     assert caught.value.damage is Damage.MISFIT and "ElasticSampler" in caught.value.hint
 
 
