@@ -209,9 +209,8 @@ class JustInTime:
                 self._doubt(f"the weights were changed in step {step} outside of an optimizer's step")
                 return
             self._step, self._is_whole = step, True
-            if self._on_device is not None and self._buffers:
-                self._on_device.state_changes()
-            self._copy_buffers()
+            if self._on_device is None:
+                self._copy_buffers()  # first: they are noted
             try:
                 self._notes.note(step, self._loader_state())
             except (UsageError, CheckpointError) as error:
@@ -222,6 +221,9 @@ class JustInTime:
                 return
             self._watch.note()
             if self._on_device is not None:
+                if self._buffers:
+                    self._on_device.state_changes()
+                self._copy_buffers()
                 self._on_device.boundary(step, self._trainee)
             self._tell()
         self._account(began, step)

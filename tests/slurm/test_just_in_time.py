@@ -105,7 +105,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", ["rank 0", *(pytest.param(one, marks=pytest.mark.soak) for one in [*CASES][1:])])
+@pytest.mark.soak
+@pytest.mark.parametrize("case", CASES)
 def test_with_buffers_and_extra_no_step_is_lost(tmp_path: Path, undisturbed: str, case: str) -> None:
     run = new_run(tmp_path / "run")
     run.submit()
