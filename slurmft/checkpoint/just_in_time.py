@@ -157,8 +157,9 @@ class JustInTime:
             self._live = known
         self._copy_buffers()
         try:
-            if not self._notes.covers(extra, None if self._on_device is not None else self._buffers):
-                self._step = NOTHING  # the boundary is noted anew, with them
+            is_noted = self._notes.covers(extra, None if self._on_device is not None else self._buffers)
+            if not is_noted and self._step != NOTHING and self._is_whole:
+                self._notes.note_lead(self._step)
         except OSError as error:
             return self._disarm(f"no memory for it: {error}")
         SAVERS.is_armed = True

@@ -69,6 +69,14 @@ class BoundaryNotes:
         payload = self._record.note(step, loader)
         if self._send is not None:
             self._send(f"rank-{self._rank}", step, self._record.file, payload)
+        self.note_lead(step)
+
+    def note_lead(self, step: int) -> None:
+        """Note what rank 0 alone has; on other ranks nothing.
+
+        Raises:
+            UsageError, CheckpointError: something is more than a note can hold.
+        """
         if self._lead is not None:
             payload = self._lead.note(step)
             if self._send is not None:

@@ -24,7 +24,7 @@ from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.replicas.note_gathering import OwnNotes
 from slurmft.checkpoint.restore import prepare
 from slurmft.checkpoint.staging import taking_turns
-from slurmft.checkpoint.staging.lead_note import LeadRecord, lead_file
+from slurmft.checkpoint.staging.lead_note import LeadRecord, lead_file, read_lead
 from slurmft.checkpoint.staging.lead_note import decoded as decoded_lead
 from slurmft.checkpoint.staging.rank_records import RankRecord, read_record, record_file
 from slurmft.checkpoint.state import Trainee
@@ -570,6 +570,22 @@ def test_notes_from_before_a_load_are_not_those_of_the_same_step_after_it(tmp_pa
     rescue.arm(Trainee(model, torch.optim.SGD(model.parameters(), lr=0.1)), step=4)
     rescue.rescue()
     assert listener.rescued == [] and kept.weights == {}
+
+
+def test_a_function_that_is_given_at_a_later_save_counts_from_that_step_on(tmp_path, listener, model):
+    keep, optimizer = Shared(), torch.optim.SGD(model.parameters(), lr=0.1)
+    rescue = JustInTime(tmp_path, keep)
+    rescue.arm(Trainee(model, optimizer), step=4)
+    for step in (4, 5):
+        if step == 5:
+            rescue.at_boundary(5)
+        rescue.arm(Trainee(model, optimizer), step=step, extra=lambda step=step: {"made at": step})
+        rescue.rescue()
+        assert keep.flat.objects["extra"] == {"made at": step}
+    gradients(model)
+    optimizer.step()  # of step 6: a save in the middle of it, with another function
+    rescue.arm(Trainee(model, optimizer), step=6, extra=lambda: {"made at": "the middle of a step"})
+    assert read_lead(tmp_path, 5, 0).extra == {"made at": 5} and read_lead(tmp_path, 6, 0) is None
 
 
 def test_extra_that_cannot_be_noted_turns_it_off_and_training_goes_on(tmp_path, listener, kept, model, caplog):
