@@ -6,9 +6,10 @@ them to its place in memory, together with the own state of every rank of the no
 attempt goes on where this one was, bit for bit.
 
 That needs the weights to be still those of the step: an optimizer's hook is called before it changes them, and
-``weights_watch`` finds other changes. Buffers, which a forward pass changes, are copied at every boundary. Where a rank
-dies after its last collective of a step and before the end of that step, its own state at that end is unknown: the step
-is not kept, and the restart goes back to an older state.
+``weights_watch`` finds other changes. Buffers, which a forward pass changes, are copied at every boundary, and rank 0,
+whose buffers and ``extra`` count, notes them (``lead_note``). Where a rank dies after its last collective of a step and
+before the end of that step, its own state at that end is unknown: the step is not kept, and the restart goes back to an
+older state.
 
 A GPU runs behind its host: ``device_steps`` knows which step's state lies there, and copies go beside the stream that
 hangs in a collective.
@@ -17,7 +18,6 @@ hangs in a collective.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import logging
 import os
@@ -31,11 +31,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from slurmft.checkpoint.folders import own_generation
 from slurmft.checkpoint.format.flat_keys import key_of
 from slurmft.checkpoint.format.flat_state import (
     BUFFERS_OF,
+    EXTRA,
     FACTS,
+    HAS_EXTRA,
     MODEL,
     FlatState,
     capture,
@@ -44,15 +45,17 @@ from slurmft.checkpoint.format.flat_state import (
     rank_key,
 )
 from slurmft.checkpoint.format.plain_state import as_json
+from slurmft.checkpoint.staging.boundary_notes import BoundaryNotes, Send
 from slurmft.checkpoint.staging.device_steps import DeviceStep, DeviceSteps
-from slurmft.checkpoint.staging.rank_records import RankRecord, read_record
+from slurmft.checkpoint.staging.lead_note import Extra
+from slurmft.checkpoint.staging.rank_records import ERA
+from slurmft.checkpoint.staging.taking_turns import alone_on_this_node, remove_marks
 from slurmft.checkpoint.staging.weights_watch import WeightsWatch, can_be_heard
 from slurmft.checkpoint.state import Trainee, unwrapped
 from slurmft.errors import CheckpointError, UsageError
 from slurmft.ipc.pages.heartbeat import IN_UPDATE, NOTHING, PAGE_VARIABLE, RESCUE_SUFFIX
 from slurmft.policy.site.nccl import why_not_to_trust
 from slurmft.storage.memory_folder import ranks_of_this_node
-from slurmft.system.opening import open_regular
 from slurmft.trainer import streams
 from slurmft.trainer.savers import SAVERS, weakly
 
@@ -60,11 +63,6 @@ MAX_SHARE = 0.05
 """Of the time of a step, which the notes at its boundaries may take; about 0.1 ms of processor time."""
 
 TRIAL_STEPS = 50
-OTHERS_S = 10.0
-"""How long a rank waits for another one of its node that keeps the step, in case that one fails."""
-
-_LOOK_S = 0.005
-_MARK = "rescue-"
 _KEPT = b"1"
 
 log = logging.getLogger(__name__)
@@ -79,15 +77,16 @@ class JustInTime:
     Args:
         folder: the node's memory folder, which outlives the rank.
         stage: does the copy; raises where it cannot.
+        send: sends notes to other nodes; None where none take them.
     """
 
-    def __init__(self, folder: Path, stage: Stage) -> None:
-        self._folder, self._stage = folder, stage
+    def __init__(self, folder: Path, stage: Stage, send: Send | None = None) -> None:
+        self._folder, self._stage, self._send = folder, stage, send
         self._rank = int(os.environ.get("RANK", "0"))
         self._local = ranks_of_this_node()
         self._lock = threading.Lock()
         self._trainee: Trainee | None = None
-        self._record: RankRecord | None = None
+        self._notes: BoundaryNotes | None = None
         self._watch: WeightsWatch | None = None
         self._on_device: DeviceSteps | None = None
         self._step = self._kept = NOTHING
@@ -105,21 +104,21 @@ class JustInTime:
         self.reason = "nothing was saved or loaded yet"
         """Why the last complete step cannot be kept; empty when it can."""
 
-    def arm(self, trainee: Trainee, *, reason: str = "", step: int | None = None) -> None:
+    def arm(self, trainee: Trainee, *, reason: str = "", step: int | None = None, extra: Extra | None = None) -> None:
         """From now on be ready to keep ``trainee``; with a ``reason`` do not, for that reason.
 
-        ``step`` steps are complete, where that is known; the first boundary is not reported otherwise. Errors here are
-        logged, and the save or load goes on.
+        ``step`` steps are complete, where that is known; the first boundary is not reported otherwise. ``extra`` is
+        asked on rank 0 after each one. Errors here are logged, and the save or load goes on.
         """
         try:
             with self._lock:
-                self._arm(trainee, reason)
+                self._arm(trainee, reason, extra)
             if step is not None and self._step == NOTHING:
                 self.at_boundary(step)
         except Exception as error:  # noqa: BLE001 - of the user's model or loader, at a save that they let pass
             self.disarm(f"{type(error).__name__}: {error}")
 
-    def _arm(self, trainee: Trainee, reason: str) -> None:
+    def _arm(self, trainee: Trainee, reason: str, extra: Extra | None) -> None:
         devices = streams.devices(unwrapped(trainee.model).parameters())
         if devices and (self._on_device is None or self._on_device.device is not devices[0]):
             self._on_device = DeviceSteps(devices[0])
@@ -138,16 +137,16 @@ class JustInTime:
             if self._on_device is not None:  # updates of what is not armed are not heard of
                 self._on_device.forget()
         self.reason, self._trainee = "", trainee
-        if self._record is None:
+        if self._notes is None:
             try:
-                self._record = RankRecord(self._folder, self._rank, own_generation())
+                self._notes = BoundaryNotes(self._folder, self._rank, self._send)
             except OSError as error:
                 return self._disarm(f"no memory for it: {error}")
             hook = register_optimizer_step_pre_hook(weakly(self._before_optimizer))
             weakref.finalize(self, hook.remove)
             after = register_optimizer_step_post_hook(weakly(self._after_optimizer))
             weakref.finalize(self, after.remove)
-            _remove_marks(self._folder)
+            remove_marks(self._folder)
             self._listen()
         model = unwrapped(trainee.model)
         live = _buffers(model)
@@ -157,6 +156,12 @@ class JustInTime:
             self._buffers = {name: live[name].detach().clone() for name in sorted(kept)}
             self._live = known
         self._copy_buffers()
+        try:
+            is_noted = self._notes.covers(extra, None if self._on_device is not None else self._buffers)
+            if not is_noted and self._step != NOTHING and self._is_whole:
+                self._notes.note_lead(self._step)
+        except OSError as error:
+            return self._disarm(f"no memory for it: {error}")
         SAVERS.is_armed = True
         return None
 
@@ -197,7 +202,7 @@ class JustInTime:
 
     def at_boundary(self, step: int) -> None:
         """As ``trainer.savers.Saver``."""
-        if self._trainee is None or self._record is None or self._watch is None:
+        if self._trainee is None or self._notes is None or self._watch is None:
             return
         began = time.thread_time()
         with self._lock:
@@ -205,16 +210,21 @@ class JustInTime:
                 self._doubt(f"the weights were changed in step {step} outside of an optimizer's step")
                 return
             self._step, self._is_whole = step, True
+            if self._on_device is None:
+                self._copy_buffers()  # first: they are noted
             try:
-                self._record.note(step, self._loader_state())
+                self._notes.note(step, self._loader_state())
             except (UsageError, CheckpointError) as error:
                 self._disarm(error.what)
                 return
+            except Exception as error:  # noqa: BLE001 - of the user's own function
+                self._disarm(f"extra() raised {type(error).__name__}: {error}")
+                return
             self._watch.note()
-            if self._on_device is not None and self._buffers:
-                self._on_device.state_changes()
-            self._copy_buffers()
             if self._on_device is not None:
+                if self._buffers:
+                    self._on_device.state_changes()
+                self._copy_buffers()
                 self._on_device.boundary(step, self._trainee)
             self._tell()
         self._account(began, step)
@@ -245,10 +255,10 @@ class JustInTime:
                 return
             if step <= self._kept:
                 return
-        if self._buffers and self._rank and 0 in self._local:
-            return  # buffers are each rank's own, and rank 0's count: DDP sends them to all before every step
+        if self._rank and 0 in self._local and not self._has_lead(step):
+            return  # what is each rank's own, and rank 0's counts: rank 0 can still keep it
         try:
-            with _alone_on_this_node(self._folder / f"{_MARK}{own_generation()}-{step}") as mark:
+            with alone_on_this_node(self._folder, step) as mark:
                 self._kept = step  # in any case: another rank may try, but not this one again
                 if os.pread(mark, 1, 0) == _KEPT:
                     return
@@ -257,6 +267,12 @@ class JustInTime:
         except OSError as error:
             self._kept = step
             log.warning("step %d is not kept: %s", step, error)
+
+    def _has_lead(self, step: int) -> bool:
+        """Whether this rank knows all that rank 0 alone had."""
+        lead = self._notes.lead(step) if self._notes is not None else None
+        has_buffers = not self._buffers or (lead is not None and lead.has_buffers)
+        return has_buffers and (lead is not None or self._notes is None or not self._notes.has_extra)
 
     def _keep(self, step: int, then: DeviceStep | None) -> bool:
         """Whether the copy is complete."""
@@ -293,24 +309,30 @@ class JustInTime:
 
     def _state(self, trainee: Trainee, step: int) -> FlatState:
         """All of a replicated state as it was at the boundary, with the own state of each rank of this node."""
+        notes = self._notes
+        if notes is None:
+            raise UsageError("nothing was noted")
         flat = capture(trainee, None, rank=0)
         del flat.objects[rank_key(0)]  # of this moment, not of the boundary
-        for rank, state in self._own_states(step).items():
+        for rank, state in notes.own_states(step).items():
             flat.put(rank_key(rank), state)
-        flat.tensors.update({key_of((MODEL, plain_name(name))): value for name, value in self._buffers.items()})
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        facts = {"metrics": {}, "world_size": world_size, "just_in_time": True}
-        flat.put(FACTS, facts | ({BUFFERS_OF: self._rank} if self._buffers else {}))
+        lead, buffers = notes.lead(step), dict(self._buffers)
+        facts: dict[str, Any] = {"metrics": {}, "world_size": int(os.environ.get("WORLD_SIZE", "1"))}
+        facts |= {"just_in_time": True, ERA: SAVERS.loads}
+        if notes.has_extra:
+            facts[HAS_EXTRA] = True
+            del flat.objects[EXTRA]
+            if lead is not None and lead.extra is not None:
+                flat.put(EXTRA, lead.extra)
+            elif 0 in self._local:
+                raise UsageError(f"extra after step {step} is not known")
+        if buffers:
+            facts[BUFFERS_OF] = self._rank
+            if lead is not None and lead.buffers.keys() == buffers.keys():
+                buffers, facts[BUFFERS_OF] = dict(lead.buffers), 0
+        flat.tensors.update({key_of((MODEL, plain_name(name))): value for name, value in buffers.items()})
+        flat.put(FACTS, facts)
         return flat
-
-    def _own_states(self, step: int) -> dict[int, dict[str, Any]]:
-        states: dict[int, dict[str, Any]] = {}
-        for rank in self._local:
-            state = read_record(self._folder, rank, step, own_generation())
-            if state is None:
-                raise UsageError(f"the own state of rank {rank} after step {step} is not known")
-            states[rank] = state
-        return states
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Any that shares a weight: the trainer's optimizer may be a wrapper, which calls others."""
@@ -403,33 +425,3 @@ class JustInTime:
 def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """By every name that they have: each is stored."""
     return dict(model.named_buffers(remove_duplicate=False))
-
-
-@contextlib.contextmanager
-def _alone_on_this_node(path: Path) -> Iterator[int]:
-    """A descriptor of the file with which the ranks of a node take turns; the lock ends with its holder.
-
-    Raises:
-        OSError: another rank has it for too long, or there is no room for it.
-    """
-    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
-    deadline = time.monotonic() + OTHERS_S
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise
-            time.sleep(_LOOK_S)
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _remove_marks(folder: Path) -> None:
-    """Of earlier attempts: none of their ranks lives."""
-    for path in folder.glob(f"{_MARK}*"):
-        if not path.name.startswith(f"{_MARK}{own_generation()}-"):
-            path.unlink(missing_ok=True)

@@ -25,10 +25,10 @@ from slurmft.checkpoint.format.reading import Source, Stored
 from slurmft.checkpoint.format.shard_index import image_file, index_file, verified_index
 from slurmft.checkpoint.mappings import ReadsAsMapping
 from slurmft.checkpoint.replicas.memory_sources import MemorySources
+from slurmft.checkpoint.replicas.note_gathering import OwnNotes, gather
 from slurmft.checkpoint.replicas.offers import MAX_WORLD
 from slurmft.checkpoint.retention import by_merit
 from slurmft.checkpoint.staging import holding
-from slurmft.checkpoint.staging.rank_records import read_record
 from slurmft.checkpoint.state import Tolerance, Trainee
 from slurmft.checkpoint.team import Team
 from slurmft.checkpoint.writer.write_requests import BestMode
@@ -176,12 +176,16 @@ class Loading:
         wanted = self._wanted(decision)
         if not memory.bring(decision, wanted):
             return None
+        noted = OwnNotes()
+        if not decision.is_committed and len(decision.suppliers) == 1:  # kept just in time: a node had its own part
+            is_node_lead = os.environ.get("LOCAL_RANK", "0") == "0"
+            noted = gather(self._team, memory_folder_of(self._directory), identity, is_node_lead=is_node_lead)
         with contextlib.ExitStack() as stack:
             with guard:
                 held = memory.sources(identity)
                 sources = _DiskSources(path, held=held) if decision.is_committed else held
                 stored = stack.enter_context(contextlib.closing(Stored(sources, own=self._team.rank)))
-                prepared = self._prepared(stored, lambda facts: self._noted(facts, identity))
+                prepared = self._prepared(stored, noted)
             rows = self._exchange(guard, prepared)
             if _fits_nowhere(rows):
                 raise self._cannot_load(path, rows, guard)
@@ -200,7 +204,7 @@ class Loading:
             return range(self._team.rank, self._team.rank + 1)
         return range(len(decision.suppliers))
 
-    def _prepared(self, stored: Stored, notes: restore.OwnNotes) -> restore.Prepared:
+    def _prepared(self, stored: Stored, notes: OwnNotes) -> restore.Prepared:
         team = self._team
         return restore.prepare(
             self._trainee, stored, rank=team.rank, world_size=team.world_size, tolerance=self._tolerance, notes=notes
@@ -221,16 +225,6 @@ class Loading:
             return [[Damage.ASTRAY, 0] for _ in rows]
         return [row[:2] for row in rows]
 
-    def _noted(self, facts: Mapping[str, Any], identity: Identity) -> Mapping[str, Any] | None:
-        """This rank's own state, from its own notes: the ranks that kept the weights just in time had only theirs.
-
-        None where it is lost with its node, or the state was not kept just in time.
-        """
-        memory = memory_folder_of(self._directory)
-        if memory is None or not facts.get("just_in_time"):
-            return None
-        return read_record(memory, self._team.rank, identity.step, identity.generation)
-
     def _from_disk(self, candidates: Sequence[Identity], reason: str) -> LoadedCheckpoint:
         for identity in candidates:
             path, guard, prepared, entry = self._directory / identity.folder_name, Guard(), None, None
@@ -238,7 +232,7 @@ class Loading:
             with guard, self._kept(path):
                 entry = _verified_entry(path)
                 stored = Stored(_DiskSources(path, entry), own=self._team.rank)
-                prepared = self._prepared(stored, lambda _: None)
+                prepared = self._prepared(stored, OwnNotes())
             rows = self._exchange(guard, prepared)
             if prepared is not None and entry is not None and all(damage == Damage.NONE for damage, *_ in rows):
                 facts = {"metrics": entry.metrics, "world_size": entry.world_size}

@@ -28,7 +28,9 @@ from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.loading import LoadedCheckpoint, Loading
 from slurmft.checkpoint.named_states import NamedStates
 from slurmft.checkpoint.replicas.memory_sources import same_state
+from slurmft.checkpoint.replicas.note_sender import note_sender
 from slurmft.checkpoint.replicas.offers import forget_others
+from slurmft.checkpoint.staging.lead_note import Extra
 from slurmft.checkpoint.staging.snapshots import LaidOut, Snapshots
 from slurmft.checkpoint.state import Stateful, Tolerance, Trainee
 from slurmft.checkpoint.team import Team
@@ -43,6 +45,8 @@ from slurmft.storage.memory_folder import memory_folder_of, ranks_of_this_node
 from slurmft.trainer.savers import SAVERS, Outcome, weakly
 
 log = logging.getLogger(__name__)
+
+GivenExtra = Mapping[str, Any] | Extra | None
 
 ATTEMPT_VARIABLE = "SLURMFT_ATTEMPT"
 ROOM_S = 60.0
@@ -64,6 +68,7 @@ class CheckpointManager(NamedStates):
         best_metric: a key of ``metrics``; checkpoints without it, or where it is not finite, are never best.
         keep_every: keep the first at or after every multiple of so many steps; 0: none for that reason.
         async_save: train on while a checkpoint is written.
+        extra: the ``extra`` of saves that are given none; see ``save``.
 
     Raises:
         UsageError: an argument makes no sense.
@@ -79,6 +84,7 @@ class CheckpointManager(NamedStates):
         *,
         keep_every: int | None = None,
         async_save: bool | None = None,
+        extra: Extra | None = None,
     ) -> None:
         given = {
             "keep_last_n": keep_last_n, "save_best": save_best, "best_metric": best_metric, "best_mode": best_mode,
@@ -90,6 +96,7 @@ class CheckpointManager(NamedStates):
         if self.settings.best_mode not in ("min", "max"):
             raise UsageError(f"best_mode is {best_mode!r}; it is 'min' or 'max'")
         self.directory = Path(checkpoint_dir)
+        self._extra = extra
         self._distrusted: set[Path] = set()
         self._turn = Turn()
         self._snapshots = Snapshots(
@@ -111,15 +118,16 @@ class CheckpointManager(NamedStates):
         scheduler: Stateful | None = None,
         scaler: Stateful | None = None,
         loader: Stateful | None = None,
-        extra: Mapping[str, Any] | None = None,
+        extra: GivenExtra = None,
         async_save: bool | None = None,
     ) -> Path | None:
         """Save ``step`` and return the folder of the checkpoint; then prune old ones.
 
         With ``async_save`` this returns as soon as the state is copied, and ``wait`` returns when it is durable; else
         it is on return, and every rank knows it. Random number generators are saved and not disturbed. ``extra`` (rank
-        0's) takes plain values and tensors. None: it was skipped, as two earlier saves are still under way
-        (``checkpoint.when_busy``).
+        0's) takes plain values and tensors, or a function that returns them: rank 0 calls that one now and at the end
+        of every step from now on, so that a failure loses none (``checkpoint.just_in_time``). None: the save was
+        skipped, as two earlier ones are still under way (``checkpoint.when_busy``).
 
         Raises:
             CheckpointError: nothing was saved, older checkpoints are untouched; raised by all ranks alike, with the
@@ -129,7 +137,7 @@ class CheckpointManager(NamedStates):
         """
         trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
         SAVERS.trains(model, optimizer)
-        team = Team()
+        team, extra = Team(), self._extra if extra is None else extra
         is_async = self.settings.async_save if async_save is None else async_save
         urgent = SAVERS.is_urgent or not is_async
         prepared = self._agree(team, lambda: self._captured(team, trainee, extra, metrics or {}), step, urgent=urgent)
@@ -220,7 +228,7 @@ class CheckpointManager(NamedStates):
         loading = Loading(self.directory, trainee, Tolerance.of(allow_missing, allow_cast=allow_cast))
         loaded = self._loaded(loading, loading.newest())
         if loaded.found:
-            self._arm(trainee, loaded.extra)
+            self._arm(trainee, self._extra or loaded.extra)
         if loaded.found and not loaded.is_durable and not self._is_guest and not _is_of_this_attempt(loaded):
             again = self.save(
                 model, optimizer, step=loaded.step, metrics=loaded.metrics, scheduler=scheduler, scaler=scaler,
@@ -316,10 +324,9 @@ class CheckpointManager(NamedStates):
                         errno.ETIMEDOUT, f"two earlier saves are still being written after {ROOM_S:.0f} s"
                     )
 
-    def _captured(
-        self, team: Team, trainee: Trainee, extra: Mapping[str, Any] | None, metrics: Mapping[str, SupportsFloat]
-    ) -> FlatState:
-        flat = capture(trainee, extra, rank=team.rank, settles=True)
+    def _captured(self, team: Team, trainee: Trainee, extra: GivenExtra, metrics: Mapping[str, Any]) -> FlatState:
+        given = (extra() if team.is_lead else None) if callable(extra) else extra
+        flat = capture(trainee, given, rank=team.rank, settles=True)
         if team.is_lead:
             plain = {str(name): float(value) for name, value in metrics.items()}
             flat.put(FACTS, {"metrics": plain, "world_size": team.world_size})
@@ -400,16 +407,15 @@ class CheckpointManager(NamedStates):
         if memory is not None and int(os.environ.get("RANK", "0")) == ranks.start:
             forget_others(memory, ranks, older_than=commit)
 
-    # Just in time
-
-    def _arm(self, trainee: Trainee, extra: Mapping[str, Any] | None, *, step: int | None = None) -> None:
+    def _arm(self, trainee: Trainee, extra: GivenExtra, *, step: int | None = None) -> None:
         """Be ready to keep ``trainee``'s last complete step, where the node's memory outlives this process."""
         memory = memory_folder_of(self.directory)
         if not self.settings.just_in_time or SAVERS.listener is None or memory is None or self._is_guest:
             return
-        self._rescue = self._rescue or JustInTime(memory, weakly(self._keep))
-        reason = "save() is given extra=, whose value between two saves is unknown" if extra else ""
-        self._rescue.arm(trainee, reason=reason, step=step)
+        self._rescue = self._rescue or JustInTime(memory, weakly(self._keep), note_sender())
+        known = extra if callable(extra) else None
+        reason = "" if known or not extra else "extra= is no function, so its value between two saves is unknown"
+        self._rescue.arm(trainee, reason=reason, step=step, extra=known)
 
     def _keep(self, step: int, flat: FlatState, check: Callable[[], None]) -> None:
         self._snapshots.keep(flat, Identity(step, own_generation(), self._turn.commit + 1), check)
@@ -427,6 +433,7 @@ class CheckpointManager(NamedStates):
     def _loaded(self, loading: Loading, loaded: LoadedCheckpoint) -> LoadedCheckpoint:
         team = Team()
         self._snapshots.take_place(team.rank, team.world_size)
+        SAVERS.loads += 1
         if self._rescue is not None:
             self._rescue.loaded()
         self._distrusted |= {path for path, _ in loaded.skipped}

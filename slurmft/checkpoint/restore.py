@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,13 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from slurmft.checkpoint.format.damage import Damage, Damaged
-from slurmft.checkpoint.format.flat_keys import Path, unflatten
+from slurmft.checkpoint.format.flat_keys import Path, key_of, unflatten
 from slurmft.checkpoint.format.flat_state import (
     BUFFERS_OF,
+    EXTRA,
     FACTS,
     GROUPS,
+    HAS_EXTRA,
     MODEL,
     OPTIMIZER,
     PARAMS,
@@ -29,6 +31,9 @@ from slurmft.checkpoint.format.image import local
 from slurmft.checkpoint.format.plain_state import original
 from slurmft.checkpoint.format.reading import Stored, Target, fresh
 from slurmft.checkpoint.format.shard_index import image_file, index_file
+from slurmft.checkpoint.replicas.note_gathering import OwnNotes
+from slurmft.checkpoint.staging.lead_note import LeadNote
+from slurmft.checkpoint.staging.rank_records import ERA
 from slurmft.checkpoint.state import (
     LOADER,
     Stateful,
@@ -42,11 +47,9 @@ from slurmft.checkpoint.state import (
 from slurmft.errors import CheckpointError
 
 _RANK_KEYS = rank_key(0)[:-1]
+_NO_NOTES = OwnNotes()
 _STEP = "step"
 """The one entry of an optimizer's state whose type torch chooses by how the optimizer was made."""
-
-OwnNotes = Callable[[Mapping[str, Any]], "Mapping[str, Any] | None"]
-"""This rank's own notes beside a state with such facts; None where there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class Prepared:
     @property
     def extra(self) -> Mapping[str, Any]:
         """The ``extra`` of the save."""
-        value: Mapping[str, Any] = original(self.shared.get("extra", {}))
+        value: Mapping[str, Any] = original(self.shared.get(EXTRA, {}))
         return value
 
     def apply(self) -> None:
@@ -116,7 +119,7 @@ class Prepared:
 
 def prepare(
     trainee: Trainee, stored: Stored, *, rank: int, world_size: int, tolerance: Tolerance | None = None,
-    notes: OwnNotes = lambda _: None,
+    notes: OwnNotes = _NO_NOTES,
 ) -> Prepared:  # fmt: skip
     """Read this rank's part of ``stored`` into new memory and verify it; the trainer's objects stay as they are.
 
@@ -133,19 +136,21 @@ def prepare(
     own_key = rank_key(rank) if rank_key(rank) in stored.objects else next(iter(rank_keys), "")
     wanted = [key for key in stored.objects if not key.startswith(_RANK_KEYS) or key == own_key]
     objects = stored.load_objects(wanted)
-    own, is_own = _own_part(objects, stored, rank=rank, notes=notes)
-    if rank == 0 and objects.get(FACTS, {}).get(BUFFERS_OF, 0) != 0:
-        raise Damaged(Damage.MISSING, image_file(0), "the buffers of rank 0, which DDP sends to all others")
+    facts: Mapping[str, Any] = objects.get(FACTS, {})
+    notes = notes.of(facts.get(ERA, 0)) if facts.get("just_in_time") else _NO_NOTES
+    own, is_own = _own_part(objects, stored, rank=rank, noted=notes.own)
+    extra, buffers = _lead_part(objects, facts, rank=rank, lead=notes.lead)
     _check_parts(trainee, objects, own, tolerance)
     saved_ranks = _saved_ranks(objects, stored)
     if saved_ranks != world_size and trainee.loader is not None and shared_position(trainee.loader, own) is None:
         if LOADER not in tolerance.missing:
             raise _not_shared(trainee.loader, f"{saved_ranks} ranks saved, and {world_size} load")
         own = own if is_own else {}
-    leaves: dict[Path, Any] = {stored.path(key): value for key, value in objects.items()}
+    leaves: dict[Path, Any] = {stored.path(key): value for key, value in objects.items()} | extra
     recast = set[str]()
     landings = _model_landings(trainee, stored, tolerance, recast) | _optimizer_landings(trainee, stored, leaves)
     stored.fill({key: landing.target for key, landing in landings.items()})
+    _put_buffers(buffers, landings)
     leaves |= {stored.path(key): landing for key, landing in landings.items()}
     try:
         tree = unflatten(leaves)
@@ -168,7 +173,7 @@ def _saved_ranks(objects: Mapping[str, Any], stored: Stored) -> int:
 
 
 def _own_part(
-    objects: Mapping[str, Any], stored: Stored, *, rank: int, notes: OwnNotes
+    objects: Mapping[str, Any], stored: Stored, *, rank: int, noted: Mapping[str, Any] | None
 ) -> tuple[Mapping[str, Any], bool]:
     """The own state for this rank to load, and whether that was saved by itself.
 
@@ -178,13 +183,43 @@ def _own_part(
     if (own := objects.get(rank_key(rank))) is not None:
         return own, True
     if rank < _saved_ranks(objects, stored):
-        if (noted := notes(objects.get(FACTS, {}))) is not None:
+        if noted is not None:
             return noted, True
         raise Damaged(Damage.MISSING, image_file(rank), f"own state of rank {rank}")
     others = [value for key, value in objects.items() if key.startswith(_RANK_KEYS)]
     if not others:
         raise Damaged(Damage.MISSING, image_file(0), "own state of any rank")
     return {key: value for key, value in others[0].items() if key == LOADER}, False
+
+
+def _lead_part(
+    objects: Mapping[str, Any], facts: Mapping[str, Any], *, rank: int, lead: LeadNote | None
+) -> tuple[dict[Path, Any], Mapping[str, torch.Tensor]]:
+    """What rank 0 alone had and is not stored: the ``extra``, and the buffers that are to replace those stored.
+
+    Raises:
+        Damaged: it is lost.
+    """
+    extra: dict[Path, Any] = {}
+    if facts.get(HAS_EXTRA) and EXTRA not in objects:
+        if lead is None or lead.extra is None:
+            raise Damaged(Damage.MISSING, image_file(0), "extra, which rank 0 had")
+        extra = {(EXTRA,): dict(lead.extra)}
+    if facts.get(BUFFERS_OF, 0) == 0:
+        return extra, {}
+    if lead is not None and lead.has_buffers:
+        return extra, lead.buffers
+    if rank == 0:
+        raise Damaged(Damage.MISSING, image_file(0), "the buffers of rank 0, which DDP sends to all others")
+    return extra, {}
+
+
+def _put_buffers(buffers: Mapping[str, torch.Tensor], landings: Mapping[str, _Landing]) -> None:
+    for name, value in buffers.items():
+        landing = landings.get(key_of((MODEL, plain_name(name))))
+        if landing is None or (landing.target.tensor.dtype, landing.target.tensor.shape) != (value.dtype, value.shape):
+            raise Damaged(Damage.MISSING, image_file(0), f"rank 0's buffer {name} in the form of this model")
+        landing.target.tensor.copy_(value)
 
 
 def _check_parts(trainee: Trainee, shared: Mapping[str, Any], own: Mapping[str, Any], tolerance: Tolerance) -> None:

@@ -49,6 +49,16 @@ class Team:
         values: list[int] = tensor.tolist()
         return values
 
+    def bytes_from(self, source: int, payload: bytes, length: int) -> bytes:
+        """The ``length`` bytes of rank ``source``, on every rank; what the others pass does not matter."""
+        tensor = torch.zeros(length, dtype=torch.uint8)
+        if self.rank == source:
+            tensor.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        if self._group is not None:
+            dist.broadcast(tensor, src=source, group=self._group)
+        value: bytes = tensor.numpy().tobytes()
+        return value
+
     def send_and_receive(
         self, outgoing: tuple[torch.Tensor, int] | None, incoming: tuple[torch.Tensor, int] | None
     ) -> None:

@@ -84,7 +84,7 @@ class CheckpointConfig(Section):
 
     peer_copies: Count = Field(default=0, ge=0, le=8)
     """Other nodes that hold a copy of each node's newest state in memory: so many nodes may be lost at once without
-    going back to the newest checkpoint on disk."""
+    going back to the newest checkpoint on disk. Of replicated states not even a step, with ``just_in_time``."""
 
     local_directory: Folder | None = None
     """Folder on a disk of each node, the same path on all, for another copy that is read faster; none when empty. Only

@@ -86,6 +86,10 @@ class Savers:
         self.is_armed = False
         """Some saver needs a call at every step."""
 
+        self.loads = 0
+        """How often a state was loaded, alike on all ranks: notes on a step before a load are not of the step of the
+        same number after it."""
+
     @property
     def savers(self) -> list[Saver]:
         """Those in use, in the order in which they joined."""

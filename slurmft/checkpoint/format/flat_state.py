@@ -28,6 +28,10 @@ FACTS = "slurmft.facts"
 BUFFERS_OF = "buffers_of"
 """Among the facts of a state that was kept just in time: the rank of its buffers."""
 
+EXTRA = "extra"
+HAS_EXTRA = "has_extra"
+"""Among the same facts: the run has an ``extra``, here or among the notes of rank 0."""
+
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """Parts that torch.compile and activation checkpointing of an inner module put into the names below it."""
 
@@ -95,7 +99,7 @@ def capture(trainee: Trainee, extra: Mapping[str, Any] | None, *, rank: int, set
     if leads:
         parts = trainee.shared_parts().items()
         objects |= {name: as_plain(part.state_dict()) for name, part in parts if part is not None}
-        objects["extra"] = as_plain(dict(extra or {}))
+        objects[EXTRA] = as_plain(dict(extra or {}))
     objects[rank_key(rank)] = trainee.rank_payload()
     for key, value in objects.items():
         state.put(key, value)

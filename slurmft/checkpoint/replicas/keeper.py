@@ -19,8 +19,10 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from slurmft.checkpoint.format.shard_index import ShardIndex, read_index
+from slurmft.checkpoint.replicas.note_taking import NoteTaker
 from slurmft.checkpoint.replicas.offers import holdings_in, image_of
 from slurmft.checkpoint.replicas.slots import Incoming, Mismatch, place_for, remove_stale, remove_unfinished
 from slurmft.checkpoint.replicas.wire import PIECE_BYTES, BadCopy, Wire
@@ -71,10 +73,11 @@ class Keeper:
         self._secret = read_copies_key(memory)
         self._shards: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self._strangers: Strangers[socket.socket] = Strangers(MAX_STRANGERS, STRANGERS_PER_ADDRESS)
-        self._senders = self._refused = 0
+        self._senders = self._noting = self._refused = 0
         self._generation = 0
         self._number = 0
         self._changing, self._counting = threading.Lock(), threading.Lock()
+        self._notes = NoteTaker(self._peers, self._fence)
 
     def serve(self) -> None:
         """Take copies until the listening socket is closed."""
@@ -106,7 +109,7 @@ class Keeper:
             self._tell_refusal(sender, error)
 
     def _serve_one(self, connection: socket.socket, sender: str) -> None:
-        is_known = False
+        is_known = is_noting = False
         try:
             with (
                 connection,
@@ -118,11 +121,15 @@ class Keeper:
                     self._strangers.forget(connection)
                     self._senders += 1
                 try:
+                    if is_noting := "note" in request:
+                        self._take_notes(connection, wire, request)
                     self._take(wire, request)
                 except Refused as refusal:
                     wire.send({"answer": str(refusal)})
         except (BadCopy, Mismatch, StorageError, OSError) as error:
-            if is_known:
+            if is_noting:
+                log.info("no more notes from %s: %s", sender, error)
+            elif is_known:
                 log.warning("a copy from %s was not taken: %s", sender, error)
             else:
                 self._tell_refusal(sender, error)
@@ -138,8 +145,19 @@ class Keeper:
         if number <= TOLD_REFUSALS or number % 1000 == 0:
             log.warning("refused a connection from %s: %s (%d so far)", sender, error, number)
 
+    def _take_notes(self, connection: socket.socket, wire: Wire, request: Mapping[str, object]) -> NoReturn:
+        """Raises BadCopy or OSError when the sender has gone; the connection stays for the whole attempt."""
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # it may go with its node, without a word
+        with self._counting:
+            self._noting += 1
+        try:
+            self._notes.take(wire, request)
+        finally:
+            with self._counting:
+                self._noting -= 1
+
     def _take(self, wire: Wire, request: Mapping[str, object]) -> None:
-        if self._senders > MAX_CONNECTIONS:
+        if self._senders - self._noting > MAX_CONNECTIONS:
             raise Refused("busy with other copies")
         length = request.get("index_bytes")
         if type(length) is not int or not 0 < length <= MAX_INDEX_BYTES:
@@ -199,13 +217,17 @@ class Keeper:
             raise Refused("not an index")
         return index
 
+    def _fence(self) -> int:
+        """The oldest generation that is not over."""
+        return max(self._generation, read_generation(self._memory))
+
     def _check(self, index: ShardIndex) -> None:
         """Return when this copy is wanted.
 
         Raises:
             Refused: it is not.
         """
-        fence = max(self._generation, read_generation(self._memory))
+        fence = self._fence()
         if index.identity.generation < fence:
             raise Refused(f"generation {index.identity.generation} is over: this is generation {fence}")
         for one in holdings_in(self._peers, Tier.PEER):

@@ -93,6 +93,21 @@ def send_copy(
     return results
 
 
+def connected(peer: Peer, key_file: Path, *, limit_s: float, stop: threading.Event) -> Wire:
+    """A connection to the peer's keeper, which has proved that it belongs to the run.
+
+    Raises:
+        BadCopy, OSError: there is none.
+    """
+    pace = _Pace(time.monotonic(), limit_s, None, stop)
+    connection = _connect(peer, pace)
+    try:
+        return Wire(connection, read_bytes(key_file), is_keeper=False, deadline=pace.deadline)
+    except BaseException:
+        connection.close()
+        raise
+
+
 class Superseded(OSError):
     """A newer image is being written over the one that was to be sent."""
 

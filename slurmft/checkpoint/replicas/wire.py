@@ -6,6 +6,11 @@
     sender  -> keeper   the image: pieces of PIECE_BYTES, the last one shorter, each followed by its tag
     keeper  -> sender   {"answer": "kept"} or why not
 
+Notes on each step (``note_sender``) travel in the same way, on a connection that stays:
+
+    sender  -> keeper   {note, name, generation, capacity, bytes} and the note, again and again
+    keeper  -> sender   {"answer": "kept"} or why not
+
 Each line and the index carry a HMAC under a key that is derived from the run's key and both nonces, bound to the
 direction and the place in the sequence. The image's key is derived from that one and the index, which names run
 generation, step, shard and length; its tags are those of ``system.authentication``. So only holders of the run's key
@@ -54,6 +59,8 @@ class Wire:
         self._socket = connection
         self.deadline = deadline
         """By the monotonic clock; nothing waits beyond it."""
+
+        self.silence_s = SILENCE_S
 
         with contextlib.suppress(OSError):  # lines are short, and each one is waited for
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -166,4 +173,4 @@ class Wire:
         left_s = self.deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("it took too long")
-        self._socket.settimeout(min(left_s, SILENCE_S))
+        self._socket.settimeout(min(left_s, self.silence_s))

@@ -2,38 +2,29 @@
 
 When a rank dies, healthy replicas still have the weights, but not the dead rank's random numbers and its place in the
 data. Both are noted here after each step, and never before its end: random numbers that a rank draws at the end of a
-step, perhaps in rare steps only, cannot be predicted.
-
-    <memory folder>/rank-<rank>.record     six in turns: number, step, format, generation, length, JSON, number again
+step, perhaps in rare steps only, cannot be predicted. With ``checkpoint.peer_copies`` the notes also lie with other
+nodes (``replicas.note_sender``), in ``peers/`` of their memory folders.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
-import os
 import random
-import struct
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from slurmft.checkpoint.staging.note_file import NoteFile, read_note
 from slurmft.errors import UsageError
-from slurmft.system.opening import open_regular, read_bytes
+from slurmft.storage.memory_folder import PEERS
 from slurmft.trainer import rng
+from slurmft.trainer.savers import SAVERS
 
 CAPACITY_BYTES = 256 * 1024
-_HEAD = struct.Struct("=qqqqq")
-_FORMAT = 2
-"""Lower ones were notes of steps that were not over."""
-
-_NUMBER = struct.Struct("=q")
-NOTES = 6
-"""Of more steps than a host may be ahead of its GPU (``device_steps``)."""
-
-SIZE_BYTES = NOTES * CAPACITY_BYTES
+ERA = "era"
+"""How often the process had loaded a state before it noted this: step numbers repeat after a load."""
 
 
 def record_file(folder: Path, rank: int) -> Path:
@@ -49,54 +40,38 @@ class RankRecord:
     """
 
     def __init__(self, folder: Path, rank: int, generation: int) -> None:
-        descriptor = open_regular(record_file(folder, rank), os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        try:
-            os.posix_fallocate(descriptor, 0, SIZE_BYTES)
-            self._memory = mmap.mmap(descriptor, SIZE_BYTES)
-        finally:
-            os.close(descriptor)
-        self._number, self._generation = 0, generation
+        self.file = NoteFile(record_file(folder, rank), generation, CAPACITY_BYTES)
         self._random = _RandomText()
 
-    def note(self, step: int, loader: dict[str, Any] | None) -> None:
-        """Note this rank's generators and its place in the data as those after ``step`` steps.
+    def note(self, step: int, loader: dict[str, Any] | None) -> bytes:
+        """Note this rank's generators and its place in the data as those after ``step`` steps; returns the note.
 
         Raises:
             UsageError: the loader's state is more than JSON can hold.
         """
-        text = b'{"rng":' + self._random.now() + b',"loader":' + _as_json(loader) + b"}"
-        if len(text) > CAPACITY_BYTES - _HEAD.size - _NUMBER.size:
-            raise UsageError(f"the loader's state has {len(text)} bytes")
-        self._number += 1
-        at, memory = self._number % NOTES * CAPACITY_BYTES, self._memory
-        _NUMBER.pack_into(memory, at + CAPACITY_BYTES - _NUMBER.size, 0)
-        _HEAD.pack_into(memory, at, self._number, step, _FORMAT, self._generation, len(text))
-        memory[at + _HEAD.size : at + _HEAD.size + len(text)] = text
-        _NUMBER.pack_into(memory, at + CAPACITY_BYTES - _NUMBER.size, self._number)
+        text = b'{"rng":%b,"loader":%b,"era":%d}' % (self._random.now(), _as_json(loader), SAVERS.loads)
+        try:
+            self.file.note(step, text)
+        except UsageError as error:
+            raise UsageError(f"the loader's state is too long: {error.what}") from None
+        return text
 
 
 def read_record(folder: Path, rank: int, step: int, generation: int) -> dict[str, Any] | None:
-    """The own state of ``rank`` after ``step`` steps of that attempt, as a checkpoint holds it; None if unknown."""
-    try:
-        memory = read_bytes(record_file(folder, rank))
-    except OSError:
-        return None
-    newest: tuple[int, bytes] | None = None
-    for at in range(0, len(memory), CAPACITY_BYTES):
-        block = memory[at : at + CAPACITY_BYTES]
-        if len(block) < CAPACITY_BYTES:
-            continue
-        number, noted, version, by, length = _HEAD.unpack_from(block)
-        (end,) = _NUMBER.unpack_from(block, CAPACITY_BYTES - _NUMBER.size)
-        if (
-            number
-            and number == end
-            and (noted, version, by) == (step, _FORMAT, generation)
-            and 0 < length <= CAPACITY_BYTES - _HEAD.size - _NUMBER.size
-            and (newest is None or number > newest[0])
-        ):
-            newest = number, block[_HEAD.size : _HEAD.size + length]
-    return None if newest is None else _decoded(newest[1])
+    """The own state of ``rank`` after ``step`` steps of that attempt, as a checkpoint holds it, and its era.
+
+    None where neither the rank nor a copy of its notes is on this node.
+    """
+    text = raw_record(folder, rank, step, generation)
+    return None if text is None else decoded(text)
+
+
+def raw_record(folder: Path, rank: int, step: int, generation: int) -> bytes | None:
+    """The same, as it travels."""
+    for place in (folder, folder / PEERS):
+        if (text := read_note(record_file(place, rank), step, generation)) is not None:
+            return text
+    return None
 
 
 def _as_json(loader: dict[str, Any] | None) -> bytes:
@@ -109,7 +84,8 @@ def _as_json(loader: dict[str, Any] | None) -> bytes:
     raise UsageError("the loader's state is not made of plain numbers, strings, lists and dicts")
 
 
-def _decoded(text: bytes) -> dict[str, Any] | None:
+def decoded(text: bytes) -> dict[str, Any] | None:
+    """A note's content; None where it is damaged."""
     try:
         value = json.loads(text)
         state = value["rng"]
@@ -118,7 +94,8 @@ def _decoded(text: bytes) -> dict[str, Any] | None:
                 state[name] = torch.frombuffer(bytearray.fromhex(state[name]), dtype=torch.uint8)
     except (ValueError, KeyError, TypeError, OverflowError):
         return None
-    return {"rng": state} | ({} if value.get("loader") is None else {"loader": value["loader"]})
+    own = {"rng": state, ERA: value.get(ERA, 0)}
+    return own if value.get("loader") is None else own | {"loader": value["loader"]}
 
 
 class _RandomText:

@@ -9,19 +9,23 @@ import random
 import struct
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from stored_state import IDENTITY, load, stage, write
 
-from slurmft.checkpoint import just_in_time
 from slurmft.checkpoint.format.damage import Damage, Damaged
-from slurmft.checkpoint.format.flat_state import FACTS, capture, rank_key
+from slurmft.checkpoint.format.flat_state import FACTS, FlatState, capture, rank_key
 from slurmft.checkpoint.format.reading import Stored
 from slurmft.checkpoint.format.shard_index import read_index
 from slurmft.checkpoint.just_in_time import JustInTime
+from slurmft.checkpoint.replicas.note_gathering import OwnNotes
 from slurmft.checkpoint.restore import prepare
+from slurmft.checkpoint.staging import taking_turns
+from slurmft.checkpoint.staging.lead_note import LeadRecord, lead_file, read_lead
+from slurmft.checkpoint.staging.lead_note import decoded as decoded_lead
 from slurmft.checkpoint.staging.rank_records import RankRecord, read_record, record_file
 from slurmft.checkpoint.state import Trainee
 from slurmft.ipc.pages.heartbeat import IN_UPDATE
@@ -390,10 +394,10 @@ def test_of_ranks_that_keep_at_once_one_does_and_one_that_fails_lets_the_other_t
 
 
 def test_a_rank_that_hangs_in_a_rescue_is_not_waited_for_for_ever(tmp_path, listener, kept, model, monkeypatch):
-    monkeypatch.setattr(just_in_time, "OTHERS_S", 0.05)
+    monkeypatch.setattr(taking_turns, "OTHERS_S", 0.05)
     rescue = JustInTime(tmp_path, kept)
     rescue.arm(Trainee(model, torch.optim.SGD(model.parameters(), lr=0.1)), step=4)
-    with just_in_time._alone_on_this_node(tmp_path / "rescue-0-4"):
+    with taking_turns.alone_on_this_node(tmp_path, 4):
         rescue.rescue()
     assert kept.weights == {} and listener.rescuable < 0
 
@@ -477,8 +481,8 @@ def test_a_state_without_a_ranks_own_part_is_not_whole(tmp_path, rank):
         prepare(one, stored, rank=rank, world_size=4)
     assert caught.value.damage is Damage.MISSING
     noted = one.rank_payload()
-    found = prepare(one, stored, rank=rank, world_size=4, notes=lambda facts: noted if facts["just_in_time"] else None)
-    assert found.is_own and found.own is noted
+    found = prepare(one, stored, rank=rank, world_size=4, notes=OwnNotes(noted | {"era": 0}))
+    assert found.is_own and found.own == noted
     assert prepare(one, stored, rank=2, world_size=4).is_own
 
 
@@ -498,9 +502,139 @@ def test_buffers_of_another_rank_are_not_taken_for_those_of_rank_0(tmp_path, lis
     assert listener.rescued == [4]
     stored = Stored.in_folder(tmp_path / "kept", [read_index(tmp_path / "kept/__0_0.json")])
     for rank in (1, 2):
-        assert prepare(one, stored, rank=rank, world_size=3, notes=lambda _: one.rank_payload()).is_own
+        assert prepare(one, stored, rank=rank, world_size=3, notes=OwnNotes(one.rank_payload() | {"era": 0})).is_own
     with pytest.raises(Damaged, match="the buffers of rank 0"):
-        prepare(one, stored, rank=0, world_size=3, notes=lambda _: one.rank_payload())
+        prepare(one, stored, rank=0, world_size=3, notes=OwnNotes(one.rank_payload() | {"era": 0}))
+
+
+class Shared:
+    """The states that a node keeps."""
+
+    def __init__(self) -> None:
+        self.flat = None
+
+    def __call__(self, _step, flat, check) -> None:
+        check()
+        self.flat = FlatState(
+            {name: value.detach().clone() for name, value in flat.tensors.items()}, dict(flat.objects), dict(flat.paths)
+        )
+
+
+def ranks_of_one_node(folder: Path, monkeypatch, count: int = 2):
+    """Each with the buffers that its own batches have left; after step 4."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(count))
+    monkeypatch.setenv("WORLD_SIZE", str(count))
+    made = []
+    for rank in range(count):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        model, kept = torch.nn.BatchNorm1d(4), Shared()
+        model.running_mean.fill_(rank + 1)
+        optimizer, rescue = torch.optim.SGD(model.parameters(), lr=0.1), JustInTime(folder, kept)
+        rescue.arm(Trainee(model, optimizer), step=4, extra=lambda rank=rank: {"of rank": rank, "nan": float("nan")})
+        made.append((model, kept, rescue))
+    return made
+
+
+def test_a_rank_keeps_the_buffers_and_the_extra_of_rank_0_which_is_dead(tmp_path, listener, monkeypatch):
+    (lead, *_), (other, kept, rescue) = ranks_of_one_node(tmp_path, monkeypatch)
+    other.running_mean.fill_(9)
+    rescue.rescue()
+    assert listener.rescued == [4]
+    assert kept.flat.tensors["model.running_mean"].tolist() == lead.running_mean.tolist() == [1.0] * 4
+    assert kept.flat.objects["extra"]["of rank"] == 0
+    assert kept.flat.objects[FACTS]["buffers_of"] == 0
+
+
+@pytest.mark.parametrize("lost", ["note of rank 0", "note on this step", "note before the load"])
+def test_without_the_note_of_rank_0_on_that_step_another_rank_of_its_node_keeps_nothing(
+    tmp_path, listener, monkeypatch, lost
+):
+    _, (*_, kept, rescue) = ranks_of_one_node(tmp_path, monkeypatch)
+    if lost == "note of rank 0":
+        lead_file(tmp_path).unlink()
+    elif lost == "note on this step":
+        rescue.at_boundary(5)
+    else:
+        monkeypatch.setattr(SAVERS, "loads", SAVERS.loads + 1)
+    rescue.rescue()
+    assert listener.rescued == [] and kept.flat is None
+
+
+def test_notes_from_before_a_load_are_not_those_of_the_same_step_after_it(tmp_path, listener, kept, model, monkeypatch):
+    """A script goes back behind a spike of its loss, and a rank dies before it has noted the step anew."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    RankRecord(tmp_path, 1, 0).note(4, {"place": "before the load"})
+    monkeypatch.setattr(SAVERS, "loads", SAVERS.loads + 1)
+    rescue = JustInTime(tmp_path, kept)
+    rescue.arm(Trainee(model, torch.optim.SGD(model.parameters(), lr=0.1)), step=4)
+    rescue.rescue()
+    assert listener.rescued == [] and kept.weights == {}
+
+
+def test_a_function_that_is_given_at_a_later_save_counts_from_that_step_on(tmp_path, listener, model):
+    keep, optimizer = Shared(), torch.optim.SGD(model.parameters(), lr=0.1)
+    rescue = JustInTime(tmp_path, keep)
+    rescue.arm(Trainee(model, optimizer), step=4)
+    for step in (4, 5):
+        if step == 5:
+            rescue.at_boundary(5)
+        rescue.arm(Trainee(model, optimizer), step=step, extra=lambda step=step: {"made at": step})
+        rescue.rescue()
+        assert keep.flat.objects["extra"] == {"made at": step}
+    gradients(model)
+    optimizer.step()  # of step 6: a save in the middle of it, with another function
+    rescue.arm(Trainee(model, optimizer), step=6, extra=lambda: {"made at": "the middle of a step"})
+    assert read_lead(tmp_path, 5, 0).extra == {"made at": 5} and read_lead(tmp_path, 6, 0) is None
+
+
+def test_extra_that_cannot_be_noted_turns_it_off_and_training_goes_on(tmp_path, listener, kept, model, caplog):
+    def fail() -> dict[str, object]:
+        raise KeyError("no such total")
+
+    for extra, words in ((fail, "extra() raised KeyError"), (lambda: {"x": object()}, "extra is not made of plain")):
+        rescue = JustInTime(tmp_path, kept)
+        with caplog.at_level(logging.INFO):
+            rescue.arm(Trainee(model, torch.optim.SGD(model.parameters(), lr=0.1)), step=4, extra=extra)
+        rescue.rescue()
+        assert words in caplog.text and kept.weights == {}
+
+
+def kept_elsewhere(folder: Path, monkeypatch) -> tuple[Trainee, Stored]:
+    """By a node without rank 0, which has no note of it either."""
+    for name, value in (("RANK", "2"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "3")):
+        monkeypatch.setenv(name, value)
+    model = torch.nn.BatchNorm1d(4)
+    model.running_mean.fill_(3)
+    one = Trainee(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    folder.mkdir()
+    rescue = JustInTime(folder, lambda _step, flat, _check: write(folder / "kept", *stage(flat)))
+    rescue.arm(one, step=4, extra=lambda: {"of rank": 2})
+    rescue.rescue()
+    return one, Stored.in_folder(folder / "kept", [read_index(folder / "kept/__0_0.json")])
+
+
+def test_what_another_node_kept_gets_the_part_of_rank_0_from_its_notes(tmp_path, listener, monkeypatch):
+    one, stored = kept_elsewhere(tmp_path / "node", monkeypatch)
+    own = one.rank_payload() | {"era": SAVERS.loads}
+    buffers = {
+        "running_mean": torch.full((4,), 1.0),
+        "running_var": torch.ones(4),
+        "num_batches_tracked": torch.tensor(7),
+    }
+    record = LeadRecord(tmp_path, 0, lambda: {"of rank": 0, "pair": (1, 2)}, buffers)
+    lead = decoded_lead(record.note(4))
+    for rank in (0, 1, 2):
+        found = prepare(one, stored, rank=rank, world_size=3, notes=OwnNotes(own, lead))
+        assert found.extra == {"of rank": 0, "pair": (1, 2)}
+        found.apply()
+        assert one.model.running_mean.tolist() == [1.0] * 4 and one.model.num_batches_tracked.item() == 7
+    for rank in (0, 1, 2):
+        with pytest.raises(Damaged, match="extra, which rank 0 had"):
+            prepare(one, stored, rank=rank, world_size=3, notes=OwnNotes(own))
+        late = OwnNotes(own | {"era": SAVERS.loads + 1}, lead)
+        with pytest.raises(Damaged, match="own state") if rank != 2 else nullcontext():
+            prepare(one, stored, rank=rank, world_size=3, notes=late)
 
 
 @pytest.mark.parametrize("rank", [4, 5])
@@ -522,7 +656,7 @@ def test_a_loader_without_a_shared_position_is_refused_with_another_number_of_ra
     one.loader.state["taken"] = 9
     stored = kept_by_the_second_node(tmp_path / "kept", one)
     with pytest.raises(Damaged, match="position of its own") as caught:
-        prepare(one, stored, rank=rank, world_size=5, notes=lambda _: one.rank_payload())
+        prepare(one, stored, rank=rank, world_size=5, notes=OwnNotes(one.rank_payload() | {"era": 0}))
     assert caught.value.damage is Damage.MISFIT and "ElasticSampler" in caught.value.hint
 
 

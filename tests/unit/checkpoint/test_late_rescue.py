@@ -344,15 +344,15 @@ def test_nothing_is_copied_where_the_device_has_gone_on_before(run, listener, mo
     run.step()
     get_on(run)
     run.step()
-    alone, copies = just_in_time._alone_on_this_node, len(run.device.copies)
+    alone, copies = just_in_time.alone_on_this_node, len(run.device.copies)
 
     @contextlib.contextmanager
-    def wait_for_another_rank(path: Path) -> Iterator[int]:
-        with alone(path) as mark:
+    def wait_for_another_rank(folder: Path, step: int) -> Iterator[int]:
+        with alone(folder, step) as mark:
             run.device.run(run.device.default, 3)
             yield mark
 
-    monkeypatch.setattr(just_in_time, "_alone_on_this_node", wait_for_another_rank)
+    monkeypatch.setattr(just_in_time, "alone_on_this_node", wait_for_another_rank)
     with caplog.at_level(logging.WARNING):
         rescued()
     assert listener.rescued == [] and len(run.device.copies) == copies

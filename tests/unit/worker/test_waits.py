@@ -138,14 +138,13 @@ WAITS = {
         RESCUE, "test_an_optimizer_with_a_stream_of_its_own_is_waited_for"),
     "the copies of the buffers are marked at their beginning": (
         "checkpoint/just_in_time.py",
-        "                self._on_device.state_changes()\n            self._copy_buffers()\n",
-        "                pass\n            self._copy_buffers()\n",
+        "                    self._on_device.state_changes()\n                self._copy_buffers()\n",
+        "                    pass\n                self._copy_buffers()\n",
         RESCUE, "test_buffers_are_of_the_step_wherever_the_device_stands"),
     "the end of a step is marked behind the copies of its buffers": (
-        "checkpoint/just_in_time.py", "            self._copy_buffers()\n            if self._on_device is not None:\n"
-        "                self._on_device.boundary(step, self._trainee)\n",
-        "            if self._on_device is not None:\n                self._on_device.boundary(step, self._trainee)\n"
-        "            self._copy_buffers()\n",
+        "checkpoint/just_in_time.py",
+        "                self._copy_buffers()\n                self._on_device.boundary(step, self._trainee)\n",
+        "                self._on_device.boundary(step, self._trainee)\n                self._copy_buffers()\n",
         RESCUE, "test_buffers_are_of_the_step_wherever_the_device_stands"),
     "the end of a step is marked": (
         "checkpoint/staging/device_steps.py", "[*self._updates, self._recorded()], []", "[*self._updates], []",

@@ -1,0 +1,157 @@
+"""Notes of each step on their way to another node, and back to the rank that they are of: real keepers and sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from made_snapshots import KEY
+from staging import until
+
+from slurmft.checkpoint.replicas.keeper import Keeper
+from slurmft.checkpoint.replicas.note_gathering import gather
+from slurmft.checkpoint.replicas.note_sender import NoteSender
+from slurmft.checkpoint.replicas.replication import Peer, connected
+from slurmft.checkpoint.replicas.wire import BadCopy
+from slurmft.checkpoint.staging.note_file import NoteFile, read_note
+from slurmft.checkpoint.staging.rank_records import RankRecord, read_record
+from slurmft.storage.checkpoint_names import Identity
+from slurmft.storage.memory_folder import GENERATION_FILE, KEY_FILE, PEERS, announcement
+from slurmft.system.files import write_json
+
+
+class Node:
+    """A memory folder with a keeper in a thread of this process."""
+
+    def __init__(self, root: Path) -> None:
+        self.memory = root / "node"
+        self.memory.mkdir()
+        (self.memory / KEY_FILE).write_bytes(KEY)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.thread = threading.Thread(target=Keeper(self.memory, self.listener).serve, daemon=True)
+        self.thread.start()
+        self.peer = Peer(place=0, announcement=announcement(root, 0))
+        where = {"hosts": ["127.0.0.1"], "port": self.listener.getsockname()[1]}
+        write_json(self.peer.announcement, where, durable=False)
+
+    def files(self) -> list[str]:
+        return sorted(path.name for path in (self.memory / PEERS).iterdir())
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    one = Node(tmp_path)
+    yield one
+    one.listener.shutdown(socket.SHUT_RDWR)
+    one.listener.close()
+    one.thread.join(5)
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    path = tmp_path / KEY_FILE
+    path.write_bytes(KEY)
+    return path
+
+
+def peer_has(node: Node, step: int, generation: int = 1, name: str = "rank-3") -> bytes | None:
+    return read_note(node.memory / PEERS / f"{name}.record", step, generation)
+
+
+def test_notes_lie_with_the_peer_a_moment_later_and_the_newest_of_them_stay(tmp_path: Path, node: Node, key: Path):
+    file, sender = NoteFile(tmp_path / "rank-3.record", 1, 4096), NoteSender([node.peer], key)
+    for step in range(1, 10):
+        sender.offer("rank-3", step, file, b"state after %d" % step)
+        until(lambda step=step: peer_has(node, step) == b"state after %d" % step)
+    assert peer_has(node, 1) is None and peer_has(node, 4) is not None and peer_has(node, 9, generation=2) is None
+
+
+def test_notes_of_an_attempt_that_is_over_are_refused(tmp_path: Path, node: Node, key: Path, caplog):
+    """A node that was cut off goes on for a while."""
+    (node.memory / GENERATION_FILE).write_text("2")
+    old, new = NoteFile(tmp_path / "old", 1, 4096), NoteFile(tmp_path / "new", 2, 4096)
+    sender = NoteSender([node.peer], key)
+    sender.offer("rank-3", 7, new, b"of the new attempt")
+    until(lambda: peer_has(node, 7, 2))
+    sender.offer("rank-3", 8, old, b"of the old one")
+    until(lambda: "generation 1 is over" in caplog.text)
+    assert peer_has(node, 8, 1) is None and peer_has(node, 7, 2) == b"of the new attempt"
+
+
+@pytest.mark.parametrize(
+    "change", [{"name": "../../copies.key"}, {"name": "rank-3/x"}, {"note": -1}, {"bytes": 1 << 30}, {"capacity": "8"}]
+)
+def test_what_is_no_note_ends_the_connection_and_leaves_nothing(tmp_path, node: Node, key: Path, change):
+    with connected(node.peer, key, limit_s=10, stop=threading.Event()) as wire:
+        wire.send({"note": 1, "name": "rank-3", "generation": 1, "capacity": 4096, "bytes": 4} | change)
+        wire.send_blob(b"data")
+        with pytest.raises((BadCopy, OSError)):
+            wire.receive()
+    assert node.files() == []
+
+
+def test_a_stranger_cannot_leave_a_note(tmp_path: Path, node: Node):
+    wrong = tmp_path / "wrong.key"
+    wrong.write_bytes(b"0" * 64)
+    with connected(node.peer, wrong, limit_s=10, stop=threading.Event()) as wire:
+        wire.send({"note": 1, "name": "rank-3", "generation": 1, "capacity": 4096, "bytes": 4})
+        with pytest.raises((BadCopy, OSError)):
+            wire.receive()
+    assert node.files() == []
+
+
+class Ranks:
+    """The ranks of a run in threads of this process: each sees all rows."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self._barrier = count, threading.Barrier(count, timeout=20)
+        self.rows: list[object] = [None] * count
+
+    def all(self, rank: int, row: object) -> list[object]:
+        self.rows[rank] = row
+        self._barrier.wait()
+        rows = list(self.rows)
+        self._barrier.wait()
+        return rows
+
+
+class Team:
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self._ranks, self.rank, self.world_size = ranks, rank, ranks.count
+
+    def exchange(self, row):
+        return self._ranks.all(self.rank, list(row))
+
+    def bytes_from(self, source, payload, length):
+        found = self._ranks.all(self.rank, payload)[source]
+        assert len(found) == length
+        return found
+
+
+def test_a_rank_on_another_node_gets_its_notes_from_the_peer_of_the_lost_one(tmp_path: Path, monkeypatch):
+    """Of four ranks on two nodes the second one was lost: its ranks are on a spare, which knows nothing."""
+    memories = [tmp_path / "first", tmp_path / "spare"]
+    for memory in memories:
+        (memory / PEERS).mkdir(parents=True)
+    for rank in (0, 1):
+        RankRecord(memories[0], rank, 5).note(40, {"rank": rank})
+    for rank in (2, 3):
+        RankRecord(memories[0] / PEERS, rank, 5).note(40, {"rank": rank})
+    RankRecord(memories[1], 2, 5).note(39, {"rank": "of another step"})
+    ranks, found = Ranks(4), dict[int, object]()
+
+    def load(rank: int) -> None:
+        team = Team(ranks, rank)
+        found[rank] = gather(team, memories[rank // 2], Identity(40, 5, 3), is_node_lead=rank % 2 == 0)
+
+    threads = [threading.Thread(target=load, args=(rank,)) for rank in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert [found[rank].of(0).own["loader"]["rank"] for rank in range(4)] == [0, 1, 2, 3]
+    assert all(found[rank].of(1).own is None for rank in range(4)), "a note from before another load"
+    assert read_record(memories[1], 2, 40, 5) is None
