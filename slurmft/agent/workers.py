@@ -42,13 +42,15 @@ log = logging.getLogger(__name__)
 
 def preload_of(config: RunConfig) -> tuple[str, ...]:
     """What the zygote imports before workers are forked: torch only where workers use it."""
-    if not config.fault_tolerance.preload or config.launcher == "ray":  # whose workers are no forks of the zygote
+    preload = config.fault_tolerance.preload
+    if preload is False or config.launcher == "ray":  # whose workers are no forks of the zygote
         return ()
+    asked_for = () if preload is True else preload
     if config.inference is None:
-        return PRELOAD
+        return (*PRELOAD, *asked_for)
     if config.inference.serving is not None:
         return ("slurmft.inference.driver", "slurmft.inference.serving.gate", "slurmft.inference.serving.router")
-    driver = ("slurmft.inference.driver", "aiohttp")
+    driver = ("slurmft.inference.driver", "aiohttp", *asked_for)
     return (*driver, "torch") if config.inference.engine.callable else driver
 
 

@@ -37,6 +37,7 @@ from slurmft.policy.verdicts.testimony import claimed
 from slurmft.policy.verdicts.verdict import EXIT_USAGE, Cause
 from slurmft.storage.verdicts import WorkerVerdict, read_verdict, write_verdict
 from slurmft.system.collecting import without_collections
+from slurmft.system.foreign_text import one_line
 from slurmft.system.opening import appending
 from slurmft.system.processes import die_with_parent
 
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 PACKET_BYTES = 64 * 1024
 _CUDA_DEVICE = "/dev/nvidia-uvm"
+_OPTIONAL = ("torch", "numpy")
+"""Programs that train nothing do without."""
 
 STOP_SIGNAL_VARIABLE = "SLURMFT_STOP_SIGNAL"
 """``preemption.signal`` where that is SIGINT, which would end a trainer as a Ctrl-C; the agent answers to it."""
@@ -60,13 +63,20 @@ def main(arguments: Sequence[str]) -> NoReturn:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a module that only asks for a GPU must not begin CUDA
     with without_collections():
         for module in arguments[1:]:
-            with contextlib.suppress(ImportError):  # a worker that needs it will raise the error itself
-                importlib.import_module(module)
+            _preload(module)
     _send(agent, {"kind": "ready", "pid": os.getpid()})
     worker = _serve(agent)
     if worker is None:
         os._exit(0)
     _leave(worker())
+
+
+def _preload(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001 - a worker that needs it will raise the error itself
+        if not (isinstance(error, ImportError) and error.name in _OPTIONAL):
+            sys.stderr.write(f"slurmft: {module} could not be imported ahead of the workers: {one_line(str(error))}\n")
 
 
 def _leave(code: int) -> NoReturn:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from slurmft.config.faults import SimulatedFaults
 from slurmft.config.hangs import HangSettings
 from slurmft.config.poison import PoisonSettings
-from slurmft.config.types import Count, Seconds
+from slurmft.config.types import Count, ModuleName, Seconds
 from slurmft.policy.verdicts.verdict import Cause, by_cause
 
 
@@ -49,8 +49,9 @@ class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
     """Seconds without a message from a node's agent, which reports every 0.5 s, until the node counts as lost and
     another one takes its place; four times as long where there is none, since a requeue costs more than the wait."""
 
-    preload: bool = True
-    """Fork workers from a process that has torch imported already. Off: every worker starts its own interpreter."""
+    preload: bool | tuple[ModuleName, ...] = True
+    """Fork workers from a process that has torch imported already. A list names modules of installed packages that it
+    imports as well, before the script sets any variable. Off: every worker starts its own interpreter."""
 
     standby_supervisor: bool = False
     """Keep a second supervisor ready on another node of the job. It takes over within seconds when the batch host dies,

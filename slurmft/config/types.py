@@ -35,6 +35,9 @@ Fraction = Annotated[float, Field(ge=0, lt=1), BeforeValidator(plain.no_bool)]
 Folder = Annotated[Path, BeforeValidator(plain.usable_path)]
 """A path that can be one; whether it is there is another question."""
 
+ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
+"""As in an import statement."""
+
 
 class Section(BaseModel):
     """One section: frozen, and unknown keys are refused."""

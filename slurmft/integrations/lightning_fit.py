@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from slurmft.integrations.lightning_data import EpochData
 from slurmft.integrations.marked_folders import MarkedFolders
@@ -29,6 +28,7 @@ from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.system import opening
 from slurmft.system.files import replace_atomically
 from slurmft.trainer import rng
+from slurmft.worker.ddp import settle_order_of_gradients
 from slurmft.worker.session import Session, start_session
 
 STATE_FILE = "trainer.ckpt"
@@ -91,7 +91,7 @@ class Fit:
         """The loop begins; its state is the loaded one."""
         trainer = self._trainer
         loop, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        _settle_ddp(trainer.strategy.model)
+        settle_order_of_gradients(trainer.strategy.model)
         self._walk = self._steps_until(max(self._steps + 1, _length(trainer)))
         self._replace(loop, "on_advance_start", self._before_epoch)
         self._replace(epoch, "advance", self._before_batch)
@@ -245,27 +245,3 @@ def _writing_at_once(strategy: Any) -> Iterator[None]:
     finally:
         if inner is not given:
             strategy.checkpoint_io = given
-
-
-def _settle_ddp(model: Any) -> None:
-    """A backward pass of zeros, so that DDP has its gradients in their final order before the first step.
-
-    As ``worker.ddp``, but without the user's own code: the order is that of the parameters, the same at every start.
-    """
-    if not isinstance(model, DistributedDataParallel) or model.static_graph or model.find_unused_parameters:
-        return
-    if getattr(model, "_comm_hooks", None):  # it may keep a state
-        return
-    inner = model.module
-    own = vars(inner).get("forward")
-    parameters = [one for one in inner.parameters() if one.requires_grad]
-    inner.forward = lambda: sum((one * 0).sum() for one in parameters)
-    try:
-        model().backward()
-    finally:
-        if own is None:
-            del inner.forward
-        else:
-            inner.forward = own
-    for one in parameters:
-        one.grad = None

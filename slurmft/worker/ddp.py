@@ -35,3 +35,28 @@ def settled_ddp(model: nn.Module, rehearsal: Rehearsal, **options: Any) -> Distr
             value.copy_(buffers[name])
     rng.restore(randomness)
     return wrapped
+
+
+def settle_order_of_gradients(model: Any) -> None:
+    """A backward pass of zeros, so that DDP has its gradients in their final order before the first step.
+
+    As ``settled_ddp``, but without the user's own code: the order is that of the parameters, the same at every start.
+    Models in which a rehearsal could not be one (unused parameters, communication hooks) are left alone.
+    """
+    if not isinstance(model, DistributedDataParallel) or model.static_graph or model.find_unused_parameters:
+        return
+    if getattr(model, "_comm_hooks", None):  # it may keep a state
+        return
+    inner = model.module
+    own = vars(inner).get("forward")
+    parameters = [one for one in inner.parameters() if one.requires_grad]
+    inner.forward = lambda: sum((one * 0).sum() for one in parameters)
+    try:
+        model().backward()
+    finally:
+        if own is None:
+            del inner.forward
+        else:
+            inner.forward = own
+    for one in parameters:
+        one.grad = None

@@ -9,20 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from slurm.conftest import Run
+from slurm.stop_soak import HURRY, STOPS_PER_RUN, Book, stop_at_random_moments
 from slurmft.integrations.finished_folders import MARKER, finished_steps
 from slurmft.lab.cluster import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 NewRun = Callable[..., Run]
 TRAINER = ["python", str(Path(__file__).parent / "trainers" / "hf_trainer.py")]
 STEPS = 40
 """Of 8 epochs with 5 steps each."""
-
-SOAK_STOPS = 100
 
 
 def training(new_run: NewRun, name: str, *options: str, delay: float = 0.1, **changes: object) -> Run:
@@ -88,16 +88,33 @@ def test_stops_at_random_moments_lose_nothing(lab: Lab, new_run: NewRun, calm: d
 
 @pytest.mark.soak
 @pytest.mark.timeout(6 * 3600)
-@pytest.mark.parametrize("seed", range(SOAK_STOPS // 4))
-def test_a_hundred_stops(lab: Lab, new_run: NewRun, calm: dict[str, str], seed: int) -> None:
-    """Four in each run."""
-    run = training(new_run, f"hf-soak-{seed}")
-    run.submit()
-    moments = random.Random(seed)
-    for number in range(1, 5):
-        stop_at(run, number, moments)
-    run.wait_until_done()
-    assert run.digest() == undisturbed(calm, new_run)
+def test_100_stops_at_random_moments(lab: Lab, new_run: NewRun) -> None:
+    """Goes on where it ended, with a run of its own for every twenty of them."""
+    book = Book("huggingface")
+    epochs = "--epochs=30"
+    versions = f"transformers {transformers.__version__} torch {torch.__version__} {epochs}"
+
+    def calm() -> str:
+        run = training(new_run, "hf-soak-calm", epochs, delay=0.0)
+        run.submit()
+        run.wait_until_done()
+        return run.digest()
+
+    undisturbed = book.calm_digest(versions, calm)
+    for seed, missing in book.seeds_until_done():
+        run = training(new_run, f"hf-soak-{seed}", epochs, fault_tolerance={"preload": ["transformers.trainer"]})
+        out = run.path / "out"
+
+        def check(step: int, out: Path = out, run: Run = run) -> None:
+            marker = json.loads((out / f"checkpoint-{step}" / MARKER).read_text())
+            assert (marker["step"], marker["ranks"]) == (step, 4), run.story()
+            assert finished_steps(out)[-1] == step
+
+        steps = stop_at_random_moments(run, random.Random(seed), stops=min(missing, STOPS_PER_RUN), longest_s=1.2,
+                                       hurry=out / HURRY, check=check)  # fmt: skip
+        assert run.output().count("resumed from") == 1
+        assert run.digest() == undisturbed, f"seed {seed}: {run.story()}"
+        book.add(seed, undisturbed[:12], steps)
 
 
 SCRIPTS = {"trl": ["trl_sft.py"], "fsdp": ["hf_fsdp.py", "--epochs=8"],

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from slurm.conftest import Run, eventually
+from slurm.stop_soak import HURRY, START_S, STOPS_PER_RUN, Book, stop_at_random_moments
 from slurmft.integrations.marked_folders import MARKER
 from slurmft.lab.cluster import Lab
 
@@ -26,9 +27,6 @@ NewRun = Callable[..., Run]
 TRAINER = Path(__file__).parent / "trainers" / "plain_lightning.py"
 STEPS = 24
 """Optimizer steps, in three epochs with a validation each; two batches make a step."""
-
-START_S = 400.0
-"""Four imports of Lightning on a machine that others load as well."""
 
 
 @pytest.fixture
@@ -95,19 +93,30 @@ def test_terms_at_random_moments(lab: Lab, new_lightning: NewRun, undisturbed: s
 
 @pytest.mark.soak
 @pytest.mark.timeout(6 * 3600)
-def test_100_terms_at_random_moments(lab: Lab, new_lightning: NewRun, undisturbed: str) -> None:
-    """Goes on where it ended: the file has a line for each run that was whole."""
-    book = Path(os.environ.get("SLURMFT_SOAK_BOOK", "build/soak-lightning.tsv"))
-    book.parent.mkdir(exist_ok=True)
-    wanted = int(os.environ.get("SLURMFT_LIGHTNING_STOPS", "100"))
+def test_100_terms_at_random_moments(lab: Lab, new_lightning: NewRun) -> None:
+    """Goes on where it ended, with a run of its own for every twenty of them."""
+    book = Book("lightning")
+    epochs = ("--epochs", "12")
+    versions = f"lightning {version('lightning')} torch {version('torch')} {epochs[1]} epochs"
 
-    def lines() -> list[list[str]]:
-        return [line.split() for line in book.read_text().splitlines()] if book.exists() else []
+    def calm() -> str:
+        run = new_lightning("lightning-soak-calm", *epochs, delay=0.0)
+        run.submit()
+        run.wait_until_done(START_S)
+        return run.digest()
 
-    while sum(len(steps) for _seed, _digest, *steps in lines()) < wanted:
-        seed = 1000 + len(lines())
-        run = new_lightning(f"lightning-soak-{seed}", delay=0.25)
-        steps = disturb(lab, run, 5, random.Random(seed))
+    undisturbed = book.calm_digest(versions, calm)
+    for seed, missing in book.seeds_until_done():
+        run = new_lightning(f"lightning-soak-{seed}", *epochs)
+        run.configure(fault_tolerance={"preload": ["lightning.pytorch"]})
+
+        def check(step: int, run: Run = run) -> None:
+            assert steps_saved(run)[step], run.story()
+
+        steps = stop_at_random_moments(
+            run, random.Random(seed), stops=min(missing, STOPS_PER_RUN), longest_s=1.2, check=check,
+            hurry=lab.home / "lightning" / run.path.name / HURRY,
+        )  # fmt: skip
+        assert run.output().count("going on from") == len(steps)
         assert run.digest() == undisturbed, f"seed {seed}: {run.story()}"
-        with book.open("a") as file:
-            file.write(" ".join([str(seed), undisturbed[:12], *map(str, steps)]) + "\n")
+        book.add(seed, undisturbed[:12], steps)

@@ -19,7 +19,7 @@ import contextlib
 import hashlib
 import hmac
 import importlib
-import importlib.util
+import importlib.metadata
 import os
 import shutil
 import signal
@@ -41,6 +41,9 @@ from slurmft.storage.verdicts import EVIDENCE_VARIABLE, VERDICT_VARIABLE
 from slurmft.system.files import replace_atomically
 from slurmft.system.private_folder import PrivateFolder, make_private_folder
 from slurmft.system.processes import session_members
+
+LOWEST = (2, 60)
+"""Version of Ray. Before 2.52 it takes no token: every user who reaches its ports could run code in the cluster."""
 
 LOOK_S = 0.1
 HEAD_S = 300.0
@@ -122,11 +125,28 @@ def head_address(host: str, port: str) -> str:
     return f"{found[0]}:{port}" if ":" not in found[0] else f"[{found[0]}]:{port}"
 
 
+def why_not(version: str | None) -> str:
+    """Why no cluster is made of this version of Ray, or of none; empty where one is."""
+    if version is None:
+        return "launcher: ray needs Ray, which is not installed on this node"
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    if numbers < LOWEST:
+        lowest = ".".join(map(str, LOWEST))
+        return f"launcher: ray needs Ray {lowest} or newer, and this node has {version}"
+    return ""
+
+
+def _installed() -> str | None:
+    try:
+        return importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def hold(command: Sequence[str], promised_s: str, given: Mapping[str, str]) -> int:
     """Stand for a node of Ray towards the agent; returns its exit code, negative for a signal."""
-    if importlib.util.find_spec("ray") is None:
-        sys.stderr.write("slurmft: launcher: ray needs Ray, which is not installed on this node\n"
-                         "  hint: pip install 'slurmft[ray]'\n")  # fmt: skip
+    if why := why_not(_installed()):
+        sys.stderr.write(f"slurmft: {why}\n  hint: pip install 'slurmft[ray]'\n")
         return 2
     terms: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _frame: terms.append(number))

@@ -61,7 +61,7 @@ class Net(L.LightningModule):
             line = f"{self.global_rank} {self.current_epoch} {batch_idx} {self.global_step} {loss.item():.9f}\n"
             with open(self.args.log, "a") as log:
                 log.write(line)
-        time.sleep(self.args.step_delay)
+        time.sleep(0 if (self.args.root / "hurry").exists() else self.args.step_delay)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

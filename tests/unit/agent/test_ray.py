@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from slurmft.agent.launchers.ray import head_address, leave_token, rays_environment, start_argv, token_of
+from slurmft.agent.launchers import ray
+from slurmft.agent.launchers.ray import head_address, leave_token, rays_environment, start_argv, token_of, why_not
 from slurmft.agent.launchers.torchrun import worker_command
 from slurmft.config.config import validate
 from slurmft.errors import ConfigError
@@ -33,6 +35,24 @@ def test_the_holder_promises_ray_the_time_of_a_stop():
 def test_ray_has_one_holder_on_each_node():
     with pytest.raises(ConfigError, match="nproc_per_node"):
         validate({**LEAST, "nproc_per_node": 2}, source="test")
+
+
+@pytest.mark.parametrize(
+    ("version", "what"),
+    [(None, "not installed"), ("2.51.1", "2.60 or newer, and this node has 2.51.1"), ("1.13.0", "2.60 or newer")],
+)
+def test_a_ray_that_asks_for_no_token_is_refused(version, what):
+    assert what in why_not(version)
+
+
+def test_the_version_that_is_installed_and_constrained_is_taken(tmp_path, monkeypatch, capsys):
+    root = Path(__file__).parents[3]
+    (lowest,) = re.findall(r"^\s+ray\[train\]>=(\d+)\.(\d+)$", (root / "setup.cfg").read_text(), re.MULTILINE)
+    assert tuple(map(int, lowest)) == ray.LOWEST
+    assert not any(map(why_not, (".".join(lowest) + ".0", "2.60.0", "3.0.0rc1")))
+    monkeypatch.setattr(ray.importlib.metadata, "version", lambda _name: "2.40.0")
+    assert ray.hold(["python", "train.py"], "1", given(tmp_path)) == 2
+    assert "this node has 2.40.0\n  hint: pip install 'slurmft[ray]'" in capsys.readouterr().err
 
 
 def test_the_token_is_of_one_attempt_and_only_the_user_reads_it(tmp_path):

@@ -18,9 +18,11 @@ import psutil
 import pytest
 
 from slurmft.agent.environment import worker_environment
-from slurmft.agent.workers import Worker, Workers, reserve_port, zygote_arguments
+from slurmft.agent.replicas import preload_of
+from slurmft.agent.workers import PRELOAD, Worker, Workers, reserve_port, zygote_arguments
 from slurmft.agent.zygote import STOP_SIGNAL_VARIABLE, why_not_to_fork
 from slurmft.config.config import validate
+from slurmft.errors import ConfigError
 from slurmft.ipc.calls import StartWorkers
 from slurmft.ipc.pages.heartbeat import Slot, State
 from slurmft.system import private_folder
@@ -75,18 +77,19 @@ class Node:
 
 
 @contextlib.asynccontextmanager
-async def node_in(folder: Path) -> AsyncIterator[Node]:
+async def node_in(folder: Path, *preload: str) -> AsyncIterator[Node]:
     node = Node(folder)
-    node.workers.start_zygote(dict(os.environ), preload=())
+    modules = os.pathsep.join([str(folder / "installed"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    node.workers.start_zygote(os.environ | {"PYTHONPATH": modules}, preload=preload)
     try:
         yield node
     finally:
         node.workers.close()
 
 
-def on_a_node(folder: Path, work: Callable[[Node], Awaitable[Any]]) -> Any:
+def on_a_node(folder: Path, work: Callable[[Node], Awaitable[Any]], *preload: str) -> Any:
     async def limited() -> Any:
-        async with asyncio.timeout(60), node_in(folder) as node:
+        async with asyncio.timeout(60), node_in(folder, *preload) as node:
             return await work(node)
 
     return asyncio.run(limited())
@@ -125,6 +128,45 @@ def gone(pid: int) -> bool:
 )
 def test_what_a_fork_can_run(command, arguments):
     assert zygote_arguments(command) == arguments
+
+
+# what is imported ahead
+
+
+def test_what_is_named_is_imported_once_for_all_workers(tmp_path, capfd):
+    """One that cannot be imported is told of, and no worker fails that does not need it."""
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "framework.py").write_text("import os\nwhere = os.getpid()\n")
+    (tmp_path / "installed" / "broken.py").write_text("raise RuntimeError('no display')\n")
+    modules = ("broken", "missing.part", "torch.no_such_part", "framework")
+
+    async def work(node: Node) -> tuple[list[int | None], list[str]]:
+        script = node.script(
+            f"import os, sys\nprint(sys.modules['framework'].where == os.getppid(), {modules!r}[0] in sys.modules)"
+        )
+        node.start([PYTHON, str(script)], ranks=2)
+        return await node.codes(), [node.log(rank) for rank in range(2)]
+
+    assert on_a_node(tmp_path, work, *modules) == ([0, 0], ["True False\n"] * 2)
+    said = [line for line in capfd.readouterr().err.splitlines() if "ahead of the workers" in line]
+    assert said[0] == "slurmft: broken could not be imported ahead of the workers: no display"
+    assert [line.split()[1] for line in said] == list(modules[:3])
+
+
+@pytest.mark.parametrize(
+    ("preload", "extra"), [(True, ()), (["transformers.trainer", "wandb"], ("transformers.trainer", "wandb"))]
+)
+def test_a_list_is_imported_beside_torch(preload, extra):
+    config = validate(
+        {"command": ["train.py"], "run_folder": "r", "fault_tolerance": {"preload": preload}}, source="a test"
+    )
+    assert preload_of(config) == (*PRELOAD, *extra)
+
+
+@pytest.mark.parametrize("preload", [["no-name"], ["../x"], ["a."], [""], "transformers", [1]])
+def test_what_is_no_name_of_a_module_is_refused(preload):
+    with pytest.raises(ConfigError, match="preload"):
+        validate({"command": ["train.py"], "run_folder": "r", "fault_tolerance": {"preload": preload}}, source="a test")
 
 
 # how it ends

@@ -76,7 +76,10 @@ GOOD = st.fixed_dictionaries(
             just_in_time=st.booleans(), bandwidth=st.integers(1, 10**15 - 1) | st.sampled_from(["500M", "1.5 GiB/s"]),
             local_directory=NAMES.map(lambda name: f"/local/{name}"), stall_timeout_s=st.floats(1, 3e8),
         ),
-        "fault_tolerance": some(launch_timeout_s=st.floats(0.001, 3e8), preload=st.booleans()),
+        "fault_tolerance": some(
+            launch_timeout_s=st.floats(0.001, 3e8),
+            preload=st.booleans() | st.lists(st.sampled_from(["transformers.trainer", "_x9.Y"]), max_size=2),
+        ),
         "preemption": some(signal=st.sampled_from(["SIGTERM", "SIGUSR1"]), signal_lead_s=st.integers(1, 65535)),
         "nccl": some(step_timeout_minutes=st.floats(0.001, 5e6) | st.integers(1, 99)),
         "exit_actions": st.sampled_from([{"COMPLETE": "0", "FAIL": "3-9,17"}, {"RESCHEDULE": 11}, {}]),

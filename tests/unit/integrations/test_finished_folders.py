@@ -62,7 +62,7 @@ def test_a_missing_file_is_noticed(tmp_path: Path, name: str, marked: bool) -> N
 
 @pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "marked"])
 def test_the_second_last_is_taken_where_the_last_is_incomplete(tmp_path: Path, marked: bool) -> None:
-    """transformers#35782 and #35525: a job that was killed in a save could not be started again."""
+    """transformers#35782, #35525 and #40790: a job that was killed in a save could not be started again."""
     for step in (5, 10):
         fill(tmp_path, step, marked=marked)
     (tmp_path / "checkpoint-10" / "trainer_state.json").unlink()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -57,6 +59,15 @@ def test_another_version_is_refused(package: str, version: str) -> None:
     sys.modules[package].__version__ = version
     with pytest.raises(UsageError, match=rf"from 2\.5 on and below 3\.0; this is {version}"):
         lightning._callbacks(package)
+
+
+def test_the_versions_that_are_installed_and_constrained_are_those_that_are_supported() -> None:
+    root = Path(__file__).parents[3]
+    (given,) = re.findall(r"^\s+lightning>=(\d+)\.(\d+),<(\d+)$", (root / "setup.cfg").read_text(), re.MULTILINE)
+    (newest,) = re.findall(r"^lightning==(\d+)\.(\d+)", (root / "constraints.txt").read_text(), re.MULTILINE)
+    *lowest, below = map(int, given)
+    assert (tuple(lowest), (below, 0)) == (lightning.MINIMUM, lightning.BELOW)
+    assert lightning.MINIMUM <= tuple(map(int, newest)) < lightning.BELOW
 
 
 @pytest.mark.usefixtures("in_a_run")
