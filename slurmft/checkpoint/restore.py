@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
 
 from slurmft.checkpoint.format.damage import Damage, Damaged
 from slurmft.checkpoint.format.flat_keys import Path, key_of, unflatten
@@ -27,10 +26,10 @@ from slurmft.checkpoint.format.flat_state import (
     rank_key,
     refuse_unsupported,
 )
-from slurmft.checkpoint.format.image import local
 from slurmft.checkpoint.format.plain_state import original
-from slurmft.checkpoint.format.reading import Stored, Target, fresh
+from slurmft.checkpoint.format.reading import Stored
 from slurmft.checkpoint.format.shard_index import image_file, index_file
+from slurmft.checkpoint.landings import Landing, landing_in_place, landing_of
 from slurmft.checkpoint.replicas.note_gathering import OwnNotes
 from slurmft.checkpoint.staging.lead_note import LeadNote
 from slurmft.checkpoint.staging.rank_records import ERA
@@ -214,7 +213,7 @@ def _lead_part(
     return extra, {}
 
 
-def _put_buffers(buffers: Mapping[str, torch.Tensor], landings: Mapping[str, _Landing]) -> None:
+def _put_buffers(buffers: Mapping[str, torch.Tensor], landings: Mapping[str, Landing]) -> None:
     for name, value in buffers.items():
         landing = landings.get(key_of((MODEL, plain_name(name))))
         if landing is None or (landing.target.tensor.dtype, landing.target.tensor.shape) != (value.dtype, value.shape):
@@ -245,77 +244,6 @@ def _not_shared(loader: Stateful, why: str) -> Damaged:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Landing:
-    """A tensor that is being read, and its target."""
-
-    target: Target
-    like: DTensor | None = None
-    """Spread over ranks in the same way; None for a plain tensor."""
-
-    is_whole: bool = False
-    """Whether each rank reads all of it although ``like`` is spread over ranks."""
-
-    into: torch.Tensor | None = None
-    """A tensor of the optimizer that takes the values itself, as its memory is there already."""
-
-    def value(self) -> torch.Tensor:
-        if self.into is not None:
-            with torch.no_grad():
-                local(self.into).copy_(self.target.tensor)
-            return self.into
-        if self.like is None:
-            return self.target.tensor
-        if self.is_whole:
-            mesh = self.like.device_mesh
-            return DTensor.from_local(self.target.tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        return DTensor.from_local(
-            self.target.tensor,
-            self.like.device_mesh,
-            self.like.placements,
-            run_check=False,
-            shape=self.like.shape,
-            stride=self.like.stride(),
-        )
-
-
-def _landing(stored: Stored, key: str, like: object, *, may_map: bool = False) -> _Landing:
-    """Where a stored tensor is read to, in the place of ``like`` (a tensor of the trainer, or any value).
-
-    Args:
-        may_map: its values are copied out of it once, and it is not kept.
-    """
-    there = stored.tensors[key]
-    spread = like if isinstance(like, DTensor) else None
-    is_whole = spread is not None and tuple(spread.shape) != there.shape
-    if is_whole and there.pieces == 1:
-        spread, is_whole = None, False
-    starts, sizes = _own_box(None if is_whole else spread, there.shape)
-    target = stored.mapped(key, starts, sizes) if may_map else None
-    return _Landing(target or Target(fresh(sizes, there.dtype), starts), spread, is_whole=is_whole)
-
-
-def _own_box(like: torch.Tensor | None, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where the part begins that this rank holds, and its sizes; all of it but where ``like`` is spread over ranks."""
-    if not isinstance(like, DTensor):
-        return (0,) * len(shape), shape
-    (chunk,) = like.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    return tuple(chunk.offsets), tuple(chunk.sizes)
-
-
-def _in_place(stored: Stored, key: str, here: torch.Tensor, parameter: torch.Tensor) -> _Landing | None:
-    """Into the optimizer's present tensor; None where that is of another kind, or is the weight itself."""
-    there, inside = stored.tensors[key], local(here)
-    if not is_dense(here) or (tuple(here.shape), here.dtype) != (there.shape, there.dtype):
-        return None
-    starts, sizes = _own_box(here, there.shape)
-    is_usable = tuple(inside.shape) == sizes and inside.is_contiguous()
-    if not is_usable or inside.data_ptr() == local(parameter).data_ptr():
-        return None
-    target = stored.mapped(key, starts, sizes)
-    return _Landing(target, into=here) if target is not None else None
-
-
 def _with_types_of(stored: Any, present: Any, *, follows_weight: bool) -> None:
     """Put values of ``stored`` into ``present`` where a cast has changed their types.
 
@@ -336,7 +264,7 @@ def _with_types_of(stored: Any, present: Any, *, follows_weight: bool) -> None:
             _with_types_of(value, here, follows_weight=follows_weight)
 
 
-def _model_landings(trainee: Trainee, stored: Stored, tolerance: Tolerance, recast: set[str]) -> dict[str, _Landing]:
+def _model_landings(trainee: Trainee, stored: Stored, tolerance: Tolerance, recast: set[str]) -> dict[str, Landing]:
     """Adds to ``recast`` the names of weights that are of another dtype in the checkpoint."""
     present = {plain_name(name): value for name, value in unwrapped(trainee.model).state_dict().items()}
     keys = [key for key in (*stored.tensors, *stored.objects) if stored.path(key)[0] == MODEL]
@@ -363,7 +291,7 @@ def _model_landings(trainee: Trainee, stored: Stored, tolerance: Tolerance, reca
                     )
                 recast.add(name)
         if there is not None:
-            landings[key] = _landing(stored, key, here, may_map=may_map and is_dense(here))
+            landings[key] = landing_of(stored, key, here, may_map=may_map and is_dense(here))
     return landings
 
 
@@ -378,7 +306,7 @@ def _only_copies(model: torch.nn.Module) -> bool:
     )
 
 
-def _optimizer_landings(trainee: Trainee, stored: Stored, leaves: Mapping[Path, Any]) -> dict[str, _Landing]:
+def _optimizer_landings(trainee: Trainee, stored: Stored, leaves: Mapping[Path, Any]) -> dict[str, Landing]:
     names = group_names(trainee)
     _check_groups(names, leaves)
     flat = [name for group in names for name in group]
@@ -393,8 +321,10 @@ def _optimizer_landings(trainee: Trainee, stored: Stored, leaves: Mapping[Path, 
         if path[:2] == (OPTIMIZER, STATE) and len(path) > 3:
             parameter = by_name.get(str(path[2]))
             here = _present_state(trainee, parameter, path[3:])
-        in_place = _in_place(stored, key, here, parameter) if here is not None and parameter is not None else None
-        landings[key] = in_place or _landing(stored, key, parameter if here is None else here)
+        in_place = (
+            landing_in_place(stored, key, here, parameter) if here is not None and parameter is not None else None
+        )
+        landings[key] = in_place or landing_of(stored, key, parameter if here is None else here)
     return landings
 
 
@@ -440,7 +370,7 @@ def _with_numbers(trainee: Trainee, optimizer: Mapping[str, Any]) -> dict[str, A
 
 def _landed(value: Any) -> Any:
     """With tensors in the place of landings."""
-    if isinstance(value, _Landing):
+    if isinstance(value, Landing):
         return value.value()
     if type(value) is dict:
         return {key: _landed(each) for key, each in value.items()}

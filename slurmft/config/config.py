@@ -173,14 +173,10 @@ class RunConfig(_Section):
 
     @model_validator(mode="after")
     def _standby_has_a_place(self) -> Self:
-        if not self.fault_tolerance.standby_supervisor:
-            return self
-        name = "fault_tolerance.standby_supervisor"
-        if self.inference is not None:
-            raise ValueError(f"{name}: it is for trainers; replicas of an inference live on without a supervisor")
-        if not self.survives_nodes or self.nodes + self.spare_nodes < 2:
-            raise ValueError(f"{name} needs at least two nodes, and spare_nodes, elastic or slurm.no_kill: "
-                             "else the job does not outlive its batch host")  # fmt: skip
+        is_wanted, nodes = self.fault_tolerance.standby_supervisor, self.nodes + self.spare_nodes
+        if is_wanted and (self.inference is not None or not self.survives_nodes or nodes < 2):
+            raise ValueError("fault_tolerance.standby_supervisor: for trainers on at least two nodes, with "
+                             "spare_nodes, elastic or slurm.no_kill")  # fmt: skip
         return self
 
     @model_validator(mode="after")

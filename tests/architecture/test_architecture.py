@@ -230,10 +230,10 @@ def test_only_the_command_line_has_a_broad_except():
         and (node.type is None or ast.unparse(node.type) == "Exception")
         # a rank reports whatever happened to it to the others; a probe that crashes is a result
         # and one run's damage must not keep cron from the others; a callable engine is the user's code; and every
-        # filesystem of fsspec has errors of its own
+        # filesystem of fsspec has errors of its own; a module imported ahead of the workers may raise anything
         and not module.startswith(
             ("cli/", "checkpoint/", "system/isolation", "operations/rescue", "inference/callables.py",
-             "sync/object_store.py")
+             "sync/object_store.py", "agent/zygote.py")
         )
     ]  # fmt: skip
     assert strays == []
