@@ -91,6 +91,11 @@ def target_rows(results: Sequence[Result], floors: Floors) -> list[str]:
     second = ours.rounds[1]["stall"]
     stall, durable = middle(later(ours, "stall")), middle(later(ours, "durable"))
     rows = [
+        (f"stall from the second save on, x that of the {what}", "<= 1.3", stall / bare, stall <= 1.3 * bare)
+        for name, what in BESIDE.items()
+        if name in by_name and (bare := middle(later(by_name[name], "stall")))
+    ]
+    rows += [
         ("stall from the second save on, x copy floor", "<= 1.3", stall / copy, stall <= 1.3 * copy),
         ("stall of the second save alone, x copy floor", "<= 1.3", second / copy, second <= 1.3 * copy),
         ("durable, x raw write with fsync", "<= 1.25", durable / write, durable <= 1.25 * write),
