@@ -145,6 +145,8 @@ class Agent:
         alone = asyncio.create_task(self._outside.gone.wait())
         notices = asyncio.create_task(NoticeWatch(self._config, self._environment, self._report).run())
         keeping = asyncio.create_task(look_after_regularly(self._keeping, KEEPER_LOOK_S))
+        for beside in (reports, hangs, keeping):
+            beside.add_done_callback(_tell_error)  # an agent that falls silent is given up: at least its log says why
         try:
             await asyncio.wait([serving, lease, alone], return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
@@ -417,6 +419,11 @@ class Agent:
                 self._report_digests(list(self._workers.by_rank.values()))
                 if (durations := self._hangs.durations()) is not None:
                     self._channel.send(replace(durations, generation=own).as_mapping())
+
+
+def _tell_error(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("internal error: %r", error, exc_info=error)
 
 
 async def serve(config: RunConfig, attempt: str, environment: Mapping[str, str]) -> int:

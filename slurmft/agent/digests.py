@@ -29,7 +29,7 @@ class DigestReports:
     """Reports each digest once. One object for the workers of one attempt."""
 
     def __init__(self) -> None:
-        self._rings: dict[int, DigestRing] = {}
+        self._rings: dict[int, tuple[Page, DigestRing]] = {}
         self._taken: dict[int, int] = {}
 
     def new(self, workers: Sequence[Digested]) -> Iterator[DigestsReport]:
@@ -39,8 +39,11 @@ class DigestReports:
             yield DigestsReport(ranks=tuple(found[first : first + RANKS_PER_MESSAGE]))
 
     def _of(self, worker: Digested) -> RankDigests | None:
-        if (ring := self._rings.get(worker.rank)) is None:
-            ring = self._rings[worker.rank] = DigestRing(worker.page)
+        page, ring = self._rings.get(worker.rank, (None, None))
+        if ring is None or page is not worker.page:  # of an earlier life of the rank: its page is closed
+            ring = DigestRing(worker.page)
+            self._rings[worker.rank] = worker.page, ring
+            self._taken[worker.rank] = 0
         count, taken = ring.count, self._taken.get(worker.rank, 0)
         if count == taken:
             return None

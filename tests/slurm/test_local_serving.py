@@ -218,6 +218,7 @@ def test_no_request_of_our_client_fails_when_something_dies(endpoint: Endpoint, 
         assert len(endpoint.events("attempt started")) == 2
     elif victim != "agent":
         assert len(endpoint.events("replica died")) == 1
+        assert endpoint.events("agent lost") == [], "it goes on with another life of its replica"
 
 
 @pytest.mark.parametrize("kind", ["ours", pytest.param("plain", marks=pytest.mark.soak)])
