@@ -75,7 +75,8 @@ soak: install ## the long tests that `make test` leaves out (root; two and a hal
 
 STOPS ?= 100
 soak-lightning: install ## a hundred TERMs at a Lightning training, and a hundred kills in its saves (hours; goes on where it ended; STOPS=20)
-	@SLURMFT_LIGHTNING_STOPS=$(STOPS) $(BIN)/pytest -m soak tests/slurm/test_lightning.py tests/unit/integrations
+	@SLURMFT_SOAK_STOPS=$(STOPS) $(BIN)/pytest -m soak tests/slurm/test_lightning.py tests/unit/integrations
+	@$(BIN)/pytest -m soak tests/slurm/test_kills_in_saves.py -k lightning
 
 soak-ray: install ## Ray Train on the lab: a node dies, two are lent, kills of every process (root; 20 minutes)
 	@$(BIN)/pytest -m "soak or not soak" --durations 10 tests/slurm/test_ray.py tests/slurm/test_ray_on_nodes.py
@@ -84,9 +85,10 @@ SEEDS ?= 1000-1099
 soak-faults: install ## random faults on the lab until there are 1,000 of each storm (root; hours; goes on where it ended; SEEDS=100-160)
 	@$(BIN)/python bench/random_faults --seeds $(SEEDS) $(FAULTS_OPTIONS)
 
-soak-integrations: install ## a hundred stops and a hundred kills in saves of Hugging Face's Trainer, a stop of TRL's (root; hours)
+soak-integrations: install ## a hundred stops and a hundred kills in saves of Hugging Face's Trainer, a stop of TRL's (root; hours; goes on where it ended; STOPS=20)
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[soak]'
-	@$(BIN)/pytest -m soak tests/slurm/test_huggingface.py tests/slurm/test_kills_in_saves.py $(TESTS)
+	@SLURMFT_SOAK_STOPS=$(STOPS) $(BIN)/pytest -m soak tests/slurm/test_huggingface.py $(TESTS)
+	@$(BIN)/pytest -m soak tests/slurm/test_kills_in_saves.py -k huggingface
 
 check: test ## everything CI runs
 
