@@ -79,7 +79,8 @@ soak: install ## the long tests that `make test` leaves out (root; three hours)
 
 STOPS ?= 100
 soak-lightning: install ## a hundred TERMs at a Lightning training, and a hundred kills in its saves (hours; goes on where it ended; STOPS=20)
-	@SLURMFT_LIGHTNING_STOPS=$(STOPS) $(BIN)/pytest -m soak tests/slurm/test_lightning.py tests/unit/integrations
+	@SLURMFT_SOAK_STOPS=$(STOPS) $(BIN)/pytest -m soak tests/slurm/test_lightning.py tests/unit/integrations
+	@$(BIN)/pytest -m soak tests/slurm/test_kills_in_saves.py -k lightning
 
 FLIPS ?= 50
 soak-digests: install ## fifty flipped bits on the lab, each found, its node left, the weights as ever (root; an hour; goes on where it ended; FLIPS=10)
@@ -92,9 +93,10 @@ SEEDS ?= 1000-1099
 soak-faults: install ## random faults on the lab until there are 1,000 of each storm (root; hours; goes on where it ended; SEEDS=100-160)
 	@$(BIN)/python bench/random_faults --seeds $(SEEDS) $(FAULTS_OPTIONS)
 
-soak-integrations: install ## a hundred stops and a hundred kills in saves of Hugging Face's Trainer, a stop of TRL's (root; hours)
+soak-integrations: install ## a hundred stops and a hundred kills in saves of Hugging Face's Trainer, a stop of TRL's (root; hours; goes on where it ended; STOPS=20)
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[soak]'
-	@$(BIN)/pytest -m soak tests/slurm/test_huggingface.py tests/slurm/test_kills_in_saves.py $(TESTS)
+	@SLURMFT_SOAK_STOPS=$(STOPS) $(BIN)/pytest -m soak tests/slurm/test_huggingface.py $(TESTS)
+	@$(BIN)/pytest -m soak tests/slurm/test_kills_in_saves.py -k huggingface
 
 check: test ## everything CI runs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -9,8 +10,16 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="pip install 'slurmft[huggingface]'"
+)
+needs_lightning = pytest.mark.skipif(
+    importlib.util.find_spec("lightning") is None, reason="pip install 'slurmft[lightning]'"
+)
+FRAMEWORKS = [
+    pytest.param("huggingface", marks=needs_transformers),
+    pytest.param("lightning", marks=needs_lightning),
+]
 TRAINER = Path(__file__).parent / "trainers" / "killed_in_saves.py"
 
 
@@ -28,6 +37,7 @@ def final_weights(folder: Path, *options: str, within_s: float) -> tuple[str, st
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@needs_transformers
 def test_kills_in_saves_lose_only_the_save(tmp_path: Path) -> None:
     kills, digest = final_weights(tmp_path / "killed", "--kills", "2", within_s=300)
     assert kills.startswith("kills 2, ")
@@ -36,7 +46,9 @@ def test_kills_in_saves_lose_only_the_save(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_a_hundred_kills_in_saves(tmp_path: Path) -> None:
-    kills, digest = final_weights(tmp_path / "killed", "--kills", "100", "--seed", "1", within_s=5400)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_hundred_kills_in_saves(tmp_path: Path, framework: str) -> None:
+    of = ("--framework", framework)
+    kills, digest = final_weights(tmp_path / "killed", "--kills", "100", "--seed", "1", *of, within_s=5400)
     assert kills.startswith("kills 100, of which ") and int(kills.split()[4]) > 20, "most must strike in a save"
-    assert digest == final_weights(tmp_path / "calm", "--kills", "0", "--steps", "300", within_s=1200)[1]
+    assert digest == final_weights(tmp_path / "calm", "--kills", "0", "--steps", "300", *of, within_s=1200)[1]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +26,13 @@ def submit_here(what: object, path: Path, **overrides: object) -> slurmft.RunHan
 
 
 def test_a_configuration_of_plain_values(tmp_path: Path) -> None:
+    async def cell() -> None:  # where an event loop is running, as in a notebook
+        check_a_configuration_of_plain_values(tmp_path)
+
+    asyncio.run(cell())
+
+
+def check_a_configuration_of_plain_values(tmp_path: Path) -> None:
     config = {"command": [*TRAINER, "--steps", "20"], "checkpoint": {"interval_steps": 5}}
     run = submit_here(config, tmp_path, nproc_per_node=2, checkpoint={"keep_last_n": 1})
     with pytest.raises(slurmft.RunBusy):
@@ -151,3 +162,22 @@ def test_a_callable_or_result_of_another_user_is_not_unpickled(tmp_path: Path) -
     os.chown(run.folder / "result.pkl", 65534, 65534)
     with pytest.raises(slurmft.StorageError, match="belongs to user id 65534"):
         run.result(5)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "from-python.md"
+
+
+@pytest.mark.soak
+def test_the_page_runs_as_it_is_written(tmp_path: Path) -> None:
+    """On this machine instead of through Slurm."""
+    command = [*TRAINER, "--steps", "20"]
+    (tmp_path / "train.yaml").write_text(json.dumps({"command": command, "run_folder": "runs/first"}))
+    parts = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(parts) == 2 and all('slurm={"time": 60}' in part for part in parts)
+    script = "\n".join([*parts, "print(run.result())"]).replace('slurm={"time": 60}', 'cluster="local"')
+    (tmp_path / "notebook.py").write_text(script)
+    result = subprocess.run(
+        [sys.executable, "notebook.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert (result.returncode, result.stdout.splitlines()[-1:]) == (0, ["{'accuracy': 0.7}"]), result.stderr
+    assert slurmft.RunHandle(tmp_path / "runs" / "first").status().state == "finished"

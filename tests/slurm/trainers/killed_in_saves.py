@@ -1,6 +1,6 @@
-"""Two ranks of the Trainer, killed again and again in the middle of a save; each start goes on from the last good one.
+"""Two ranks of a Trainer, killed again and again in the middle of a save; each start goes on from the last good one.
 
-    python killed_in_saves.py FOLDER --kills 100 --seed 1
+    python killed_in_saves.py FOLDER --kills 100 --seed 1 --framework huggingface
 
 Ranks are forked from this process, which has imported everything: a start takes a fraction of a second. Prints the
 digest of the weights at the end; the same with ``--kills 0`` is that of a training that was left alone.
@@ -9,6 +9,8 @@ digest of the weights at the end; the same with ``--kills 0`` is that of a train
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
 import os
 import random
 import signal
@@ -16,17 +18,58 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 
-import hf_trainer
-
 from slurmft.integrations.finished_folders import finished_steps, step_folders
+from slurmft.integrations.marked_folders import MarkedFolders
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, Page, Slot, State
 
 RANKS, STEPS_PER_KILL = 2, 3
 
 
-def fork(rank: int, page: Path, port: int, argv: list[str], log: Path) -> int:
+@dataclass(frozen=True)
+class Training:
+    """The script of a framework, which saves after each step."""
+
+    main: Callable[[], None]
+    argv: tuple[str, ...]
+    folders: Callable[[], tuple[Collection[int], Collection[int]]]
+    """Steps of all saves that are there, and of the finished ones."""
+
+    longest_save_s: float
+
+
+def huggingface(folder: Path, steps: int) -> Training:
+    out = folder / "out"
+    argv = (f"--output={out}", "--delay=0", "--samples=40", "--epochs=1000", f"--max_steps={steps}", "--save_steps=1",
+            "--eval_strategy=no", "--wide=1")  # fmt: skip
+    main = importlib.import_module("hf_trainer").main
+    return Training(main, argv, lambda: (step_folders(out), finished_steps(out)), 0.06)
+
+
+def lightning(folder: Path, steps: int) -> Training:
+    """Epochs of ten steps, two batches each: kills fall into saves between epochs, too."""
+    root = folder / "lightning" / "fit-1"
+    argv = ("--root", str(folder), "--nodes", "1", "--samples", "160", "--accumulate", "2", "--epochs", "1000",
+            "--max-steps", str(steps))  # fmt: skip
+    settings = {"checkpoint": {"interval": "steps", "interval_steps": 1, "keep_last_n": 2}}
+    os.environ |= {"SLURMFT_WORKER": json.dumps(settings), "SLURMFT_CHECKPOINT_DIR": str(folder),
+                   "TORCHELASTIC_RUN_ID": "killed"}  # fmt: skip
+    main = importlib.import_module("plain_lightning").main
+
+    def folders() -> tuple[Collection[int], Collection[int]]:
+        there = {int(path.name[5:20]) for path in root.iterdir()} if root.exists() else set()
+        return there, {save.place.step for save in MarkedFolders(root, 2).complete()}
+
+    return Training(main, argv, folders, 0.03)
+
+
+FRAMEWORKS = {"huggingface": huggingface, "lightning": lightning}
+
+
+def fork(rank: int, page: Path, port: int, training: Training, log: Path) -> int:
     if pid := os.fork():
         return pid
     code = 1
@@ -38,8 +81,8 @@ def fork(rank: int, page: Path, port: int, argv: list[str], log: Path) -> int:
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), PAGE_VARIABLE: str(page),
         }  # fmt: skip
-        sys.argv = argv
-        hf_trainer.main()
+        sys.argv = ["train", *training.argv]
+        training.main()
         code = 0
     except BaseException:  # noqa: BLE001 - a forked child must not return into the parent's code
         traceback.print_exc()
@@ -53,13 +96,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def one_start(folder: Path, number: int, argv: list[str], moment: tuple[int, float, str] | None) -> bool:
+def one_start(folder: Path, number: int, training: Training, moment: tuple[int, float, str] | None) -> bool:
     """Whether the training ended by itself; with a ``moment``, kill the ranks (or one) in that save, so much later."""
     pages, pids, port = [], [], free_port()
     for rank in range(RANKS):
         path = folder / f"page-{number}-{rank}"
         pages.append(Page.create(path, rank=rank, generation=1))
-        pids.append(fork(rank, path, port, argv, folder / f"rank-{rank}.log"))
+        pids.append(fork(rank, path, port, training, folder / f"rank-{rank}.log"))
     left, saves, was_saving, killed = dict(zip(pids, range(RANKS), strict=True)), 0, False, False
     try:
         while left:
@@ -95,24 +138,25 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=0, help="as for another number of kills")
+    parser.add_argument("--framework", choices=FRAMEWORKS, default="huggingface")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     steps = options.steps or max(6, STEPS_PER_KILL * options.kills)
-    argv = ["train", f"--output={options.folder}/out", "--delay=0", "--samples=40", "--epochs=1000",
-            f"--max_steps={steps}", "--save_steps=1", "--eval_strategy=no", "--wide=1"]  # fmt: skip
+    training = FRAMEWORKS[options.framework](options.folder, steps)
     chance = random.Random(options.seed)
     kills = starts = unfinished = 0
     is_over = False
     while not is_over:
         moment = None
         if kills < options.kills:
-            moment = (chance.randint(1, 3), chance.uniform(0.0, 0.06), chance.choice(["both", "first", "second"]))
-        is_over = one_start(options.folder, starts, argv, moment)
+            late_s = chance.uniform(0.0, training.longest_save_s)
+            moment = (chance.randint(1, 3), late_s, chance.choice(["both", "first", "second"]))
+        is_over = one_start(options.folder, starts, training, moment)
         starts += 1
         kills += not is_over
-        folders = step_folders(options.folder / "out")
+        folders, finished = training.folders()
         newest = max(folders, default=0)
-        unfinished += not is_over and newest not in finished_steps(options.folder / "out")
+        unfinished += not is_over and newest not in finished
         print(f"start {starts}: {moment}, newest folder {newest}", file=sys.stderr, flush=True)
     lines = (options.folder / "rank-0.log").read_text().splitlines()
     print(f"kills {kills}, of which {unfinished} left the newest folder unfinished")
