@@ -18,8 +18,7 @@ import psutil
 import pytest
 
 from slurmft.agent.environment import worker_environment
-from slurmft.agent.replicas import preload_of
-from slurmft.agent.workers import PRELOAD, Worker, Workers, reserve_port, zygote_arguments
+from slurmft.agent.workers import PRELOAD, Worker, Workers, preload_of, reserve_port, zygote_arguments
 from slurmft.agent.zygote import STOP_SIGNAL_VARIABLE, why_not_to_fork
 from slurmft.config.config import validate
 from slurmft.errors import ConfigError
