@@ -200,7 +200,7 @@ NODE = dies(1, 2, step=5, point="forward 0")
 KNOWN = {
     "rank 0, alone on its node": (plain(deaths=dies(0, step=3, point="begin")), 3),
     "the first of two nodes": (plain(deaths=dies(0, 1, step=3, point="data 0"), nodes=[[0, 2], [1, 1]]), 3),
-    "rank 0 of a model with buffers": (plain(deaths=dies(0, step=3, point="begin"), buffers=True), 2),
+    "rank 0 of a model with buffers": (plain(deaths=dies(0, step=3, point="begin"), buffers=True), 3),
     "a node that is gone": (plain(deaths=NODE, lost=[1], then={"nodes": [[0, 1], [11, 2]]}), 4),
     "accumulating, in the first step": (plain(deaths=BEGIN, again=dies(0, step=3, point="end"), accumulate=2), 3),
     "accumulating, at the end": (plain(deaths=dies(1, step=3, point="end"), accumulate=2), 2),
@@ -210,7 +210,7 @@ KNOWN = {
     "one who keeps the step dies": (plain(deaths=dies(2, step=3, point="begin"), nodes=[[0, 2], [1, 1]],
                                           dies_keeping=[0]), 3),
     "a reader beside a save": (plain(reader=5), 6),
-    "more ranks than before": (plain(deaths=NODE, then={"nodes": [[0, 2], [1, 2]]}), 4),
+    "more ranks than before": (plain(deaths=NODE, then={"nodes": [[0, 2], [1, 2]]}), 5),
     "fewer ranks than before": (plain(deaths=NODE, then={"nodes": [[1, 1]]}), 4),
     "more ranks with data of their own": (plain(deaths=NODE, loader="own", then={"nodes": [[0, 2], [1, 2]]}), None),
     "more ranks, and the buffers of rank 0 are lost": (plain(deaths=dies(0, step=3, point="begin"), loader="own",
