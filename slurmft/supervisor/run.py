@@ -41,7 +41,7 @@ from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.recovery.final_ends import Superfluous, keep_ended, superfluous
 from slurmft.supervisor.recovery.node_choice import next_cycle
 from slurmft.supervisor.recovery.requeue import FLUSH_S
-from slurmft.supervisor.standby.aside import is_standbys, stand_aside, standby_has_taken_over
+from slurmft.supervisor.standby.aside import is_standbys, refuse_claims, stand_aside, standby_has_taken_over
 from slurmft.supervisor.standby.keeper import StandbyKeeper
 from slurmft.supervisor.start import Start
 from slurmft.supervisor.watch.companion import Companion
@@ -99,8 +99,8 @@ def supervise(
                     patience_s=STORAGE_PATIENCE_S,
                 )
             except StorageUnavailable as error:
-                return _try_again_later(config, cluster, run, error)
-            except Fenced:
+                return try_again_later(config, cluster, run, error)
+            except (Fenced, RunBusy):
                 if not standby_has_taken_over(config, environment):
                     raise
                 attempts.abandon()
@@ -148,11 +148,11 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     """Act in the place of a supervisor that signal ``number`` has ended; returns the batch script's exit code."""
     cluster, run = detect(environment), RunFolder(config.run_folder)
     thread = FolderThread()
-    owner = thread.call(run.owner, timeout_s=STORAGE_PATIENCE_S)
+    owner = thread.call(lambda: _owner_from_now_on(config, environment, run), timeout_s=STORAGE_PATIENCE_S)
     outlived = thread.call(lambda: find_outlived(config, run, cluster), timeout_s=STORAGE_PATIENCE_S)
     if owner is not None and is_standbys(owner, cluster.attempt):
         return stand_aside(run, cluster)
-    if owner is None or owner.pid not in lost_pids(environment) or owner.host != os.uname().nodename:
+    if owner is None or not _is_lost(owner, environment):
         if outlived is not None:
             outlived.end()
         return supervise(config, environment)  # it had not taken the run over yet; if another process has, this raises
@@ -168,7 +168,7 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     name = signal.Signals(number).name
     journal.append(EventName.SUPERVISOR_LOST, signal=name, host=owner.host)
     lost = Verdict(cause=Cause.SUPERVISOR_LOST, reason=f"the supervisor on {owner.host} was ended by {name}")
-    verdict = verdict_in_its_place(run, cluster.attempt, lost, config.world_size)
+    verdict = verdict_in_its_place(run, cluster.attempt, lost, config.world_size, how=f"{name} ended the supervisor")
     # the guardian has ended its agents, but for those that outlive a supervisor
     ending = Ending(
         config, start, Accuser(config, start), BackgroundLog(),
@@ -188,6 +188,23 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     return supervise(config, environment, outlived)
 
 
+def _owner_from_now_on(config: RunConfig, environment: Mapping[str, str], run: RunFolder) -> Owner | None:
+    """The run's owner; the standby of the supervisor that was lost cannot take the run over any more, or has."""
+    owner = run.owner()
+    if owner is None or not config.fault_tolerance.standby_supervisor or not _is_lost(owner, environment):
+        return owner
+    try:
+        refuse_claims(run, Attempt(job=owner.job, restart=owner.restart), owner)
+    except (StorageError, RunBusy) as error:
+        log.warning("the lost supervisor's standby is only ended: %s", error)
+    return run.owner()
+
+
+def _is_lost(owner: Owner, environment: Mapping[str, str]) -> bool:
+    """Whether the owner is a supervisor in whose place this process acts."""
+    return owner.pid in lost_pids(environment) and owner.host == os.uname().nodename
+
+
 def decision_of(event: Event) -> Decision:
     """The decision that the event of one has written down."""
     facts = event.details
@@ -200,15 +217,15 @@ def decision_of(event: Event) -> Decision:
     )
 
 
-def verdict_in_its_place(run: RunFolder, attempt: Attempt, lost: Verdict, world_size: int) -> Verdict:
-    """The verdict on an attempt whose supervisor is gone; ``lost`` where nothing else tells why it ended."""
+def verdict_in_its_place(run: RunFolder, attempt: Attempt, lost: Verdict, world_size: int, *, how: str) -> Verdict:
+    """The verdict on an attempt whose supervisor is gone, worded by ``how``; ``lost`` where nothing tells more."""
     progress = progress_of(run)
     mine = progress if progress.attempt == str(attempt) else Progress()
     facts: dict[str, Any] = {
         "first_step": mine.resumed or 0, "last_step": mine.step or 0, "saved_step": mine.saved_step,
     }  # fmt: skip
     if (who := run.see_request("KILL")) is not None:
-        return Verdict(cause=Cause.STOPPED_BY_USER, reason=f"stopped by {who}; {lost.reason}", **facts)
+        return Verdict(cause=Cause.STOPPED_BY_USER, reason=f"stopped by {who}; {how}", **facts)
     # the evidence of its workers still counts: without it, a rerun would go on where it was
     seen = Circumstances(
         heard=collect(run, attempt, ()), reached=(facts["first_step"], facts["last_step"]), saved=mine.saved_step
@@ -297,7 +314,7 @@ def _end_superfluous(over: Superfluous, cluster: Cluster, run: RunFolder, thread
     return over.exit_code
 
 
-def _try_again_later(config: RunConfig, cluster: Cluster, run: RunFolder, error: StorageUnavailable) -> int:
+def try_again_later(config: RunConfig, cluster: Cluster, run: RunFolder, error: StorageUnavailable) -> int:
     """Give the nodes back and requeue: idle nodes cost more than a wait in the queue."""
     log.error("%s", error)
     if isinstance(cluster, SlurmCluster) and config.preemption.continue_by in ("auto", "requeue"):
