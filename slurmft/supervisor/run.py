@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.config.config import RunConfig
-from slurmft.errors import Fenced, RunBusy, StorageError, StorageUnavailable, UsageError
+from slurmft.errors import Fenced, RunBusy, SlurmftError, StorageError, StorageUnavailable, UsageError
 from slurmft.policy.verdicts.findings import DECIDING
 from slurmft.policy.verdicts.judge import Circumstances, judge
 from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY, Action, Cause, Decision, Verdict
@@ -78,44 +78,58 @@ def supervise(
     """
     cluster, run = detect(environment), RunFolder(config.run_folder)
     _refuse_too_few_nodes(config, environment)
-    thread, log_file = FolderThread(), BackgroundLog()
+    log_file = BackgroundLog()
     if isinstance(cluster, SlurmCluster):
         cluster.identify()
-    held = None
     if taken is not None:
-        held, cluster.lost = taken.generation, set(taken.lost)
+        cluster.lost = set(taken.lost)
     with (
         Companion(config, run) as companion,
         StandbyKeeper(config, run, cluster) as standby,
         Attempts(config, log_file, outlived, dismiss_others=standby.dismiss) as attempts,
     ):
-        while True:
-            claim = _Claim(environment, secret=attempts.secret, held=held, standby=taken is not None)
-            try:
-                start = patiently(
-                    lambda claim=claim: thread.call(  # type: ignore[misc]
-                        lambda: _begin(config, cluster, run, thread, claim), timeout_s=STORAGE_PATIENCE_S
-                    ),
-                    patience_s=STORAGE_PATIENCE_S,
-                )
-            except StorageUnavailable as error:
-                return try_again_later(config, cluster, run, error)
-            except (Fenced, RunBusy):
-                if not standby_has_taken_over(config, environment):
-                    raise
-                attempts.abandon()
-                return stand_aside(run, cluster)
-            if start is None:
-                return 0
-            if isinstance(start, Superfluous):
-                return _end_superfluous(start, cluster, run, thread)
-            companion.see_to_it()
-            if standby.is_wanted:
-                start = replace(start, lease=standby)
-                standby.see_to_it(start)
-            if (code := attempts.run(start)) is not None:
-                return code
-            held = attempts.generation
+        try:
+            return _train(
+                config, environment, run, cluster, companion=companion, standby=standby, attempts=attempts, taken=taken
+            )
+        except SlurmftError:
+            # the end of the batch script would be that of a standby which has taken the run over
+            if standby.confirm() and not standby_has_taken_over(config, environment):
+                raise
+            attempts.abandon()
+            return stand_aside(run, cluster)
+
+
+def _train(
+    config: RunConfig, environment: Mapping[str, str], run: RunFolder, cluster: Cluster, *, companion: Companion,
+    standby: StandbyKeeper, attempts: Attempts, taken: Taken | None,
+) -> int:  # fmt: skip
+    """Attempts until one is followed by none; returns the exit code."""
+    thread, held = FolderThread(), None if taken is None else taken.generation
+    while True:
+        claim = _Claim(environment, secret=attempts.secret, held=held, standby=taken is not None)
+        try:
+            start = patiently(
+                lambda claim=claim: thread.call(  # type: ignore[misc]
+                    lambda: _begin(config, cluster, run, thread, claim), timeout_s=STORAGE_PATIENCE_S
+                ),
+                patience_s=STORAGE_PATIENCE_S,
+            )
+        except StorageUnavailable as error:
+            if not standby.confirm():
+                raise
+            return try_again_later(config, cluster, run, error)
+        if start is None:
+            return 0
+        if isinstance(start, Superfluous):
+            return _end_superfluous(start, cluster, run, thread)
+        companion.see_to_it()
+        if standby.is_wanted:
+            start = replace(start, lease=standby)
+            standby.see_to_it(start)
+        if (code := attempts.run(start)) is not None:
+            return code
+        held = attempts.generation
 
 
 @dataclass(frozen=True, slots=True)

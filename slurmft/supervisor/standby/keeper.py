@@ -129,7 +129,8 @@ class StandbyKeeper:
     def dismiss(self) -> bool:
         """End the standby: nothing of it is left on its node, and none may claim the run. False where one has.
 
-        Where the run folder does not answer, that is for ``confirm`` to see.
+        Waits for a run folder that does not answer, as ``confirm`` does: the end of this process would be that of a
+        standby which has claimed the run.
         """
         thread, self._thread = self._thread, None
         if thread is None or self._is_superseded:
@@ -143,8 +144,7 @@ class StandbyKeeper:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stop.set)
         thread.join(END_S)
-        self._end_process()
-        return True
+        return self.confirm()
 
     def __enter__(self) -> Self:
         return self

@@ -9,13 +9,14 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from slurmft.config.config import RunConfig, validate
-from slurmft.errors import ConfigError, RunBusy, StorageUnavailable
+from slurmft.errors import ConfigError, LaunchError, RunBusy, StorageUnavailable
 from slurmft.ipc.whereabouts import Whereabouts
 from slurmft.operations import rescue
 from slurmft.policy.site.job_identity import JobIdentity, OwnJob
@@ -301,8 +302,13 @@ def test_a_standby_that_may_have_claimed_the_run_is_not_ended(
     keeper, step = named(run, cluster)
     with monkeypatch.context() as patched:
         patched.setattr(Lease, "write", refuse)
-        assert keeper.dismiss() and not step.ended
-        run.take_over(replace(this_process(run, cluster, 4, standby=True), host="n2"))
+        with ThreadPoolExecutor() as other:
+            dismissing = other.submit(keeper.dismiss)
+            with pytest.raises(TimeoutError):
+                dismissing.result(0.5)
+            assert not step.ended
+            run.take_over(replace(this_process(run, cluster, 4, standby=True), host="n2"))
+            assert not dismissing.result(10)
     assert not keeper.confirm() and not step.ended, "its step is the run's supervisor"
 
 
@@ -310,11 +316,15 @@ def test_a_standby_is_ended_once_it_cannot_claim_the_run(
     run: RunFolder, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
 ):
     keeper, step = named(run, cluster)
-    with monkeypatch.context() as patched:
-        patched.setattr(Lease, "write", refuse)
-        assert keeper.dismiss() and not step.ended
-    keeper._promised_at_s = time.monotonic()
-    assert keeper.confirm() and step.ended, "a promise is not enough: nothing renews the lease any more"
+    keeper._promised_at_s = time.monotonic() + 60
+    with ThreadPoolExecutor() as other:
+        with monkeypatch.context() as patched:
+            patched.setattr(Lease, "write", refuse)
+            dismissing = other.submit(keeper.dismiss)
+            with pytest.raises(TimeoutError):
+                dismissing.result(0.5)
+            assert not step.ended, "a promise is not enough: nothing renews the lease any more"
+        assert dismissing.result(10) and step.ended
     terms = Lease(run, cluster.attempt).read()
     assert terms is not None and terms.standby == ""
     keeper._name("another")
@@ -428,3 +438,23 @@ def test_an_agent_does_not_hang_up_for_a_damaged_address(tmp_path: Path, text: s
         moved.cancel()
 
     asyncio.run(follow())
+
+
+@pytest.mark.parametrize("is_superseded", [True, False])
+def test_an_error_does_not_end_the_batch_script_of_a_standby_that_owns_the_run(
+    run: RunFolder, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch, is_superseded: bool
+):
+    def fail(*_: object, **__: object) -> int:
+        raise LaunchError("srun cannot start anything here")
+
+    run.take_over(this_process(run, cluster, 3))
+    monkeypatch.setattr(cluster, "identify", lambda: None)
+    monkeypatch.setattr(supervisor_run, "detect", lambda _: cluster)
+    monkeypatch.setattr(supervisor_run, "_train", fail)
+    monkeypatch.setattr(supervisor_run, "stand_aside", lambda *_: 42)
+    monkeypatch.setattr(StandbyKeeper, "confirm", lambda _: not is_superseded)
+    if is_superseded:
+        assert supervisor_run.supervise(configured(run.path), {}) == 42
+        return
+    with pytest.raises(LaunchError):
+        supervisor_run.supervise(configured(run.path), {})
