@@ -248,22 +248,23 @@ class StandbyKeeper:
             if await self._start_on(node):
                 self._note(EventName.STANDBY_READY, node=node)
                 reason = await self._until_lost()
-            await self._give_up()
-            if reason:
-                self._note(EventName.STANDBY_LOST, node=node, reason=reason)
+            await self._give_up(node, reason)
             failed.add(node)
 
-    async def _give_up(self) -> None:
+    async def _give_up(self, node: str, reason: str) -> None:
         """End a standby that is of no use; one that has claimed the run meanwhile is not ended."""
         while self._is_named and not self._is_superseded:
             with contextlib.suppress(SlurmftError, OSError):
                 await asyncio.wrap_future(self._folder.submit(self._take_back))
                 break
             await asyncio.sleep(RENEW_S)
+        if reason:
+            self._note(EventName.STANDBY_LOST, node=node, reason=reason)
         await asyncio.to_thread(self._end_process)
 
     async def _start_on(self, node: str) -> bool:
         """Whether a standby on that node has reported."""
+        # a name, which stands on srun's command line for all users to read; a claim needs the run folder
         self._token, self._channel, self._problem = secrets.token_hex(16), None, ""
         token = self._token
         try:

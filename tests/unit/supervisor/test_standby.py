@@ -334,11 +334,11 @@ def test_a_standby_is_ended_once_it_cannot_claim_the_run(
 
 def test_a_standby_that_has_fallen_silent_is_ended_unless_it_owns_the_run(run: RunFolder, cluster: SlurmCluster):
     keeper, step = named(run, cluster)
-    asyncio.run(keeper._give_up())
+    asyncio.run(keeper._give_up("n2", "it is silent"))
     assert step.ended and not keeper._is_named
     keeper, step = named(run, cluster)
     run.take_over(replace(this_process(run, cluster, 4, standby=True), host="n2"))
-    asyncio.run(keeper._give_up())
+    asyncio.run(keeper._give_up("n2", "it is silent"))
     assert not step.ended and keeper.is_lost
 
 
