@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from slurmft.errors import StorageError
 from slurmft.system.files import read_json
 from slurmft.system.opening import read_bytes, trusted_owners
 
@@ -50,7 +51,9 @@ class Whereabouts:
         if where is None:
             raise OSError("the supervisor has not said yet where it listens")
         try:
-            hosts, port = list(where["hosts"]), int(where["port"])
+            hosts, port = [str(host) for host in where["hosts"]], int(where["port"])
+            if not hosts:
+                raise ValueError("no host")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise OSError(f"{self.folder / 'control.json'} is damaged") from error
         return hosts, port, read_bytes(self.folder / "secret", owners=trusted_owners(self.folder))
@@ -79,7 +82,7 @@ class Whereabouts:
             await asyncio.sleep(LOOK_S)
             if silent_s() < SILENT_S:
                 continue
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, StorageError):
                 # in a thread: a run folder that stalls must not stall this node
                 found = await asyncio.to_thread(self._read)
                 if self._address is not None and found != self._address:

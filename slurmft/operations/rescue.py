@@ -29,6 +29,7 @@ from slurmft.storage.ownership import owners_below
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder
 from slurmft.supervisor.budget import progressed
 from slurmft.supervisor.recovery.place_elsewhere import Placement
+from slurmft.supervisor.standby.lease import Lease
 
 BEGIN_PATIENCE_S = 60.0
 LIMIT_S = 600.0
@@ -162,7 +163,10 @@ def is_orphan(record: JobRecord) -> bool:
 def _has_standby(run: RunFolder, job: OwnJob) -> bool:
     """Whether a standby has taken the place of the job's batch script, and lives."""
     owner = run.owner()
-    return owner is not None and owner.standby and owner.job == job.job_id and signs_of_life.is_fresh(run, owner)
+    if owner is None or not owner.standby or owner.job != job.job_id:
+        return False
+    lease_age_s = Lease(run, Attempt(job=owner.job, restart=owner.restart)).age_s()  # renewed between attempts, too
+    return signs_of_life.is_fresh(run, owner) or (lease_age_s is not None and lease_age_s < signs_of_life.FRESH_S)
 
 
 def _requeue_orphan(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str:

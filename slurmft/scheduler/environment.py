@@ -80,12 +80,20 @@ def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 BATCH_VARIABLE = "SLURMFT_BATCH_ENVIRONMENT"
-"""Slurm's variables of the batch script, as JSON: those of a step describe the step."""
+"""The variables of the batch script that describe its job, as JSON: those of a step describe the step."""
+
+_GUARD = "SLURMFT_GUARD"
+"""Beginning of the variables that are about processes of the batch host."""
 
 
-def with_batch_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a step, in which a process is to take the batch script's place one day."""
-    told = {name: value for name, value in environment.items() if name.startswith(("SLURM_", "SLURMD_"))}
+def with_batch_variables(environment: Mapping[str, str], batch: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a step, in which a process is to take the batch script's place one day.
+
+    Args:
+        environment: that of its srun.
+        batch: that of the batch script.
+    """
+    told = {name: value for name, value in batch.items() if name.startswith(_LEAKING) and not name.startswith(_GUARD)}
     return {**environment, BATCH_VARIABLE: json.dumps(told)}
 
 
@@ -96,11 +104,12 @@ def as_in_batch_script(environment: Mapping[str, str]) -> dict[str, str]:
         KeyError: this is no step that ``with_batch_variables`` was made for.
         ValueError: the variables are damaged.
     """
-    told = json.loads(environment[BATCH_VARIABLE])
-    of_step = ("SLURM_", "SLURMD_", BATCH_VARIABLE)
-    kept = {name: value for name, value in environment.items() if name == "SLURM_CONF" or not name.startswith(of_step)}
-    own = environment.get("SLURMD_NODENAME", "")
-    return {**kept, **{str(name): str(value) for name, value in told.items()}, "SLURMD_NODENAME": own}
+    told = {str(name): str(value) for name, value in json.loads(environment[BATCH_VARIABLE]).items()}
+    kept = {name: value for name, value in environment.items() if not name.startswith(_LEAKING)}
+    own = {"SLURMD_NODENAME": environment.get("SLURMD_NODENAME", "")}
+    if configuration := environment.get("SLURM_CONF"):  # a node without slurm.conf has its copy at a place of its own
+        own["SLURM_CONF"] = configuration
+    return {**kept, **told, **own}
 
 
 def batch_node(environment: Mapping[str, str]) -> str:

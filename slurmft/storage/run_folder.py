@@ -262,7 +262,10 @@ class RunFolder:
 
     def take_over(self, owner: Owner) -> None:
         """Record a new owner; from now on every older generation is fenced. Call with the lock held."""
-        write_state(self._owner, asdict(owner))
+        facts = asdict(owner)
+        if not owner.standby:
+            del facts["standby"]
+        write_state(self._owner, facts)
 
     def done(self) -> Mapping[str, Any] | None:
         """The record of the finished run, or None while it is not finished."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.config.config import RunConfig
-from slurmft.errors import Fenced, RunBusy, StorageError, StorageUnavailable, UsageError
+from slurmft.errors import Fenced, RunBusy, SlurmftError, StorageError, StorageUnavailable, UsageError
 from slurmft.policy.verdicts.findings import DECIDING
 from slurmft.policy.verdicts.judge import Circumstances, judge
 from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY, Action, Cause, Decision, Verdict
@@ -41,7 +41,7 @@ from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.recovery.final_ends import Superfluous, keep_ended, superfluous
 from slurmft.supervisor.recovery.node_choice import next_cycle
 from slurmft.supervisor.recovery.requeue import FLUSH_S
-from slurmft.supervisor.standby.aside import is_standbys, stand_aside, standby_has_taken_over
+from slurmft.supervisor.standby.aside import is_standbys, refuse_claims, stand_aside, standby_has_taken_over
 from slurmft.supervisor.standby.keeper import StandbyKeeper
 from slurmft.supervisor.start import Start
 from slurmft.supervisor.watch.companion import Companion
@@ -78,44 +78,58 @@ def supervise(
     """
     cluster, run = detect(environment), RunFolder(config.run_folder)
     _refuse_too_few_nodes(config, environment)
-    thread, log_file = FolderThread(), BackgroundLog()
+    log_file = BackgroundLog()
     if isinstance(cluster, SlurmCluster):
         cluster.identify()
-    held = None
     if taken is not None:
-        held, cluster.lost = taken.generation, set(taken.lost)
+        cluster.lost = set(taken.lost)
     with (
         Companion(config, run) as companion,
         StandbyKeeper(config, run, cluster) as standby,
         Attempts(config, log_file, outlived, dismiss_others=standby.dismiss) as attempts,
     ):
-        while True:
-            claim = _Claim(environment, secret=attempts.secret, held=held, standby=taken is not None)
-            try:
-                start = patiently(
-                    lambda claim=claim: thread.call(  # type: ignore[misc]
-                        lambda: _begin(config, cluster, run, thread, claim), timeout_s=STORAGE_PATIENCE_S
-                    ),
-                    patience_s=STORAGE_PATIENCE_S,
-                )
-            except StorageUnavailable as error:
-                return _try_again_later(config, cluster, run, error)
-            except Fenced:
-                if not standby_has_taken_over(config, environment):
-                    raise
-                attempts.abandon()
-                return stand_aside(run, cluster)
-            if start is None:
-                return 0
-            if isinstance(start, Superfluous):
-                return _end_superfluous(start, cluster, run, thread)
-            companion.see_to_it()
-            if standby.is_wanted:
-                start = replace(start, lease=standby)
-                standby.see_to_it(start)
-            if (code := attempts.run(start)) is not None:
-                return code
-            held = attempts.generation
+        try:
+            return _train(
+                config, environment, run, cluster, companion=companion, standby=standby, attempts=attempts, taken=taken
+            )
+        except SlurmftError:
+            # the end of the batch script would be that of a standby which has taken the run over
+            if standby.confirm() and not standby_has_taken_over(config, environment):
+                raise
+            attempts.abandon()
+            return stand_aside(run, cluster)
+
+
+def _train(
+    config: RunConfig, environment: Mapping[str, str], run: RunFolder, cluster: Cluster, *, companion: Companion,
+    standby: StandbyKeeper, attempts: Attempts, taken: Taken | None,
+) -> int:  # fmt: skip
+    """Attempts until one is followed by none; returns the exit code."""
+    thread, held = FolderThread(), None if taken is None else taken.generation
+    while True:
+        claim = _Claim(environment, secret=attempts.secret, held=held, standby=taken is not None)
+        try:
+            start = patiently(
+                lambda claim=claim: thread.call(  # type: ignore[misc]
+                    lambda: _begin(config, cluster, run, thread, claim), timeout_s=STORAGE_PATIENCE_S
+                ),
+                patience_s=STORAGE_PATIENCE_S,
+            )
+        except StorageUnavailable as error:
+            if not standby.confirm():
+                raise
+            return try_again_later(config, cluster, run, error)
+        if start is None:
+            return 0
+        if isinstance(start, Superfluous):
+            return _end_superfluous(start, cluster, run, thread)
+        companion.see_to_it()
+        if standby.is_wanted:
+            start = replace(start, lease=standby)
+            standby.see_to_it(start)
+        if (code := attempts.run(start)) is not None:
+            return code
+        held = attempts.generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +162,11 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     """Act in the place of a supervisor that signal ``number`` has ended; returns the batch script's exit code."""
     cluster, run = detect(environment), RunFolder(config.run_folder)
     thread = FolderThread()
-    owner = thread.call(run.owner, timeout_s=STORAGE_PATIENCE_S)
+    owner = thread.call(lambda: _owner_from_now_on(config, environment, run), timeout_s=STORAGE_PATIENCE_S)
     outlived = thread.call(lambda: find_outlived(config, run, cluster), timeout_s=STORAGE_PATIENCE_S)
     if owner is not None and is_standbys(owner, cluster.attempt):
         return stand_aside(run, cluster)
-    if owner is None or owner.pid not in lost_pids(environment) or owner.host != os.uname().nodename:
+    if owner is None or not _is_lost(owner, environment):
         if outlived is not None:
             outlived.end()
         return supervise(config, environment)  # it had not taken the run over yet; if another process has, this raises
@@ -168,7 +182,7 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     name = signal.Signals(number).name
     journal.append(EventName.SUPERVISOR_LOST, signal=name, host=owner.host)
     lost = Verdict(cause=Cause.SUPERVISOR_LOST, reason=f"the supervisor on {owner.host} was ended by {name}")
-    verdict = verdict_in_its_place(run, cluster.attempt, lost, config.world_size)
+    verdict = verdict_in_its_place(run, cluster.attempt, lost, config.world_size, how=f"{name} ended the supervisor")
     # the guardian has ended its agents, but for those that outlive a supervisor
     ending = Ending(
         config, start, Accuser(config, start), BackgroundLog(),
@@ -188,6 +202,23 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
     return supervise(config, environment, outlived)
 
 
+def _owner_from_now_on(config: RunConfig, environment: Mapping[str, str], run: RunFolder) -> Owner | None:
+    """The run's owner; the standby of the supervisor that was lost cannot take the run over any more, or has."""
+    owner = run.owner()
+    if owner is None or not config.fault_tolerance.standby_supervisor or not _is_lost(owner, environment):
+        return owner
+    try:
+        refuse_claims(run, Attempt(job=owner.job, restart=owner.restart), owner)
+    except (StorageError, RunBusy) as error:
+        log.warning("the lost supervisor's standby is only ended: %s", error)
+    return run.owner()
+
+
+def _is_lost(owner: Owner, environment: Mapping[str, str]) -> bool:
+    """Whether the owner is a supervisor in whose place this process acts."""
+    return owner.pid in lost_pids(environment) and owner.host == os.uname().nodename
+
+
 def decision_of(event: Event) -> Decision:
     """The decision that the event of one has written down."""
     facts = event.details
@@ -200,15 +231,15 @@ def decision_of(event: Event) -> Decision:
     )
 
 
-def verdict_in_its_place(run: RunFolder, attempt: Attempt, lost: Verdict, world_size: int) -> Verdict:
-    """The verdict on an attempt whose supervisor is gone; ``lost`` where nothing else tells why it ended."""
+def verdict_in_its_place(run: RunFolder, attempt: Attempt, lost: Verdict, world_size: int, *, how: str) -> Verdict:
+    """The verdict on an attempt whose supervisor is gone, worded by ``how``; ``lost`` where nothing tells more."""
     progress = progress_of(run)
     mine = progress if progress.attempt == str(attempt) else Progress()
     facts: dict[str, Any] = {
         "first_step": mine.resumed or 0, "last_step": mine.step or 0, "saved_step": mine.saved_step,
     }  # fmt: skip
     if (who := run.see_request("KILL")) is not None:
-        return Verdict(cause=Cause.STOPPED_BY_USER, reason=f"stopped by {who}; {lost.reason}", **facts)
+        return Verdict(cause=Cause.STOPPED_BY_USER, reason=f"stopped by {who}; {how}", **facts)
     # the evidence of its workers still counts: without it, a rerun would go on where it was
     seen = Circumstances(
         heard=collect(run, attempt, ()), reached=(facts["first_step"], facts["last_step"]), saved=mine.saved_step
@@ -297,7 +328,7 @@ def _end_superfluous(over: Superfluous, cluster: Cluster, run: RunFolder, thread
     return over.exit_code
 
 
-def _try_again_later(config: RunConfig, cluster: Cluster, run: RunFolder, error: StorageUnavailable) -> int:
+def try_again_later(config: RunConfig, cluster: Cluster, run: RunFolder, error: StorageUnavailable) -> int:
     """Give the nodes back and requeue: idle nodes cost more than a wait in the queue."""
     log.error("%s", error)
     if isinstance(cluster, SlurmCluster) and config.preemption.continue_by in ("auto", "requeue"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
@@ -11,6 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from slurmft.config.config import RunConfig
+from slurmft.errors import StorageError
 from slurmft.policy.verdicts.decide import Budget, decide
 from slurmft.policy.verdicts.final_ends import End, end_of
 from slurmft.policy.verdicts.verdict import (
@@ -29,7 +31,7 @@ from slurmft.storage.claim import SUPERVISOR
 from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
 from slurmft.storage.patience import patiently
-from slurmft.storage.run_folder import Owner
+from slurmft.storage.run_folder import Owner, RunFolder
 from slurmft.supervisor.budget import budget_of
 from slurmft.supervisor.cluster import Cluster, LocalCluster, SlurmCluster
 from slurmft.supervisor.recovery.exclusions import Accuser
@@ -112,7 +114,7 @@ class Ending:
 
     def _newer_owner(self) -> Owner | None:
         if self.start.lease is not None and not self.start.lease.confirm():
-            return patiently(self.run.owner, patience_s=DONE_PATIENCE_S)
+            return _owner_of(self.run)
         owner = in_folder(self.start, self.run.owner)
         return owner if isinstance(owner, Owner) and owner.generation > self.start.generation else None
 
@@ -298,6 +300,15 @@ class Ending:
 
     def _by_hand(self) -> str:
         return shlex.join(["slurmft", "submit", str(self.run.config)])
+
+
+def _owner_of(run: RunFolder) -> Owner:
+    """The run's owner; waits for a run folder that cannot be read: to go on without it, or to end, would harm it."""
+    while True:
+        with contextlib.suppress(StorageError, OSError):
+            if (owner := run.owner()) is not None:
+                return owner
+        time.sleep(LOOK_S)
 
 
 LONGEST_RESTART_S = 10.0

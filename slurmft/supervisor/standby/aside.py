@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import StorageError
@@ -15,11 +16,13 @@ from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
 from slurmft.scheduler.environment import current_job
 from slurmft.storage.run_folder import Attempt, Owner, RunFolder
 from slurmft.supervisor.cluster import Cluster
+from slurmft.supervisor.owner import is_this_process
 from slurmft.supervisor.signals import any_kept
 from slurmft.supervisor.standby.lease import Lease
 
-GONE_S = 60.0
-"""A lease of that age is that of a supervisor which is gone, with every standby of it."""
+GONE_S = 300.0
+"""A lease of that age is that of a supervisor which is gone, with every standby of it. One that has just taken over may
+wait for minutes for Slurm and the run folder before it renews its lease again."""
 
 LOOK_S = 1.0
 LAST_LOOKS = 10
@@ -54,7 +57,7 @@ def stand_aside(run: RunFolder, cluster: Cluster) -> int:
 
 
 def standby_has_taken_over(config: RunConfig, environment: Mapping[str, str]) -> bool:
-    """The same for the job around this process; what its supervisor has started belongs to the standby then."""
+    """Whether one owns the run of the job around this process; what the supervisor has started is its own then."""
     job = current_job(environment) if config.fault_tolerance.standby_supervisor else None
     if job is None:
         return False
@@ -62,4 +65,17 @@ def standby_has_taken_over(config: RunConfig, environment: Mapping[str, str]) ->
         owner = RunFolder(config.run_folder).owner()
     except (StorageError, OSError):
         return False
-    return owner is not None and is_standbys(owner, Attempt(job=job.job_id, restart=job.restart))
+    attempt = Attempt(job=job.job_id, restart=job.restart)
+    return owner is not None and is_standbys(owner, attempt) and not is_this_process(owner)
+
+
+def refuse_claims(run: RunFolder, attempt: Attempt, of: Owner) -> None:
+    """No standby that the process ``of`` has named may claim the run from now on, unless one has already.
+
+    Raises:
+        StorageError: the run folder cannot be read or written, or another process holds it.
+    """
+    lease = Lease(run, attempt)
+    with run.lock():
+        if run.owner() == of and (terms := lease.read()) is not None:
+            lease.write(replace(terms, standby=""))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -43,6 +44,7 @@ RETRY_S = 60.0
 
 FOLDER_S = 5.0
 END_S = 3.0
+PROMISED_LOOK_S = 1.0
 MARGIN_S = 1.0
 """For what is done at once after it was confirmed that the run is ours."""
 
@@ -59,10 +61,6 @@ class StandbyKeeper:
         self.is_wanted = config.fault_tolerance.standby_supervisor and isinstance(cluster, SlurmCluster)
         self._lease: Lease | None = None
         self._journal: PatientJournal | None = None
-        self._folder = FolderThread()
-        self._looks = FolderThread()
-        """The main thread's own: the other may be stuck."""
-
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._stop = asyncio.Event()
@@ -70,6 +68,9 @@ class StandbyKeeper:
         self._secret, self._token, self._port = secrets.token_hex(32), "", 0
         self._is_named = False
         """A standby may claim the run."""
+
+        self._is_dismissed = False
+        """None is named any more."""
 
         self._channel: Channel | None = None
         self._problem = ""
@@ -89,14 +90,28 @@ class StandbyKeeper:
 
     def confirm(self) -> bool:
         """Whether the run is this process's, now and for some seconds; blocks while that cannot be told."""
+        is_ours = self._confirm()
+        if is_ours and self._is_dismissed:
+            self._end_process()
+        return is_ours
+
+    def _confirm(self) -> bool:
+        confirm = self._take_back if self._is_dismissed else self._renew_as_owner
         while self._is_named and not self._is_superseded:
-            if time.monotonic() < self._promised_at_s + LEASE_S - MARGIN_S:  # the standby has promised to wait
-                return True
+            if not self._is_dismissed and self._is_promised():
+                with contextlib.suppress(SlurmftError, OSError):  # no promise counts the sleep of a virtual machine
+                    self._looks.call(self._owns, timeout_s=PROMISED_LOOK_S)
+                if self._is_superseded or self._is_promised():
+                    break
             if time.monotonic() >= self._yields_until_s:
                 with contextlib.suppress(SlurmftError, OSError):
-                    return self._looks.call(self._renew_as_owner, timeout_s=FOLDER_S)
+                    return self._looks.call(confirm, timeout_s=FOLDER_S)
             time.sleep(LOOK_S)
         return not self._is_superseded
+
+    def _is_promised(self) -> bool:
+        """Whether the standby has promised to wait for some more time."""
+        return time.monotonic() < self._promised_at_s + LEASE_S - MARGIN_S
 
     def see_to_it(self, start: Start) -> None:
         """Hold the lease from now on, and have a standby as soon as there is time for it."""
@@ -106,27 +121,30 @@ class StandbyKeeper:
         if self._thread is not None:
             return
         self._lease = Lease(self._run, start.cluster.attempt)
-        self._stop, self._is_late = asyncio.Event(), False
+        self._stop, self._is_late, self._is_dismissed = asyncio.Event(), False, False
         self._file_at_s = time.monotonic()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True, name="standby")
         self._thread.start()
 
     def dismiss(self) -> bool:
-        """End the standby: nothing of it is left on its node, and none may claim the run. False where one has."""
+        """End the standby: nothing of it is left on its node, and none may claim the run. False where one has.
+
+        Waits for a run folder that does not answer, as ``confirm`` does: the end of this process would be that of a
+        standby which has claimed the run.
+        """
         thread, self._thread = self._thread, None
         if thread is None or self._is_superseded:
             return not self._is_superseded  # it owns the run, and its step is its life
+        self._is_dismissed = True
         with contextlib.suppress(SlurmftError, OSError):
-            self._folder.call(lambda: self._name(""), timeout_s=FOLDER_S)
-            if self._is_superseded:
-                return False
-            self._is_named = False
+            self._folder.call(self._take_back, timeout_s=FOLDER_S)
+        if self._is_superseded:
+            return False
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stop.set)
         thread.join(END_S)
-        self._end_process()
-        return True
+        return self.confirm()
 
     def __enter__(self) -> Self:
         return self
@@ -135,6 +153,15 @@ class StandbyKeeper:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.dismiss()
+
+    @functools.cached_property
+    def _folder(self) -> FolderThread:
+        return FolderThread()
+
+    @functools.cached_property
+    def _looks(self) -> FolderThread:
+        """The main thread's own: the other may be stuck."""
+        return FolderThread()
 
     def _renew_as_owner(self) -> bool:
         """Renew the lease, unless another process owns the run by now; none can claim it meanwhile."""
@@ -169,6 +196,8 @@ class StandbyKeeper:
         self._port = int(listener.getsockname()[1])
         server = await asyncio.start_server(self._serve, sock=listener)
         tasks = [asyncio.create_task(work()) for work in (self._renew, self._watch_owner, self._have_a_standby)]
+        for task in tasks:
+            task.add_done_callback(_tell_error)
         await self._stop.wait()
         if self._channel is not None:
             self._channel.send({"kind": "end"})
@@ -206,7 +235,7 @@ class StandbyKeeper:
     async def _have_a_standby(self) -> None:
         failed: set[str] = set()
         await asyncio.sleep(START_DELAY_S)
-        while not self._is_superseded:
+        while not self._is_superseded and not self._is_dismissed:
             assert isinstance(self._cluster, SlurmCluster)
             node = policy.choose(self._cluster.present(), os.environ.get("SLURMD_NODENAME", ""), failed)
             if node is None:
@@ -215,19 +244,33 @@ class StandbyKeeper:
                 failed.clear()
                 await asyncio.sleep(RETRY_S)
                 continue
+            reason = ""
             if await self._start_on(node):
                 self._note(EventName.STANDBY_READY, node=node)
-                self._note(EventName.STANDBY_LOST, node=node, reason=await self._until_lost())
-            await asyncio.to_thread(self._end_process)
+                reason = await self._until_lost()
+            await self._give_up(node, reason)
             failed.add(node)
+
+    async def _give_up(self, node: str, reason: str) -> None:
+        """End a standby that is of no use; one that has claimed the run meanwhile is not ended."""
+        while self._is_named and not self._is_superseded:
+            with contextlib.suppress(SlurmftError, OSError):
+                await asyncio.wrap_future(self._folder.submit(self._take_back))
+                break
+            await asyncio.sleep(RENEW_S)
+        if reason:
+            self._note(EventName.STANDBY_LOST, node=node, reason=reason)
+        await asyncio.to_thread(self._end_process)
 
     async def _start_on(self, node: str) -> bool:
         """Whether a standby on that node has reported."""
+        # a name, which stands on srun's command line for all users to read; a claim needs the run folder
         self._token, self._channel, self._problem = secrets.token_hex(16), None, ""
         token = self._token
         try:
             await asyncio.wrap_future(self._folder.submit(lambda: self._name(token)))
-            self._is_named = True
+            if not self._is_named:
+                return False
             self._process = self._srun(node, token)
         except (SlurmftError, OSError) as error:
             self._problem = str(error)
@@ -243,20 +286,26 @@ class StandbyKeeper:
         assert self._lease is not None
         hosts = tuple(self._cluster.control_hosts())
         with self._run.lock():  # a standby that claims the run at this moment has it, or has not
-            if not self._owns():
+            if not self._owns() or (token and self._is_dismissed):
                 return
             self._lease.write(Terms(hosts=hosts, port=self._port, secret=self._secret, standby=token))
+            self._is_named = bool(token)
+
+    def _take_back(self) -> bool:
+        """No standby may claim the run from now on; False where one has."""
+        self._name("")
+        return not self._is_superseded
 
     def _srun(self, node: str, token: str) -> subprocess.Popen[bytes]:
         argv = standby_argv(self._config, node, str(self._run.config), token)
-        environment = with_batch_variables(for_srun(agents_environment(os.environ)))
+        environment = with_batch_variables(for_srun(agents_environment(os.environ)), os.environ)
         with appending(self._run.logs / f"standby-{node}.log") as errors:
             return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, env=environment,
                                     start_new_session=True)  # fmt: skip
 
     async def _until_lost(self) -> str:
-        """Why the standby is none any more."""
-        while True:
+        """Why the standby is none any more; of no meaning where it has taken the run over."""
+        while not self._is_superseded:
             await asyncio.sleep(LOOK_S)
             if self._process is not None and self._process.poll() is not None:
                 return f"its step has ended with {self._process.returncode}"
@@ -265,9 +314,12 @@ class StandbyKeeper:
                 await self._yield()
             if silent_s > LEASE_S:
                 return f"nothing was heard of it for {silent_s:.1f} s"
+        return ""
 
     async def _yield(self) -> None:
         """Leave the run to the standby for a while: it is this node that is cut off, as far as one can tell here."""
+        if self._is_superseded:
+            return
         self._yields_until_s = time.monotonic() + YIELD_S
         self._note(EventName.LEASE_LEFT, reason="neither Slurm nor the standby can be reached", seconds=YIELD_S)
         log.error("neither Slurm nor the standby can be reached; leaving the run to that one for %.0f s", YIELD_S)
@@ -308,9 +360,11 @@ class StandbyKeeper:
             writer.close()
 
     def _end_process(self) -> None:
-        """End the standby's step; a srun whose node is gone is only killed."""
+        """End the standby's step, unless it may have claimed the run; a srun whose node is gone is only killed."""
+        if self._is_named or self._is_superseded:
+            return
         process, self._process = self._process, None
-        if process is None or self._is_superseded:
+        if process is None:
             return
         for end in (process.terminate, process.kill):
             if process.poll() is None:
@@ -319,5 +373,10 @@ class StandbyKeeper:
                     process.wait(END_S)
 
     def _note(self, event: EventName, **details: object) -> None:
-        if self._journal is not None:
+        if self._journal is not None and not self._is_superseded:
             self._journal.append(event, **details)
+
+
+def _tell_error(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("internal error: %r", error, exc_info=error)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from slurmft.config.config import RunConfig
-from slurmft.errors import SlurmError, SlurmftError, UsageError
+from slurmft.errors import SlurmError, SlurmftError, StorageUnavailable, UsageError
 from slurmft.policy.nodes.evidence import Suspect
 from slurmft.policy.verdicts.verdict import Cause, Verdict
 from slurmft.scheduler import own_jobs
@@ -15,14 +17,22 @@ from slurmft.scheduler.command import ignoring_signals
 from slurmft.scheduler.environment import current_job
 from slurmft.scheduler.parsing.parsing import JobEnding
 from slurmft.storage.events import EventName
-from slurmft.storage.patience import FolderThread, PatientJournal
-from slurmft.storage.run_folder import Owner, RunFolder
+from slurmft.storage.journal import Event
+from slurmft.storage.patience import FolderThread, PatientJournal, patiently, translated
+from slurmft.storage.run_folder import Attempt, Owner, RunFolder
 from slurmft.supervisor.cluster import SlurmCluster
 from slurmft.supervisor.fleet.outliving import Outlived, find_elsewhere
 from slurmft.supervisor.owner import is_this_process
 from slurmft.supervisor.recovery.act import Ending
 from slurmft.supervisor.recovery.exclusions import Accuser
-from slurmft.supervisor.run import STORAGE_PATIENCE_S, Taken, decision_of, supervise, verdict_in_its_place
+from slurmft.supervisor.run import (
+    STORAGE_PATIENCE_S,
+    Taken,
+    decision_of,
+    supervise,
+    try_again_later,
+    verdict_in_its_place,
+)
 from slurmft.supervisor.standby.watch import Watch
 from slurmft.supervisor.start import Start
 from slurmft.system.logs import BackgroundLog
@@ -53,27 +63,58 @@ def stand_by(config: RunConfig, token: str, *, supervisor_node: str) -> int:
     log.warning("the supervisor on %s is silent; acting in its place", supervisor_node)
     try:
         cluster.lost = {supervisor_node} if supervisor_node else set()
-        return _take_over(config, run, cluster, before=before, mine=mine, silent_s=watch.silent_s)
+        try:
+            found = _look(config, run, cluster, f"nothing was heard of the supervisor on {before.host}"
+                                                f" for {watch.silent_s:.1f} s")  # fmt: skip
+        except StorageUnavailable as error:
+            return try_again_later(config, cluster, run, error)
+        found.journal.append(EventName.STANDBY_TOOK_OVER, host=mine.host, before=before.host,
+                             silent_s=round(watch.silent_s, 3), generation=mine.generation)  # fmt: skip
+        return _take_over(config, run, cluster, found, mine)
     finally:
         _end_job(run, cluster)
 
 
-def _take_over(
-    config: RunConfig, run: RunFolder, cluster: SlurmCluster, *, before: Owner, mine: Owner, silent_s: float,
-) -> int:  # fmt: skip
-    """Judge the attempt of the supervisor before, and go on; returns the exit code of a batch script."""
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the supervisor before has left."""
+
+    thread: FolderThread
+    journal: PatientJournal
+    history: Sequence[Event]
+    verdict: Verdict
+    outlived: Outlived | None
+
+
+def _look(config: RunConfig, run: RunFolder, cluster: SlurmCluster, reason: str) -> _Found:
+    """Read it, and judge its attempt; waits for a run folder that cannot be read: without one the job would be ended.
+
+    Raises:
+        StorageUnavailable: it could not be read in all that time.
+    """
     thread = FolderThread()
     journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))
-    history = thread.call(journal.read_past, timeout_s=STORAGE_PATIENCE_S)
-    outlived = thread.call(lambda: find_elsewhere(run, cluster), timeout_s=STORAGE_PATIENCE_S)
-    start = Start(cluster=cluster, run=run, journal=journal, thread=thread, generation=mine.generation,
-                  history=history, secret=b"")  # fmt: skip
-    journal.append(EventName.STANDBY_TOOK_OVER, host=mine.host, before=before.host, silent_s=round(silent_s, 3),
-                   generation=mine.generation)  # fmt: skip
-    reason = f"nothing was heard of the supervisor on {before.host} for {silent_s:.1f} s"
     lost = Verdict(cause=Cause.NODE_LOST, reason=reason, node="".join(cluster.lost),
                    suspects=tuple(Suspect(node=node) for node in cluster.lost))  # fmt: skip
-    verdict = verdict_in_its_place(run, cluster.attempt, lost, config.world_size)
+
+    def read() -> _Found:
+        try:
+            history = journal.read_past()
+            verdict = verdict_in_its_place(run, cluster.attempt, lost, config.world_size, how=reason)
+            return _Found(thread, journal, history, verdict, find_elsewhere(run, cluster))
+        except OSError as error:
+            raise translated(f"cannot read {run.path}", error) from error
+
+    return patiently(
+        lambda: thread.call(read, timeout_s=STORAGE_PATIENCE_S), patience_s=STORAGE_PATIENCE_S
+    )  # fmt: skip
+
+
+def _take_over(config: RunConfig, run: RunFolder, cluster: SlurmCluster, found: _Found, mine: Owner) -> int:
+    """Act on the end of the attempt before, and go on; returns the exit code of a batch script."""
+    outlived, history, verdict = found.outlived, found.history, found.verdict
+    start = Start(cluster=cluster, run=run, journal=found.journal, thread=found.thread, generation=mine.generation,
+                  history=history, secret=b"")  # fmt: skip
     ending = Ending(
         config, start, Accuser(config, start), BackgroundLog(), dismiss=lambda: _end(outlived),
         has_nodes=lambda: outlived is not None and len(cluster.present()) >= config.size.minimum,
@@ -101,7 +142,7 @@ def _end_job(run: RunFolder, cluster: SlurmCluster) -> None:
                 return
             if own_jobs.ending(cluster.own, cluster.attempt.restart) is not JobEnding.NOT_ENDING:
                 return
-            journal = run.journal(cluster.attempt)
+            journal = run.journal(Attempt(job=owner.job, restart=owner.restart, cycle=owner.cycle))
             journal.append(EventName.STANDBY_ENDS_JOB, job=cluster.own.job_id)
             own_jobs.cancel(cluster.own)
         except (SlurmftError, OSError) as error:

@@ -15,7 +15,7 @@ from slurmft.scheduler import own_jobs
 from slurmft.scheduler.parsing.parsing import JobEnding
 from slurmft.storage.run_folder import Owner, RunFolder
 from slurmft.supervisor.cluster import SlurmCluster
-from slurmft.supervisor.owner import this_process
+from slurmft.supervisor.owner import is_this_process, this_process
 from slurmft.supervisor.standby.lease import Lease
 from slurmft.system.sleeping import overslept_s
 
@@ -70,6 +70,8 @@ class Watch:
             return None
         with self._run.lock():
             before = self._run.owner()
+            if before is not None and before.standby and is_this_process(before) and self._watched is not None:
+                return self._watched, before  # an earlier claim has arrived, although it failed here
             if before is None or self._is_over(before):
                 self._is_dismissed = True
                 return None

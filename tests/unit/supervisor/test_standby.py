@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from slurmft.config.config import RunConfig, validate
-from slurmft.errors import ConfigError
+from slurmft.errors import ConfigError, LaunchError, RunBusy, StorageUnavailable
 from slurmft.ipc.whereabouts import Whereabouts
 from slurmft.operations import rescue
 from slurmft.policy.site.job_identity import JobIdentity, OwnJob
@@ -19,11 +24,14 @@ from slurmft.scheduler import own_jobs
 from slurmft.scheduler.environment import SlurmJob, as_in_batch_script, batch_node, with_batch_variables
 from slurmft.scheduler.parsing.parsing import JobEnding
 from slurmft.storage import signs_of_life
+from slurmft.storage.events import EventName
 from slurmft.storage.patience import FolderThread, PatientJournal
-from slurmft.storage.run_folder import RunFolder
+from slurmft.storage.run_folder import Owner, RunFolder
+from slurmft.supervisor import run as supervisor_run
 from slurmft.supervisor.cluster import SlurmCluster
 from slurmft.supervisor.owner import this_process
-from slurmft.supervisor.standby.aside import is_standbys
+from slurmft.supervisor.standby import takeover
+from slurmft.supervisor.standby.aside import is_standbys, standby_has_taken_over
 from slurmft.supervisor.standby.keeper import StandbyKeeper
 from slurmft.supervisor.standby.lease import Lease, Terms
 from slurmft.supervisor.standby.watch import Watch
@@ -162,6 +170,8 @@ def test_without_the_setting_nothing_is_kept(run: RunFolder, cluster: SlurmClust
     keeper = StandbyKeeper(configured(run.path, fault_tolerance={}), run, cluster)
     assert not keeper.is_wanted and keeper.confirm() and keeper.dismiss()
     assert list(run.attempts.iterdir()) == []
+    run.take_over(this_process(run, cluster, 3))
+    assert "standby" not in (run.path / "owner.json").read_text(), "as earlier versions wrote it"
 
 
 def test_damaged_terms_are_none(run: RunFolder, cluster: SlurmCluster):
@@ -175,10 +185,16 @@ def test_damaged_terms_are_none(run: RunFolder, cluster: SlurmCluster):
 
 
 def test_a_step_gets_the_batch_scripts_environment():
-    batch = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3", "SLURMD_NODENAME": "n1", "HOME": "/h", "SLURM_CONF": "/c"}
-    step = {**with_batch_variables(batch), "SLURM_NNODES": "1", "SLURM_STEP_ID": "4", "SLURMD_NODENAME": "n2"}
+    batch = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3", "SLURMD_NODENAME": "n1", "HOME": "/h", "SLURM_CONF": "/c",
+             "SLURM_GPUS_PER_TASK": "1"}  # fmt: skip
+    of_srun = {name: value for name, value in batch.items() if name != "SLURM_GPUS_PER_TASK"}
+    step = {**with_batch_variables(of_srun, batch), "SLURM_NNODES": "1", "SLURM_STEP_ID": "4", "SLURMD_NODENAME": "n2",
+            "PMI_RANK": "0", "SRUN_DEBUG": "3", "SLURMFT_GUARD": "11"}  # fmt: skip
     assert batch_node(step) == "n1"
     assert as_in_batch_script(step) == {**batch, "SLURMD_NODENAME": "n2"}
+    assert as_in_batch_script({**step, "SLURM_CONF": "/of/this/node"})["SLURM_CONF"] == "/of/this/node"
+    guarded = with_batch_variables(of_srun, {**batch, "SLURMFT_GUARD_LOST": "11", "SLURMFT_RUNS": "/r"})
+    assert as_in_batch_script(guarded) == {**batch, "SLURMFT_RUNS": "/r"}, "no process ids of the batch host"
 
 
 @pytest.mark.parametrize("changes", [
@@ -225,3 +241,220 @@ def test_a_sweep_leaves_a_job_alone_whose_standby_lives(run: RunFolder, cluster:
     alive = run.attempts / str(cluster.attempt) / "alive"
     os.utime(alive, (time.time() - 60, time.time() - 60))
     assert not rescue._has_standby(run, job), "that is gone, too"
+    Lease(run, cluster.attempt).renew()
+    assert rescue._has_standby(run, job), "it is between two attempts"
+
+
+def test_a_claim_whose_answer_was_lost_is_one(
+    run: RunFolder, cluster: SlurmCluster, watch: Watch, monkeypatch: pytest.MonkeyPatch
+):
+    take_over = RunFolder.take_over
+
+    def fail_afterwards(self: RunFolder, owner: Owner) -> None:
+        take_over(self, owner)
+        raise StorageUnavailable("the file server has not answered")
+
+    monkeypatch.setattr(RunFolder, "take_over", fail_afterwards)
+    with pytest.raises(StorageUnavailable):
+        watch._claim()
+    os.utime(Lease(run, cluster.attempt).path, (time.time() - 60, time.time() - 60))
+    taken = watch._claim()
+    assert taken is not None and taken[0].host == "elsewhere" and taken[1] == run.owner()
+    assert taken[1].generation == 4
+
+
+class Step:
+    """Stands in for the srun of a standby."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def poll(self) -> int | None:
+        return 0 if self.ended else None
+
+    def terminate(self) -> None:
+        self.ended = True
+
+    kill = terminate
+
+    def wait(self, _: float) -> int:
+        return 0
+
+
+def named(run: RunFolder, cluster: SlurmCluster) -> tuple[StandbyKeeper, Step]:
+    """A supervisor that has a standby, called ``mine``."""
+    run.take_over(this_process(run, cluster, 3))
+    keeper, step = StandbyKeeper(configured(run.path), run, cluster), Step()
+    keeper._lease, keeper._process = Lease(run, cluster.attempt), step  # type: ignore[assignment]
+    keeper._name("mine")
+    keeper._thread = threading.Thread(target=lambda: None)
+    keeper._thread.start()
+    return keeper, step
+
+
+def refuse(*_: object) -> None:
+    raise StorageUnavailable("the file server does not answer")
+
+
+def test_a_standby_that_may_have_claimed_the_run_is_not_ended(
+    run: RunFolder, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+):
+    keeper, step = named(run, cluster)
+    with monkeypatch.context() as patched:
+        patched.setattr(Lease, "write", refuse)
+        with ThreadPoolExecutor() as other:
+            dismissing = other.submit(keeper.dismiss)
+            with pytest.raises(TimeoutError):
+                dismissing.result(0.5)
+            assert not step.ended
+            run.take_over(replace(this_process(run, cluster, 4, standby=True), host="n2"))
+            assert not dismissing.result(10)
+    assert not keeper.confirm() and not step.ended, "its step is the run's supervisor"
+
+
+def test_a_standby_is_ended_once_it_cannot_claim_the_run(
+    run: RunFolder, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+):
+    keeper, step = named(run, cluster)
+    keeper._promised_at_s = time.monotonic() + 60
+    with ThreadPoolExecutor() as other:
+        with monkeypatch.context() as patched:
+            patched.setattr(Lease, "write", refuse)
+            dismissing = other.submit(keeper.dismiss)
+            with pytest.raises(TimeoutError):
+                dismissing.result(0.5)
+            assert not step.ended, "a promise is not enough: nothing renews the lease any more"
+        assert dismissing.result(10) and step.ended
+    terms = Lease(run, cluster.attempt).read()
+    assert terms is not None and terms.standby == ""
+    keeper._name("another")
+    terms = Lease(run, cluster.attempt).read()
+    assert terms is not None and terms.standby == "", "none is named after that"
+
+
+def test_a_standby_that_has_fallen_silent_is_ended_unless_it_owns_the_run(run: RunFolder, cluster: SlurmCluster):
+    keeper, step = named(run, cluster)
+    asyncio.run(keeper._give_up("n2", "it is silent"))
+    assert step.ended and not keeper._is_named
+    keeper, step = named(run, cluster)
+    run.take_over(replace(this_process(run, cluster, 4, standby=True), host="n2"))
+    asyncio.run(keeper._give_up("n2", "it is silent"))
+    assert not step.ended and keeper.is_lost
+
+
+def test_a_promise_does_not_outweigh_another_owner(run: RunFolder, cluster: SlurmCluster):
+    keeper, _ = named(run, cluster)
+    keeper._promised_at_s = time.monotonic()
+    assert keeper.confirm()
+    run.take_over(replace(this_process(run, cluster, 4, standby=True), host="n2"))
+    assert not keeper.confirm(), "as after the sleep of a virtual machine, which its clock does not count"
+
+
+def test_a_superseded_supervisor_tells_nothing_of_standbys(run: RunFolder, cluster: SlurmCluster):
+    keeper, _ = named(run, cluster)
+    keeper._journal = PatientJournal(run.path, FolderThread())
+    keeper._note(EventName.STANDBY_READY, node="n2")
+    keeper._is_superseded = True
+    asyncio.run(keeper._yield())
+    keeper._note(EventName.STANDBY_LOST, node="n2", reason="it owns the run")
+    keeper._journal.flush(5)
+    assert [event.event for event in run.journal().read()] == [EventName.STANDBY_READY]
+
+
+def test_a_standby_cannot_claim_the_run_of_a_supervisor_that_its_guardian_replaces(
+    run: RunFolder, cluster: SlurmCluster, watch: Watch, monkeypatch: pytest.MonkeyPatch
+):
+    config, environment = configured(run.path), {"SLURMFT_GUARD_LOST": " 1"}
+    monkeypatch.setattr(os, "uname", lambda: type("Uname", (), {"nodename": "elsewhere"}))
+    assert supervisor_run._owner_from_now_on(config, {}, run) == run.owner()
+    assert Lease(run, cluster.attempt).read() == TERMS, "another process's supervisor is none of its business"
+    owner = supervisor_run._owner_from_now_on(config, environment, run)
+    assert owner is not None and owner.generation == 3
+    assert watch._claim() is None and watch._is_dismissed
+
+
+def test_a_claim_before_the_guardian_acts_stands(
+    run: RunFolder, cluster: SlurmCluster, watch: Watch, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(os, "uname", lambda: type("Uname", (), {"nodename": "elsewhere"}))
+    config, environment = configured(run.path), {"SLURMFT_GUARD_LOST": " 1", "SLURM_JOB_ID": "7"}
+    lock, claimed = RunFolder.lock, []
+
+    @contextlib.contextmanager
+    def after_a_claim(self: RunFolder) -> Iterator[None]:
+        monkeypatch.setattr(RunFolder, "lock", lock)
+        claimed.append(watch._claim())
+        with lock(self):
+            yield
+
+    monkeypatch.setattr(RunFolder, "lock", after_a_claim)
+    owner = supervisor_run._owner_from_now_on(config, environment, run)
+    assert claimed[0] is not None and owner == claimed[0][1] and is_standbys(owner, cluster.attempt)
+    assert Lease(run, cluster.attempt).read() == TERMS
+    assert not standby_has_taken_over(config, environment), "of itself a standby does not say so"
+    run.take_over(replace(owner, pid=1))
+    assert standby_has_taken_over(config, environment)
+
+
+def test_a_busy_lock_does_not_end_the_job(run: RunFolder, watch: Watch, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "uname", lambda: type("Uname", (), {"nodename": "elsewhere"}))
+
+    def busy(*_: object) -> None:
+        raise RunBusy("another process holds it")
+
+    monkeypatch.setattr(supervisor_run, "refuse_claims", busy)
+    owner = supervisor_run._owner_from_now_on(configured(run.path), {"SLURMFT_GUARD_LOST": "1"}, run)
+    assert owner is not None and owner.generation == 3
+
+
+def test_an_error_that_passes_does_not_end_what_a_standby_has_taken_over(
+    run: RunFolder, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+):
+    run.take_over(this_process(run, cluster, 4, standby=True))
+    looks = []
+
+    def stale_once(*_: object) -> None:
+        looks.append(1)
+        if len(looks) == 1:
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(takeover, "find_elsewhere", stale_once)
+    found = takeover._look(configured(run.path), run, cluster, "nothing was heard")
+    assert len(looks) == 2 and found.verdict.reason == "nothing was heard"
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 1, "hosts": [], "port": 2}', '{"format": 1, "hosts": 3}'])
+def test_an_agent_does_not_hang_up_for_a_damaged_address(tmp_path: Path, text: str):
+    (tmp_path / "secret").write_text("x")
+    write_json(tmp_path / "control.json", {"hosts": ["n1"], "port": 1})
+    where = Whereabouts(tmp_path, may_move=True)
+    before = where.read()
+
+    async def follow() -> None:
+        (tmp_path / "control.json").write_text(text)
+        moved = asyncio.create_task(where._moved(lambda: 60.0))
+        await asyncio.sleep(0.7)
+        assert not moved.done() and where.read() == before
+        moved.cancel()
+
+    asyncio.run(follow())
+
+
+@pytest.mark.parametrize("is_superseded", [True, False])
+def test_an_error_does_not_end_the_batch_script_of_a_standby_that_owns_the_run(
+    run: RunFolder, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch, is_superseded: bool
+):
+    def fail(*_: object, **__: object) -> int:
+        raise LaunchError("srun cannot start anything here")
+
+    run.take_over(this_process(run, cluster, 3))
+    monkeypatch.setattr(cluster, "identify", lambda: None)
+    monkeypatch.setattr(supervisor_run, "detect", lambda _: cluster)
+    monkeypatch.setattr(supervisor_run, "_train", fail)
+    monkeypatch.setattr(supervisor_run, "stand_aside", lambda *_: 42)
+    monkeypatch.setattr(StandbyKeeper, "confirm", lambda _: not is_superseded)
+    if is_superseded:
+        assert supervisor_run.supervise(configured(run.path), {}) == 42
+        return
+    with pytest.raises(LaunchError):
+        supervisor_run.supervise(configured(run.path), {})
