@@ -24,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from io import BytesIO
+from io import BufferedReader, BytesIO, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,8 @@ class SlurmftCheckpointIO:
         self.wait()
         place = _local(path)
         safe = self._weights_only if weights_only is None else weights_only
-        with opening.naming(place), open(opening.open_regular(place), "rb") as stream:  # noqa: PTH123 - a descriptor
-            status = os.fstat(stream.fileno())
+        with opening.opened(place) as descriptor, BufferedReader(FileIO(descriptor, closefd=False)) as stream:
+            status = os.fstat(descriptor)
             if not safe and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
                 raise CheckpointError(
                     f"{place} belongs to another user, or others may write to it: its objects could run any code",
@@ -227,6 +227,6 @@ def _local(path: str | Path) -> Path:
 def _umask() -> int:
     """Looked up, not set and set back: other threads make files meanwhile."""
     with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = opening.read_text("/proc/self/status").splitlines()
         return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
     return 0o077
