@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from slurmft.integrations.lightning_data import EpochData
+from slurmft.integrations.lightning_io import SlurmftCheckpointIO
 from slurmft.integrations.marked_folders import MarkedFolders
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.system import opening
@@ -241,7 +242,8 @@ def _writing_at_once(strategy: Any) -> Iterator[None]:
     if inner is not given:
         strategy.checkpoint_io = inner
     try:
-        yield
+        with inner.writing_at_once() if isinstance(inner, SlurmftCheckpointIO) else contextlib.nullcontext():
+            yield
     finally:
         if inner is not given:
             strategy.checkpoint_io = given

@@ -19,7 +19,7 @@ PAGE = "docs/how-to/lightning.md"
 
 
 def of_page(language: str) -> Block:
-    (block,) = [one for one in blocks(language) if one.page == PAGE]
+    block, *_ = (one for one in blocks(language) if one.page == PAGE)
     return block
 
 

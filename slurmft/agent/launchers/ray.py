@@ -7,6 +7,7 @@
 To the agent the holder is the worker. The head's ends as the command does, others when Ray ends on their node. All
 ports are free ones. What a node of Ray obeys, it obeys for a token of this attempt only, and its files lie in a private
 folder that goes with it. SIGTERM drains the node: Ray Train tells its workers (``ray.train.get_preemption_info``).
+A Ray that does not start is the run's trouble and not the node's: the holder exits with 1 and leaves Ray's words.
 
     python -m slurmft.agent.launchers.ray --hold SECONDS COMMAND...     the holder; SECONDS are those of a stop
     python -m slurmft.agent.launchers.ray --drain SECONDS ADDRESS NAME  drains the node of that name
@@ -24,6 +25,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -35,9 +37,11 @@ from typing import NoReturn
 from slurmft.agent.launchers.torchrun import leave_as, runnable, start_child
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE
 from slurmft.ipc.pages.timing_page import TIMING_PAGE_VARIABLE
+from slurmft.policy.verdicts.verdict import Cause
 from slurmft.policy.worker_settings import WORKER_VARIABLE
 from slurmft.storage.memory_folder import MEMORY_VARIABLE
-from slurmft.storage.verdicts import EVIDENCE_VARIABLE, VERDICT_VARIABLE
+from slurmft.storage.verdicts import EVIDENCE_VARIABLE, VERDICT_VARIABLE, WorkerVerdict, write_verdict
+from slurmft.system import opening
 from slurmft.system.files import replace_atomically
 from slurmft.system.private_folder import PrivateFolder, make_private_folder
 from slurmft.system.processes import session_members
@@ -47,7 +51,12 @@ LOWEST = (2, 60)
 
 LOOK_S = 0.1
 HEAD_S = 300.0
-"""How long a node waits for the head, which may have to read all of Ray from a shared filesystem."""
+"""How long a node waits for the head, and for its own Ray: all of it may have to come from a shared filesystem."""
+
+WORDS_BYTES, LOG_BYTES = 4000, 1500
+"""Of the end of what ``ray start`` has said when it failed, and of each of Ray's own logs."""
+
+LOGS = ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err")
 
 SWEEP_S = 10.0
 LONGEST_TEMPORARY = 24
@@ -161,22 +170,29 @@ def _hold(
     environment, is_head = rays_environment(given), given["RANK"] == "0"
     address = head_address(given["MASTER_ADDR"], given["MASTER_PORT"])
     if not is_head and not _answers(address, terms):
+        if terms:
+            return -signal.SIGTERM
         sys.stderr.write(f"slurmft: Ray's head at {address} did not answer within {HEAD_S:.0f} s\n")
         return 1
     folder = private.path / "r"  # Ray opens its folder to every user; the one around it stays closed
+    said_before, until_s = _size_of_log(), time.monotonic() + HEAD_S
     ray = start_child(start_argv(given, address, folder), environment, signal.SIGKILL)
     driver = drain = None
-    started = folder / "ray_current_cluster"  # the last that ``ray start`` writes
+    started, is_up = folder / "ray_current_cluster", False  # the last that ``ray start`` writes
     while True:
         time.sleep(LOOK_S)
         if driver is not None and (code := driver.poll()) is not None:
             return code
-        if (code := ray.poll()) is not None:
+        is_up, code = is_up or started.exists(), ray.poll()
+        if not is_up and terms:
+            return -signal.SIGTERM  # nothing runs here that could save
+        if not is_up and ((code is not None and code >= 0) or time.monotonic() > until_s):
+            why = f"it exited with {code}" if code is not None else f"it was not up within {HEAD_S:.0f} s"
+            return _not_started(why, _said(said_before), folder, given)
+        if code is not None:
             sys.stderr.write(f"slurmft: Ray has ended on this node, with {code}\n")
             return -signal.SIGKILL  # its own code says less: killed from outside, as a rule
         if terms and drain is None:
-            if not started.exists():
-                return -signal.SIGTERM  # nothing runs here that could save
             argv = [
                 sys.executable,
                 "-P",
@@ -188,8 +204,47 @@ def _hold(
                 name_of(given),
             ]
             drain = start_child(argv, environment, signal.SIGKILL)
-        if is_head and driver is None and started.exists():
+        if is_head and driver is None and is_up:
             driver = start_child(runnable(command, given), {**environment, "RAY_ADDRESS": address}, signal.SIGKILL)
+
+
+def _not_started(why: str, said: str, folder: Path, given: Mapping[str, str]) -> int:
+    """Say that Ray did not start here, and Ray's reason; the exit code, which accuses no node.
+
+    Only the head leaves a verdict: Ray is started again on other nodes, and the run may end well.
+    """
+    last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
+    text, logs = f"Ray did not start: {why}{f': {last[:500]}' if last else ''}", _logs(folder)
+    sys.stderr.write(f"{logs}slurmft: {text}\n")
+    if given["RANK"] == "0" and (path := given.get(VERDICT_VARIABLE)):
+        with contextlib.suppress(OSError):
+            write_verdict(Path(path), WorkerVerdict(cause=Cause.WORKER_ERROR, message=text, traceback=logs + said))
+    return 1
+
+
+def _said(before: int) -> str:
+    """What ``ray start`` has written to the log of this rank, which had ``before`` bytes then; its end."""
+    with contextlib.suppress(OSError):
+        start = max(before, _size_of_log() - WORDS_BYTES)
+        return opening.read_part("/proc/self/fd/2", start, WORDS_BYTES).decode(errors="replace")
+    return ""
+
+
+def _logs(folder: Path) -> str:
+    """The ends of Ray's own logs, which are removed with its folder."""
+    found = ""
+    for name in LOGS:
+        with contextlib.suppress(OSError):
+            path = folder / "session_latest" / "logs" / name
+            if text := opening.read_part(path, -LOG_BYTES, LOG_BYTES).decode(errors="replace").strip():
+                found += f"the end of Ray's {name}:\n{text}\n"
+    return found
+
+
+def _size_of_log() -> int:
+    """Bytes of the rank's log; 0 where that is no file."""
+    status = os.fstat(2)
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
 def drain(promised_s: str, address: str, name: str) -> int:

@@ -17,6 +17,11 @@ from slurmft.agent.launchers.ray import head_address, leave_token, rays_environm
 from slurmft.agent.launchers.torchrun import worker_command
 from slurmft.config.config import validate
 from slurmft.errors import ConfigError
+from slurmft.policy.verdicts import testimony
+from slurmft.policy.verdicts.findings import WorkerEnd
+from slurmft.policy.verdicts.judge import Circumstances, held_against, judge
+from slurmft.policy.verdicts.verdict import Cause, Verdict
+from slurmft.storage.verdicts import read_verdict
 from slurmft.system.processes import session_members
 
 LEAST = {"command": ["python", "train.py"], "run_folder": "/r", "launcher": "ray"}
@@ -85,6 +90,87 @@ def test_a_node_has_free_ports_the_cpus_of_the_allocation_and_no_dashboard(tmp_p
 
 def test_the_head_has_an_address_in_numbers():
     assert head_address("localhost", "4711") in ("127.0.0.1:4711", "[::1]:4711")
+
+
+def held_with(start: str, folder: Path, rank: int, *, more: str = "") -> tuple[int, str]:
+    """Exit code and log of a holder whose ``ray start`` is this program, with Ray's folder in its first argument."""
+    program = f"""
+import sys
+from pathlib import Path
+from slurmft.agent.launchers import ray
+from slurmft.system.private_folder import PrivateFolder
+ray.start_argv = lambda given, address, folder: [sys.executable, "-c", {start!r}, str(folder)]
+ray._answers = lambda address, terms: True
+{more}
+given = {given(folder, rank, MASTER_ADDR="localhost", SLURMFT_VERDICT_FILE=str(folder / "verdict"))!r}
+private = PrivateFolder(Path({str(folder)!r}), -1)
+ray.leave_as(ray._hold([sys.executable, "-c", "raise SystemExit(5)"], "1", given, private, []))
+"""
+    with (folder / "log").open("ab") as log:
+        log.write(b"of an earlier attempt\n")
+        log.flush()
+        done = subprocess.run([sys.executable, "-c", program], stderr=log, stdout=log, timeout=60, check=False)
+    return done.returncode, (folder / "log").read_text()
+
+
+FAILS = """
+import sys
+from pathlib import Path
+logs = Path(sys.argv[1]) / "session_latest" / "logs"
+logs.mkdir(parents=True)
+(logs / "gcs_server.err").write_text("bind: address already in use\\n")
+sys.exit("Exception: The current node timed out during startup.")
+"""
+
+
+def judged(folder: Path, code: int) -> Verdict:
+    end = WorkerEnd(rank=0, node="n1", code=code)
+    told = read_verdict(folder / "verdict")
+    reports = () if told is None else (
+        testimony.Report(source="verdict", rank=0, node="n1", cause=testimony.claimed(told.cause), message=told.message,
+               traceback=told.traceback, binding=True),
+    )  # fmt: skip
+    return judge([end], world_size=1, seen=Circumstances(heard=testimony.Testimony(reports=reports)))
+
+
+def test_a_head_that_does_not_start_is_an_error_in_rays_words_and_accuses_no_node(tmp_path):
+    code, log = held_with(FAILS, tmp_path, 0)
+    verdict = judged(tmp_path, code)
+    assert (code, verdict.cause, verdict.suspects) == (1, Cause.WORKER_ERROR, ())
+    assert verdict.reason == ("rank 0 on n1 exited with 1: Ray did not start: it exited with 1: "
+                              "Exception: The current node timed out during startup.")  # fmt: skip
+    assert "gcs_server.err:\nbind: address already in use" in verdict.traceback
+    assert "earlier attempt" not in verdict.traceback
+    assert "bind: address already in use" in log, "Ray's folder is removed"
+    assert held_against(verdict, [], at=0.0) == ()
+
+
+def test_a_head_that_is_never_up_is_given_up(tmp_path):
+    code, _ = held_with("import time; time.sleep(600)", tmp_path, 0, more="ray.HEAD_S = 0.3")
+    assert (code, judged(tmp_path, code).reason) == (
+        1, "rank 0 on n1 exited with 1: Ray did not start: it was not up within 0 s",
+    )  # fmt: skip
+
+
+def test_another_node_whose_ray_does_not_start_leaves_no_verdict_for_the_run(tmp_path):
+    code, log = held_with(FAILS, tmp_path, 2)
+    assert code == 1
+    assert "Ray did not start: it exited with 1: Exception: The current node timed out" in log
+    assert not (tmp_path / "verdict").exists()
+
+
+@pytest.mark.parametrize("up", ["", "(folder / 'ray_current_cluster').touch(); time.sleep(1); "])
+def test_a_ray_that_is_killed_still_counts_as_a_crash(tmp_path, up):
+    start = ("import os, sys, time; from pathlib import Path; folder = Path(sys.argv[1]); folder.mkdir(); "
+             f"{up}os.kill(os.getpid(), 9)")  # fmt: skip
+    code, _ = held_with(start, tmp_path, 3)
+    assert (code, judged(tmp_path, code).cause) == (-9, Cause.SIGNAL_CRASH)
+
+
+def test_the_command_of_a_head_that_is_up_ends_the_node(tmp_path):
+    start = ("import sys, time; from pathlib import Path; folder = Path(sys.argv[1]); folder.mkdir(); "
+             "(folder / 'ray_current_cluster').touch(); time.sleep(600)")  # fmt: skip
+    assert held_with(start, tmp_path, 0)[0] == 5
 
 
 def test_the_sweeper_ends_a_session_with_its_groups_and_removes_the_folder(tmp_path):

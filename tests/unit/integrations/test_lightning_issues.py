@@ -43,11 +43,13 @@ SCRIPT = """
     from lightning.pytorch.plugins.environments import SLURMEnvironment
     from torch.utils.data import DataLoader, TensorDataset
     from slurmft.integrations.lightning_fit import Process
+    from slurmft.integrations.lightning_io import SlurmftCheckpointIO
     from slurmft.ipc.pages.heartbeat import Slot, StopAction
     from slurmft.policy.timing.stop import tick_of
 
     root, stop_at, epochs, batches = Path(sys.argv[1]), *map(int, sys.argv[2:])
     facts = {"version": L.__version__, "steps": []}
+    own = [SlurmftCheckpointIO()] if os.environ["PLUGIN_OF_THE_TEST"] else []
 
     class Net(L.LightningModule):
         def __init__(self):
@@ -71,7 +73,7 @@ SCRIPT = """
     def new_trainer():
         return L.Trainer(max_epochs=epochs, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
                          enable_model_summary=False, enable_checkpointing=False, default_root_dir=root,
-                         plugins=[SLURMEnvironment(auto_requeue=True)], log_every_n_steps=2)
+                         plugins=[SLURMEnvironment(auto_requeue=True), *own], log_every_n_steps=2)
 
     def train():
         L.seed_everything(1)
@@ -102,8 +104,8 @@ class Outcome:
     root: Path
 
 
-def play(folder: Path, path: str = "") -> Outcome:
-    """Train, stop and resume; ``path`` goes before all others of Python."""
+def play(folder: Path, path: str = "", *, plugin: str = "") -> Outcome:
+    """Train, stop and resume; ``path`` goes before all others of Python, ``plugin`` is empty for Lightning's own."""
     (folder / "bin").mkdir()
     notes, program = folder / "scontrol.txt", folder / "bin" / "scontrol"
     program.write_text(f'#!/bin/sh\necho "$@" >> {notes}\n')
@@ -111,6 +113,7 @@ def play(folder: Path, path: str = "") -> Outcome:
     settings = {"checkpoint": {"interval": "steps", "interval_steps": 1000}}
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")} | {
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SLURMFT_WORKER": json.dumps(settings), "PYTHONPATH": path,
+        "PLUGIN_OF_THE_TEST": plugin,
         "SLURMFT_CHECKPOINT_DIR": str(folder / "saves"), "PAGE_OF_THE_TEST": str(folder / "page"),
         "SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_NAME": "train",
         "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NNODES": "1",
@@ -175,6 +178,15 @@ def test_outside_of_a_run_lightning_is_alone(outcome: Outcome) -> None:
     assert outcome.second["loss"] > 0, "and is shown, although the callback is out of the list between two reports"
 
 
+def test_with_slurmfts_checkpoint_plugin_a_run_resumes_as_well(tmp_path: Path) -> None:
+    outcome = play(tmp_path, plugin="yes")
+    check_20542(outcome)
+    check_4265(outcome)
+    files = list((tmp_path / "saves" / "lightning" / "fit-2").rglob("trainer.ckpt"))
+    assert files
+    assert all(b"slurmft sha256" in path.read_bytes()[-100:] for path in files)
+
+
 @pytest.mark.soak
 def test_the_lowest_version_does_all_of_it(tmp_path: Path) -> None:
     """The newest one is that of ``constraints.txt``, with which the tests above run."""
@@ -182,7 +194,8 @@ def test_the_lowest_version_does_all_of_it(tmp_path: Path) -> None:
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
     subprocess.run([*install, f"lightning=={LOWEST}"], check=True, timeout=300)
     (tmp_path / "run").mkdir()
-    outcome = play(tmp_path / "run", str(target))
-    assert outcome.first["version"].startswith(LOWEST)
-    for check in CHECKS:
-        check(outcome)
+    (tmp_path / "plugin").mkdir()
+    for outcome in (play(tmp_path / "run", str(target)), play(tmp_path / "plugin", str(target), plugin="yes")):
+        assert outcome.first["version"].startswith(LOWEST)
+        for check in CHECKS:
+            check(outcome)
