@@ -669,3 +669,57 @@ def test_a_state_that_no_rank_has_a_part_of_its_own_in_is_not_whole(tmp_path):
     with pytest.raises(Damaged, match="own state of any rank"):
         load(tmp_path / "kept", one, rank=1)
     assert IDENTITY.step == 7 and os.listdir(tmp_path / "kept")
+
+
+def test_a_save_in_the_middle_of_a_step_leaves_what_is_noted_of_the_last_one(tmp_path, listener):
+    """Gradients are accumulated over steps: this one changes the buffers and the extra, and no weight."""
+    model, keep, seen = torch.nn.BatchNorm1d(4), Shared(), [4]
+    one = Trainee(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rescue = JustInTime(tmp_path, keep)
+    rescue.arm(one, step=4, extra=lambda: {"seen": seen[0]})
+    model.running_mean.fill_(5)
+    seen[0] = 5
+    rescue.arm(one, step=5, extra=lambda: {"seen": seen[0]})
+    rescue.rescue()
+    assert listener.rescued == [4]
+    assert keep.flat.objects["extra"] == {"seen": 4} and keep.flat.tensors["model.running_mean"].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("values", [1 << 18, 1 << 20])
+def test_buffers_of_any_size_that_is_noted_can_be_read_again(tmp_path, listener, values):
+    model, keep = torch.nn.Linear(4, 4), Shared()
+    model.register_buffer("table", torch.arange(values, dtype=torch.float32)[:-16])
+    rescue = JustInTime(tmp_path, keep)
+    rescue.arm(Trainee(model, torch.optim.SGD(model.parameters(), lr=0.1)), step=4, extra=lambda: {"seen": 4})
+    assert torch.equal(read_lead(tmp_path, 4, 0).buffers["table"], model.table)
+    rescue.rescue()
+    assert listener.rescued == [4] and keep.flat.objects[FACTS]["buffers_of"] == 0
+
+
+def test_buffers_of_every_kind_come_back_from_a_note(tmp_path):
+    buffers = {
+        "none": torch.empty(0, 3),
+        "scalar": torch.tensor(7),
+        "flags": torch.tensor([True, False, True]),
+        "half": torch.tensor([1.5, float("nan")], dtype=torch.bfloat16),
+        "turned": torch.arange(6.0).view(2, 3).t(),
+        "complex": torch.tensor([1 + 2j]),
+    }
+    found = decoded_lead(LeadRecord(tmp_path, 0, lambda: None, buffers).note(4))
+    assert found.extra == {} and found.buffers.keys() == buffers.keys()
+    for name, value in buffers.items():
+        assert found.buffers[name].dtype == value.dtype
+        assert torch.equal(found.buffers[name].nan_to_num(9), value.nan_to_num(9)), name
+
+
+def test_a_note_whose_bytes_are_not_those_that_were_written_is_none(tmp_path):
+    record = RankRecord(tmp_path, 0, 1)
+    record.note(7, {"place": 1})
+    path = record_file(tmp_path, 0)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"place": 1', b'"place": 2'))
+    assert read_record(tmp_path, 0, 7, 1) is None
+    path.write_bytes(content)
+    assert read_record(tmp_path, 0, 7, 1)["loader"] == {"place": 1}
+    path.write_bytes(content[: len(content) // 2])
+    assert read_record(tmp_path, 0, 7, 1) is None
