@@ -34,7 +34,7 @@ from slurmft.checkpoint.staging.lead_note import Extra
 from slurmft.checkpoint.staging.snapshots import LaidOut, Snapshots
 from slurmft.checkpoint.state import Stateful, Tolerance, Trainee
 from slurmft.checkpoint.team import Team
-from slurmft.checkpoint.turns import Row, Turn, mismatch
+from slurmft.checkpoint.turns import OfLead, Row, Turn, mismatch
 from slurmft.checkpoint.writer.fault_points import reached
 from slurmft.checkpoint.writer.write_requests import BestMode, CommitOrder, Keep
 from slurmft.errors import CheckpointError, DirectoryInUse, UsageError
@@ -140,7 +140,9 @@ class CheckpointManager(NamedStates):
         team, extra = Team(), self._extra if extra is None else extra
         is_async = self.settings.async_save if async_save is None else async_save
         urgent = SAVERS.is_urgent or not is_async
-        prepared = self._agree(team, lambda: self._captured(team, trainee, extra, metrics or {}), step, urgent=urgent)
+        prepared = self._agree(
+            team, lambda: self._captured(team, trainee, extra, metrics or {}), step, OfLead.of(extra), urgent=urgent
+        )
         if prepared is None:
             SAVERS.outcome = Outcome.SKIPPED
             return None
@@ -228,7 +230,7 @@ class CheckpointManager(NamedStates):
         loading = Loading(self.directory, trainee, Tolerance.of(allow_missing, allow_cast=allow_cast))
         loaded = self._loaded(loading, loading.newest())
         if loaded.found:
-            self._arm(trainee, self._extra or loaded.extra)
+            self._arm_loaded(trainee, loaded)
         if loaded.found and not loaded.is_durable and not self._is_guest and not _is_of_this_attempt(loaded):
             again = self.save(
                 model, optimizer, step=loaded.step, metrics=loaded.metrics, scheduler=scheduler, scaler=scaler,
@@ -236,6 +238,7 @@ class CheckpointManager(NamedStates):
             )  # fmt: skip
             if loaded.path is not None and again is not None:
                 same_state(self.directory, loaded.path.name, again.name)
+            self._arm_loaded(trainee, loaded)
         return loaded
 
     def load_best(
@@ -284,7 +287,9 @@ class CheckpointManager(NamedStates):
 
     # Saving
 
-    def _agree(self, team: Team, captured: Callable[[], FlatState], step: int, *, urgent: bool) -> LaidOut | None:
+    def _agree(
+        self, team: Team, captured: Callable[[], FlatState], step: int, extra: OfLead, *, urgent: bool
+    ) -> LaidOut | None:
         """The state, ready to be copied on every rank; None when it is not to be copied now.
 
         Raises:
@@ -300,7 +305,7 @@ class CheckpointManager(NamedStates):
         deadline_s = time.monotonic() + ROOM_S
         what = f"step {step} was not saved to {self.directory}"
         while True:
-            rows = self._turn.exchange(team, guard, step, prepared)
+            rows = self._turn.exchange(team, guard, step, prepared, extra)
             if any(row[Row.CODE] for row in rows):
                 raise failure(what, [row[Row.CODE] for row in rows], team, guard)
             if problem := mismatch(rows):
@@ -413,9 +418,19 @@ class CheckpointManager(NamedStates):
         if not self.settings.just_in_time or SAVERS.listener is None or memory is None or self._is_guest:
             return
         self._rescue = self._rescue or JustInTime(memory, weakly(self._keep), note_sender())
-        known = extra if callable(extra) else None
-        reason = "" if known or not extra else "extra= is no function, so its value between two saves is unknown"
+        of_lead = self._turn.extra  # others may have been given none: rank 0's counts
+        known = None if of_lead is not OfLead.FUNCTION else extra if callable(extra) else _of_rank_0
+        reason = "extra= is no function, so its value between two saves is unknown" if of_lead is OfLead.FIXED else ""
         self._rescue.arm(trainee, reason=reason, step=step, extra=known)
+
+    def _arm_loaded(self, trainee: Trainee, loaded: LoadedCheckpoint) -> None:
+        """After a load. The trainer has not seen what was loaded as ``extra``: its function is first asked at the next
+        boundary. A collective."""
+        extra = self._extra or loaded.extra
+        self._turn.extra = OfLead(Team().from_lead([OfLead.of(extra)])[0])
+        if self._rescue is not None and self._turn.extra is OfLead.FUNCTION:
+            self._rescue.loaded()
+        self._arm(trainee, extra)
 
     def _keep(self, step: int, flat: FlatState, check: Callable[[], None]) -> None:
         self._snapshots.keep(flat, Identity(step, own_generation(), self._turn.commit + 1), check)
@@ -441,6 +456,11 @@ class CheckpointManager(NamedStates):
         if SAVERS.listener is not None:
             SAVERS.listener.on_loaded(time.monotonic() - loading.began_s)
         return loaded
+
+
+def _of_rank_0() -> Mapping[str, Any]:
+    """Stands for the function of rank 0 on ranks that have none; it is not called there."""
+    return {}
 
 
 def _is_of_this_attempt(loaded: LoadedCheckpoint) -> bool:

@@ -35,6 +35,23 @@ class Row(IntEnum):
     COMMITTED_NS = 6
     """Rank 0's: which step was committed last, and how long that took; zeros before."""
 
+    EXTRA = 7
+    """Rank 0's: ``OfLead``; others may have been given none."""
+
+
+class OfLead(IntEnum):
+    """The ``extra`` of rank 0."""
+
+    NONE = 0
+    FIXED = 1
+    """Values, which may be others at the end of a later step."""
+
+    FUNCTION = 2
+
+    @classmethod
+    def of(cls, extra: object) -> OfLead:
+        return cls.FUNCTION if callable(extra) else cls.FIXED if extra else cls.NONE
+
 
 class Turn:
     """This rank's record of the saves of one manager; agreed values are alike on all ranks."""
@@ -46,6 +63,9 @@ class Turn:
         self.awaited: Identity | None = None
         """The newest save, until ``wait`` has reported its result."""
 
+        self.extra = OfLead.NONE
+        """Of the newest save or load."""
+
         self.is_begun = False
         self._lock = threading.Lock()
         self._committed = (0, 0)
@@ -56,7 +76,7 @@ class Turn:
         """Commits are counted on from here."""
         self.commit, self.is_begun = max(self.commit, newest_commit), True
 
-    def exchange(self, team: Team, guard: Guard, step: int, prepared: LaidOut | None) -> list[list[int]]:
+    def exchange(self, team: Team, guard: Guard, step: int, prepared: LaidOut | None, extra: OfLead) -> list[list[int]]:
         """Each rank's ``Row``; a collective. The commit that rank 0 names is this turn's from now on."""
         row = [0] * len(Row)
         row[Row.CODE] = guard.code
@@ -66,9 +86,11 @@ class Turn:
         if team.is_lead:
             row[Row.COMMIT] = self.commit + 1
             row[Row.COMMITTED_STEP], row[Row.COMMITTED_NS] = self._committed
+            row[Row.EXTRA] = extra
         rows = team.exchange(row)
         if not any(row[Row.CODE] or row[Row.IS_BUSY] for row in rows):
             self.commit, self.is_begun = rows[0][Row.COMMIT], True
+            self.extra = OfLead(rows[0][Row.EXTRA])
         return rows
 
     def committed_here(self, step: int, seconds: float) -> None:

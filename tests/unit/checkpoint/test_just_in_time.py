@@ -16,6 +16,7 @@ import pytest
 import torch
 from stored_state import IDENTITY, load, stage, write
 
+from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.format.damage import Damage, Damaged
 from slurmft.checkpoint.format.flat_state import FACTS, FlatState, capture, rank_key
 from slurmft.checkpoint.format.reading import Stored
@@ -27,7 +28,9 @@ from slurmft.checkpoint.staging import taking_turns
 from slurmft.checkpoint.staging.lead_note import LeadRecord, lead_file, read_lead
 from slurmft.checkpoint.staging.lead_note import decoded as decoded_lead
 from slurmft.checkpoint.staging.rank_records import RankRecord, read_record, record_file
+from slurmft.checkpoint.staging.snapshots import Snapshots
 from slurmft.checkpoint.state import Trainee
+from slurmft.checkpoint.turns import OfLead
 from slurmft.ipc.pages.heartbeat import IN_UPDATE
 from slurmft.trainer.savers import SAVERS
 from slurmft.worker.data.loader import ElasticSampler
@@ -723,3 +726,65 @@ def test_a_note_whose_bytes_are_not_those_that_were_written_is_none(tmp_path):
     assert read_record(tmp_path, 0, 7, 1)["loader"] == {"place": 1}
     path.write_bytes(content[: len(content) // 2])
     assert read_record(tmp_path, 0, 7, 1) is None
+
+
+@pytest.fixture
+def run(tmp_path, listener, monkeypatch) -> Path:
+    """The folder of checkpoints of a run whose node has memory that outlives its ranks."""
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setenv("SLURMFT_MEMORY_DIR", str(tmp_path / "memory"))
+    listener.on_saved = lambda _step, _seconds: None
+    return tmp_path / "checkpoints"
+
+
+def test_the_managers_function_counts_again_once_a_state_that_was_kept_is_loaded(run, listener, model):
+    """It is asked at the first boundary, when the trainer has put back what was loaded, and not before."""
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), {"seen": 4}
+
+    def extra() -> dict[str, int]:
+        return dict(seen)
+
+    for start, ended in ((4, 5), (5, 6), (6, 7)):
+        manager = CheckpointManager(run, extra=extra)
+        if start == 4:
+            manager.save(model, optimizer, step=4)
+        else:
+            seen["seen"] = -1
+            loaded = manager.load_latest(model, optimizer)
+            assert (loaded.step, loaded.extra) == (start, {"seen": start}) and not loaded.is_durable
+            seen.update(loaded.extra)
+        SAVERS.at_boundary(start)
+        gradients(model)
+        optimizer.step()
+        seen["seen"] = ended
+        SAVERS.at_boundary(ended)
+        SAVERS.rescue()
+        assert listener.rescued[-1] == ended
+        manager.close()
+
+
+def test_what_other_ranks_keep_is_known_to_lack_an_extra_that_rank_0_alone_was_given(run, listener, model, monkeypatch):
+    """The others of a trainer may well pass none, as it is rank 0's."""
+    found = list[FlatState]()
+    monkeypatch.setattr(Snapshots, "keep", lambda _self, flat, _identity, _check: found.append(flat))
+    kept_by_rank_1(run, model, OfLead.FUNCTION, monkeypatch)
+    assert found[0].objects[FACTS]["has_extra"] and "extra" not in found[0].objects
+
+
+@pytest.mark.parametrize(("of_lead", "rescued"), [(OfLead.FIXED, []), (OfLead.NONE, [5])])
+def test_a_fixed_extra_of_rank_0_turns_it_off_on_all_ranks(run, listener, model, monkeypatch, of_lead, rescued):
+    kept_by_rank_1(run, model, of_lead, monkeypatch)
+    assert listener.rescued == rescued
+
+
+def kept_by_rank_1(run: Path, model: torch.nn.Module, of_lead: OfLead, monkeypatch) -> None:
+    """Which is given no extra itself, and is alone on its node."""
+    monkeypatch.setattr(OfLead, "of", lambda _extra: of_lead)  # as rank 0 says
+    monkeypatch.setenv("RANK", "1")
+    optimizer, manager = torch.optim.SGD(model.parameters(), lr=0.1), CheckpointManager(run)
+    manager.save(model, optimizer, step=4)
+    gradients(model)
+    optimizer.step()
+    SAVERS.at_boundary(5)
+    SAVERS.rescue()
+    manager.close()
