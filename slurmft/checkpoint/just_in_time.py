@@ -166,7 +166,7 @@ class JustInTime:
             kept = model.state_dict(keep_vars=True).keys() & live.keys()
             self._buffers = {name: live[name].detach().clone() for name in sorted(kept)}
             self._live, self._step = known, NOTHING
-            if self._on_device is not None:
+            if self._on_device is not None:  # its steps are whole with the former copies only
                 self._on_device.forget()
 
     def _why_not_known(self, model: torch.nn.Module) -> str:
