@@ -140,9 +140,8 @@ class CheckpointManager(NamedStates):
         team, extra = Team(), self._extra if extra is None else extra
         is_async = self.settings.async_save if async_save is None else async_save
         urgent = SAVERS.is_urgent or not is_async
-        prepared = self._agree(
-            team, lambda: self._captured(team, trainee, extra, metrics or {}), step, OfLead.of(extra), urgent=urgent
-        )
+        self._turn.extra = OfLead.of(extra)
+        prepared = self._agree(team, lambda: self._captured(team, trainee, extra, metrics or {}), step, urgent=urgent)
         if prepared is None:
             SAVERS.outcome = Outcome.SKIPPED
             return None
@@ -229,15 +228,14 @@ class CheckpointManager(NamedStates):
         SAVERS.trains(model, optimizer)
         loading = Loading(self.directory, trainee, Tolerance.of(allow_missing, allow_cast=allow_cast))
         loaded = self._loaded(loading, loading.newest())
-        if loaded.found:
-            self._arm_loaded(trainee, loaded)
-        if loaded.found and not loaded.is_durable and not self._is_guest and not _is_of_this_attempt(loaded):
+        if loaded.found and not loaded.is_durable and not self._is_guest and not loaded.is_of_this_attempt:
             again = self.save(
                 model, optimizer, step=loaded.step, metrics=loaded.metrics, scheduler=scheduler, scaler=scaler,
                 loader=loader, extra=loaded.extra, async_save=True,
             )  # fmt: skip
             if loaded.path is not None and again is not None:
                 same_state(self.directory, loaded.path.name, again.name)
+        if loaded.found:
             self._arm_loaded(trainee, loaded)
         return loaded
 
@@ -287,9 +285,7 @@ class CheckpointManager(NamedStates):
 
     # Saving
 
-    def _agree(
-        self, team: Team, captured: Callable[[], FlatState], step: int, extra: OfLead, *, urgent: bool
-    ) -> LaidOut | None:
+    def _agree(self, team: Team, captured: Callable[[], FlatState], step: int, *, urgent: bool) -> LaidOut | None:
         """The state, ready to be copied on every rank; None when it is not to be copied now.
 
         Raises:
@@ -305,7 +301,7 @@ class CheckpointManager(NamedStates):
         deadline_s = time.monotonic() + ROOM_S
         what = f"step {step} was not saved to {self.directory}"
         while True:
-            rows = self._turn.exchange(team, guard, step, prepared, extra)
+            rows = self._turn.exchange(team, guard, step, prepared)
             if any(row[Row.CODE] for row in rows):
                 raise failure(what, [row[Row.CODE] for row in rows], team, guard)
             if problem := mismatch(rows):
@@ -418,16 +414,12 @@ class CheckpointManager(NamedStates):
         if not self.settings.just_in_time or SAVERS.listener is None or memory is None or self._is_guest:
             return
         self._rescue = self._rescue or JustInTime(memory, weakly(self._keep), note_sender())
-        of_lead = self._turn.extra  # others may have been given none: rank 0's counts
-        known = None if of_lead is not OfLead.FUNCTION else extra if callable(extra) else _of_rank_0
-        reason = "extra= is no function, so its value between two saves is unknown" if of_lead is OfLead.FIXED else ""
+        known, reason = self._turn.extra.to_note(extra)
         self._rescue.arm(trainee, reason=reason, step=step, extra=known)
 
     def _arm_loaded(self, trainee: Trainee, loaded: LoadedCheckpoint) -> None:
-        """After a load. The trainer has not seen what was loaded as ``extra``: its function is first asked at the next
-        boundary. A collective."""
-        extra = self._extra or loaded.extra
-        self._turn.extra = OfLead(Team().from_lead([OfLead.of(extra)])[0])
+        """A collective. ``extra`` is asked from the next boundary on: the trainer has not seen what was loaded yet."""
+        self._turn.extra = OfLead(Team().from_lead([OfLead.of(extra := self._extra or loaded.extra)])[0])
         if self._rescue is not None and self._turn.extra is OfLead.FUNCTION:
             self._rescue.loaded()
         self._arm(trainee, extra)
@@ -456,14 +448,3 @@ class CheckpointManager(NamedStates):
         if SAVERS.listener is not None:
             SAVERS.listener.on_loaded(time.monotonic() - loading.began_s)
         return loaded
-
-
-def _of_rank_0() -> Mapping[str, Any]:
-    """Stands for the function of rank 0 on ranks that have none; it is not called there."""
-    return {}
-
-
-def _is_of_this_attempt(loaded: LoadedCheckpoint) -> bool:
-    """Whether a rank of this attempt makes it durable: this process may only be an evaluation beside it."""
-    identity = Identity.parse(loaded.path.name) if loaded.path is not None else None
-    return identity is not None and identity.generation == own_generation() != 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from typing import Any
 
 from slurmft.checkpoint.agreement import FENCED, Guard
+from slurmft.checkpoint.staging.lead_note import Extra
 from slurmft.checkpoint.staging.snapshots import LaidOut
 from slurmft.checkpoint.team import Team
 from slurmft.checkpoint.writer.write_requests import Standing
@@ -52,6 +54,19 @@ class OfLead(IntEnum):
     def of(cls, extra: object) -> OfLead:
         return cls.FUNCTION if callable(extra) else cls.FIXED if extra else cls.NONE
 
+    def to_note(self, extra: object) -> tuple[Extra | None, str]:
+        """What is noted after every step on a rank that was given ``extra`` itself, or why nothing can be."""
+        if self is OfLead.FIXED:
+            return None, "extra= is no function, so its value between two saves is unknown"
+        if self is OfLead.NONE:
+            return None, ""
+        return (extra if callable(extra) else _never_called), ""
+
+
+def _never_called() -> Mapping[str, Any]:
+    """Stands for rank 0's function on ranks that were given none."""
+    return {}
+
 
 class Turn:
     """This rank's record of the saves of one manager; agreed values are alike on all ranks."""
@@ -64,7 +79,7 @@ class Turn:
         """The newest save, until ``wait`` has reported its result."""
 
         self.extra = OfLead.NONE
-        """Of the newest save or load."""
+        """Of the newest save or load; each rank's own until they have agreed."""
 
         self.is_begun = False
         self._lock = threading.Lock()
@@ -76,7 +91,7 @@ class Turn:
         """Commits are counted on from here."""
         self.commit, self.is_begun = max(self.commit, newest_commit), True
 
-    def exchange(self, team: Team, guard: Guard, step: int, prepared: LaidOut | None, extra: OfLead) -> list[list[int]]:
+    def exchange(self, team: Team, guard: Guard, step: int, prepared: LaidOut | None) -> list[list[int]]:
         """Each rank's ``Row``; a collective. The commit that rank 0 names is this turn's from now on."""
         row = [0] * len(Row)
         row[Row.CODE] = guard.code
@@ -86,7 +101,7 @@ class Turn:
         if team.is_lead:
             row[Row.COMMIT] = self.commit + 1
             row[Row.COMMITTED_STEP], row[Row.COMMITTED_NS] = self._committed
-            row[Row.EXTRA] = extra
+            row[Row.EXTRA] = self.extra
         rows = team.exchange(row)
         if not any(row[Row.CODE] or row[Row.IS_BUSY] for row in rows):
             self.commit, self.is_begun = rows[0][Row.COMMIT], True
