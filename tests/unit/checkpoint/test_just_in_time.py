@@ -788,3 +788,15 @@ def kept_by_rank_1(run: Path, model: torch.nn.Module, of_lead: OfLead, monkeypat
     SAVERS.at_boundary(5)
     SAVERS.rescue()
     manager.close()
+
+
+def test_a_step_that_was_kept_before_a_load_is_kept_again_after_it(tmp_path, listener, kept, model, monkeypatch):
+    """The trainer has caught the error, and gone back to an older state by itself."""
+    rescue = JustInTime(tmp_path, kept)
+    one = Trainee(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        rescue.arm(one, step=4)
+        rescue.rescue()
+        monkeypatch.setattr(SAVERS, "loads", SAVERS.loads + 1)
+        rescue.loaded()
+    assert listener.rescued == [4, 4]
