@@ -112,13 +112,13 @@ class JustInTime:
         """
         try:
             with self._lock:
-                self._arm(trainee, reason, extra)
+                self._arm(trainee, reason, extra, step)
             if step is not None and self._step == NOTHING:
                 self.at_boundary(step)
         except Exception as error:  # noqa: BLE001 - of the user's model or loader, at a save that they let pass
             self.disarm(f"{type(error).__name__}: {error}")
 
-    def _arm(self, trainee: Trainee, reason: str, extra: Extra | None) -> None:
+    def _arm(self, trainee: Trainee, reason: str, extra: Extra | None, step: int | None) -> None:
         devices = streams.devices(unwrapped(trainee.model).parameters())
         if devices and (self._on_device is None or self._on_device.device is not devices[0]):
             self._on_device = DeviceSteps(devices[0])
@@ -148,22 +148,26 @@ class JustInTime:
             weakref.finalize(self, after.remove)
             remove_marks(self._folder)
             self._listen()
-        model = unwrapped(trainee.model)
-        live = _buffers(model)
-        known = (id(model), *((name, value.dtype, value.shape, value.device) for name, value in live.items()))
-        if self._live != known:  # the training loop waits: not anew at every save
-            kept = model.state_dict(keep_vars=True).keys() & live.keys()
-            self._buffers = {name: live[name].detach().clone() for name in sorted(kept)}
-            self._live = known
-        self._copy_buffers()
+        self._cover(unwrapped(trainee.model))
         try:
             is_noted = self._notes.covers(extra, None if self._on_device is not None else self._buffers)
-            if not is_noted and self._step != NOTHING and self._is_whole:
+            if not is_noted and self._step == step and self._is_whole:  # else it may be a save in the middle of a step
                 self._notes.note_lead(self._step)
         except OSError as error:
             return self._disarm(f"no memory for it: {error}")
         SAVERS.is_armed = True
         return None
+
+    def _cover(self, model: torch.nn.Module) -> None:
+        """Make room for the model's buffers. Their copies are those of the newest boundary, and made there alone."""
+        live = _buffers(model)
+        known = (id(model), *((name, value.dtype, value.shape, value.device) for name, value in live.items()))
+        if self._live != known:  # the training loop waits: not anew at every save
+            kept = model.state_dict(keep_vars=True).keys() & live.keys()
+            self._buffers = {name: live[name].detach().clone() for name in sorted(kept)}
+            self._live, self._step = known, NOTHING
+            if self._on_device is not None:  # its steps are whole with the former copies only
+                self._on_device.forget()
 
     def _why_not_known(self, model: torch.nn.Module) -> str:
         """A module's extra state may change in a forward pass, which is not noted anywhere."""

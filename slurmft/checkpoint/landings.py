@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from slurmft.checkpoint.format.flat_state import is_dense
+from slurmft.checkpoint.format.flat_state import PARAMS, is_dense
 from slurmft.checkpoint.format.image import local
 from slurmft.checkpoint.format.reading import Stored, Target, fresh
+from slurmft.checkpoint.state import Trainee, unwrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +72,43 @@ def _own_box(like: torch.Tensor | None, shape: tuple[int, ...]) -> tuple[tuple[i
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
-def landing_in_place(stored: Stored, key: str, here: torch.Tensor, parameter: torch.Tensor) -> Landing | None:
-    """Into the optimizer's present tensor; None where that is of another kind, or is the weight itself."""
+def landing_in_place(stored: Stored, key: str, here: torch.Tensor) -> Landing | None:
+    """Into the optimizer's present tensor, which shares its memory with nothing; None where that is of another kind."""
     there, inside = stored.tensors[key], local(here)
     if not is_dense(here) or (tuple(here.shape), here.dtype) != (there.shape, there.dtype):
         return None
     starts, sizes = _own_box(here, there.shape)
-    is_usable = tuple(inside.shape) == sizes and inside.is_contiguous()
-    if not is_usable or inside.data_ptr() == local(parameter).data_ptr():
+    if tuple(inside.shape) != sizes or not inside.is_contiguous():
         return None
     target = stored.mapped(key, starts, sizes)
     return Landing(target, into=here) if target is not None else None
+
+
+class Apart:
+    """Which of an optimizer's present tensors may take what is loaded themselves: nothing else lies in their memory.
+
+    None of them where the optimizer has a ``load_state_dict`` of its own, which may begin with clearing them.
+    """
+
+    def __init__(self, trainee: Trainee) -> None:
+        optimizer = trainee.optimizer
+        own = getattr(optimizer.load_state_dict, "__func__", None) is torch.optim.Optimizer.load_state_dict
+        hooks = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None)
+        self._is_used = own and not hooks
+        groups = (one for group in optimizer.param_groups for one in group[PARAMS])
+        weights = (*unwrapped(trainee.model).parameters(), *unwrapped(trainee.model).buffers(), *groups)
+        self._taken = {one.untyped_storage().data_ptr() for each in weights if is_dense(one := local(each))}
+        self._places: list[tuple[int, int]] = []
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether this one may, which takes its place."""
+        inside = local(tensor)
+        if not self._is_used or not is_dense(inside) or inside.untyped_storage().data_ptr() in self._taken:
+            return False
+        begin, end = inside.data_ptr(), inside.data_ptr() + inside.nbytes
+        place = bisect.bisect_left(self._places, (begin, end))
+        neighbours = self._places[max(place - 1, 0) : place + 1]
+        if any(start < end and begin < stop for start, stop in neighbours):
+            return False
+        self._places.insert(place, (begin, end))
+        return True

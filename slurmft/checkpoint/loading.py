@@ -75,6 +75,12 @@ class LoadedCheckpoint(ReadsAsMapping):
     source: str = ""
     """Where it was read from, in words: ``memory: step 40, all 4 shards``."""
 
+    @property
+    def is_of_this_attempt(self) -> bool:
+        """Whether a rank of this attempt makes it durable: this process may only be an evaluation beside it."""
+        identity = Identity.parse(self.path.name) if self.path is not None else None
+        return identity is not None and identity.generation == own_generation() != 0
+
     def as_mapping(self) -> Mapping[str, Any]:
         """Its keys and values, with those of ``extra``; none when there is no checkpoint yet."""
         own = {"step": self.step, "metrics": self.metrics, "path": self.path, "world_size": self.world_size}

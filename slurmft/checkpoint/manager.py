@@ -34,7 +34,7 @@ from slurmft.checkpoint.staging.lead_note import Extra
 from slurmft.checkpoint.staging.snapshots import LaidOut, Snapshots
 from slurmft.checkpoint.state import Stateful, Tolerance, Trainee
 from slurmft.checkpoint.team import Team
-from slurmft.checkpoint.turns import Row, Turn, mismatch
+from slurmft.checkpoint.turns import OfLead, Row, Turn, mismatch
 from slurmft.checkpoint.writer.fault_points import reached
 from slurmft.checkpoint.writer.write_requests import BestMode, CommitOrder, Keep
 from slurmft.errors import CheckpointError, DirectoryInUse, UsageError
@@ -140,6 +140,7 @@ class CheckpointManager(NamedStates):
         team, extra = Team(), self._extra if extra is None else extra
         is_async = self.settings.async_save if async_save is None else async_save
         urgent = SAVERS.is_urgent or not is_async
+        self._turn.extra = OfLead.of(extra)
         prepared = self._agree(team, lambda: self._captured(team, trainee, extra, metrics or {}), step, urgent=urgent)
         if prepared is None:
             SAVERS.outcome = Outcome.SKIPPED
@@ -227,15 +228,15 @@ class CheckpointManager(NamedStates):
         SAVERS.trains(model, optimizer)
         loading = Loading(self.directory, trainee, Tolerance.of(allow_missing, allow_cast=allow_cast))
         loaded = self._loaded(loading, loading.newest())
-        if loaded.found:
-            self._arm(trainee, self._extra or loaded.extra)
-        if loaded.found and not loaded.is_durable and not self._is_guest and not _is_of_this_attempt(loaded):
+        if loaded.found and not loaded.is_durable and not self._is_guest and not loaded.is_of_this_attempt:
             again = self.save(
                 model, optimizer, step=loaded.step, metrics=loaded.metrics, scheduler=scheduler, scaler=scaler,
                 loader=loader, extra=loaded.extra, async_save=True,
             )  # fmt: skip
             if loaded.path is not None and again is not None:
                 same_state(self.directory, loaded.path.name, again.name)
+        if loaded.found:
+            self._arm_loaded(trainee, loaded)
         return loaded
 
     def load_best(
@@ -413,9 +414,15 @@ class CheckpointManager(NamedStates):
         if not self.settings.just_in_time or SAVERS.listener is None or memory is None or self._is_guest:
             return
         self._rescue = self._rescue or JustInTime(memory, weakly(self._keep), note_sender())
-        known = extra if callable(extra) else None
-        reason = "" if known or not extra else "extra= is no function, so its value between two saves is unknown"
+        known, reason = self._turn.extra.to_note(extra)
         self._rescue.arm(trainee, reason=reason, step=step, extra=known)
+
+    def _arm_loaded(self, trainee: Trainee, loaded: LoadedCheckpoint) -> None:
+        """A collective. ``extra`` is asked from the next boundary on: the trainer has not seen what was loaded yet."""
+        self._turn.extra = OfLead(Team().from_lead([OfLead.of(extra := self._extra or loaded.extra)])[0])
+        if self._rescue is not None and self._turn.extra is OfLead.FUNCTION:
+            self._rescue.loaded()
+        self._arm(trainee, extra)
 
     def _keep(self, step: int, flat: FlatState, check: Callable[[], None]) -> None:
         self._snapshots.keep(flat, Identity(step, own_generation(), self._turn.commit + 1), check)
@@ -441,9 +448,3 @@ class CheckpointManager(NamedStates):
         if SAVERS.listener is not None:
             SAVERS.listener.on_loaded(time.monotonic() - loading.began_s)
         return loaded
-
-
-def _is_of_this_attempt(loaded: LoadedCheckpoint) -> bool:
-    """Whether a rank of this attempt makes it durable: this process may only be an evaluation beside it."""
-    identity = Identity.parse(loaded.path.name) if loaded.path is not None else None
-    return identity is not None and identity.generation == own_generation() != 0

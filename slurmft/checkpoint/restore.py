@@ -29,7 +29,7 @@ from slurmft.checkpoint.format.flat_state import (
 from slurmft.checkpoint.format.plain_state import original
 from slurmft.checkpoint.format.reading import Stored
 from slurmft.checkpoint.format.shard_index import image_file, index_file
-from slurmft.checkpoint.landings import Landing, landing_in_place, landing_of
+from slurmft.checkpoint.landings import Apart, Landing, landing_in_place, landing_of
 from slurmft.checkpoint.replicas.note_gathering import OwnNotes
 from slurmft.checkpoint.staging.lead_note import LeadNote
 from slurmft.checkpoint.staging.rank_records import ERA
@@ -273,7 +273,7 @@ def _model_landings(trainee: Trainee, stored: Stored, tolerance: Tolerance, reca
         raise _misfit(f"it lacks {_some(missing)}")
     if unknown := sorted(names - present.keys()):
         raise _misfit(f"this model has no {_some(unknown)}")
-    landings, may_map = {}, _only_copies(unwrapped(trainee.model))
+    landings, mappable = {}, _only_copied(unwrapped(trainee.model))
     for key in keys:
         name, there = str(stored.path(key)[1]), stored.tensors.get(key)
         here: Any = present[name] if len(stored.path(key)) == 2 else None
@@ -291,19 +291,23 @@ def _model_landings(trainee: Trainee, stored: Stored, tolerance: Tolerance, reca
                     )
                 recast.add(name)
         if there is not None:
-            landings[key] = landing_of(stored, key, here, may_map=may_map and is_dense(here))
+            landings[key] = landing_of(stored, key, here, may_map=name in mappable and is_dense(here))
     return landings
 
 
-def _only_copies(model: torch.nn.Module) -> bool:
-    """Whether ``load_state_dict`` is torch's own all through: it copies values, and keeps none of the tensors."""
+def _only_copied(model: torch.nn.Module) -> set[str]:
+    """The names of values that ``load_state_dict`` copies, and keeps no tensor of: where it is torch's own all through,
+    weights and buffers. What a module takes as its extra state it may keep."""
     if getattr(model.load_state_dict, "__func__", None) is not torch.nn.Module.load_state_dict:
-        return False
-    return not any(
+        return set()
+    if any(
         module._load_state_dict_pre_hooks
         or not getattr(module._load_from_state_dict, "__module__", "").startswith("torch.nn.modules.")
         for module in model.modules()
-    )
+    ):
+        return set()
+    values = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {plain_name(name) for name, _ in values}
 
 
 def _optimizer_landings(trainee: Trainee, stored: Stored, leaves: Mapping[Path, Any]) -> dict[str, Landing]:
@@ -312,18 +316,17 @@ def _optimizer_landings(trainee: Trainee, stored: Stored, leaves: Mapping[Path, 
     flat = [name for group in names for name in group]
     parameters = [parameter for group in trainee.optimizer.param_groups for parameter in group[PARAMS]]
     by_name = dict(zip(flat, parameters, strict=True))
-    landings = {}
+    landings, apart = {}, Apart(trainee)
     for key in stored.tensors:
         path = stored.path(key)
         if path[0] == MODEL:
             continue
-        parameter, here = None, None
+        parameter, here, in_place = None, None, None
         if path[:2] == (OPTIMIZER, STATE) and len(path) > 3:
             parameter = by_name.get(str(path[2]))
             here = _present_state(trainee, parameter, path[3:])
-        in_place = (
-            landing_in_place(stored, key, here, parameter) if here is not None and parameter is not None else None
-        )
+        if here is not None and apart.has(here):
+            in_place = landing_in_place(stored, key, here)
         landings[key] = in_place or landing_of(stored, key, parameter if here is None else here)
     return landings
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from typing import Any
 
 from slurmft.checkpoint.agreement import FENCED, Guard
+from slurmft.checkpoint.staging.lead_note import Extra
 from slurmft.checkpoint.staging.snapshots import LaidOut
 from slurmft.checkpoint.team import Team
 from slurmft.checkpoint.writer.write_requests import Standing
@@ -35,6 +37,36 @@ class Row(IntEnum):
     COMMITTED_NS = 6
     """Rank 0's: which step was committed last, and how long that took; zeros before."""
 
+    EXTRA = 7
+    """Rank 0's: ``OfLead``; others may have been given none."""
+
+
+class OfLead(IntEnum):
+    """The ``extra`` of rank 0."""
+
+    NONE = 0
+    FIXED = 1
+    """Values, which may be others at the end of a later step."""
+
+    FUNCTION = 2
+
+    @classmethod
+    def of(cls, extra: object) -> OfLead:
+        return cls.FUNCTION if callable(extra) else cls.FIXED if extra else cls.NONE
+
+    def to_note(self, extra: object) -> tuple[Extra | None, str]:
+        """What is noted after every step on a rank that was given ``extra`` itself, or why nothing can be."""
+        if self is OfLead.FIXED:
+            return None, "extra= is no function, so its value between two saves is unknown"
+        if self is OfLead.NONE:
+            return None, ""
+        return (extra if callable(extra) else _never_called), ""
+
+
+def _never_called() -> Mapping[str, Any]:
+    """Stands for rank 0's function on ranks that were given none."""
+    return {}
+
 
 class Turn:
     """This rank's record of the saves of one manager; agreed values are alike on all ranks."""
@@ -45,6 +77,9 @@ class Turn:
 
         self.awaited: Identity | None = None
         """The newest save, until ``wait`` has reported its result."""
+
+        self.extra = OfLead.NONE
+        """Of the newest save or load; each rank's own until they have agreed."""
 
         self.is_begun = False
         self._lock = threading.Lock()
@@ -66,9 +101,11 @@ class Turn:
         if team.is_lead:
             row[Row.COMMIT] = self.commit + 1
             row[Row.COMMITTED_STEP], row[Row.COMMITTED_NS] = self._committed
+            row[Row.EXTRA] = self.extra
         rows = team.exchange(row)
         if not any(row[Row.CODE] or row[Row.IS_BUSY] for row in rows):
             self.commit, self.is_begun = rows[0][Row.COMMIT], True
+            self.extra = OfLead(rows[0][Row.EXTRA])
         return rows
 
     def committed_here(self, step: int, seconds: float) -> None:

@@ -13,6 +13,8 @@ from slurmft.trainer import rng
 
 Rehearsal = Callable[[nn.Module], torch.Tensor]
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
 
 def settled_ddp(model: nn.Module, rehearsal: Rehearsal, **options: Any) -> DistributedDataParallel:
     """``model`` in DDP with its gradient buckets in their final order; ``options`` are DDP's own.
@@ -41,7 +43,8 @@ def settle_order_of_gradients(model: Any) -> None:
     """A backward pass of zeros, so that DDP has its gradients in their final order before the first step.
 
     As ``settled_ddp``, but without the user's own code: the order is that of the parameters, the same at every start.
-    Models in which a rehearsal could not be one (unused parameters, communication hooks) are left alone.
+    Models in which a rehearsal could not be one are left alone: with unused parameters or communication hooks, with
+    hooks around their forward pass, and with such that use up gradients, as an optimizer in the backward pass does.
     """
     if not isinstance(model, DistributedDataParallel) or model.static_graph or model.find_unused_parameters:
         return
@@ -50,6 +53,8 @@ def settle_order_of_gradients(model: Any) -> None:
     inner = model.module
     own = vars(inner).get("forward")
     parameters = [one for one in inner.parameters() if one.requires_grad]
+    if any(getattr(inner, name, None) for name in _HOOKS) or any(one._post_accumulate_grad_hooks for one in parameters):
+        return
     inner.forward = lambda: sum((one * 0).sum() for one in parameters)
     try:
         model().backward()

@@ -11,11 +11,10 @@ from typing import NoReturn
 
 from slurmft.checkpoint.replicas.wire import SILENCE_S, BadCopy, Wire
 from slurmft.checkpoint.staging.memory_limits import fits
-from slurmft.checkpoint.staging.note_file import NOTES, NoteFile
+from slurmft.checkpoint.staging.note_file import MAX_CAPACITY_BYTES, NOTES, NoteFile
 from slurmft.errors import UsageError
 from slurmft.storage.checkpoint_names import MAX_STEP
 
-MAX_NOTE_BYTES = 8 << 20
 PAUSE_S = 24 * 3600.0
 """Between two notes: a step may be long."""
 
@@ -46,7 +45,7 @@ class NoteTaker:
             step, generation, capacity, length = (one if type(one) is int else -1 for one in numbers)
             name = message.get("name")
             if not (isinstance(name, str) and _NAME.fullmatch(name) and 0 <= step <= MAX_STEP and generation >= 0
-                    and 0 < length < capacity <= MAX_NOTE_BYTES):  # fmt: skip
+                    and 0 < length < capacity <= MAX_CAPACITY_BYTES):  # fmt: skip
                 raise BadCopy("it is no note")
             payload = wire.receive_blob(length)
             wire.send({"answer": self._kept(name, step, generation, capacity, payload)})
@@ -65,6 +64,7 @@ class NoteTaker:
                 if file is None or (file.generation, file.capacity_bytes) != (generation, capacity):
                     if reason := fits(NOTES * capacity, self._peers):
                         return f"no room: {reason}"
+                    self._files.pop(name, None)  # where there is no room, its memory has no file behind it any more
                     file = self._files[name] = NoteFile(self._peers / f"{name}.record", generation, capacity)
                 file.note(step, payload)
             except (OSError, UsageError) as error:

@@ -53,11 +53,12 @@ class BoundaryNotes:
         was, self._extra = self._extra, extra
         if self._lead is not None and self._buffers is buffers:
             self._lead.extra = extra  # often a function that is made anew at each save
-        elif self._rank == 0 and (extra is not None or can_be_noted(buffers or {})):
+            return was == extra
+        # before the next one: where there is no room for that, this one's memory has no file behind it any more
+        self._lead, self._buffers = None, buffers
+        if self._rank == 0 and (extra is not None or can_be_noted(buffers or {})):
             self._lead = LeadRecord(self._folder, own_generation(), extra, buffers or {})
-        else:
-            self._lead = None
-        self._buffers = buffers
+            return False
         return was == extra or self._rank != 0
 
     def note(self, step: int, loader: dict[str, Any] | None) -> None:

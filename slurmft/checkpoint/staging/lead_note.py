@@ -79,7 +79,7 @@ class LeadRecord:
         Raises:
             UsageError: the extra is more than JSON can hold, or too long.
         """
-        extra = b"null" if self.extra is None else _as_json(self.extra())
+        extra = b"null" if self.extra is None else _as_json(self.extra() or {})  # as a save takes it
         if self._views:
             torch._foreach_copy_(self._views, self._live)
         text = b'{"era":%d,"extra":%b,"buffers":%b}' % (SAVERS.loads, extra, self._names)

@@ -1,9 +1,10 @@
 """Small notes of the newest steps in shared memory, so that they outlive the process that writes them. No torch.
 
     <memory folder>/rank-<rank>.record     one rank's own state; /lead.record: what rank 0 alone has
-    NOTES turns of equal size, each: number, step, format, generation, length, payload ... number again
+    NOTES turns of equal size, each: number, step, format, generation, length, digest, payload ... number again
 
-A turn is only believed while both of its numbers agree: a note that was cut off is none.
+A turn is only believed while both of its numbers agree and its payload has that digest: a note that was cut off is
+none, and so is one that is being written over, whatever order another core sees the stores in.
 """
 
 from __future__ import annotations
@@ -13,16 +14,21 @@ import os
 import struct
 from pathlib import Path
 
+import xxhash
+
 from slurmft.errors import UsageError
-from slurmft.system.opening import open_regular, read_bytes
+from slurmft.system.opening import open_regular
 
 NOTES = 6
 """Of more steps than a host may be ahead of its GPU (``device_steps``)."""
 
-_HEAD = struct.Struct("=qqqqq")
+MAX_CAPACITY_BYTES = 8 << 20
+"""Of one note, with its frame."""
+
+_HEAD = struct.Struct("=qqqqqQ")
 _NUMBER = struct.Struct("=q")
-_FORMAT = 2
-"""Lower ones were notes of steps that were not over."""
+_FORMAT = 3
+"""Below 2 were notes of steps that were not over; 2 had no digest."""
 
 OVERHEAD_BYTES = _HEAD.size + _NUMBER.size
 
@@ -58,7 +64,10 @@ class NoteFile:
         self._number += 1
         at, memory = self._number % NOTES * capacity, self._memory
         _NUMBER.pack_into(memory, at + capacity - _NUMBER.size, 0)
-        _HEAD.pack_into(memory, at, self._number, step, _FORMAT, self.generation, length)
+        digest = xxhash.xxh3_64()
+        for part in parts:
+            digest.update(part)
+        _HEAD.pack_into(memory, at, self._number, step, _FORMAT, self.generation, length, digest.intdigest())
         place = at + _HEAD.size
         for part in parts:
             memory[place : place + len(part)] = part
@@ -69,22 +78,30 @@ class NoteFile:
 def read_note(path: Path, step: int, generation: int) -> bytes | None:
     """The newest note of that step and generation; None where there is none."""
     try:
-        memory = read_bytes(path)
+        descriptor = open_regular(path)
     except OSError:
         return None
-    capacity = len(memory) // NOTES
-    if capacity <= OVERHEAD_BYTES:
+    try:
+        capacity = os.fstat(descriptor).st_size // NOTES
+        if not OVERHEAD_BYTES < capacity <= MAX_CAPACITY_BYTES:
+            return None
+        found = [_turn(descriptor, number * capacity, capacity, step, generation) for number in range(NOTES)]
+    except (OSError, struct.error):  # begun anew meanwhile
         return None
-    newest: tuple[int, bytes] | None = None
-    for at in range(0, NOTES * capacity, capacity):
-        number, noted, version, by, length = _HEAD.unpack_from(memory, at)
-        (end,) = _NUMBER.unpack_from(memory, at + capacity - _NUMBER.size)
-        if (
-            number
-            and number == end
-            and (noted, version, by) == (step, _FORMAT, generation)
-            and 0 < length <= capacity - OVERHEAD_BYTES
-            and (newest is None or number > newest[0])
-        ):
-            newest = number, memory[at + _HEAD.size : at + _HEAD.size + length]
-    return None if newest is None else newest[1]
+    finally:
+        os.close(descriptor)
+    return max((one for one in found if one is not None), default=(0, None))[1]
+
+
+def _turn(descriptor: int, at: int, capacity: int, step: int, generation: int) -> tuple[int, bytes] | None:
+    """The number and the payload of a turn, where it is of that step and generation, and whole.
+
+    Only such a payload is read, and before the number behind it, which its writer takes away first.
+    """
+    number, noted, version, by, length, digest = _HEAD.unpack(os.pread(descriptor, _HEAD.size, at))
+    if (noted, version, by) != (step, _FORMAT, generation) or not 0 < length <= capacity - OVERHEAD_BYTES:
+        return None
+    payload = os.pread(descriptor, length, at + _HEAD.size)
+    (end,) = _NUMBER.unpack(os.pread(descriptor, _NUMBER.size, at + capacity - _NUMBER.size))
+    is_whole = number > 0 and number == end and xxhash.xxh3_64_intdigest(payload) == digest
+    return (number, payload) if is_whole else None

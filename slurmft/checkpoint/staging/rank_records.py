@@ -92,7 +92,9 @@ def decoded(text: bytes) -> dict[str, Any] | None:
         for name in ("torch", "cuda"):
             if name in state:
                 state[name] = torch.frombuffer(bytearray.fromhex(state[name]), dtype=torch.uint8)
-    except (ValueError, KeyError, TypeError, OverflowError):
+        if not isinstance(state, dict):
+            return None
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     own = {"rng": state, ERA: value.get(ERA, 0)}
     return own if value.get("loader") is None else own | {"loader": value["loader"]}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from slurmft.checkpoint.folders import own_generation
 from slurmft.system.opening import open_regular
+from slurmft.trainer.savers import SAVERS
 
 OTHERS_S = 10.0
 """How long a rank waits for another one of its node that keeps the step."""
@@ -26,7 +27,8 @@ def alone_on_this_node(folder: Path, step: int) -> Iterator[int]:
     Raises:
         OSError: another rank has it for too long, or there is no room for it.
     """
-    descriptor = open_regular(folder / f"{_MARK}{own_generation()}-{step}", os.O_RDWR | os.O_CREAT)
+    of_this_load = f"{own_generation()}-{SAVERS.loads}-{step}"  # step numbers repeat after one
+    descriptor = open_regular(folder / f"{_MARK}{of_this_load}", os.O_RDWR | os.O_CREAT)
     deadline = time.monotonic() + OTHERS_S
     try:
         while True:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from stored_state import IDENTITY, load, stage, write
 
+from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.format.damage import Damage, Damaged
 from slurmft.checkpoint.format.flat_state import FACTS, FlatState, capture, rank_key
 from slurmft.checkpoint.format.reading import Stored
@@ -27,7 +28,9 @@ from slurmft.checkpoint.staging import taking_turns
 from slurmft.checkpoint.staging.lead_note import LeadRecord, lead_file, read_lead
 from slurmft.checkpoint.staging.lead_note import decoded as decoded_lead
 from slurmft.checkpoint.staging.rank_records import RankRecord, read_record, record_file
+from slurmft.checkpoint.staging.snapshots import Snapshots
 from slurmft.checkpoint.state import Trainee
+from slurmft.checkpoint.turns import OfLead
 from slurmft.ipc.pages.heartbeat import IN_UPDATE
 from slurmft.trainer.savers import SAVERS
 from slurmft.worker.data.loader import ElasticSampler
@@ -670,3 +673,131 @@ def test_a_state_that_no_rank_has_a_part_of_its_own_in_is_not_whole(tmp_path):
     with pytest.raises(Damaged, match="own state of any rank"):
         load(tmp_path / "kept", one, rank=1)
     assert IDENTITY.step == 7 and os.listdir(tmp_path / "kept")
+
+
+def test_a_save_in_the_middle_of_a_step_leaves_what_is_noted_of_the_last_one(tmp_path, listener):
+    """Gradients are accumulated over steps: this one changes the buffers and the extra, and no weight."""
+    model, keep, seen = torch.nn.BatchNorm1d(4), Shared(), [4]
+    one = Trainee(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rescue = JustInTime(tmp_path, keep)
+    rescue.arm(one, step=4, extra=lambda: {"seen": seen[0]})
+    model.running_mean.fill_(5)
+    seen[0] = 5
+    rescue.arm(one, step=5, extra=lambda: {"seen": seen[0]})
+    rescue.rescue()
+    assert listener.rescued == [4]
+    assert keep.flat.objects["extra"] == {"seen": 4} and keep.flat.tensors["model.running_mean"].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("values", [1 << 18, 1 << 20])
+def test_buffers_of_any_size_that_is_noted_can_be_read_again(tmp_path, listener, values):
+    model, keep = torch.nn.Linear(4, 4), Shared()
+    model.register_buffer("table", torch.arange(values, dtype=torch.float32)[:-16])
+    rescue = JustInTime(tmp_path, keep)
+    rescue.arm(Trainee(model, torch.optim.SGD(model.parameters(), lr=0.1)), step=4, extra=lambda: {"seen": 4})
+    assert torch.equal(read_lead(tmp_path, 4, 0).buffers["table"], model.table)
+    rescue.rescue()
+    assert listener.rescued == [4] and keep.flat.objects[FACTS]["buffers_of"] == 0
+
+
+def test_buffers_of_every_kind_come_back_from_a_note(tmp_path):
+    buffers = {
+        "none": torch.empty(0, 3),
+        "scalar": torch.tensor(7),
+        "flags": torch.tensor([True, False, True]),
+        "half": torch.tensor([1.5, float("nan")], dtype=torch.bfloat16),
+        "turned": torch.arange(6.0).view(2, 3).t(),
+        "complex": torch.tensor([1 + 2j]),
+    }
+    found = decoded_lead(LeadRecord(tmp_path, 0, lambda: None, buffers).note(4))
+    assert found.extra == {} and found.buffers.keys() == buffers.keys()
+    for name, value in buffers.items():
+        assert found.buffers[name].dtype == value.dtype
+        assert torch.equal(found.buffers[name].nan_to_num(9), value.nan_to_num(9)), name
+
+
+def test_a_note_whose_bytes_are_not_those_that_were_written_is_none(tmp_path):
+    record = RankRecord(tmp_path, 0, 1)
+    record.note(7, {"place": 1})
+    path = record_file(tmp_path, 0)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"place": 1', b'"place": 2'))
+    assert read_record(tmp_path, 0, 7, 1) is None
+    path.write_bytes(content)
+    assert read_record(tmp_path, 0, 7, 1)["loader"] == {"place": 1}
+    path.write_bytes(content[: len(content) // 2])
+    assert read_record(tmp_path, 0, 7, 1) is None
+
+
+@pytest.fixture
+def run(tmp_path, listener, monkeypatch) -> Path:
+    """The folder of checkpoints of a run whose node has memory that outlives its ranks."""
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setenv("SLURMFT_MEMORY_DIR", str(tmp_path / "memory"))
+    listener.on_saved = lambda _step, _seconds: None
+    return tmp_path / "checkpoints"
+
+
+def test_the_managers_function_counts_again_once_a_state_that_was_kept_is_loaded(run, listener, model):
+    """It is asked at the first boundary, when the trainer has put back what was loaded, and not before."""
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), {"seen": 4}
+
+    def extra() -> dict[str, int]:
+        return dict(seen)
+
+    for start, ended in ((4, 5), (5, 6), (6, 7)):
+        manager = CheckpointManager(run, extra=extra)
+        if start == 4:
+            manager.save(model, optimizer, step=4)
+        else:
+            seen["seen"] = -1
+            loaded = manager.load_latest(model, optimizer)
+            assert (loaded.step, loaded.extra) == (start, {"seen": start}) and not loaded.is_durable
+            seen.update(loaded.extra)
+        SAVERS.at_boundary(start)
+        gradients(model)
+        optimizer.step()
+        seen["seen"] = ended
+        SAVERS.at_boundary(ended)
+        SAVERS.rescue()
+        assert listener.rescued[-1] == ended
+        manager.close()
+
+
+def test_what_other_ranks_keep_is_known_to_lack_an_extra_that_rank_0_alone_was_given(run, listener, model, monkeypatch):
+    """The others of a trainer may well pass none, as it is rank 0's."""
+    found = list[FlatState]()
+    monkeypatch.setattr(Snapshots, "keep", lambda _self, flat, _identity, _check: found.append(flat))
+    kept_by_rank_1(run, model, OfLead.FUNCTION, monkeypatch)
+    assert found[0].objects[FACTS]["has_extra"] and "extra" not in found[0].objects
+
+
+@pytest.mark.parametrize(("of_lead", "rescued"), [(OfLead.FIXED, []), (OfLead.NONE, [5])])
+def test_a_fixed_extra_of_rank_0_turns_it_off_on_all_ranks(run, listener, model, monkeypatch, of_lead, rescued):
+    kept_by_rank_1(run, model, of_lead, monkeypatch)
+    assert listener.rescued == rescued
+
+
+def kept_by_rank_1(run: Path, model: torch.nn.Module, of_lead: OfLead, monkeypatch) -> None:
+    """Which is given no extra itself, and is alone on its node."""
+    monkeypatch.setattr(OfLead, "of", lambda _extra: of_lead)  # as rank 0 says
+    monkeypatch.setenv("RANK", "1")
+    optimizer, manager = torch.optim.SGD(model.parameters(), lr=0.1), CheckpointManager(run)
+    manager.save(model, optimizer, step=4)
+    gradients(model)
+    optimizer.step()
+    SAVERS.at_boundary(5)
+    SAVERS.rescue()
+    manager.close()
+
+
+def test_a_step_that_was_kept_before_a_load_is_kept_again_after_it(tmp_path, listener, kept, model, monkeypatch):
+    """The trainer has caught the error, and gone back to an older state by itself."""
+    rescue = JustInTime(tmp_path, kept)
+    one = Trainee(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        rescue.arm(one, step=4)
+        rescue.rescue()
+        monkeypatch.setattr(SAVERS, "loads", SAVERS.loads + 1)
+        rescue.loaded()
+    assert listener.rescued == [4, 4]

@@ -153,3 +153,64 @@ def test_an_image_that_cannot_be_mapped_is_read(folder, memory, monkeypatch, pro
     objects = trained(OTHER)
     assert "memory" in CheckpointManager(folder).load_latest(*objects).source
     assert same(values(*trained(SAVED)), tensors(*objects))
+
+
+class KeepsItsExtraState(torch.nn.Linear):
+    """Its extra state is a tensor, which it takes as it is."""
+
+    scale = torch.full((16,), float(SAVED))
+
+    def get_extra_state(self):
+        return self.scale
+
+    def set_extra_state(self, state):
+        self.scale = state
+
+
+def test_a_tensor_that_a_module_takes_as_its_extra_state_stays(memory, tmp_path):
+    checkpoints = CheckpointManager(tmp_path / "others")
+    checkpoints.save(*trained(SAVED, KeepsItsExtraState), step=1)
+    checkpoints.close()
+    model, optimizer = trained(OTHER, KeepsItsExtraState)
+    assert "memory" in CheckpointManager(tmp_path / "others").load_latest(model, optimizer).source
+    overwrite(memory)
+    assert model[0].scale.tolist() == [float(SAVED)] * 16
+
+
+def shared_by_two(model, optimizer) -> None:
+    first, second = (optimizer.state[one] for one in (model[0].bias, model[0].bias))
+    second["exp_avg_sq"] = first["exp_avg"]
+
+
+def view_of_another_weight(model, optimizer) -> None:
+    optimizer.state[model[0].bias]["exp_avg"] = model[1].weight.detach().view(-1)[3:35]
+
+
+def view_into_another_moment(model, optimizer) -> None:
+    optimizer.state[model[0].bias]["exp_avg"] = optimizer.state[model[1].weight]["exp_avg"].view(-1)[8:40]
+
+
+@pytest.mark.parametrize("share", [shared_by_two, view_of_another_weight, view_into_another_moment])
+def test_moments_that_share_memory_before_a_load_do_not_share_it_after(folder, memory, share):
+    """As an optimizer has them that begins with one tensor of zeros for all."""
+    objects = trained(OTHER)
+    share(*objects)
+    CheckpointManager(folder).load_latest(*objects)
+    assert same(values(*trained(SAVED)), tensors(*objects))
+
+
+class BeginsAnew(torch.optim.Adam):
+    """Clears its state before it takes another one."""
+
+    def load_state_dict(self, state_dict):
+        for each in self.state.values():
+            each["exp_avg"].zero_()
+        super().load_state_dict(state_dict)
+
+
+def test_an_optimizer_with_a_load_of_its_own_gets_tensors_of_their_own(folder, memory):
+    model, optimizer = trained(OTHER)
+    own = BeginsAnew(model.parameters(), lr=0.1)
+    own.load_state_dict(optimizer.state_dict())
+    CheckpointManager(folder).load_latest(model, own)
+    assert same(values(*trained(SAVED)), tensors(model, own))

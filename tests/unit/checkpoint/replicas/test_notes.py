@@ -8,14 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from made_snapshots import KEY
 from staging import until
 
 from slurmft.checkpoint.replicas.keeper import Keeper
-from slurmft.checkpoint.replicas.note_gathering import gather
+from slurmft.checkpoint.replicas.note_gathering import OwnNotes, gather
 from slurmft.checkpoint.replicas.note_sender import NoteSender
 from slurmft.checkpoint.replicas.replication import Peer, connected
 from slurmft.checkpoint.replicas.wire import BadCopy
+from slurmft.checkpoint.staging.lead_note import LeadRecord
 from slurmft.checkpoint.staging.note_file import NoteFile, read_note
 from slurmft.checkpoint.staging.rank_records import RankRecord, read_record
 from slurmft.storage.checkpoint_names import Identity
@@ -131,27 +133,53 @@ class Team:
         return found
 
 
-def test_a_rank_on_another_node_gets_its_notes_from_the_peer_of_the_lost_one(tmp_path: Path, monkeypatch):
-    """Of four ranks on two nodes the second one was lost: its ranks are on a spare, which knows nothing."""
-    memories = [tmp_path / "first", tmp_path / "spare"]
-    for memory in memories:
-        (memory / PEERS).mkdir(parents=True)
-    for rank in (0, 1):
-        RankRecord(memories[0], rank, 5).note(40, {"rank": rank})
-    for rank in (2, 3):
-        RankRecord(memories[0] / PEERS, rank, 5).note(40, {"rank": rank})
-    RankRecord(memories[1], 2, 5).note(39, {"rank": "of another step"})
-    ranks, found = Ranks(4), dict[int, object]()
+def gathered(memories: list[Path], step: int, change=lambda payload: payload) -> dict[int, OwnNotes]:
+    """By four ranks on two nodes; what travels is changed on the way."""
+    ranks, found = Ranks(4), dict[int, OwnNotes]()
 
     def load(rank: int) -> None:
         team = Team(ranks, rank)
-        found[rank] = gather(team, memories[rank // 2], Identity(40, 5, 3), is_node_lead=rank % 2 == 0)
+        team.bytes_from = lambda *row: change(Team.bytes_from(team, *row))
+        found[rank] = gather(team, memories[rank // 2], Identity(step, 5, 3), is_node_lead=rank % 2 == 0)
 
     threads = [threading.Thread(target=load, args=(rank,)) for rank in range(4)]
     for one in threads:
         one.start()
     for one in threads:
         one.join()
+    return found
+
+
+@pytest.fixture
+def memories(tmp_path: Path) -> list[Path]:
+    """Of four ranks on two nodes the second one was lost: its ranks are on a spare, which knows nothing."""
+    both = [tmp_path / "first", tmp_path / "spare"]
+    for memory in both:
+        (memory / PEERS).mkdir(parents=True)
+        (memory / KEY_FILE).write_bytes(KEY)
+    for rank in (0, 1):
+        RankRecord(both[0], rank, 5).note(40, {"rank": rank})
+    for rank in (2, 3):
+        RankRecord(both[0] / PEERS, rank, 5).note(40, {"rank": rank})
+    RankRecord(both[1], 2, 5).note(39, {"rank": "of another step"})
+    LeadRecord(both[0], 5, lambda: {"seen": 40}, {"mean": torch.ones(3)}).note(40)
+    return both
+
+
+def test_a_rank_on_another_node_gets_its_notes_from_the_peer_of_the_lost_one(memories):
+    found = gathered(memories, 40)
     assert [found[rank].of(0).own["loader"]["rank"] for rank in range(4)] == [0, 1, 2, 3]
+    assert all(found[rank].lead.extra == {"seen": 40} for rank in range(4))
     assert all(found[rank].of(1).own is None for rank in range(4)), "a note from before another load"
     assert read_record(memories[1], 2, 40, 5) is None
+
+
+@pytest.mark.parametrize("problem", ["changed on the way", "another key", "no key"])
+def test_what_comes_without_the_tag_of_the_run_is_no_note(memories, problem):
+    if problem == "another key":
+        (memories[1] / KEY_FILE).write_bytes(b"0" * 64)
+    elif problem == "no key":
+        (memories[1] / KEY_FILE).unlink()
+    found = gathered(memories, 40, (lambda payload: payload[::-1]) if problem == "changed on the way" else bytes)
+    assert [found[rank].own is None for rank in range(4)] == [False, False, True, True]
+    assert found[0].lead is not None and found[2].lead is None
