@@ -20,7 +20,7 @@ from slurmft.supervisor.fleet.shutdown import PEER_GRACE_S, kill_workers
 from slurmft.supervisor.job_state import SlurmsWord
 from slurmft.supervisor.start import Start
 from slurmft.supervisor.stop_agreement import agree, describe
-from slurmft.supervisor.watch.forensics import take_evidence
+from slurmft.supervisor.watch.forensics import look_at_all
 from slurmft.supervisor.watch.observations import Observations
 from slurmft.system.background import Background
 
@@ -183,7 +183,8 @@ class Stops:
             took_s = time.monotonic() - at_s
             self._journal.append(EventName.STOP_OVERDUE, seconds=round(took_s, 3), **self._seen.unsaved_at_stop())
             log.error("THE SAVE OF THIS STOP DID NOT FINISH within %.0f s; the newest checkpoint continues", took_s)
-            await take_evidence(self._pool, self._journal, self._folder, ends=list(self._seen.ends.values()))
+            look = await look_at_all(self._pool, self._folder, ends=list(self._seen.ends.values()))
+            look.conclude(self._journal)
             await kill_workers(self._pool, self._journal, "the time of the stop is up")
             await asyncio.sleep(PEER_GRACE_S)
             self._over.set()  # a node that is cut off cannot report that its workers are gone

@@ -42,32 +42,6 @@ MAX_LINES = 32
 log = logging.getLogger(__name__)
 
 
-async def take_evidence(
-    pool: AgentPool,
-    journal: Journal,
-    attempt_folder: Path,
-    *,
-    per_node: int = 0,
-    ends: Sequence[WorkerEnd] = (),
-    overdue: Mapping[int, str] | None = None,
-    within_s: float = EVIDENCE_S,
-    dumps_within_s: float = 0.0,
-) -> Blame:
-    """Have every agent that can be reached look at its workers, and journal the culprits.
-
-    Args:
-        per_node: ranks of each node, so that those of nodes that do not answer can be named.
-        ends: the workers that have ended, in that order.
-        overdue: ranks whose section is open for too long, with the text of that finding.
-        dumps_within_s: HANG_DUMPS_S where collectives hang; 0 does not wait for flight recorders.
-    """
-    look = await look_at_all(
-        pool, attempt_folder, per_node=per_node, ends=ends, overdue=overdue, within_s=within_s,
-        dumps_within_s=dumps_within_s,
-    )  # fmt: skip
-    return look.conclude(journal)
-
-
 async def look_at_all(
     pool: AgentPool,
     attempt_folder: Path,
@@ -78,7 +52,14 @@ async def look_at_all(
     within_s: float = EVIDENCE_S,
     dumps_within_s: float = 0.0,
 ) -> LastLook:
-    """As ``take_evidence``, up to when every agent has looked: the workers may be killed then."""
+    """Have every agent that can be reached look at its workers. They may be killed then; ``conclude`` names culprits.
+
+    Args:
+        per_node: ranks of each node, so that those of nodes that do not answer can be named.
+        ends: the workers that have ended, in that order.
+        overdue: ranks whose section is open for too long, with the text of that finding.
+        dumps_within_s: HANG_DUMPS_S where collectives hang; 0 does not wait for flight recorders.
+    """
     began = time.monotonic()
     links = pool.members or [pool.links[node] for node in sorted(pool.links)]
     call = TakeEvidence(within_s=within_s, dumps_within_s=dumps_within_s)

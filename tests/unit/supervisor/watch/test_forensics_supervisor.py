@@ -24,7 +24,6 @@ from slurmft.supervisor.watch.forensics import (
     as_event,
     ended_by_watchdog,
     look_at_all,
-    take_evidence,
     with_ends,
 )
 
@@ -70,7 +69,8 @@ class Pool:
 
 def look(tmp_path: Any, *links: Link, **options: Any) -> tuple[Blame, Event]:
     journal = Journal(tmp_path, attempt="7.0.0")
-    found = asyncio.run(take_evidence(Pool(*links), journal, tmp_path / "at", per_node=2, **options))  # type: ignore[arg-type]
+    taken = asyncio.run(look_at_all(Pool(*links), tmp_path / "at", per_node=2, **options))  # type: ignore[arg-type]
+    found = taken.conclude(journal)
     (event,) = journal.read()
     return found, event
 
