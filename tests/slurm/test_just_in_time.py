@@ -6,6 +6,7 @@ that they had with it, as a power cut does.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sys
@@ -60,7 +61,8 @@ def kill_node(run: LocalRun, rank: int) -> None:
     agent = workers(run)[rank].parents()[1]
     assert "agent" in agent.cmdline(), agent.cmdline()
     for process in (*agent.children(recursive=True), agent):
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # some end with the one before
+            process.kill()
 
 
 def between_steps(run: LocalRun, rank: int) -> None:
