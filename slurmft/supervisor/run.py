@@ -189,10 +189,7 @@ def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> i
         dismiss=lambda: None if outlived is None else outlived.end(), has_nodes=lambda: outlived is not None,
         outlived=outlived is not None,
     )  # fmt: skip
-    decided = [
-        event for event in history if event.attempt == str(cluster.attempt) and event.event == EventName.DECISION
-    ]
-    code = ending.follow(verdict, decision_of(decided[-1])) if decided else ending.act_on(verdict)
+    code = act_in_its_place(ending, start, verdict)
     if code is not None:
         return code
     if cluster.name == "local":  # whose name would be that of this process
@@ -217,6 +214,13 @@ def _owner_from_now_on(config: RunConfig, environment: Mapping[str, str], run: R
 def _is_lost(owner: Owner, environment: Mapping[str, str]) -> bool:
     """Whether the owner is a supervisor in whose place this process acts."""
     return owner.pid in lost_pids(environment) and owner.host == os.uname().nodename
+
+
+def act_in_its_place(ending: Ending, start: Start, verdict: Verdict) -> int | None:
+    """Carry out what a lost supervisor had decided for this attempt, or decide now; returns as ``act_on`` does."""
+    attempt = str(start.cluster.attempt)
+    decided = [event for event in start.history if event.attempt == attempt and event.event == EventName.DECISION]
+    return ending.follow(verdict, decision_of(decided[-1])) if decided else ending.act_on(verdict)
 
 
 def decision_of(event: Event) -> Decision:

@@ -28,7 +28,7 @@ from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.run import (
     STORAGE_PATIENCE_S,
     Taken,
-    decision_of,
+    act_in_its_place,
     supervise,
     try_again_later,
     verdict_in_its_place,
@@ -112,17 +112,14 @@ def _look(config: RunConfig, run: RunFolder, cluster: SlurmCluster, reason: str)
 
 def _take_over(config: RunConfig, run: RunFolder, cluster: SlurmCluster, found: _Found, mine: Owner) -> int:
     """Act on the end of the attempt before, and go on; returns the exit code of a batch script."""
-    outlived, history, verdict = found.outlived, found.history, found.verdict
+    outlived, verdict = found.outlived, found.verdict
     start = Start(cluster=cluster, run=run, journal=found.journal, thread=found.thread, generation=mine.generation,
-                  history=history, secret=b"")  # fmt: skip
+                  history=found.history, secret=b"")  # fmt: skip
     ending = Ending(
         config, start, Accuser(config, start), BackgroundLog(), dismiss=lambda: _end(outlived),
         has_nodes=lambda: outlived is not None and len(cluster.present()) >= config.size.minimum,
     )  # fmt: skip
-    decided = [
-        event for event in history if event.attempt == str(cluster.attempt) and event.event == EventName.DECISION
-    ]
-    code = ending.follow(verdict, decision_of(decided[-1])) if decided else ending.act_on(verdict)
+    code = act_in_its_place(ending, start, verdict)
     if code is not None:
         return code
     return supervise(config, os.environ, outlived, taken=Taken(mine.generation, frozenset(cluster.lost)))
