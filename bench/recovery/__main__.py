@@ -39,7 +39,10 @@ ASKED_RATIO = 8.0
 ASKED_SPARE_S = 5.0
 HANG_LIMIT_S = 2.0
 IDLE_S = 10.0
-STEPS_BEFORE_KILL = 25
+STEPS_BEFORE_KILL = 150
+"""3 s: long enough that a save is durable, else the restart counts as a repeated one and waits, and that the processes
+of the next attempt have been forked."""
+
 PATIENCE_S = 60.0
 PHASES = ("detect", "stop", "decide", "start", "fork", "rendezvous", "build, load", "first step")
 
@@ -81,7 +84,7 @@ def wait(condition: Callable[[], object], what: str) -> None:
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"no {what} within {PATIENCE_S:.0f} s")
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 def steps_of_newest(folder: Path) -> int:

@@ -31,7 +31,7 @@ from slurmft.system.processes import was_given
 
 PRELOAD = (
     "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim", "numpy",
-    "slurmft.worker.session", "slurmft.checkpoint.manager",
+    "slurmft.worker.session", "slurmft.checkpoint.manager", "slurmft.checkpoint.warm_up",
 )  # fmt: skip
 """torch.optim pulls torch._dynamo in when the first optimizer is built: 1.1 s that every worker would pay."""
 

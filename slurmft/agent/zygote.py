@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import functools
 import importlib
 import importlib.machinery
 import io
@@ -45,7 +46,12 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 PACKET_BYTES = 64 * 1024
+AHEAD_AFTER_S = 2.0
+"""Without work for so long, it forks one child more for each that works: a restart then finds its workers forked."""
+
 _CUDA_DEVICE = "/dev/nvidia-uvm"
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
+_WARM_UP = "slurmft.checkpoint.warm_up"
 _OPTIONAL = ("torch", "numpy")
 """Programs that train nothing do without."""
 
@@ -65,7 +71,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         for module in arguments[1:]:
             _preload(module)
     _send(agent, {"kind": "ready", "pid": os.getpid()})
-    worker = _serve(agent)
+    worker = _serve(agent, forks_ahead=len(arguments) > 1)
     if worker is None:
         os._exit(0)
     _leave(worker())
@@ -92,34 +98,92 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _serve(agent: socket.socket) -> Callable[[], int] | None:
+def _serve(agent: socket.socket, *, forks_ahead: bool) -> Callable[[], int] | None:
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     children: set[int] = set()
+    ahead: dict[int, int] = {}
+    zygote, folder = os.getpid(), Path()
+
+    def forked() -> int:
+        """As os.fork; the child has nothing of what its parent serves with."""
+        if (pid := os.fork()) == 0:
+            die_with_parent(zygote)
+            signal.set_wakeup_fd(-1)
+            for descriptor in (wake_read, wake_write, *ahead.values()):
+                os.close(descriptor)
+            agent.close()
+        return pid
+
     while True:
-        ready = select.select([agent.fileno(), wake_read], [], [])[0]
+        lacks = len(children) - len(ahead) if forks_ahead else 0
+        ready = select.select([agent.fileno(), wake_read], [], [], AHEAD_AFTER_S if lacks > 0 else None)[0]
+        if not ready:
+            for _ in range(lacks):
+                gpu_in_use, (takes, gives) = why_not_to_fork(), os.pipe()
+                if (pid := forked()) == 0:
+                    os.close(gives)
+                    return functools.partial(_await_request, takes, gpu_in_use, folder)
+                os.close(takes)
+                ahead[pid] = gives
+            continue
         if wake_read in ready:
             os.read(wake_read, 4096)
+            _forget_ended(ahead)
             _reap(agent, children)
         if agent.fileno() not in ready:
             continue
         packet = agent.recv(PACKET_BYTES)
         if not packet:
-            _end(children)
+            _end({*children, *ahead})
             return None
-        request = json.loads(Path(json.loads(packet)["request"]).read_text(encoding="utf-8"))
-        zygote, gpu_in_use = os.getpid(), why_not_to_fork()
-        if (pid := os.fork()) == 0:
-            die_with_parent(zygote)
-            signal.set_wakeup_fd(-1)
-            os.close(wake_read)
-            os.close(wake_write)
-            agent.close()
-            return lambda: _become(request, gpu_in_use)
+        path = Path(json.loads(packet)["request"])
+        request, folder = json.loads(path.read_text(encoding="utf-8")), path.parent
+        if not (pid := _handed_over(path, ahead)):
+            gpu_in_use = why_not_to_fork()
+            if (pid := forked()) == 0:
+                return functools.partial(_become, request, gpu_in_use)
         children.add(pid)
         _send(agent, {"kind": "started", "rank": request["rank"], "pid": pid})
+
+
+def _handed_over(request: Path, ahead: dict[int, int]) -> int:
+    """The child that was forked ahead and now becomes this worker; 0 where there is none.
+
+    It is given the file's name, for which any pipe has room: it may be stopped, and the zygote serves others.
+    """
+    while ahead:
+        pid, gives = ahead.popitem()
+        try:
+            with os.fdopen(gives, "wb") as pipe:
+                pipe.write(os.fsencode(request))
+        except BrokenPipeError:  # it was ended from outside
+            os.waitpid(pid, 0)
+            continue
+        return pid
+    return 0
+
+
+def _await_request(takes: int, gpu_in_use: str, folder: Path) -> int:
+    """In a child that was forked ahead: become the worker of the request that comes, or end where none does."""
+    for name in [name for name in os.environ if name.startswith("SLURMFT_")]:
+        del os.environ[name]  # they speak of a worker
+    warm = sys.modules.get(_WARM_UP)
+    if warm is not None and not any(map(os.path.exists, _GPU_DEVICES)):  # which GPUs it may see is not known yet
+        warm.warm_up(folder)
+    with os.fdopen(takes, "rb") as pipe:
+        request = pipe.read()
+    if not request:
+        os._exit(0)
+    return _become(json.loads(Path(os.fsdecode(request)).read_text(encoding="utf-8")), gpu_in_use)
+
+
+def _forget_ended(ahead: dict[int, int]) -> None:
+    for pid in list(ahead):
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            os.close(ahead.pop(pid))
 
 
 def _reap(agent: socket.socket, children: set[int]) -> None:

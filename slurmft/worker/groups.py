@@ -7,7 +7,10 @@ import ctypes
 import logging
 import math
 import os
+import random
+import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,8 +24,26 @@ from slurmft.trainer.host_group import host_group, takes_host_data, timeout_of
 from slurmft.trainer.savers import SAVERS
 
 ABORT_S = 5.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.5
 
 log = logging.getLogger(__name__)
+
+
+def await_listener(host: str, port: str, limit: timedelta) -> None:
+    """Return when rank 0's store takes connections, or ``limit`` is over.
+
+    torch's own client waits half a second or longer after a connection that was refused, and after a restart most ranks
+    come milliseconds before the store does. Pauses double up to that, so that many ranks do not crowd a slow host.
+    """
+    pause_s, deadline = FIRST_PAUSE_S, time.monotonic() + limit.total_seconds()
+    while host and port.isdecimal() and time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, int(port)), timeout=LONGEST_PAUSE_S).close()
+        except (OSError, OverflowError):
+            time.sleep(random.SystemRandom().uniform(0.5, 1.0) * pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        else:
+            return
 
 
 class ProcessGroups:
@@ -58,6 +79,8 @@ class ProcessGroups:
         groups = cls(device, init, step)
         if "RANK" in environment and "WORLD_SIZE" in environment and not dist.is_initialized():
             name = ("nccl" if use_gpu else "gloo") if wanted == "auto" else wanted
+            if environment["RANK"] != "0":
+                await_listener(environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", ""), init)
             dist.init_process_group(name, timeout=init, device_id=device if use_gpu else None)
             host_group(init)  # here, where all ranks pass in the same order
             groups.check(init)

@@ -715,6 +715,60 @@ def test_a_reserved_port_can_be_bound_by_the_store_and_by_nobody_else():
             other.close()
 
 
+# forked ahead
+
+
+def ahead(node: Node) -> list[int]:
+    """Children of the zygote that wait to become workers."""
+    zygote = psutil.Process(node.workers._zygote.pid)
+    known = {worker.pid for worker in node.workers.by_rank.values()}
+    return sorted(child.pid for child in zygote.children() if child.pid not in known)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_the_next_attempt_finds_its_workers_forked(tmp_path, lost):
+    """One for each that works; whichever was ended from outside is forked anew."""
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "framework.py").write_text("")
+
+    async def work(node: Node) -> None:
+        node.script("import os, time; print(os.environ.get('MARK'), flush=True); time.sleep(60)")
+        node.start([PYTHON, "train.py"], ranks=2, MARK="first")
+        await node.until(lambda: all(worker.pid for worker in node.workers.by_rank.values()) and len(ahead(node)) == 2)
+        waiting = ahead(node)
+        for pid in waiting[:lost]:
+            os.kill(pid, signal.SIGKILL)
+        await node.workers.end_earlier()
+        node.start([PYTHON, "train.py"], ranks=2, MARK="x" * 100_000)
+        await node.until(lambda: all(len(node.log(rank)) > 100_000 for rank in range(2)))
+        pids = {worker.pid for worker in node.workers.by_rank.values()}
+        assert len(pids) == 2 and len(pids & set(waiting)) == 2 - lost
+        await node.until(lambda: len(ahead(node)) == 2)
+        left = [*pids, *ahead(node)]
+        node.workers.close()
+        await node.until(lambda: all(map(gone, left)))
+
+    on_a_node(tmp_path, work, "framework")
+
+
+def test_one_that_is_stopped_from_outside_does_not_stop_the_zygote(tmp_path):
+    """It becomes a worker that stands still, as any may, and its agent can kill it."""
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "framework.py").write_text("")
+
+    async def work(node: Node) -> None:
+        node.script("import time; time.sleep(60)")
+        node.start([PYTHON, "train.py"])
+        await node.until(lambda: node.workers.by_rank[0].pid and ahead(node))
+        os.kill(ahead(node)[0], signal.SIGSTOP)
+        await node.workers.end_earlier()
+        node.start([PYTHON, "train.py"], MARK="x" * 1_000_000)
+        await node.until(lambda: node.workers.by_rank[0].pid)
+        await node.workers.end_earlier()
+
+    on_a_node(tmp_path, work, "framework")
+
+
 # GPUs
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -81,3 +85,32 @@ def test_nothing_is_kept_of_what_a_device_computes_behind_an_abort(monkeypatch):
     assert SAVERS.savers == [saver]
     assert groups.abort_device_groups()
     assert known == [[]]
+
+
+# where rank 0's store listens later than the others come
+
+
+def test_a_rank_goes_on_as_soon_as_the_store_listens():
+    """Torch's own client would wait half a second or more after its first try."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        host, port = held.getsockname()
+        late = threading.Timer(0.1, held.listen)
+        late.start()
+        began = time.monotonic()
+        groups.await_listener(host, str(port), timedelta(seconds=20))
+        took_s = time.monotonic() - began
+        late.join()
+        with socket.create_connection((host, port), timeout=5):
+            pass
+    assert 0.1 <= took_s < 15
+
+
+@pytest.mark.parametrize(
+    ("host", "port"),
+    [("", "1"), ("127.0.0.1", ""), ("127.0.0.1", "x"), ("127.0.0.1", "99999999"), ("no.such.host.invalid", "1")],
+)
+def test_an_address_that_leads_nowhere_is_left_to_torch(host, port):
+    began = time.monotonic()
+    groups.await_listener(host, port, timedelta(seconds=0.2))
+    assert time.monotonic() - began < 15

@@ -1,0 +1,43 @@
+"""What a waiting process does before it becomes a worker changes nothing that the worker could see."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import torch
+
+from slurmft.checkpoint import warm_up
+from slurmft.trainer import rng
+from slurmft.trainer.savers import SAVERS
+
+
+def drawn() -> list[float]:
+    return [random.random(), float(numpy.random.rand()), float(torch.rand(1))]
+
+
+def test_a_state_is_loaded_and_no_trace_is_left(tmp_path, monkeypatch):
+    applied = []
+
+    def prepare(*args: Any, real: Any = warm_up.prepare, **named: Any) -> Any:
+        applied.append(real(*args, **named))
+        return applied[-1]
+
+    monkeypatch.setattr(warm_up, "prepare", prepare)
+    before, known = rng.capture(), (SAVERS.savers, SAVERS.trained, SAVERS.loads)
+    after = drawn()
+    rng.restore(before)
+    warm_up.warm_up(tmp_path)
+    assert drawn() == after
+    assert len(applied) == 1 and applied[0].is_own
+    assert (SAVERS.savers, SAVERS.trained, SAVERS.loads) == known
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_is_no_error_of_the_worker(tmp_path):
+    before = rng.capture()
+    after = drawn()
+    rng.restore(before)
+    warm_up.warm_up(tmp_path / "gone")
+    assert drawn() == after
