@@ -16,9 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from slurmft.checkpoint.writer.committer import CommitLane
 from slurmft.checkpoint.writer.copier import CopyLane, Staged
 from slurmft.checkpoint.writer.image_lane import ImageLane
 from slurmft.checkpoint.writer.priority import ignore_signals
@@ -26,6 +25,9 @@ from slurmft.checkpoint.writer.progress_page import Lane, ProgressPage
 from slurmft.checkpoint.writer.write_requests import WriteRequest, identity_from, request_from
 from slurmft.checkpoint.writer.writer_task import Outbox, Task
 from slurmft.system.log_format import log_to_stderr
+
+if TYPE_CHECKING:
+    from slurmft.checkpoint.writer.committer import CommitLane
 
 _RECEIVE_BYTES = 64 * 1024
 _LOOK_S = 0.1
@@ -43,11 +45,11 @@ class Writer:
         self._is_alone = False
         self._outbox = Outbox()
         self._copies = CopyLane()
-        self._commits = CommitLane(page)
-        self._images = ImageLane(page, self._commits.add)
+        self._lock = threading.Lock()
+        self._commits: CommitLane | None = None
+        self._images = ImageLane(page, self._commit)
         worker.setblocking(False)
-        for run in (self._images.run, self._commits.run):
-            threading.Thread(target=run, daemon=True).start()
+        threading.Thread(target=self._images.run, daemon=True).start()
 
     def serve(self, lifetime_s: float) -> int:
         """Return an exit code when the worker has closed and nothing is left to do, or the lifetime is over."""
@@ -57,7 +59,8 @@ class Writer:
             if not self._is_closing:
                 continue
             ends_at = ends_at or time.monotonic() + lifetime_s
-            if self._images.is_idle() and self._commits.is_idle() and self._copies.is_idle():
+            is_committed = self._commits is None or self._commits.is_idle()
+            if self._images.is_idle() and is_committed and self._copies.is_idle():
                 self._send()
                 return 0
             if time.monotonic() > ends_at:
@@ -94,15 +97,27 @@ class Writer:
         value = json.loads(line)
         if value["kind"] == "write":
             task = Task(request_from(value), self._outbox, on_hashed=self._copy)
-            (self._commits.add if task.request.is_written else self._images.offer)(task)
+            (self._commit if task.request.is_written else self._images.offer)(task)
         elif value["kind"] == "abandon":
             identity = identity_from(value)
-            if not self._images.abandon(identity):
+            if not self._images.abandon(identity) and self._commits is not None:
                 self._commits.abandon(identity)
         elif value["kind"] == "hurry":
             self._images.hurry()
         elif value["kind"] == "close":
             self._is_closing = True
+
+    def _commit(self, task: Task) -> None:
+        """Commit a save of rank 0's. The others never need the code for it, whose import is half of their start."""
+        if task.request.commit is None:
+            return
+        with self._lock:  # both the listening thread and that of the images come here
+            if self._commits is None:
+                from slurmft.checkpoint.writer.committer import CommitLane
+
+                self._commits = CommitLane(self._page)
+                threading.Thread(target=self._commits.run, daemon=True).start()
+        self._commits.add(task)
 
     def _copy(self, request: WriteRequest) -> None:
         cap, directory = None if request.urgent else request.max_bytes_per_s or None, request.folder.parent

@@ -416,7 +416,7 @@ def test_while_it_idles_nothing_runs(start):
         spent = [task.joinpath("schedstat").read_text() for task in Path(f"/proc/{client.pid}/task").iterdir()]
         time.sleep(0.5)
         later = [task.joinpath("schedstat").read_text() for task in Path(f"/proc/{client.pid}/task").iterdir()]
-        return len(spent) == 3 and spent == later
+        return len(spent) >= 2 and spent == later
 
     until(is_asleep)
 
