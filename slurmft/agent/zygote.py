@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 PACKET_BYTES = 64 * 1024
+MAX_LOSSES = 16
+"""Waiting children that end, such as by the OOM killer, until none is forked ahead any more."""
+
 AHEAD_AFTER_S = 2.0
 """Without work for so long, it forks one child more for each that works: a restart then finds its workers forked."""
 
@@ -105,7 +108,7 @@ def _serve(agent: socket.socket, *, forks_ahead: bool) -> Callable[[], int] | No
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     children: set[int] = set()
     ahead: dict[int, int] = {}
-    zygote, folder = os.getpid(), Path()
+    zygote, folder, losses = os.getpid(), Path(), 0
 
     def forked() -> int:
         """As os.fork; the child has nothing of what its parent serves with."""
@@ -118,7 +121,7 @@ def _serve(agent: socket.socket, *, forks_ahead: bool) -> Callable[[], int] | No
         return pid
 
     while True:
-        lacks = len(children) - len(ahead) if forks_ahead else 0
+        lacks = len(children) - len(ahead) if forks_ahead and losses < MAX_LOSSES else 0
         ready = select.select([agent.fileno(), wake_read], [], [], AHEAD_AFTER_S if lacks > 0 else None)[0]
         if not ready:
             for _ in range(lacks):
@@ -131,7 +134,7 @@ def _serve(agent: socket.socket, *, forks_ahead: bool) -> Callable[[], int] | No
             continue
         if wake_read in ready:
             os.read(wake_read, 4096)
-            _forget_ended(ahead)
+            losses += _forget_ended(ahead)
             _reap(agent, children)
         if agent.fileno() not in ready:
             continue
@@ -180,10 +183,12 @@ def _await_request(takes: int, gpu_in_use: str, folder: Path) -> int:
     return _become(json.loads(Path(os.fsdecode(request)).read_text(encoding="utf-8")), gpu_in_use)
 
 
-def _forget_ended(ahead: dict[int, int]) -> None:
-    for pid in list(ahead):
-        if os.waitpid(pid, os.WNOHANG)[0]:
-            os.close(ahead.pop(pid))
+def _forget_ended(ahead: dict[int, int]) -> int:
+    """Forget those that were ended from outside; how many."""
+    ended = [pid for pid in ahead if os.waitpid(pid, os.WNOHANG)[0]]
+    for pid in ended:
+        os.close(ahead.pop(pid))
+    return len(ended)
 
 
 def _reap(agent: socket.socket, children: set[int]) -> None:
