@@ -191,7 +191,7 @@ def test_slurms_own_commands_after_a_takeover(
         assert run.events("verdict")[1].details["cause"] == "cancelled", run.story()
         assert run.folder.done() is None and len(run.events("first step")) == 2
         return
-    assert run.events("verdict")[1].details["cause"] == "requeued", run.story()
+    assert run.events("verdict")[1].details["cause"] == "requeued by Slurm", run.story()
     run.wait_until_done(300)
     assert run.events("attempt started")[-1].attempt == f"{job}.1.0"
     assert run.digest() == undisturbed
