@@ -41,7 +41,12 @@ MERGES = (
     "Where one came in the middle of a run, the later one is named."
 )
 FOUND: dict[str, list[str]] = {
-    "standby": [],
+    "standby": [
+        "Nothing, in these runs. Reading the code for it had found that a second standby did not know which nodes were "
+        "lost before it (mended in 2285316).",
+        "A supervisor that was a standby has no guardian: a kill of it is a takeover, its node counts as lost, and "
+        "without a spare the run is requeued. That explains the longest waits behind `supervisor`.",
+    ],
     "training": [
         "Seed 1015: the writer of a rank was killed in the save after the last step; all ranks ended with an error, "
         "and the run needed a restart to finish. Mended in 201b5ba: the next writer goes on with the save.",

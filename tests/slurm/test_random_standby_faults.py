@@ -121,10 +121,10 @@ class StandbyStorm(TrainingStorm):
         ),
         "power of the standby": Kind(5, power_off_standby, 25, clear=True, undone=BACK),
         "partition of the batch host": Kind(
-            8, lambda storm: cut_off(storm, storm.batch_host()), 30, clear=True, undone="healed after 0.5 to 12 s"
+            20, lambda storm: cut_off(storm, storm.batch_host()), 30, clear=True, undone="healed after 0.5 to 12 s"
         ),
-        "cut between supervisor and standby": Kind(8, cut_between, 30, clear=True, undone="healed after 2 to 15 s"),
-        "supervisor frozen": Kind(8, freeze_supervisor, 25, clear=True, undone="goes on after 1 to 12 s"),
+        "cut between supervisor and standby": Kind(20, cut_between, 30, clear=True, undone="healed after 2 to 15 s"),
+        "supervisor frozen": Kind(20, freeze_supervisor, 25, clear=True, undone="goes on after 1 to 12 s"),
         "standby": Kind(4, kill_standby),
     }  # fmt: skip
 
