@@ -113,11 +113,16 @@ class Stops:
         It may come while no supervisor lives, or not at all while the controller is away.
         """
         lead_s, end = float(self._section.signal_lead_s), math.inf
+        if self._may_miss_notices:
+            await self._slurm.read_terms()
         while self._may_miss_notices and self.planned is None:
             times = await self._slurm.times()
             if times.end is not None:  # else the one before holds
-                end = times.end if is_limit_usable(times, lead_s=lead_s) else math.inf
+                is_of_limit = times.grace_s is None and is_limit_usable(times, lead_s=lead_s)
+                end = times.end if is_of_limit else math.inf
             left_s = end - self._slurm.terms.clock.at(time.monotonic())
+            if left_s <= 0:  # the job lives, so that clock is wrong
+                left_s = math.inf
             until_s = left_s - lead_s + NOTICE_S
             if until_s <= 0 and self.planned is None:
                 self.ends_at_s = time.monotonic() + left_s

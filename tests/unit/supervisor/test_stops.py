@@ -32,6 +32,9 @@ class Word:
         self.terms = Terms(SlurmClock(NOW, time.monotonic()))
         self.kill_at_s = float("inf")
 
+    async def read_terms(self) -> None:
+        pass
+
     async def times(self) -> JobTimes:
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
@@ -81,8 +84,12 @@ def test_a_controller_that_falls_silent_does_not_prevent_it(tmp_path: Path) -> N
     assert cause is Cause.TIME_LIMIT
 
 
-@pytest.mark.parametrize("times", [UNKNOWN, ending_in(30.0, limit_s=LEAD_S + 10)])
-def test_a_limit_that_leaves_no_time_before_the_notice_and_none_ask_for_nothing(
+PREEMPTED = JobTimes(start=NOW - 60, end=NOW + 15, limit_s=3600.0, preempted=NOW)
+
+
+@pytest.mark.parametrize("times", [UNKNOWN, ending_in(30.0, limit_s=LEAD_S + 10), PREEMPTED, ending_in(-4000.0)],
+                         ids=["unknown", "no time before the notice", "preempted", "a wrong clock"])  # fmt: skip
+def test_what_is_no_usable_limit_asks_for_nothing(
     tmp_path: Path, times: JobTimes
 ) -> None:  # fmt: skip
     assert asked(tmp_path, times, within_s=0.2) == ["waits"]
