@@ -116,7 +116,9 @@ def _look(config: RunConfig, run: RunFolder, cluster: SlurmCluster, reason: str)
 def lost_before(history: Iterable[Event], attempt: Attempt) -> tuple[set[str], set[str]]:
     """Nodes that this start of the job has lost, and those of them that it has given back, by the journal.
 
-    Every supervisor of it has known them; the allocation that the environment names still has them.
+    The allocation that the environment names still has them. A supervisor that was cut off takes all other nodes for
+    lost, so what it lost in its last attempt, ``attempt``, counts for nothing: before another one it has to confirm
+    its lease.
     """
     lost, given_back = set[str](), set[str]()
     for event in history:
@@ -124,7 +126,8 @@ def lost_before(history: Iterable[Event], attempt: Attempt) -> tuple[set[str], s
             continue
         nodes = event.details.get("lost") if event.event == EventName.SHRUNK else [event.details.get("node")]
         named = {node for node in nodes if isinstance(node, str)} if isinstance(nodes, list) else set()
-        if event.event in (EventName.AGENT_LOST, EventName.STANDBY_TOOK_OVER):
+        is_last = event.attempt == str(attempt)
+        if event.event == EventName.STANDBY_TOOK_OVER or (event.event == EventName.AGENT_LOST and not is_last):
             lost |= named
         elif event.event == EventName.AGENT_BACK:
             lost -= named

@@ -468,17 +468,23 @@ def test_an_error_does_not_end_the_batch_script_of_a_standby_that_owns_the_run(
 
 
 def test_the_next_supervisor_knows_what_those_before_it_have_lost(run: RunFolder):
-    old, mine = run.journal(Attempt(job="7", restart=0)), run.journal(Attempt(job="7", restart=1, cycle=2))
-    old.append(EventName.AGENT_LOST, node="n9", spare=False, reason="")
+    older, mine, last = (run.journal(Attempt(job="7", restart=restart, cycle=cycle))
+                         for restart, cycle in ((0, 0), (1, 1), (1, 2)))  # fmt: skip
+    older.append(EventName.AGENT_LOST, node="n9", spare=False, reason="")
     for node in ("n2", "n3", "n4"):
         mine.append(EventName.AGENT_LOST, node=node, spare=False, reason="")
-    mine.append(EventName.AGENT_BACK, node="n2")
-    mine.append(EventName.NODE_GIVEN_BACK, node="n3")
-    mine.append(EventName.SHRUNK, lost=["n5"])
     mine.append(EventName.STANDBY_TOOK_OVER, host="h2", before="h1", node="n1", silent_s=4.1, generation=3)
-    mine.append(EventName.VERDICT, cause="node lost", node="n2")
-    found = takeover.lost_before(run.journal().read(), Attempt(job="7", restart=1, cycle=3))
+    last.append(EventName.AGENT_BACK, node="n2")
+    last.append(EventName.NODE_GIVEN_BACK, node="n3")
+    last.append(EventName.SHRUNK, lost=["n5"])
+    last.append(EventName.VERDICT, cause="node lost", node="n2")
+    found = takeover.lost_before(run.journal().read(), Attempt(job="7", restart=1, cycle=2))
     assert found == ({"n1", "n3", "n4", "n5"}, {"n3", "n5"})
+
+
+def test_a_supervisor_that_is_cut_off_knows_nothing_of_others(run: RunFolder, cluster: SlurmCluster):
+    run.journal(cluster.attempt).append(EventName.AGENT_LOST, node="n2", spare=False, reason="nothing was heard")
+    assert takeover.lost_before(run.journal().read(), cluster.attempt) == (set(), set())
 
 
 @pytest.mark.parametrize("after", ["", "requeued", "another job"])
