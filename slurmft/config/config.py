@@ -173,10 +173,11 @@ class RunConfig(_Section):
 
     @model_validator(mode="after")
     def _standby_has_a_place(self) -> Self:
-        is_wanted, nodes = self.fault_tolerance.standby_supervisor, self.nodes + self.spare_nodes
-        if is_wanted and (self.inference is not None or not self.survives_nodes or nodes < 2):
-            raise ValueError("fault_tolerance.standby_supervisor: for trainers on at least two nodes, with "
-                             "spare_nodes, elastic or slurm.no_kill")  # fmt: skip
+        problem = self.fault_tolerance.standby_problem(
+            nodes=self.nodes + self.spare_nodes, survives=self.survives_nodes, inference=self.inference is not None
+        )
+        if problem:
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")

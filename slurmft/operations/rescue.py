@@ -44,6 +44,12 @@ SETTLED_S = 30.0
 MAX_RESCUES = 3
 """How often a run without a verdict is submitted again without progress in between."""
 
+LIVES = frozenset({
+    EventName.ATTEMPT_STARTED, EventName.STANDBY_ENDS_JOB, EventName.RESCUING, EventName.REQUEUED,
+    EventName.RESUBMITTED, EventName.SUBMITTED,
+})  # fmt: skip
+"""What begins a life of the run's job, or ends it."""
+
 
 def rescue_below(root: Path, who: str, *, limit_s: float = LIMIT_S) -> Rescued:
     """Bring back the runs below ``root`` that have lost their supervisor: the caller's own, and called by root the
@@ -197,7 +203,8 @@ def _submit_again(run: RunFolder, records: Mapping[OwnJob, JobRecord], jobs: Seq
     # a later job was to continue the run, and has never begun: how it ended decides
     later = jobs[jobs.index(mine) + 1 :] if mine in jobs else []
     newest = later[-1] if later else mine
-    if newest in records and records[newest].state == "CANCELLED":  # noted: Slurm forgets it in minutes
+    may_be_wanted = not _ended_by_standby(events, newest)
+    if may_be_wanted and newest in records and records[newest].state == "CANCELLED":  # noted: Slurm forgets it
         run.journal().append(EventName.CANCELLED, jobs=[newest.job_id], reason=f"job {newest} was cancelled")
         return None
     if newest not in records and _is_recent(run, owner):
@@ -207,7 +214,7 @@ def _submit_again(run: RunFolder, records: Mapping[OwnJob, JobRecord], jobs: Seq
             f"run {run.path.name} ended {MAX_RESCUES} times without a verdict and without progress",
             hint=f"slurmft explain {run.path}, then slurmft submit {run.config}",
         )
-    if newest not in records and own_jobs.cancelled_by(newest) is not None:
+    if may_be_wanted and newest not in records and own_jobs.cancelled_by(newest) is not None:
         return None
     refuse_moved(run)
     is_known = mine in records
@@ -227,6 +234,12 @@ def _submit_again(run: RunFolder, records: Mapping[OwnJob, JobRecord], jobs: Seq
         raise
     claim.settle(f"rescued as job {job_id}")
     return f"job {owner.job} of run {run.path.name} is gone without a verdict; the run goes on as job {job_id}"
+
+
+def _ended_by_standby(events: Sequence[Event], job: OwnJob) -> bool:
+    """Whether a supervisor that was a standby has ended the job: Slurm shows that as a cancellation by the user."""
+    lives = [event for event in events if event.event in LIVES]
+    return bool(lives) and lives[-1].event == EventName.STANDBY_ENDS_JOB and lives[-1].details.get("job") == job.job_id
 
 
 def _is_recent(run: RunFolder, owner: Owner) -> bool:

@@ -145,7 +145,7 @@ class AttemptRunner:
         await self._crew.muster(self._cluster)
         self._background.start(self._slurm.read_terms())
         own = (self._watch_processes, self._watch_requests, self._handle_events, self._watch_agents, self._folder.watch)
-        for watch in (*own, self._accuser.watch, self._resizing.watch, self._live.watch):
+        for watch in (*own, self._accuser.watch, self._resizing.watch, self._live.watch, self.stops.watch_limit):
             self._background.start(watch())
         for link in self._pool.links.values():
             if link.channel is None:  # the agent disconnected meanwhile

@@ -81,8 +81,8 @@ def supervise(
     log_file = BackgroundLog()
     if isinstance(cluster, SlurmCluster):
         cluster.identify()
-    if taken is not None:
-        cluster.lost = set(taken.lost)
+        if taken is not None:
+            cluster.lost, cluster.given_back = set(taken.lost), set(taken.given_back)
     with (
         Companion(config, run) as companion,
         StandbyKeeper(config, run, cluster) as standby,
@@ -155,7 +155,8 @@ class Taken:
     """As which it owns the run."""
 
     lost: frozenset[str]
-    """The node of the supervisor before."""
+    given_back: frozenset[str]
+    """What this start of the job has lost, the node before among them; and what of it the allocation has no more."""
 
 
 def recover(config: RunConfig, environment: Mapping[str, str], number: int) -> int:

@@ -9,7 +9,7 @@ from slurmft.errors import LabError
 
 def kill_supervisor(storm: Storm, *, also_guardian: bool = False, itself: bool = True) -> str | None:
     owner = storm.run.folder.owner()
-    if owner is None:
+    if owner is None or (owner.standby and also_guardian):  # one that was a standby has no guardian
         return None
     asked = storm.lab.run_on_as_admin(owner.host, ["ps", "-o", "ppid=", "-p", str(owner.pid)], check=False)
     guardian = asked.stdout.strip()
@@ -41,7 +41,7 @@ def power_off(storm: Storm, host: str) -> str | None:
         return False
 
     storm.lab.kill_node(host)
-    storm.hold("power", undo, for_s=2.0)
+    storm.hold(f"power of {host}", undo, for_s=2.0)
     return host
 
 
@@ -50,8 +50,9 @@ def power_off_other(storm: Storm) -> str | None:
     return power_off(storm, storm.chance.choice(others)) if others else None
 
 
-def cut_off(storm: Storm) -> str | None:
-    if not (hosts := storm.hosts()):
+def cut_off(storm: Storm, host: str = "") -> str | None:
+    """One node of the run; any of those that train where no ``host`` is given."""
+    if not (hosts := [host] if host else storm.hosts()):
         return None
     host, for_s = storm.chance.choice(hosts), storm.chance.uniform(0.5, 12.0)
 

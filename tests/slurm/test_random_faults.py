@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -55,6 +55,10 @@ class TrainingStorm(Storm):
     def hosts(self) -> list[str]:
         ready = self.last("agents ready")
         return [] if ready is None else ready.details["hosts"]
+
+    def more_failures(self) -> list[str]:
+        """For more that must hold at the end."""
+        return []
 
     def at_new_step(self) -> None:
         """No committed checkpoint is gone that retention would not have removed."""
@@ -143,8 +147,15 @@ def calm(lab: Lab) -> str:
     return calm_digest(lab, STORM_STEPS)
 
 
-@pytest.mark.parametrize("seed", seeds())
-def test_random_faults(new_run: Callable[..., Run], calm: str, disk: SmallDisk, seed: int) -> None:
+def weather(
+    kind: type[TrainingStorm], new_run: Callable[..., Run], calm: str, disk: SmallDisk, seed: int,
+    settings: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """One run in one storm, to its end.
+
+    Args:
+        settings: more of ``fault_tolerance``.
+    """
     written = new_run(
         f"faults-{seed}", delay=0.3, steps=STORM_STEPS, spare_nodes=1, run_folder=str(disk.path / "run"),
         checkpoint={"interval_steps": 5, "peer_copies": 1, "keep_last_n": KEPT},
@@ -153,13 +164,13 @@ def test_random_faults(new_run: Callable[..., Run], calm: str, disk: SmallDisk, 
             "rank_section_timeouts": {"step": STEP_S, "checkpointing": 20, "setup": SETUP_S},
             "num_warmup_iterations": 1,
             "initial_rank_heartbeat_timeout": SETUP_S, "max_retry_delay_s": 1, "retry_delay_s": 0,
-            "supervisor_lease_s": 8,
+            "supervisor_lease_s": 8, **settings,
         },
         # what chance puts on one node is no evidence against it
         exclusions={"threshold": 1000, "probation": 999},
     )  # fmt: skip
     run = Run(written.lab, disk.path / "run", written_at=written.config)
-    storm = TrainingStorm(run, seed, disk)
+    storm = kind(run, seed, disk)
     run.submit()
     with storm.ending() as failures:
         begin = 1
@@ -175,6 +186,7 @@ def test_random_faults(new_run: Callable[..., Run], calm: str, disk: SmallDisk, 
             begin = storm.step() + storm.chance.choice([0, 0, 0, 1, 2])
     # twice where a fault came after it was printed
     digests = {line.split()[-1] for line in run.output().splitlines() if line.startswith("final weights sha256: ")}
+    failures += storm.more_failures()
     if not failures:
         blamed = [event for event in run.events("verdict") if event.details["cause"] == "worker error"]
         failures += [f"blames the trainer: {event.attempt}: {event.details}" for event in blamed]
@@ -182,5 +194,11 @@ def test_random_faults(new_run: Callable[..., Run], calm: str, disk: SmallDisk, 
         failures += [f"a committed checkpoint is lost: {name}" for name in storm.lost]
         failures += storm.unexplained_waits()
         failures += [] if digests == {calm} else [f"other weights: {digests}"]
-    storm.record(failures, same_weights=digests == {calm}, damaged=run.output().count("wrong checksum"))
+    storm.record(failures, same_weights=digests == {calm}, damaged=run.output().count("wrong checksum"),
+                 takeovers=len(run.events("standby took over")))  # fmt: skip
     assert failures == [], storm.story()
+
+
+@pytest.mark.parametrize("seed", seeds())
+def test_random_faults(new_run: Callable[..., Run], calm: str, disk: SmallDisk, seed: int) -> None:
+    weather(TrainingStorm, new_run, calm, disk, seed, {})

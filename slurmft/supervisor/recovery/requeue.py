@@ -118,10 +118,7 @@ class Continuation:
         lost = frozenset(self._cluster.lost).union(verdict.suspect_nodes if verdict.cause is Cause.NODE_LOST else ())
         if self._give_back(lost - self._cluster.given_back):
             delay_s += SHRUNK_S
-        is_watched = self._config.fault_tolerance.standby_supervisor
-        if is_watched and expand(self._cluster.job.nodes)[0] in self._cluster.lost:
-            delay_s += BATCH_HOST_LOST_S
-        delay_s = delay_that_holds(delay_s, past_requeues(self._start.history, job_id))
+        delay_s = delay_that_holds(delay_s + self._batch_host_s(), past_requeues(self._start.history, job_id))
         nodes = None
         if self._cluster.given_back:
             nodes = self._config.nodes_range or self._cluster.job.node_count
@@ -158,9 +155,14 @@ class Continuation:
         self._journal.append(EventName.SHRUNK, lost=sorted(lost & set(nodes)))
         return True
 
+    def _batch_host_s(self) -> int:
+        is_watched = self._config.fault_tolerance.standby_supervisor
+        is_lost = is_watched and expand(self._cluster.job.nodes)[0] in self._cluster.lost
+        return BATCH_HOST_LOST_S if is_lost else 0
+
     def _place(self) -> None:
         """Set a begin time for a job that Slurm requeues, to save two minutes; other nodes' processes end later."""
-        job, delay_s = self._cluster.own, self._config.preemption.requeue_delay_s + OTHERS_END_S
+        job, delay_s = self._cluster.own, self._config.preemption.requeue_delay_s + OTHERS_END_S + self._batch_host_s()
         delay_s = delay_that_holds(delay_s, past_requeues(self._start.history, job.job_id))
         done = queueing.place(job, delay_s, avoid=self._avoid)
         queueing.keep_ahead(job, done)

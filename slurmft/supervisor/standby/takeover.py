@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from slurmft.config.config import RunConfig
@@ -25,6 +25,7 @@ from slurmft.supervisor.fleet.outliving import Outlived, find_elsewhere
 from slurmft.supervisor.owner import is_this_process
 from slurmft.supervisor.recovery.act import Ending
 from slurmft.supervisor.recovery.exclusions import Accuser
+from slurmft.supervisor.recovery.requeue import restart_of
 from slurmft.supervisor.run import (
     STORAGE_PATIENCE_S,
     Taken,
@@ -68,7 +69,9 @@ def stand_by(config: RunConfig, token: str, *, supervisor_node: str) -> int:
                                                 f" for {watch.silent_s:.1f} s")  # fmt: skip
         except StorageUnavailable as error:
             return try_again_later(config, cluster, run, error)
-        found.journal.append(EventName.STANDBY_TOOK_OVER, host=mine.host, before=before.host,
+        lost, cluster.given_back = lost_before(found.history, cluster.attempt)
+        cluster.lost |= lost
+        found.journal.append(EventName.STANDBY_TOOK_OVER, host=mine.host, before=before.host, node=supervisor_node,
                              silent_s=round(watch.silent_s, 3), generation=mine.generation)  # fmt: skip
         return _take_over(config, run, cluster, found, mine)
     finally:
@@ -110,6 +113,29 @@ def _look(config: RunConfig, run: RunFolder, cluster: SlurmCluster, reason: str)
     )  # fmt: skip
 
 
+def lost_before(history: Iterable[Event], attempt: Attempt) -> tuple[set[str], set[str]]:
+    """Nodes that this start of the job has lost, and those of them that it has given back, by the journal.
+
+    The allocation that the environment names still has them. A supervisor that was cut off takes all other nodes for
+    lost, so what it lost in its last attempt, ``attempt``, counts for nothing: before another one it has to confirm
+    its lease.
+    """
+    lost, given_back = set[str](), set[str]()
+    for event in history:
+        if restart_of(event) != (attempt.job, attempt.restart):
+            continue
+        nodes = event.details.get("lost") if event.event == EventName.SHRUNK else [event.details.get("node")]
+        named = {node for node in nodes if isinstance(node, str)} if isinstance(nodes, list) else set()
+        is_last = event.attempt == str(attempt)
+        if event.event == EventName.STANDBY_TOOK_OVER or (event.event == EventName.AGENT_LOST and not is_last):
+            lost |= named
+        elif event.event == EventName.AGENT_BACK:
+            lost -= named
+        elif event.event in (EventName.NODE_GIVEN_BACK, EventName.SHRUNK):
+            given_back |= named
+    return lost | given_back, given_back
+
+
 def _take_over(config: RunConfig, run: RunFolder, cluster: SlurmCluster, found: _Found, mine: Owner) -> int:
     """Act on the end of the attempt before, and go on; returns the exit code of a batch script."""
     outlived, verdict = found.outlived, found.verdict
@@ -122,7 +148,9 @@ def _take_over(config: RunConfig, run: RunFolder, cluster: SlurmCluster, found: 
     code = act_in_its_place(ending, start, verdict)
     if code is not None:
         return code
-    return supervise(config, os.environ, outlived, taken=Taken(mine.generation, frozenset(cluster.lost)))
+    return supervise(config, os.environ, outlived, taken=Taken(
+        mine.generation, frozenset(cluster.lost), frozenset(cluster.given_back)
+    ))  # fmt: skip
 
 
 def _end(outlived: Outlived | None) -> None:

@@ -22,11 +22,11 @@ from slurmft.operations import rescue
 from slurmft.policy.site.job_identity import JobIdentity, OwnJob
 from slurmft.scheduler import own_jobs
 from slurmft.scheduler.environment import SlurmJob, as_in_batch_script, batch_node, with_batch_variables
-from slurmft.scheduler.parsing.parsing import JobEnding
+from slurmft.scheduler.parsing.parsing import JobEnding, JobRecord
 from slurmft.storage import signs_of_life
 from slurmft.storage.events import EventName
 from slurmft.storage.patience import FolderThread, PatientJournal
-from slurmft.storage.run_folder import Owner, RunFolder
+from slurmft.storage.run_folder import Attempt, Owner, RunFolder
 from slurmft.supervisor import run as supervisor_run
 from slurmft.supervisor.cluster import SlurmCluster
 from slurmft.supervisor.owner import this_process
@@ -203,6 +203,13 @@ def test_a_step_gets_the_batch_scripts_environment():
 def test_a_job_that_dies_with_its_batch_host_needs_no_standby(tmp_path: Path, changes: dict[str, object]):
     with pytest.raises(ConfigError, match="standby_supervisor"):
         configured(tmp_path / "run", **changes)
+
+
+def test_an_inference_is_told_that_it_can_have_none(tmp_path: Path):
+    raw = {"run_folder": str(tmp_path / "run"), "nodes": 2, "fault_tolerance": {"standby_supervisor": True},
+           "inference": {"input": "requests.jsonl", "engine": {"command": ["serve", "{port}"]}}}  # fmt: skip
+    with pytest.raises(ConfigError, match=r"for trainers only.*requeue --rescue"):
+        validate(raw, source="test")
 
 
 def test_an_agent_follows_an_address_that_changes_once_its_supervisor_is_silent(tmp_path: Path):
@@ -458,3 +465,44 @@ def test_an_error_does_not_end_the_batch_script_of_a_standby_that_owns_the_run(
         return
     with pytest.raises(LaunchError):
         supervisor_run.supervise(configured(run.path), {})
+
+
+def test_the_next_supervisor_knows_what_those_before_it_have_lost(run: RunFolder):
+    older, mine, last = (run.journal(Attempt(job="7", restart=restart, cycle=cycle))
+                         for restart, cycle in ((0, 0), (1, 1), (1, 2)))  # fmt: skip
+    older.append(EventName.AGENT_LOST, node="n9", spare=False, reason="")
+    for node in ("n2", "n3", "n4"):
+        mine.append(EventName.AGENT_LOST, node=node, spare=False, reason="")
+    mine.append(EventName.STANDBY_TOOK_OVER, host="h2", before="h1", node="n1", silent_s=4.1, generation=3)
+    last.append(EventName.AGENT_BACK, node="n2")
+    last.append(EventName.NODE_GIVEN_BACK, node="n3")
+    last.append(EventName.SHRUNK, lost=["n5"])
+    last.append(EventName.VERDICT, cause="node lost", node="n2")
+    found = takeover.lost_before(run.journal().read(), Attempt(job="7", restart=1, cycle=2))
+    assert found == ({"n1", "n3", "n4", "n5"}, {"n3", "n5"})
+
+
+def test_a_supervisor_that_is_cut_off_knows_nothing_of_others(run: RunFolder, cluster: SlurmCluster):
+    run.journal(cluster.attempt).append(EventName.AGENT_LOST, node="n2", spare=False, reason="nothing was heard")
+    assert takeover.lost_before(run.journal().read(), cluster.attempt) == (set(), set())
+
+
+@pytest.mark.parametrize("after", ["", "requeued", "another job"])
+def test_a_job_that_a_standby_has_ended_was_not_cancelled_by_a_user(
+    run: RunFolder, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch, after: str
+):
+    """Its supervisor could not requeue it, as Slurm did not answer in time."""
+    run.take_over(replace(this_process(run, cluster, 4, standby=True), host="elsewhere"))
+    journal = run.journal(cluster.attempt)
+    journal.append(EventName.ATTEMPT_STARTED, host="elsewhere", folder=str(run.path))
+    journal.append(EventName.DECISION, action="continue", reason="", exit_code=75)
+    journal.append(EventName.STANDBY_ENDS_JOB, job="8" if after == "another job" else "7")
+    if after == "requeued":
+        journal.append(EventName.REQUEUED, job="7", delay_s=2)
+    monkeypatch.setattr(rescue, "placement_of", lambda *_, **__: None)
+    monkeypatch.setattr(rescue, "bring_back", lambda *_, **__: "7")
+    record = JobRecord(job_id="7", state="CANCELLED", reason="", nodes="", batch_host="", start=None, end=None,
+                       limit_s=None, partition="p")  # fmt: skip
+    said = rescue._submit_again(run, {OwnJob("7"): record}, [OwnJob("7")], "cron")
+    assert (said is None) == bool(after)
+    assert bool([event for event in journal.read() if event.event == EventName.CANCELLED]) == bool(after)
