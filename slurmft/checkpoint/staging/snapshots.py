@@ -157,15 +157,15 @@ class Snapshots:
         return place
 
     def keep(self, flat: FlatState, identity: Identity, check: Callable[[], None]) -> None:
-        """Copy all of a replicated state, hashed, to where the next attempt finds it; nothing is written to disk.
+        """Copy all that a rank has of a replicated state, hashed, to where the next attempt finds it; not to disk.
 
         The copy counts only where ``check``, called when it is done, raises nothing.
 
         Raises:
             OSError: there is no memory for it.
-            CheckpointError: something in it cannot be saved.
+            CheckpointError, UsageError: something in it cannot be saved.
         """
-        layout = Layout.plan(flat.tensors, shard=0, shards=1, paths=flat.paths)
+        layout = Layout.plan_part(flat.tensors, flat.part, paths=flat.paths)
         packed = layout.pack(flat.objects)
         place = self._place_soon()
         self._ask_for_room(place, layout.capacity_bytes(packed))
