@@ -166,6 +166,7 @@ class Life:
 
     def go_back(self, number: int) -> None:
         """A trainer that has caught an error, and loads the checkpoint: the same step is another one afterwards."""
+        dist.barrier()  # all have noted the end of the step
         if self.rank in self.case.stale:
             SAVERS.rescue()
         dist.barrier()
