@@ -33,6 +33,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import slurmft
+from slurmft.checkpoint import just_in_time
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.state import Trainee
 from slurmft.storage.events import EventName
@@ -125,7 +126,7 @@ class Run:
 
     def submit(self) -> None:
         argv = [sys.executable, "-m", "slurmft", "submit", str(self._config), "--cluster", "local"]
-        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def stop(self) -> None:
         """Leave nothing behind of a run that has not ended by itself."""
@@ -152,7 +153,8 @@ class Run:
             with contextlib.suppress(OSError, psutil.Error):
                 log = Path(f"/proc/{process.pid}/fd/1").readlink()
                 parent = process.parent()
-                if log.is_relative_to(self.folder.attempts) and parent and "slurmft.agent.zygote" in parent.cmdline():
+                is_rank = log.is_relative_to(self.folder.attempts) and log.stem.startswith("rank-")
+                if is_rank and parent and "slurmft.agent.zygote" in parent.cmdline():
                     found[int(log.stem.removeprefix("rank-"))] = process
         return found
 
@@ -170,7 +172,7 @@ class Run:
         """Where the restart began, and from what."""
         events = [one for one in self.folder.journal().read() if one.event == EventName.FIRST_STEP]
         details = events[1].details
-        return int(details["resumed_from"]), str(details.get("source", ""))
+        return int(details["resumed_from"]), str(details.get("source", "")).split(";")[0].split(":")[0]
 
     def digest(self) -> str:
         text = "".join(path.read_text() for path in self.folder.attempts.glob("*/rank-0.log"))
@@ -250,12 +252,13 @@ def cost_of_notes(model: torch.nn.Module, extra: Callable[[], Mapping[str, Any]]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         one = JustInTime(Path(folder), lambda *_: None)
         one.arm(Trainee(model, optimizer), step=0, extra=extra)
-        if one.reason:
-            raise RuntimeError(one.reason)
+        just_in_time.MAX_SHARE = float("inf")  # these steps are nothing but notes
         began, count = time.process_time(), 1000
         for step in range(1, count + 1):
             torch.rand(1)
             one.at_boundary(step)
+        if one.reason:
+            raise RuntimeError(one.reason)
         return (time.process_time() - began) / count * 1e6
 
 
@@ -272,6 +275,7 @@ def costs() -> list[str]:
         "the same, spread over ranks (HSDP)": cost_of_notes(spread_layers(200), None),
     }
     dist.destroy_process_group()
+    del os.environ["WORLD_SIZE"], os.environ["RANK"]  # the runs that follow have their own
     return [f"| {name} | {microseconds:.0f} |" for name, microseconds in measured.items()]
 
 
@@ -284,38 +288,42 @@ def main() -> None:
     chance, numbers = random.Random(1), itertools.count()
     cases = [case for case in CASES if args.only in case.name]
     results: dict[str, list[Result]] = {case.name: [] for case in cases}
-    load_before = os.getloadavg()[0]
+    load_before, notes = os.getloadavg()[0], costs()
     with tempfile.TemporaryDirectory(prefix="just-in-time-") as root:
         calm = {options: undisturbed(Path(root, f"run-{next(numbers)}"), options)
                 for options in dict.fromkeys(tuple(case.options) for case in cases)}  # fmt: skip
-        for _, case in itertools.product(range(args.rounds), cases):
-            path = Path(root, f"run-{next(numbers)}")
-            try:
-                results[case.name].append(trial(path, case, calm[tuple(case.options)], chance))
-                print(case.name, results[case.name][-1], file=sys.stderr, flush=True)
-            except (TimeoutError, KeyError, StopIteration, IndexError, psutil.Error) as error:
-                print(f"{case.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    rows = [row(case, results[case.name]) for case in cases if results[case.name]]
-    counts = {len(one) for one in results.values()}
+        for _ in range(args.rounds):
+            for case in cases:
+                path = Path(root, f"run-{next(numbers)}")
+                try:
+                    results[case.name].append(trial(path, case, calm[tuple(case.options)], chance))
+                    print(case.name, results[case.name][-1], file=sys.stderr, flush=True)
+                except (TimeoutError, KeyError, StopIteration, IndexError, psutil.Error) as error:
+                    print(f"{case.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            text = page([(case, results[case.name]) for case in cases if results[case.name]], notes, load_before)
+            if args.output:
+                args.output.write_text(text)
+    print(text)
+
+
+def page(results: Sequence[tuple[Case, Sequence[Result]]], notes: Sequence[str], load_before: float) -> str:
+    counts = {len(each) for _, each in results}
     lines = [
         "# What a fault between two checkpoints costs", "",
-        f"`python bench/just_in_time --rounds {args.rounds}`, slurmft {slurmft.__version__}, torch {torch.__version__}",
-        "",
+        f"`make bench-just-in-time`, slurmft {slurmft.__version__}, torch {torch.__version__}", "",
         f"One machine with {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}; two agents "
         f"with two ranks each, without Slurm; steps of {STEP_S} s and more, a checkpoint every {EVERY} steps, the "
         f"fault after step {AT.start} to {AT.stop - 1}. {min(counts)} to {max(counts)} times each; load before: "
-        f"{load_before:.1f}, after: {os.getloadavg()[0]:.1f}.", "",
+        f"{load_before:.1f}, after: {os.getloadavg()[0]:.1f}: the seconds are those of a busy machine where it is more "
+        "than a few.", "",
         "A step that was complete on all ranks at the moment of the fault, and is done again, is lost. An end "
         "as without a fault: the same weights, buffers and `extra`, bit for bit.", "",
         "| what dies | steps lost | s to the next step | read from | end as without a fault |",
-        "|---|---|---|---|---|", *rows, "",
+        "|---|---|---|---|---|", *(row(case, each) for case, each in results), "",
         "Processor time of the notes after one step, on rank 0:", "",
-        "| | microseconds |", "|---|---|", *costs(), "",
+        "| | microseconds |", "|---|---|", *notes, "",
     ]  # fmt: skip
-    text = "\n".join(lines)
-    print(text)
-    if args.output:
-        args.output.write_text(text)
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
