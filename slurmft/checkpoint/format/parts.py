@@ -40,6 +40,10 @@ class Part:
         assert isinstance(cut, Shard)
         return cut.dim
 
+    def parts_of(self, ranks: Iterable[int]) -> int:
+        """How many different parts these ranks have."""
+        return 1 if self.mesh is None else len({_column(self.mesh, rank) for rank in ranks})
+
 
 WHOLE = Part()
 
@@ -64,7 +68,11 @@ def part_of(weights: Iterable[torch.Tensor], *, rank: int, world_size: int) -> P
         raise UsageError(f"the weights are spread over {mesh.size()} of {world_size} ranks")
     if 0 not in mesh.mesh[:, 0]:
         raise UsageError("rank 0 is not among the first shards of the mesh")
-    part = Part(int((mesh.mesh == rank).nonzero()[0, 1]), mesh.size(1), mesh)
+    part = Part(_column(mesh, rank), mesh.size(1), mesh)
     for one in spread.values():
         part.dimension_of("a weight", one)
     return part
+
+
+def _column(mesh: DeviceMesh, rank: int) -> int:
+    return int((mesh.mesh == rank).nonzero()[0, 1])

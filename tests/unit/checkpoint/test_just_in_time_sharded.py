@@ -43,10 +43,21 @@ CASES = [
     (Case("tensor by tensor", IN_NODE, dead=[3], optimizer="loop"), KEPT),
     (Case("the restart dies as well", IN_NODE, dead=[0, 3], again=True), KEPT),
     (Case("a part from before a load", IN_NODE, dead=[1, 3], stale=[1]), SAVED),
+    (Case("killed in its copy, beside a replica", IN_NODE, per_node=4, dead=[2], dies_copying=1), KEPT),
+    (Case("killed in its copy, the last of a part", IN_NODE, dead=[3], dies_copying=1), SAVED),
+    (Case("a full node", IN_NODE, dead=[3], full_node=1), KEPT),
+    (Case("a full node with the last of a part", IN_NODE, dead=[3], full_node=0), SAVED),
     (Case("no replicas", [0, 1, 2, 3], dead=[3]), SAVED),
     (Case("replicas of one shard", [[0], [1], [2], [3]], dead=[0, 1, 2]), KEPT),
 ]
 """Each with the step that the restart begins with."""
+
+OFTEN = {
+    "a rank", "rank 0", "two of different parts", "both of a part", "a node with its memory",
+    "a node with its memory and notes elsewhere", "across nodes, a rank of each", "one part is a step further",
+    "the restart dies as well", "a part from before a load", "killed in its copy, beside a replica", "no replicas",
+}  # fmt: skip
+EVERY = [pytest.param(*one, id=one[0].name, marks=[] if one[0].name in OFTEN else pytest.mark.soak) for one in CASES]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +81,10 @@ def calm(case: Case) -> Case:
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
+def lives(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Lives:
+    """Of the cases that were selected; one process imports torch for all of them."""
     root = tmp_path_factory.mktemp("lives")
-    cases = [one for one, _ in CASES]
+    cases = [one.callspec.params["case"] for one in request.session.items if one.module is request.module]
     every = list({one.name: dataclasses.asdict(one) for one in (*map(calm, cases), *cases)}.values())
     argv = [sys.executable, hsdp_life.__file__, str(root), json.dumps(every)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -81,7 +93,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
     return Lives(root)
 
 
-@pytest.mark.parametrize(("case", "step"), CASES, ids=[case.name for case, _ in CASES])
+@pytest.mark.parametrize(("case", "step"), EVERY)
 def test_a_restart_takes_each_part_from_any_replica_and_ends_as_without_a_failure(lives, case, step):
     for report in lives.of(case, 2):
         assert report["step"] == step, report["source"]

@@ -9,12 +9,16 @@ when FSDP has put whole weights into the places of its parts.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import signal
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.format.flat_state import capture
 from slurmft.checkpoint.state import Trainee
+from slurmft.checkpoint.writer import fault_points
 from slurmft.trainer.savers import SAVERS
 
 RANKS, SAVED_AT, FAILS_IN, UNTIL = 4, 4, 7, 9
@@ -58,6 +63,12 @@ class Case:
     optimizer: str = "foreach"
     again: bool = False
     """The restart dies before anything of its own is durable."""
+
+    full_node: int = -1
+    """Which has no memory when its ranks keep their parts."""
+
+    dies_copying: int = -1
+    """The rank that is killed in the middle of keeping its part."""
 
     stale: list[int] = field(default_factory=list)
     """Ranks that have kept the last complete step before all went back to the checkpoint, and on to it again."""
@@ -99,6 +110,14 @@ class Listener:
     def on_saved(self, step: int, seconds: float) -> None: ...
     def on_loaded(self, seconds: float) -> None: ...
     def on_save_failed(self, step: int, errno: int) -> None: ...
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(what)
+        time.sleep(0.002)
 
 
 class Leave(Exception):
@@ -148,6 +167,13 @@ class Life:
         SAVERS.at_boundary(number)
 
     def keep(self) -> None:
+        has_come = self.root / "the copy that is not finished"
+        if self.rank == self.case.dies_copying:
+            os.environ |= {fault_points.VARIABLE: "half staged=kill", fault_points.ONCE_VARIABLE: str(has_come)}
+        elif self.case.dies_copying >= 0:
+            until(has_come.exists, "a rank is killed in its copy")
+        if self.rank // self.case.per_node == self.case.full_node:
+            os.environ[fault_points.VARIABLE] = f"slot emptied={errno.ENOSPC}"
         if self.rank not in self.case.dead:
             SAVERS.rescue()
         raise Leave
@@ -226,7 +252,9 @@ def attempt_of(root: Path, case: Case, attempt: int) -> None:
                 traceback.print_exc()
                 os._exit(1)
         children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * RANKS, (case.name, attempt)
+    ends = [os.waitpid(child, 0)[1] for child in children]
+    expected = [signal.SIGKILL if attempt == 1 and rank == case.dies_copying else 0 for rank in range(RANKS)]
+    assert ends == expected, (case.name, attempt)
 
 
 def main(root: Path, cases: list[Case]) -> None:

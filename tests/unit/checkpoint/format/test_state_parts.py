@@ -11,8 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from slurmft.checkpoint.format.flat_state import FlatState
+from slurmft.checkpoint.format.image import Layout
 from slurmft.checkpoint.format.parts import WHOLE, part_of
+from slurmft.checkpoint.staging import snapshots
+from slurmft.checkpoint.staging.snapshots import Snapshots
 from slurmft.errors import UsageError
+from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
+from slurmft.storage.checkpoint_names import Identity
 
 RANK, WORLD = 5, 8
 
@@ -39,10 +45,11 @@ def test_ranks_of_a_column_have_the_same_part(shards):
     part = part_of([weight(mesh, Replicate(), Shard(1)), torch.zeros(2)], rank=RANK, world_size=WORLD)
     assert (part.number, part.count) == (RANK % shards, shards)
     assert part.dimension_of("a", weight(mesh, Replicate(), Shard(0))) == 0
+    assert part.parts_of(range(4)) == shards and part.parts_of([0, shards]) == 1
 
 
 def test_weights_that_every_rank_has_are_one_part():
-    assert part_of([torch.zeros(2)], rank=RANK, world_size=WORLD) is WHOLE
+    assert part_of([torch.zeros(2)], rank=RANK, world_size=WORLD) is WHOLE and WHOLE.parts_of(range(4)) == 1
 
 
 RANKS = torch.arange(WORLD)
@@ -63,6 +70,24 @@ def test_where_no_other_rank_has_it_the_reason_says_so(case):
     ranks, placements, reason = NONE[case]
     with pytest.raises(UsageError, match=reason):
         part_of([weight(mesh_of(ranks), *placements)], rank=RANK, world_size=WORLD)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_memory_is_asked_for_for_all_parts_that_a_node_keeps_at_once(tmp_path, monkeypatch, shards):
+    asked = []
+    monkeypatch.setattr(snapshots, "fits", lambda size_bytes, _: asked.append(size_bytes) or "it is full")
+    for name, value in (("RANK", RANK), ("LOCAL_RANK", 1), ("LOCAL_WORLD_SIZE", 4)):
+        monkeypatch.setenv(name, str(value))
+    one = weight(mesh_of(torch.arange(WORLD).view(-1, shards)), Replicate(), Shard(0)).detach()
+    flat = FlatState({"a": one}, part=part_of([one], rank=RANK, world_size=WORLD))
+    copies = Snapshots(
+        CheckpointSettings(), memory=tmp_path, spill=tmp_path / "spill", on_committed=lambda *_: None,
+        on_failed=lambda *_: None,
+    )  # fmt: skip
+    with pytest.raises(OSError, match="it is full"):
+        copies.keep(flat, Identity(6, 1, 2), lambda: None)
+    layout = Layout.plan_part(flat.tensors, flat.part)
+    assert asked == [layout.capacity_bytes([]) * shards]
 
 
 def test_weights_of_several_meshes_are_none():
