@@ -61,6 +61,10 @@ class Case:
 
     fails: bool = True
     optimizer: str = "foreach"
+    ranks: int = RANKS
+    shrinks: bool = False
+    """The restart has half of the ranks: the shards of one replica."""
+
     again: bool = False
     """The restart dies before anything of its own is durable."""
 
@@ -201,13 +205,15 @@ class Life:
         for step in range(SAVED_AT + 1, number + 1):
             self.step(step)
 
-    def digest(self) -> str:
-        """Of all values, and what is this rank's own."""
+    def digest(self, *, is_own: bool = True) -> str:
+        """Of all values, and of what is this rank's own."""
         flat, digest = capture(Trainee(self.model, self.optimizer, scheduler=self.schedule), None, rank=self.rank), []
         for key, value in sorted(flat.tensors.items()):
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             if self.rank == 0 or key not in flat.of_lead:  # buffers are rank 0's
                 digest.append((key, hashlib.sha256(whole.detach().contiguous().numpy().tobytes()).hexdigest()))
+        if not is_own:
+            return hashlib.sha256(repr(digest).encode()).hexdigest()
         digest.append(("random", hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()))
         digest.append(("totals", str(self.totals) if self.rank == 0 else ""))
         return hashlib.sha256(repr(digest).encode()).hexdigest()
@@ -217,15 +223,17 @@ def live(root: Path, case: Case, rank: int, attempt: int) -> None:
     node = rank // case.per_node
     memory = root / f"memory-{node}"
     os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank % case.per_node),
+        "RANK": str(rank), "WORLD_SIZE": str(case.ranks), "LOCAL_RANK": str(rank % case.per_node),
         "LOCAL_WORLD_SIZE": str(case.per_node), "SLURMFT_MEMORY_DIR": str(memory), "SLURMFT_GENERATION": str(attempt),
     }  # fmt: skip
     torch.set_num_threads(1)
     meeting = f"file://{root}/meeting-{attempt}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
-    life = Life(root, case if attempt == 1 else replace(case, fails=False, is_through=[], stale=[]), rank)
+    dist.init_process_group(
+        "gloo", init_method=meeting, rank=rank, world_size=case.ranks, timeout=timedelta(seconds=60)
+    )
+    life = Life(root, case, rank)
     loaded = life.load()
-    report = {"step": loaded.step, "source": loaded.source}
+    report = {"step": loaded.step, "source": loaded.source, "values": life.digest(is_own=False)}
     try:
         if attempt == 2 and case.again:
             dist.barrier()
@@ -244,7 +252,10 @@ def live(root: Path, case: Case, rank: int, attempt: int) -> None:
 
 def attempt_of(root: Path, case: Case, attempt: int) -> None:
     children = []
-    for rank in range(RANKS):
+    if attempt > 1:
+        case = replace(case, fails=False, is_through=[], stale=[], dies_copying=-1)
+        case = replace(case, ranks=2, mesh=[0, 1]) if case.shrinks else case
+    for rank in range(case.ranks):
         if not (child := os.fork()):
             try:
                 live(root, case, rank, attempt)
@@ -253,7 +264,7 @@ def attempt_of(root: Path, case: Case, attempt: int) -> None:
                 os._exit(1)
         children.append(child)
     ends = [os.waitpid(child, 0)[1] for child in children]
-    expected = [signal.SIGKILL if attempt == 1 and rank == case.dies_copying else 0 for rank in range(RANKS)]
+    expected = [signal.SIGKILL if rank == case.dies_copying else 0 for rank in range(case.ranks)]
     assert ends == expected, (case.name, attempt)
 
 
