@@ -47,7 +47,7 @@ from slurmft.checkpoint.format.flat_state import (
 )
 from slurmft.checkpoint.format.parts import WHOLE, part_of
 from slurmft.checkpoint.format.plain_state import as_json
-from slurmft.checkpoint.staging.boundary_notes import BoundaryNotes, Send
+from slurmft.checkpoint.staging.boundary_notes import LATE_S, BoundaryNotes, Send
 from slurmft.checkpoint.staging.device_steps import DeviceStep, DeviceSteps
 from slurmft.checkpoint.staging.lead_note import Extra
 from slurmft.checkpoint.staging.rank_records import ERA
@@ -333,7 +333,7 @@ class JustInTime:
             raise UsageError("nothing was noted")
         flat = capture(trainee, None, rank=self._part.number, between=self._between)
         del flat.objects[rank_key(self._part.number)]  # of this moment, not of the boundary
-        for rank, state in notes.own_states(step).items():
+        for rank, state in notes.own_states(step, within_s=LATE_S if self._between else 0.0).items():
             flat.put(rank_key(rank), state)
         if self._part.number:  # all that is not spread belongs to part 0
             return flat

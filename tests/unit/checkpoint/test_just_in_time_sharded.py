@@ -39,6 +39,7 @@ CASES = [
     (Case("a rank on each node", IN_NODE, per_node=1, dead=[1, 2]), KEPT),
     (Case("one part is a step further", IN_NODE, is_through=[0, 2]), SAVED),
     (Case("one replica is a step further", IN_NODE, is_through=[0, 1]), KEPT),
+    (Case("a rank ends the step after its neighbour", IN_NODE, is_through=[0, 1, 2, 3], dead=[2], late=1), KEPT + 1),
     (Case("fused", IN_NODE, dead=[3], optimizer="fused"), KEPT),
     (Case("tensor by tensor", IN_NODE, dead=[3], optimizer="loop"), KEPT),
     (Case("the restart dies as well", IN_NODE, dead=[0, 3], again=True), KEPT),

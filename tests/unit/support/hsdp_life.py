@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.format.flat_state import capture
+from slurmft.checkpoint.staging.boundary_notes import BoundaryNotes
 from slurmft.checkpoint.state import Trainee
 from slurmft.checkpoint.writer import fault_points
 from slurmft.trainer.savers import SAVERS
@@ -73,6 +74,9 @@ class Case:
 
     dies_copying: int = -1
     """The rank that is killed in the middle of keeping its part."""
+
+    late: int = -1
+    """The rank that ends the step only when another one of its node has begun to keep its part."""
 
     stale: list[int] = field(default_factory=list)
     """Ranks that have kept the last complete step before all went back to the checkpoint, and on to it again."""
@@ -133,6 +137,7 @@ class Life:
 
     def __init__(self, root: Path, case: Case, rank: int) -> None:
         self.root, self.case, self.rank = root, case, rank
+        self.is_keeping = root / "a part is being kept"
         self.listener = SAVERS.listener = Listener()
         names = ("replicate", "shard") if isinstance(case.mesh[0], list) else ("shard",)
         mesh = DeviceMesh("cpu", case.mesh, mesh_dim_names=names)
@@ -168,6 +173,8 @@ class Life:
         self.optimizer.zero_grad()
         self.schedule.step()
         self.totals["seen"] += 6
+        if self.rank == self.case.late and number == FAILS_IN:
+            until(self.is_keeping.exists, "another rank keeps its part")
         SAVERS.at_boundary(number)
 
     def keep(self) -> None:
@@ -179,6 +186,8 @@ class Life:
         if self.rank // self.case.per_node == self.case.full_node:
             os.environ[fault_points.VARIABLE] = f"slot emptied={errno.ENOSPC}"
         if self.rank not in self.case.dead:
+            looked = BoundaryNotes.own_states
+            BoundaryNotes.own_states = lambda *args, **more: (self.is_keeping.touch(), looked(*args, **more))[1]
             SAVERS.rescue()
         raise Leave
 
@@ -253,7 +262,7 @@ def live(root: Path, case: Case, rank: int, attempt: int) -> None:
 def attempt_of(root: Path, case: Case, attempt: int) -> None:
     children = []
     if attempt > 1:
-        case = replace(case, fails=False, is_through=[], stale=[], dies_copying=-1)
+        case = replace(case, fails=False, is_through=[], stale=[], dies_copying=-1, late=-1)
         case = replace(case, ranks=2, mesh=[0, 1]) if case.shrinks else case
     for rank in range(case.ranks):
         if not (child := os.fork()):
