@@ -137,7 +137,7 @@ class Life:
 
     def __init__(self, root: Path, case: Case, rank: int) -> None:
         self.root, self.case, self.rank = root, case, rank
-        self.is_keeping = root / "a part is being kept"
+        self.is_missed = root / "a note was looked for and not found"
         self.listener = SAVERS.listener = Listener()
         names = ("replicate", "shard") if isinstance(case.mesh[0], list) else ("shard",)
         mesh = DeviceMesh("cpu", case.mesh, mesh_dim_names=names)
@@ -174,7 +174,7 @@ class Life:
         self.schedule.step()
         self.totals["seen"] += 6
         if self.rank == self.case.late and number == FAILS_IN:
-            until(self.is_keeping.exists, "another rank keeps its part")
+            until(self.is_missed.exists, "another rank keeps its part")
         SAVERS.at_boundary(number)
 
     def keep(self) -> None:
@@ -186,10 +186,22 @@ class Life:
         if self.rank // self.case.per_node == self.case.full_node:
             os.environ[fault_points.VARIABLE] = f"slot emptied={errno.ENOSPC}"
         if self.rank not in self.case.dead:
-            looked = BoundaryNotes.own_states
-            BoundaryNotes.own_states = lambda *args, **more: (self.is_keeping.touch(), looked(*args, **more))[1]
+            if self.case.late >= 0:
+                self.tell_of_looks()
             SAVERS.rescue()
         raise Leave
+
+    def tell_of_looks(self) -> None:
+        """Leave a file behind once the late rank's note was looked for, and not found."""
+        look = BoundaryNotes._own_state
+
+        def looked(notes: BoundaryNotes, rank: int, step: int) -> dict[str, Any] | None:
+            state = look(notes, rank, step)
+            if rank == self.case.late and state is None:
+                self.is_missed.touch()
+            return state
+
+        BoundaryNotes._own_state = looked
 
     def run(self, start: int) -> None:
         for number in range(start + 1, UNTIL + 1):
