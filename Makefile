@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart quickstart-infer test test-fast soak soak-faults soak-lightning check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-digests bench-rehearsal bench-many-ranks bench-recovery bench-fleet bench-inference bench-serving bench-lightning bench-checkpoint soak-integrations bench-integrations bench-metrics bench-plan bench-reporting failures soak-ray soak-digests bench-standby clean
+.PHONY: help install quickstart quickstart-infer test test-fast soak soak-faults soak-lightning check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-digests bench-rehearsal bench-many-ranks bench-recovery bench-fleet bench-inference bench-serving bench-lightning bench-checkpoint soak-integrations bench-integrations bench-metrics bench-plan bench-reporting failures soak-ray soak-digests bench-standby bench-just-in-time clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -151,6 +151,9 @@ bench-recovery: install ## measure recovery from kill -9 beside torchrun and ft_
 
 bench-rehearsal: install ## measure what a spare's rehearsal saves (five minutes; a C++ compiler)
 	@$(BIN)/python bench/rehearsal --output bench/results/rehearsal.md
+
+bench-just-in-time: install ## measure the steps that each kind of fault between two checkpoints costs (15 minutes)
+	@$(BIN)/python bench/just_in_time --output bench/results/just_in_time.md
 
 bench-standby: install ## measure the takeover by a standby supervisor (four minutes, root)
 	@$(BIN)/python bench/standby --output bench/results/standby.md

@@ -35,14 +35,24 @@ async def rescue_on_node(workers: Sequence[Worker]) -> int:
             if step >= 0 and (worker.rank, step) not in asked:
                 asked.add((worker.rank, step))
                 _wake(worker.stacks.with_suffix(RESCUE_SUFFIX))
-        newest = max(worker.page[Slot.RESCUABLE] for worker in able)
         took_s = time.monotonic() - began
-        if 0 <= newest <= _kept(workers) or took_s > RESCUE_S:
+        if all(_is_kept(part, able, workers) for part in _parts(able)) or took_s > RESCUE_S:
             break
         if took_s > BEGIN_S and not any(worker.page[Slot.RESCUING] for worker in able):
             break
         await asyncio.sleep(LOOK_S)
     return _kept(workers)
+
+
+def _parts(workers: Sequence[Worker]) -> set[int]:
+    """The parts that these workers have of a state that is spread over ranks; one and the same where it is not."""
+    return {worker.page[Slot.RESCUE_PART] for worker in workers}
+
+
+def _is_kept(part: int, able: Sequence[Worker], workers: Sequence[Worker]) -> bool:
+    """Whether any worker has kept the newest step of this part."""
+    newest = max(worker.page[Slot.RESCUABLE] for worker in able if worker.page[Slot.RESCUE_PART] == part)
+    return 0 <= newest <= _kept([worker for worker in workers if worker.page[Slot.RESCUE_PART] == part])
 
 
 def _kept(workers: Sequence[Worker]) -> int:

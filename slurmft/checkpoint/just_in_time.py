@@ -3,7 +3,8 @@
 In a replicated run every rank has all weights. When one dies, the others wait for it in a collective of the next step,
 with the weights of the last complete one. Each node's first rank that is asked, or that leaves with an error, copies
 them to its place in memory, together with the own state of every rank of the node (``rank_records``); so the next
-attempt goes on where this one was, bit for bit.
+attempt goes on where this one was, bit for bit. Where weights are spread over ranks that have replicas (HSDP), one rank
+does that for each part of them on the node, and the next attempt takes each part from any replica (``format.parts``).
 
 That needs the weights to be still those of the step: an optimizer's hook is called before it changes them, and
 ``weights_watch`` finds other changes. Buffers, which a forward pass changes, are copied at every boundary, and rank 0,
@@ -38,14 +39,15 @@ from slurmft.checkpoint.format.flat_state import (
     FACTS,
     HAS_EXTRA,
     MODEL,
+    Between,
     FlatState,
     capture,
-    is_sharded,
     plain_name,
     rank_key,
 )
+from slurmft.checkpoint.format.parts import WHOLE, part_of
 from slurmft.checkpoint.format.plain_state import as_json
-from slurmft.checkpoint.staging.boundary_notes import BoundaryNotes, Send
+from slurmft.checkpoint.staging.boundary_notes import LATE_S, BoundaryNotes, Send
 from slurmft.checkpoint.staging.device_steps import DeviceStep, DeviceSteps
 from slurmft.checkpoint.staging.lead_note import Extra
 from slurmft.checkpoint.staging.rank_records import ERA
@@ -85,7 +87,10 @@ class JustInTime:
         self._rank = int(os.environ.get("RANK", "0"))
         self._local = ranks_of_this_node()
         self._lock = threading.Lock()
+        self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._trainee: Trainee | None = None
+        self._part = WHOLE
+        self._between: Between | None = None
         self._notes: BoundaryNotes | None = None
         self._watch: WeightsWatch | None = None
         self._on_device: DeviceSteps | None = None
@@ -125,9 +130,7 @@ class JustInTime:
         reason = self._distrust or reason or (why_not_to_trust(os.environ) if devices else "")
         if not reason and len(devices) > 1:
             reason = f"the model is spread over {len(devices)} devices of this process, each at its own pace"
-        if not reason and is_sharded(trainee.model):
-            reason = "the state is spread over ranks, and no other has it"
-        reason = reason or self._why_not_known(unwrapped(trainee.model))
+        reason = reason or self._why_not_known(unwrapped(trainee.model)) or self._why_no_part(trainee)
         if reason:
             return self._disarm(reason)
         if not can_be_heard(trainee.optimizer):
@@ -177,6 +180,17 @@ class JustInTime:
             text = f"the model's state has {', '.join(others[:3])} beside weights and buffers" if others else ""
             self._unknown = id(model), text
         return self._unknown[1]
+
+    def _why_no_part(self, trainee: Trainee) -> str:
+        """Where weights are spread over ranks, note them as they are between steps; or why no other rank has them."""
+        try:
+            part = part_of(unwrapped(trainee.model).parameters(), rank=self._rank, world_size=self._world_size)
+        except UsageError as error:
+            return error.what
+        if part.number != self._part.number and SAVERS.listener is not None:
+            SAVERS.listener.on_part(part.number)
+        self._part, self._between = part, Between.steps(trainee, part) if part.mesh is not None else None
+        return ""
 
     def disarm(self, reason: str) -> None:
         """Keep nothing from now on."""
@@ -259,10 +273,11 @@ class JustInTime:
                 return
             if step <= self._kept:
                 return
-        if self._rank and 0 in self._local and not self._has_lead(step):
+        part = self._part.number
+        if not part and self._rank and 0 in self._local and not self._has_lead(step):
             return  # what is each rank's own, and rank 0's counts: rank 0 can still keep it
         try:
-            with alone_on_this_node(self._folder, step) as mark:
+            with alone_on_this_node(self._folder, step, part) as mark:
                 self._kept = step  # in any case: another rank may try, but not this one again
                 if os.pread(mark, 1, 0) == _KEPT:
                     return
@@ -312,16 +327,18 @@ class JustInTime:
             raise UsageError(f"{difference} since step {then.step} was complete")
 
     def _state(self, trainee: Trainee, step: int) -> FlatState:
-        """All of a replicated state as it was at the boundary, with the own state of each rank of this node."""
+        """This rank's part of the state as it was at the boundary, with the own state of each rank of this node."""
         notes = self._notes
         if notes is None:
             raise UsageError("nothing was noted")
-        flat = capture(trainee, None, rank=0)
-        del flat.objects[rank_key(0)]  # of this moment, not of the boundary
-        for rank, state in notes.own_states(step).items():
+        flat = capture(trainee, None, rank=self._part.number, between=self._between)
+        del flat.objects[rank_key(self._part.number)]  # of this moment, not of the boundary
+        for rank, state in notes.own_states(step, within_s=LATE_S if self._between else 0.0).items():
             flat.put(rank_key(rank), state)
+        if self._part.number:  # all that is not spread belongs to part 0
+            return flat
         lead, buffers = notes.lead(step), dict(self._buffers)
-        facts: dict[str, Any] = {"metrics": {}, "world_size": int(os.environ.get("WORLD_SIZE", "1"))}
+        facts: dict[str, Any] = {"metrics": {}, "world_size": self._world_size}
         facts |= {"just_in_time": True, ERA: SAVERS.loads}
         if notes.has_extra:
             facts[HAS_EXTRA] = True

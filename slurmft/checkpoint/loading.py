@@ -21,6 +21,7 @@ from slurmft.checkpoint.catalog import Catalog, Entry, read_entry
 from slurmft.checkpoint.folders import own_generation
 from slurmft.checkpoint.format.damage import Damage, Damaged
 from slurmft.checkpoint.format.flat_state import is_sharded
+from slurmft.checkpoint.format.parts import WHOLE, Part, part_of
 from slurmft.checkpoint.format.reading import Source, Stored
 from slurmft.checkpoint.format.shard_index import image_file, index_file, verified_index
 from slurmft.checkpoint.mappings import ReadsAsMapping
@@ -29,10 +30,10 @@ from slurmft.checkpoint.replicas.note_gathering import OwnNotes, gather
 from slurmft.checkpoint.replicas.offers import MAX_WORLD
 from slurmft.checkpoint.retention import by_merit
 from slurmft.checkpoint.staging import holding
-from slurmft.checkpoint.state import Tolerance, Trainee
+from slurmft.checkpoint.state import Tolerance, Trainee, unwrapped
 from slurmft.checkpoint.team import Team
 from slurmft.checkpoint.writer.write_requests import BestMode
-from slurmft.errors import CheckpointError, NewerFormat, StorageError
+from slurmft.errors import CheckpointError, NewerFormat, StorageError, UsageError
 from slurmft.policy.checkpoints.tiers import Committed, Decision, Name
 from slurmft.storage.attempt_facts import note_resuming
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, read_quarantine
@@ -102,6 +103,7 @@ class Loading:
         self._skipped: list[tuple[Path, str]] = []
         self._found: set[int] = set()
         self._is_sparing = is_sharded(trainee.model)
+        self._part = _part_here(trainee, self._team)
         self.began_s = time.monotonic()
         self.newest_commit = 0
         """Of all checkpoints that were seen; saves are counted on from it."""
@@ -183,14 +185,17 @@ class Loading:
         if not memory.bring(decision, wanted):
             return None
         noted = OwnNotes()
-        if not decision.is_committed and len(decision.suppliers) == 1:  # kept just in time: a node had its own part
+        if not decision.is_committed:  # of one that was kept just in time, a node had its own ranks' part
             is_node_lead = os.environ.get("LOCAL_RANK", "0") == "0"
             noted = gather(self._team, memory_folder_of(self._directory), identity, is_node_lead=is_node_lead)
         with contextlib.ExitStack() as stack:
             with guard:
                 held = memory.sources(identity)
                 sources = _DiskSources(path, held=held) if decision.is_committed else held
-                stored = stack.enter_context(contextlib.closing(Stored(sources, own=self._team.rank)))
+                own = self._part.number if wanted == self._own_part(decision) else self._team.rank
+                stored = stack.enter_context(contextlib.closing(Stored(sources, own=own)))
+                if len(decision.suppliers) < self._team.world_size:  # with a rank's own state in any of them
+                    stored.look_at(held)
                 prepared = self._prepared(stored, noted)
             rows = self._exchange(guard, prepared)
             if _fits_nowhere(rows):
@@ -208,7 +213,13 @@ class Loading:
         """The shards that this rank needs whole: its own, where the state is spread as it was when it was saved."""
         if self._is_sparing and len(decision.suppliers) == self._team.world_size:
             return range(self._team.rank, self._team.rank + 1)
-        return range(len(decision.suppliers))
+        return (self._own_part(decision) if self._is_sparing else None) or range(len(decision.suppliers))
+
+    def _own_part(self, decision: Decision) -> range | None:
+        """The part of this rank, where the state may have been kept just in time in such parts."""
+        if self._part.mesh is None or len(decision.suppliers) != self._part.count:
+            return None
+        return range(self._part.number, self._part.number + 1)
 
     def _prepared(self, stored: Stored, notes: OwnNotes) -> restore.Prepared:
         team = self._team
@@ -355,6 +366,13 @@ class Loading:
         error = CheckpointError(f"{path} cannot be loaded: {detail}", hint=hint)
         error.__cause__ = guard.error
         return error
+
+
+def _part_here(trainee: Trainee, team: Team) -> Part:
+    try:
+        return part_of(unwrapped(trainee.model).parameters(), rank=team.rank, world_size=team.world_size)
+    except UsageError:
+        return WHOLE
 
 
 def _fits_nowhere(rows: Sequence[Sequence[int]]) -> bool:

@@ -444,7 +444,7 @@ class CheckpointManager(NamedStates):
         if self._rescue is not None:
             self._rescue.loaded()
         self._distrusted |= {path for path, _ in loaded.skipped}
-        self._turn.begin(loading.newest_commit)
+        self._turn.begin_again(loading.newest_commit)
         if SAVERS.listener is not None:
             SAVERS.listener.on_loaded(time.monotonic() - loading.began_s)
         return loaded

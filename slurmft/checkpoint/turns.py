@@ -81,7 +81,7 @@ class Turn:
         self.extra = OfLead.NONE
         """Of the newest save or load; each rank's own until they have agreed."""
 
-        self.is_begun = False
+        self.is_begun = self._has_agreed = False
         self._lock = threading.Lock()
         self._committed = (0, 0)
         self._told: set[int] = set()
@@ -90,6 +90,15 @@ class Turn:
     def begin(self, newest_commit: int) -> None:
         """Commits are counted on from here."""
         self.commit, self.is_begun = max(self.commit, newest_commit), True
+
+    def begin_again(self, newest_commit: int) -> None:
+        """The same behind a load, alike on all ranks.
+
+        Where this manager has saved or loaded before, one number is left out: a step that is kept just in time after a
+        load must not get the name of the same step before it, whose parts may lie with other ranks still.
+        """
+        self.begin(max(self.commit, newest_commit) + 1 if self._has_agreed else newest_commit)
+        self._has_agreed = True
 
     def exchange(self, team: Team, guard: Guard, step: int, prepared: LaidOut | None) -> list[list[int]]:
         """Each rank's ``Row``; a collective. The commit that rank 0 names is this turn's from now on."""
@@ -104,7 +113,7 @@ class Turn:
             row[Row.EXTRA] = self.extra
         rows = team.exchange(row)
         if not any(row[Row.CODE] or row[Row.IS_BUSY] for row in rows):
-            self.commit, self.is_begun = rows[0][Row.COMMIT], True
+            self.commit, self.is_begun, self._has_agreed = rows[0][Row.COMMIT], True, True
             self.extra = OfLead(rows[0][Row.EXTRA])
         return rows
 

@@ -91,7 +91,8 @@ class CheckpointConfig(Section):
     ``directory`` counts as durable."""
 
     just_in_time: bool = True
-    """When a fault hits some ranks, healthy replicas save the last completed step before the restart."""
+    """When a fault hits some ranks, healthy replicas keep the last completed step for the restart: of all weights, or
+    with FSDP2 on a mesh of replicas by shards, of each shard."""
 
     stall_timeout_s: Seconds = Field(default=30.0, ge=1)
     """Seconds without progress after which the writer counts as stuck and its save as failed."""

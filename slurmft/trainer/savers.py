@@ -60,6 +60,9 @@ class Listener(Protocol):
     def on_rescuable(self, step: int) -> None:
         """The state after ``step`` steps is whole in memory, and in no checkpoint; a negative one: there is none."""
 
+    def on_part(self, number: int) -> None:
+        """Of a state that is spread over ranks with replicas, this rank has part ``number``."""
+
     def on_rescuing(self, *, is_over: bool = False) -> None:
         """It is being kept now, or that is over, with any result."""
 

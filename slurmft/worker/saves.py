@@ -167,6 +167,10 @@ class PageListener:
         """The state after ``step`` steps is whole in memory, and in no checkpoint; a negative one: there is none."""
         self._page[Slot.RESCUABLE] = step
 
+    def on_part(self, number: int) -> None:
+        """This rank has that part of a state that is spread over ranks."""
+        self._page[Slot.RESCUE_PART] = number
+
     def on_rescuing(self, *, is_over: bool = False) -> None:
         """As ``background.Listener``."""
         self._page[Slot.RESCUING] = 0 if is_over else time.monotonic_ns()

@@ -11,7 +11,8 @@ import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -24,14 +25,22 @@ pytestmark = pytest.mark.timeout(200)
 STEPS = 40
 TRAINER = [sys.executable, str(Path(__file__).parent / "trainers" / "running_totals.py")]
 FULL = ["--buffers", "--extra", "function"]
+IN_NODE = [*FULL, "--shards", "2"]
+ACROSS = [*IN_NODE, "--across"]
+"""Each node has a replica of the weights; each node has one shard of all replicas."""
+
+NO_REPLICA = [*FULL, "--shards", "4"]
 
 
-def new_run(path: Path, options: Sequence[str] = FULL, *, delay: float = 0.1, copies: int = 0) -> LocalRun:
+def new_run(
+    path: Path, options: Sequence[str] = FULL, *, delay: float = 0.1, copies: int = 0, hang_after: float | None = None
+) -> LocalRun:
+    hangs = {} if hang_after is None else {"rank_section_timeouts": {"step": hang_after}, "num_warmup_iterations": 1}
     return LocalRun(
         path,
         command=[*TRAINER, "--steps", str(STEPS), "--step-delay", str(delay), *options],
         checkpoint={"interval_steps": 10, "peer_copies": copies},
-        fault_tolerance={"num_in_job_restarts": 30},
+        fault_tolerance={"num_in_job_restarts": 30, **hangs},
     )
 
 
@@ -132,12 +141,86 @@ def test_with_peer_copies_no_step_is_lost_with_a_node(tmp_path: Path, undisturbe
     assert run.digest() == undisturbed
 
 
+@pytest.fixture(scope="module")
+def undisturbed_shards(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], str]:
+    digests: dict[str, str] = {}
+
+    def digest(options: list[str]) -> str:
+        name = "-".join(options).replace("-", "")
+        if name not in digests:
+            run = new_run(tmp_path_factory.mktemp("just-in-time") / name, options, delay=0.0)
+            run.submit("--wait")
+            digests[name] = run.digest()
+        return digests[name]
+
+    return digest
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A fault of a run whose weights are spread over ranks."""
+
+    options: list[str]
+    strike: Callable[[LocalRun], None]
+    is_kept: bool = True
+    copies: int = 0
+
+
+SHARDS = {
+    "a rank": Shards(IN_NODE, lambda run: kill_ranks(run, 3)),
+    "rank 0": Shards(IN_NODE, lambda run: kill_ranks(run, 0)),
+    "two of different shards": Shards(IN_NODE, lambda run: kill_ranks(run, 0, 3)),
+    "all of a shard": Shards(IN_NODE, lambda run: kill_ranks(run, 1, 3), is_kept=False),
+    "all of a node": Shards(IN_NODE, lambda run: kill_ranks(run, 2, 3)),
+    "a node": Shards(IN_NODE, lambda run: kill_node(run, 2), copies=1),
+    "rank 0's node": Shards(IN_NODE, lambda run: kill_node(run, 0), copies=1),
+    "a node without copies": Shards(IN_NODE, lambda run: kill_node(run, 2), is_kept=False),
+    "shards across nodes, a rank": Shards(ACROSS, lambda run: kill_ranks(run, 1)),
+    "shards across nodes, a node": Shards(ACROSS, lambda run: kill_node(run, 2), is_kept=False, copies=1),
+    "no replica": Shards(NO_REPLICA, lambda run: kill_ranks(run, 3), is_kept=False),
+}
+OFTEN = {"a rank", "a node"}
+
+
+@pytest.mark.parametrize("name", [one if one in OFTEN else pytest.param(one, marks=pytest.mark.soak) for one in SHARDS])
+def test_shards_with_replicas_lose_no_step_and_others_are_never_mixed(
+    tmp_path: Path, undisturbed_shards: Callable[[list[str]], str], name: str
+) -> None:
+    case = SHARDS[name]
+    run = new_run(tmp_path / "run", case.options, copies=case.copies)
+    run.submit()
+    run.wait_for_step(16)
+    between_steps(run, 2)
+    case.strike(run)
+    run.wait_until_done()
+    resumed = resumed_from(run, 1)
+    assert resumed >= 16 if case.is_kept else resumed in (10, 20), run.story()
+    assert run.digest() == undisturbed_shards(case.options)
+
+
+@pytest.mark.soak
+def test_a_rank_that_is_stopped_keeps_no_other_from_keeping_its_shard(
+    tmp_path: Path, undisturbed_shards: Callable[[list[str]], str]
+) -> None:
+    run = new_run(tmp_path / "run", IN_NODE, hang_after=2.0)
+    run.submit()
+    run.wait_for_step(16)
+    between_steps(run, 3)
+    workers(run)[3].suspend()
+    run.wait_until_done()
+    assert resumed_from(run, 1) >= 16, run.story()
+    assert run.digest() == undisturbed_shards(IN_NODE)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(3))
-def test_faults_at_random_moments_change_nothing(tmp_path: Path, undisturbed: str, seed: int) -> None:
+@pytest.mark.parametrize("options", [FULL, IN_NODE, ACROSS], ids=["replicas", "shards", "shards across nodes"])
+def test_faults_at_random_moments_change_nothing(
+    tmp_path: Path, undisturbed_shards: Callable[[list[str]], str], seed: int, options: list[str]
+) -> None:
     """Also two ranks at once, and a node after a rank; a fault may cost steps, but never mixes two."""
     chance = random.Random(seed)
-    run = new_run(tmp_path / "run", delay=0.05, copies=1)
+    run = new_run(tmp_path / "run", options, delay=0.05, copies=1)
     run.submit()
     for number in range(1, 5):
         wait_for_restart(run, number - 1)
@@ -152,4 +235,4 @@ def test_faults_at_random_moments_change_nothing(tmp_path: Path, undisturbed: st
         except (KeyError, IndexError, psutil.NoSuchProcess, AssertionError):
             pass  # gone already
     run.wait_until_done()
-    assert run.digest() == undisturbed
+    assert run.digest() == undisturbed_shards(options)

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from slurmft.checkpoint.format.flat_keys import Path, flatten, key_of
+from slurmft.checkpoint.format.parts import WHOLE, Part
 from slurmft.checkpoint.format.plain_state import as_plain
 from slurmft.checkpoint.state import Trainee, unwrapped
 from slurmft.errors import CheckpointError, UsageError
@@ -59,6 +60,9 @@ class FlatState:
     of_lead: set[str] = field(default_factory=set)
     """Tensors that are rank 0's: DDP leaves each rank with buffers of its own, and sends rank 0's before each step."""
 
+    part: Part = WHOLE
+    """Of a state that is kept just in time: what of it this rank has."""
+
     def put(self, key: str, value: Any) -> None:
         """Add an object under a key of its own."""
         self.objects[key], self.paths[key] = value, (key,)
@@ -77,11 +81,32 @@ class FlatState:
             self.paths[key] = path
 
 
-def capture(trainee: Trainee, extra: Mapping[str, Any] | None, *, rank: int, settles: bool = False) -> FlatState:
+@dataclass(frozen=True, slots=True)
+class Between:
+    """The model's values and names between two steps. Within one, FSDP has put others into their places, and to ask
+    the model for its state would end that under the running step."""
+
+    part: Part
+    leaves: tuple[tuple[Path, Any], ...]
+    names: list[list[str]]
+
+    @classmethod
+    def steps(cls, trainee: Trainee, part: Part) -> Between:
+        """As the model is now."""
+        state = unwrapped(trainee.model).state_dict(keep_vars=True)  # first: it brings back what is between steps
+        leaves = tuple(leaf for name, value in state.items() for leaf in _leaves_of(name, value))
+        return cls(part, leaves, group_names(trainee))
+
+
+def capture(
+    trainee: Trainee, extra: Mapping[str, Any] | None, *, rank: int, settles: bool = False,
+    between: Between | None = None,
+) -> FlatState:  # fmt: skip
     """The present state, as views of the trainer's own tensors. Every rank calls it, in the same state.
 
     Args:
         settles: wait first until a device has computed all that it was asked for; never in a run that fails.
+        between: in the middle of a step of a model whose weights are spread over ranks, what is asked of it then.
 
     Raises:
         UsageError: the model is of a kind that cannot be saved.
@@ -90,11 +115,12 @@ def capture(trainee: Trainee, extra: Mapping[str, Any] | None, *, rank: int, set
     refuse_unsupported(trainee.model)
     if settles:
         settle(trainee.model.parameters())
-    state, leads = FlatState(), rank == 0
-    state._put(model_leaves(trainee.model), with_objects=leads)
+    state, leads = FlatState(part=between.part if between is not None else WHOLE), rank == 0
+    state._put(between.leaves if between is not None else model_leaves(trainee.model), with_objects=leads)
     buffers = unwrapped(trainee.model).named_buffers(remove_duplicate=False)
     state.of_lead.update(key_of((MODEL, plain_name(name))) for name, _ in buffers)
-    state._put(_optimizer_leaves(trainee), with_objects=leads)
+    names = between.names if between is not None else group_names(trainee)
+    state._put(_optimizer_leaves(trainee, names), with_objects=leads)
     objects: dict[str, Any] = {}
     if leads:
         parts = trainee.shared_parts().items()
@@ -130,7 +156,11 @@ def is_dense(value: Any) -> bool:
 def model_leaves(model: torch.nn.Module) -> Iterator[tuple[Path, Any]]:
     """Every value of the model's state with its path."""
     for name, value in unwrapped(model).state_dict().items():
-        yield from flatten((MODEL, plain_name(name)), value, _is_tensor)
+        yield from _leaves_of(name, value)
+
+
+def _leaves_of(name: str, value: Any) -> Iterator[tuple[Path, Any]]:
+    return flatten((MODEL, plain_name(name)), value, _is_tensor)
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -150,8 +180,7 @@ def group_names(trainee: Trainee) -> list[list[str]]:
     ]
 
 
-def _optimizer_leaves(trainee: Trainee) -> Iterator[tuple[Path, Any]]:
-    names = group_names(trainee)
+def _optimizer_leaves(trainee: Trainee, names: list[list[str]]) -> Iterator[tuple[Path, Any]]:
     flat_names = [name for group in names for name in group]
     state = trainee.optimizer.state_dict()
     numbers = [number for group in state[GROUPS] for number in group[PARAMS]]

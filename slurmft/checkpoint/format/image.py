@@ -21,6 +21,7 @@ from torch.serialization import skip_data
 
 from slurmft.checkpoint.format.flat_keys import Path
 from slurmft.checkpoint.format.objects import ObjectPacker, Packed
+from slurmft.checkpoint.format.parts import Part
 from slurmft.checkpoint.format.shard_index import Holder, Holders, Item, Row, ShardIndex, text_of
 from slurmft.errors import CheckpointError, UsageError
 from slurmft.storage.checkpoint_names import Identity
@@ -34,6 +35,7 @@ SPREAD_SHARDS, SMALL_BYTES = 256, 4096
 SPARE_OBJECT_BYTES = 256 << 10
 """Room that ``capacity_bytes`` leaves for objects to grow from save to save."""
 
+_Chunk = tuple[tuple[int, ...], tuple[int, ...]]
 Memory = memoryview | bytearray | mmap.mmap
 """Writable, byte by byte."""
 
@@ -91,11 +93,40 @@ class Layout:
         Raises:
             UsageError: a tensor has no values that could be saved (partial sums, the meta device).
         """
-        items, archives, end = list[Item](), list[_Archive](), 0
         holders = _Holders(shards) if shard == 0 else None
         chunks = _own_chunks(tensors, shard=shard, shards=shards, of_lead=of_lead, holders=holders)
-        for key, chunk in chunks.items():
-            starts, sizes = chunk
+        known = Holders.of({key: holders.found[key] for key in tensors}) if holders is not None else None
+        return cls._of_chunks(tensors, chunks, known, shard=shard, shards=shards, paths=paths)
+
+    @classmethod
+    def plan_part(
+        cls, tensors: Mapping[str, torch.Tensor], part: Part, *, paths: Mapping[str, Path] | None = None
+    ) -> Layout:
+        """Lay out all that a part of ``tensors`` has, on any of the ranks that have it: part 0 has the plain ones.
+
+        Raises:
+            UsageError: a tensor has no values that could be saved, or is spread in another way than the part.
+        """
+        chunks, holders = dict[str, _Chunk](), dict[str, Holder]()
+        for key, tensor in tensors.items():
+            if tensor.is_meta:
+                raise UsageError(f"{key} is on the meta device: it has no values to save")
+            if isinstance(tensor, DTensor):
+                holders[key] = Row(0, 1, part.count, part.dimension_of(key, tensor))
+            else:
+                holders[key] = 0
+            if (holders[key] != 0 or part.number == 0) and (chunk := _chunk(key, tensor)) is not None:
+                chunks[key] = chunk
+        known = Holders.of(holders) if part.number == 0 else None
+        return cls._of_chunks(tensors, chunks, known, shard=part.number, shards=part.count, paths=paths)
+
+    @classmethod
+    def _of_chunks(
+        cls, tensors: Mapping[str, torch.Tensor], chunks: Mapping[str, _Chunk], holders: Holders | None, *,
+        shard: int, shards: int, paths: Mapping[str, Path] | None,
+    ) -> Layout:  # fmt: skip
+        items, archives, end = list[Item](), list[_Archive](), 0
+        for key, (starts, sizes) in chunks.items():
             whole = tensors[key]
             archive = _archive(whole.dtype, sizes)
             archives.append(archive)
@@ -116,8 +147,7 @@ class Layout:
             )
             end += archive.length
         rows = [_row(key, tensor) for key, tensor in tensors.items()]
-        known = Holders.of({key: holders.found[key] for key in tensors}) if holders is not None else None
-        return cls(items=items, archives=archives, rows=rows, shard=shard, shards=shards, holders=known)
+        return cls(items=items, archives=archives, rows=rows, shard=shard, shards=shards, holders=holders)
 
     def matches(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether ``tensors`` are still of the same keys, dtypes, shapes and placements; cheap."""
@@ -262,7 +292,7 @@ def _row_of(tensor: DTensor, replica: int, shards: int) -> Row | None:
 def _own_chunks(
     tensors: Mapping[str, torch.Tensor], *, shard: int, shards: int, of_lead: Collection[str],
     holders: _Holders | None = None,
-) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:  # fmt: skip
+) -> dict[str, _Chunk]:  # fmt: skip
     """Key -> where this shard's part begins, and its sizes; in the order of ``tensors``."""
     alike: dict[Any, list[str]] = {None: []}
     small_bytes = SMALL_BYTES if shards > SPREAD_SHARDS else -1
@@ -299,7 +329,7 @@ def _replica(tensor: DTensor) -> tuple[int, int]:
     return number, count
 
 
-def _chunk(key: str, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _chunk(key: str, tensor: torch.Tensor) -> _Chunk | None:
     """This rank's part; None where it has none of a tensor that is not itself empty."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tuple(tensor.shape)

@@ -141,6 +141,14 @@ class Stored:
         """The shards whose indexes have been read."""
         return self._taken.keys()
 
+    def look_at(self, shards: Iterable[int]) -> None:
+        """Read the indexes of these shards as well: the objects in them are found from now on.
+
+        Raises:
+            Damaged: one is missing, or belongs to another checkpoint.
+        """
+        self._take(shards)
+
     def _found(self, shard: int) -> Source:
         try:
             return self._sources[shard]

@@ -82,11 +82,10 @@ class MemorySources:
     def decide(self) -> Decision | None:
         """The snapshot to read, at least in part from memory; None where everything comes from disk."""
         decision = choose(
-            self._offers, self._committed, generation=self._generation, quarantined=self._quarantined | {*self._refused}
-        )
-        self.reason = decision.reason if decision.skipped or self._refused else ""
-        if self._refused:
-            self.reason = "; ".join([decision.reason, *self._refused.values()])
+            self._offers, self._committed, generation=self._generation, quarantined=self._quarantined,
+            refused=self._refused,
+        )  # fmt: skip
+        self.reason = decision.reason if decision.skipped else ""
         if decision.name is None or all(supplier is DISK for supplier in decision.suppliers):
             return None
         return decision
@@ -127,7 +126,7 @@ class MemorySources:
     def refuse(self, decision: Decision, reason: str) -> None:
         """Some rank found this one damaged: never again."""
         if decision.name is not None:
-            self._refused[decision.name] = f"step {decision.name[0]} in memory: {reason}"
+            self._refused[decision.name] = reason
 
     def close(self) -> None:
         """Give back what was fetched; every rank has read by now, as all have agreed on how it went."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,12 @@ from slurmft.checkpoint.staging.rank_records import ERA, RankRecord, read_record
 from slurmft.errors import UsageError
 from slurmft.storage.memory_folder import PEERS, ranks_of_this_node
 from slurmft.trainer.savers import SAVERS
+
+LATE_S = 1.0
+"""How long a rank that has a part of the state waits for those of its node that end the same step after it: they may
+have other parts."""
+
+_LOOK_S = 0.002
 
 Send = Callable[[str, int, NoteFile, bytes], None]
 """Sends a note (name, step, file and payload) to other nodes, and waits for nothing."""
@@ -83,15 +90,20 @@ class BoundaryNotes:
             if self._send is not None:
                 self._send("lead", step, self._lead.file, payload)
 
-    def own_states(self, step: int) -> dict[int, dict[str, Any]]:
+    def own_states(self, step: int, *, within_s: float = 0.0) -> dict[int, dict[str, Any]]:
         """The own state of every rank of this node after ``step`` steps, and of those whose notes were sent here.
+
+        A rank of this node may come to the end of the step a moment later: so long is it waited for.
 
         Raises:
             UsageError: that of a rank of this node is not known.
         """
         states: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + within_s
         for rank in ranks_of_this_node():
-            if (state := self._own_state(rank, step)) is None:
+            while (state := self._own_state(rank, step)) is None and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+            if state is None:
                 raise UsageError(f"the own state of rank {rank} after step {step} is not known")
             states[rank] = state
         for path in sorted((self._folder / PEERS).glob("rank-*.record")):

@@ -32,6 +32,7 @@ from slurmft.checkpoint.writer.writer_client import WriterClient
 from slurmft.errors import CheckpointError, Fenced, UsageError
 from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import Identity
+from slurmft.storage.memory_folder import ranks_of_this_node
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
 from slurmft.trainer import streams
 from slurmft.trainer.streams import Device
@@ -157,32 +158,34 @@ class Snapshots:
         return place
 
     def keep(self, flat: FlatState, identity: Identity, check: Callable[[], None]) -> None:
-        """Copy all of a replicated state, hashed, to where the next attempt finds it; nothing is written to disk.
+        """Copy all that a rank has of a replicated state, hashed, to where the next attempt finds it; not to disk.
 
         The copy counts only where ``check``, called when it is done, raises nothing.
 
         Raises:
             OSError: there is no memory for it.
-            CheckpointError: something in it cannot be saved.
+            CheckpointError, UsageError: something in it cannot be saved.
         """
-        layout = Layout.plan(flat.tensors, shard=0, shards=1, paths=flat.paths)
+        layout = Layout.plan_part(flat.tensors, flat.part, paths=flat.paths)
         packed = layout.pack(flat.objects)
         place = self._place_soon()
-        self._ask_for_room(place, layout.capacity_bytes(packed))
+        self._ask_for_room(place, layout.capacity_bytes(packed), flat.part.parts_of(ranks_of_this_node()))
         memory, index = self._copy(place, layout, flat, packed, identity, within_s=DEVICE_S)
         check()
         digests = [xxhash.xxh3_128_hexdigest(memory[one.offset : one.offset + one.length]) for one in index.items]
         place.complete(index.with_digests(digests))
         self._kept = identity
 
-    def _ask_for_room(self, place: Place, bytes_needed: int) -> None:
+    def _ask_for_room(self, place: Place, bytes_needed: int, ranks: int) -> None:
         """A place grows by all of a replicated state, and that must never call the OOM killer.
+
+        Of so many ``ranks`` of this node each keeps a part at the same time, and none knows how far the others are.
 
         Raises:
             OSError: the node has no memory for it.
         """
         has_bytes = place.image.stat().st_size if place.image.exists() else 0
-        if bytes_needed > has_bytes and (problem := fits(bytes_needed - has_bytes, self.arena.folder)):
+        if bytes_needed > has_bytes and (problem := fits((bytes_needed - has_bytes) * ranks, self.arena.folder)):
             raise OSError(errno.ENOMEM, problem)
 
     def _place_soon(self) -> Place:

@@ -21,14 +21,16 @@ _MARK = "rescue-"
 
 
 @contextlib.contextmanager
-def alone_on_this_node(folder: Path, step: int) -> Iterator[int]:
+def alone_on_this_node(folder: Path, step: int, part: int = 0) -> Iterator[int]:
     """A descriptor of the file with which the ranks of a node take turns at a step; the lock ends with its holder.
+
+    Ranks that have different parts of the state do not wait for each other.
 
     Raises:
         OSError: another rank has it for too long, or there is no room for it.
     """
     of_this_load = f"{own_generation()}-{SAVERS.loads}-{step}"  # step numbers repeat after one
-    descriptor = open_regular(folder / f"{_MARK}{of_this_load}", os.O_RDWR | os.O_CREAT)
+    descriptor = open_regular(folder / f"{_MARK}{of_this_load}-{part}", os.O_RDWR | os.O_CREAT)
     deadline = time.monotonic() + OTHERS_S
     try:
         while True:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from slurmft.checkpoint.state import Trainee, unwrapped
 
@@ -34,7 +35,7 @@ class WeightsWatch:
         self._ids, self._weights = weights.keys(), list(weights.values())
         self._versions: list[int] = []
         self._addresses: list[int] = []
-        dense = [one for one in self._weights if one.numel() and one.layout is torch.strided]
+        dense = [one for one in self._weights if (here := _here(one)).numel() and here.layout is torch.strided]
         self._sampled = dense[:: -(-len(dense) // MAX_SAMPLED) or 1]
         self._views: list[torch.Tensor] = []
         self._samples: list[torch.Tensor] = []
@@ -46,8 +47,8 @@ class WeightsWatch:
 
     def note(self) -> None:
         """Note them at a boundary. Does not wait for a GPU."""
-        self._versions = [one._version for one in self._weights]
-        if (addresses := [one.data_ptr() for one in self._sampled]) != self._addresses:
+        self._versions = [_here(one)._version for one in self._weights]
+        if (addresses := [_here(one).data_ptr() for one in self._sampled]) != self._addresses:
             self._addresses = addresses
             self._views = [_first_values(one) for one in self._sampled]
             self._samples = [one.clone() for one in self._views]
@@ -57,11 +58,11 @@ class WeightsWatch:
 
     def weights_were_written(self) -> bool:
         """Whether torch has counted a write since ``note``; cheap."""
-        return self._versions != [one._version for one in self._weights]
+        return self._versions != [_here(one)._version for one in self._weights]
 
     def difference(self, *, of_values: bool = True) -> str:
         """The first change since ``note``; empty where there is none. Without ``of_values`` no kernel is launched."""
-        if self.weights_were_written() or self._addresses != [one.data_ptr() for one in self._sampled]:
+        if self.weights_were_written() or self._addresses != [_here(one).data_ptr() for one in self._sampled]:
             return "the weights were changed"
         if of_values and not all(map(torch.equal, self._samples, self._views)):
             return "the weights were changed"
@@ -84,9 +85,14 @@ def _with_inner(optimizer: Any, depth: int) -> Iterator[Any]:
                     yield from _with_inner(one, depth - 1)
 
 
+def _here(weight: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it, where it is spread over ranks."""
+    return weight._local_tensor if isinstance(weight, DTensor) else weight
+
+
 def _first_values(weight: torch.Tensor) -> torch.Tensor:
     """A view of some of its values, wherever they lie."""
-    view = weight.detach()
+    view = _here(weight).detach()
     while view.dim() > 1:
         view = view[0]
     return view[:SAMPLE_VALUES] if view.dim() else view

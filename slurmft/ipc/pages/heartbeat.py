@@ -78,6 +78,7 @@ class Slot(IntEnum):
     RESCUABLE = 34  # W  steps complete in its memory, and in no checkpoint; NOTHING, or IN_UPDATE until the step's end
     RESCUING = 35  # W  monotonic time at which it began to keep them; 0 before, and when that is over
     RESCUED = 36  # W  steps that are kept just in time on this node; NOTHING before
+    RESCUE_PART = 37  # W  number of the part of the state that it has; 0 where every rank has all of it
     SAVE_COST_NS = 40  # W  cost of the newest save to the training: its stall, and the slowdown of steps beside it
     DURABLE = 41  # W  step of the newest checkpoint that a manager has committed for all ranks, in this attempt
     STALL_NS = 42  # W  how long saves have stopped the training thread, in all

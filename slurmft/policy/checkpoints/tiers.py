@@ -86,6 +86,7 @@ def choose(
     *,
     generation: int,
     quarantined: Collection[Name] = (),
+    refused: Mapping[Name, str] | None = None,
     max_tries: int = MAX_TRIES,
 ) -> Decision:
     """The newest snapshot that can be supplied whole; the order of ``offers`` does not matter.
@@ -93,6 +94,7 @@ def choose(
     Args:
         generation: of the attempt that resumes; snapshots of a newer one are another attempt's.
         quarantined: never used, wherever they lie.
+        refused: those that turned out not to be usable, and why.
 
     Raises:
         ValueError: a number is not a whole number, or negative, or a shard lies outside its snapshot.
@@ -108,7 +110,8 @@ def choose(
         if committed is not None and _age(name) < _age(committed.name):
             break  # a snapshot older than the committed one is never used, and not worth a message
         on_disk = committed if committed is not None and committed.name == name else None
-        problem = _why_not(name, seen, generation, quarantined) or _unfit(found[name], on_disk, max_tries)
+        problem = (refused or {}).get(name) or _why_not(name, seen, generation, quarantined)
+        problem = problem or _unfit(found[name], on_disk, max_tries)
         if not problem and on_disk is None:
             problem = _lacking(found[name])
         if problem:

@@ -347,8 +347,8 @@ def test_nothing_is_copied_where_the_device_has_gone_on_before(run, listener, mo
     alone, copies = just_in_time.alone_on_this_node, len(run.device.copies)
 
     @contextlib.contextmanager
-    def wait_for_another_rank(folder: Path, step: int) -> Iterator[int]:
-        with alone(folder, step) as mark:
+    def wait_for_another_rank(folder: Path, step: int, part: int) -> Iterator[int]:
+        with alone(folder, step, part) as mark:
             run.device.run(run.device.default, 3)
             yield mark
 
