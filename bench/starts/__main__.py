@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import slurmft
-from slurmft.agent.workers import PRELOAD
+from slurmft.config.fault_tolerance import PRELOAD
 
 ZYGOTE = """
 import runpy, socket, sys

@@ -342,7 +342,7 @@ class LocalCluster:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "SLURMFT_NODE_INDEX": str(index), "SLURMD_NODENAME": host},
+                env={**environment_for(config, os.environ), "SLURMFT_NODE_INDEX": str(index), "SLURMD_NODENAME": host},
                 start_new_session=True,
             )
 
