@@ -10,6 +10,7 @@ ft_launcher takes part where ``--packages`` names a folder that holds it:
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import itertools
 import os
@@ -32,6 +33,7 @@ import torch
 from plot import picture
 
 import slurmft
+from slurmft.storage.checkpoint_names import MANIFEST, Identity
 from slurmft.storage.run_folder import RunFolder
 
 ASKED_S = {2: 0.12, 4: 0.25}
@@ -42,6 +44,8 @@ IDLE_S = 10.0
 STEPS_BEFORE_KILL = 150
 """3 s: long enough that a save is durable, else the restart counts as a repeated one and waits, and that the processes
 of the next attempt have been forked."""
+STEPS_TO_NOTE_IT = 3
+"""After a commit, until the ranks have noted it in their pages."""
 
 PATIENCE_S = 60.0
 PHASES = ("detect", "stop", "decide", "start", "fork", "rendezvous", "build, load", "first step")
@@ -92,9 +96,23 @@ def steps_of_newest(folder: Path) -> int:
     return sum(mark.pid == diary[-1].pid and mark.what.startswith("step ") for mark in diary) if diary else 0
 
 
-def recover_once(folder: Path, ranks: int) -> tuple[float, float]:
+def has_saved(folder: Path) -> bool:
+    """Whether ours has a checkpoint of its present attempt.
+
+    A second kill in a row without one is no progress, after which a restart waits: 1 s, then 2 s, 4 s.
+    """
+    diary = marks(folder, 0)
+    steps = [int(mark.what[5:]) for mark in diary if mark.pid == diary[-1].pid and mark.what.startswith("step ")]
+    found = (folder / "run" / "checkpoints").glob(f"*/{MANIFEST}")
+    saved = [one.step for path in found if (one := Identity.parse(path.parent.name)) is not None]
+    return bool(steps and saved) and max(saved) >= steps[0]
+
+
+def recover_once(folder: Path, ranks: int, *, ours: bool) -> tuple[float, float]:
     """Kill the last rank; Unix times of the kill and of the next step of rank 0."""
-    wait(lambda: steps_of_newest(folder) >= STEPS_BEFORE_KILL, "training")
+    wait(lambda: steps_of_newest(folder) >= STEPS_BEFORE_KILL and (not ours or has_saved(folder)), "training")
+    enough = steps_of_newest(folder) + STEPS_TO_NOTE_IT
+    wait(lambda: steps_of_newest(folder) >= enough, "training")
     victim = marks(folder, ranks - 1)[-1].pid
     at = time.time()
     os.kill(victim, signal.SIGKILL)
@@ -113,7 +131,7 @@ def measure(make: Callable[[Path], contenders.Contender], ranks: int, rounds: in
         seconds, phases = [], []
         try:
             for _ in range(rounds):
-                killed, stepped = recover_once(folder, ranks)
+                killed, stepped = recover_once(folder, ranks, ours=contender.name == "slurmft")
                 seconds.append(stepped - killed)
                 if contender.name == "slurmft":
                     phases.append(phases_of(folder, killed, stepped))
@@ -284,6 +302,7 @@ def main() -> None:
     parser.add_argument("--packages", type=Path, help="where nvidia-resiliency-ext is installed")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    compileall.compile_dir(Path(slurmft.__file__).parent, quiet=2)  # as an installation does
     command = shlex.join(["python", "bench/recovery", *sys.argv[1:]])
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, slurmft {slurmft.__version__}"
     lines = [

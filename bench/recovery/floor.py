@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from slurmft.agent.workers import PRELOAD
+from slurmft.config.fault_tolerance import PRELOAD
 from slurmft.system.collecting import without_collections
 
 

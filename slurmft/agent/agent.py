@@ -28,7 +28,7 @@ from slurmft.agent.launchers.torchrun import worker_command
 from slurmft.agent.notices import NoticeWatch
 from slurmft.agent.rehearsal import SpareRehearsal
 from slurmft.agent.stragglers import TimingReports
-from slurmft.agent.workers import Worker, Workers, preload_of, reserve_port
+from slurmft.agent.workers import Worker, Workers, reserve_port
 from slurmft.config.config import RunConfig
 from slurmft.errors import LaunchError, StorageError
 from slurmft.ipc.calls import (
@@ -65,6 +65,7 @@ from slurmft.ipc.reports import (
 )
 from slurmft.ipc.shapes import Fields
 from slurmft.ipc.whereabouts import Whereabouts
+from slurmft.ipc.zygote_start import Zygote
 from slurmft.policy.timing.fleet import report_interval_s
 from slurmft.policy.timing.stop import NEVER
 from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
@@ -94,9 +95,11 @@ log = logging.getLogger(__name__)
 class Agent:
     """One node's agent, from its first connection to its shutdown."""
 
-    def __init__(self, config: RunConfig, attempt: str, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, config: RunConfig, attempt: str, environment: Mapping[str, str], begun: Zygote | None = None
+    ) -> None:
         self._config, self._run, self._attempt = config, RunFolder(config.run_folder), attempt
-        self._environment = environment
+        self._environment, self._begun = environment, begun
         self._index = int(environment.get("SLURMFT_NODE_INDEX", environment.get("SLURM_NODEID", "0")))
         self._host = environment.get("SLURMD_NODENAME") or socket.gethostname()
         self._lender = environment.get(LENDER_VARIABLE, "")
@@ -137,7 +140,8 @@ class Agent:
         loop.add_signal_handler(signal.SIGINT, *heard)
         if self._config.container.runtime != "none":
             self._settle_in_container()
-        self._workers.start_zygote(common_environment(self._config, self._environment), preload_of(self._config))
+        preload = self._config.fault_tolerance.preloaded(self._config.launcher, self._config.inference)
+        self._workers.start_zygote(common_environment(self._config, self._environment), preload, self._begun)
         reports = asyncio.create_task(self._report_regularly())
         serving = asyncio.create_task(self._serve())
         lease = asyncio.create_task(self._watch_lease())
@@ -426,9 +430,9 @@ def _tell_error(task: asyncio.Task[None]) -> None:
         log.error("internal error: %r", error, exc_info=error)
 
 
-async def serve(config: RunConfig, attempt: str, environment: Mapping[str, str]) -> int:
-    """Run this node's agent; returns its exit code."""
-    agent = Agent(config, attempt, environment)
+async def serve(config: RunConfig, attempt: str, environment: Mapping[str, str], begun: Zygote | None = None) -> int:
+    """Run this node's agent, whose zygote may have been ``begun`` already; returns its exit code."""
+    agent = Agent(config, attempt, environment, begun)
     with contextlib.suppress(asyncio.CancelledError):
         return await agent.run()
     return LaunchError.exit_code

@@ -10,6 +10,7 @@ from slurmft.agent.workers import zygote_arguments
 from slurmft.agent.zygote import STOP_SIGNAL_VARIABLE
 from slurmft.config.config import RunConfig
 from slurmft.ipc.calls import StartWorkers
+from slurmft.ipc.zygote_start import shared_environment
 from slurmft.policy.nodes.rerun_settings import RerunSettings
 from slurmft.policy.site import nccl
 from slurmft.policy.timing.hangs import STEP
@@ -22,17 +23,8 @@ LENDER_VARIABLE = "SLURMFT_LENDER"
 
 
 def common_environment(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
-    """The environment that all workers of the run share; preloaded libraries read parts of it while they load.
-
-    One OpenMP thread each unless the user says otherwise, as torchrun does: more would fight for the same cores.
-    """
-    environment = dict(base)
-    if config.nproc_per_node > 1:
-        environment.setdefault("OMP_NUM_THREADS", "1")
-    # a name that stays the same over all restarts, so that an experiment tracker continues one experiment
-    environment.setdefault("WANDB_RUN_ID", config.name)
-    environment.setdefault("WANDB_RESUME", "allow")
-    return environment | config.environment
+    """The environment that all workers of the run share; preloaded libraries read parts of it while they load."""
+    return shared_environment(base, name=config.name, per_node=config.nproc_per_node, own=config.environment)
 
 
 def worker_environment(

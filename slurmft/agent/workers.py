@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,39 +18,19 @@ from pathlib import Path
 
 from slurmft.agent.flight_recorder import PIPE_VARIABLE, pipe_prefix
 from slurmft.agent.zygote import PACKET_BYTES
-from slurmft.config.config import RunConfig
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, STACKS_SUFFIX, Page, Slot, State
 from slurmft.ipc.pages.timing_page import TIMING_PAGE_VARIABLE, TimingPage
 from slurmft.ipc.worker_facts import WorkerFacts
+from slurmft.ipc.zygote_start import Zygote
 from slurmft.policy.timing.stop import Look
 from slurmft.storage.memory_folder import MEMORY_VARIABLE
 from slurmft.system.kernel_view import memory_kills
 from slurmft.system.private_folder import make_private_folder
 from slurmft.system.processes import was_given
 
-PRELOAD = (
-    "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim", "numpy",
-    "slurmft.worker.session", "slurmft.checkpoint.manager", "slurmft.checkpoint.warm_up",
-)  # fmt: skip
-"""torch.optim pulls torch._dynamo in when the first optimizer is built: 1.1 s that every worker would pay."""
-
 END_LOOK_S = 0.005
 
 log = logging.getLogger(__name__)
-
-
-def preload_of(config: RunConfig) -> tuple[str, ...]:
-    """What the zygote imports before workers are forked: torch only where workers use it."""
-    preload = config.fault_tolerance.preload
-    if preload is False or config.launcher == "ray":  # whose workers are no forks of the zygote
-        return ()
-    asked_for = () if preload is True else preload
-    if config.inference is None:
-        return (*PRELOAD, *asked_for)
-    if config.inference.serving is not None:
-        return ("slurmft.inference.driver", "slurmft.inference.serving.gate", "slurmft.inference.serving.router")
-    driver = ("slurmft.inference.driver", "aiohttp", *asked_for)
-    return (*driver, "torch") if config.inference.engine.callable else driver
 
 
 @dataclass(slots=True)
@@ -178,32 +157,20 @@ class Workers:
         self.memory = self.folder / "memory"
         """Where workers keep snapshots, from one attempt to the next."""
         self.memory.mkdir(mode=0o700)
-        self._zygote: subprocess.Popen[bytes] | None = None
+        self._zygote: Zygote | None = None
         self._socket: socket.socket | None = None
-        self._zygote_began_with: tuple[Mapping[str, str], Sequence[str]] = {}, ()
         self._signal_at_start: int | None = None
         self._memory_kills = 0
         self.ready = asyncio.Event()
 
-    def start_zygote(self, environment: Mapping[str, str], preload: Sequence[str]) -> None:
-        """Begin importing the modules of ``preload``; returns at once."""
-        self._zygote_began_with = environment, preload
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            argv = [
-                sys.executable,
-                "-P",
-                "-m",
-                "slurmft.agent.zygote",
-                str(theirs.fileno()),
-                *preload,
-            ]
-            self._zygote = subprocess.Popen(
-                argv, pass_fds=[theirs.fileno()], env=dict(environment), stdin=subprocess.DEVNULL
-            )
-        mine.setblocking(False)
-        self._socket = mine
-        asyncio.get_running_loop().add_reader(mine.fileno(), self._read)
+    def start_zygote(self, environment: Mapping[str, str], preload: Sequence[str], begun: Zygote | None = None) -> None:
+        """Begin importing the modules of ``preload``, or go on with what has been ``begun``; returns at once."""
+        if begun is not None and not begun.is_as(environment, preload):
+            begun.end()
+            begun = None
+        self._zygote = begun or Zygote(environment, preload)
+        self._socket = self._zygote.socket
+        asyncio.get_running_loop().add_reader(self._socket.fileno(), self._read)
 
     def start(
         self, ranks: Sequence[int], environments: Sequence[dict[str, str]], *, command: Sequence[str],
@@ -272,10 +239,12 @@ class Workers:
         self._need_zygote()
 
     def _need_zygote(self) -> None:
-        if self._socket is None or self._zygote is None or self._zygote.poll() is not None:
+        if self._zygote is None:
+            raise RuntimeError("start_zygote first")
+        if self._socket is None or self._zygote.process.poll() is not None:
             self.ready.clear()
             self._leave_zygote()
-            self.start_zygote(*self._zygote_began_with)
+            self.start_zygote(self._zygote.environment, self._zygote.preload)
 
     def signal(self, number: int) -> None:
         """Send a signal to every living worker itself, not to its children; to those to come, when they come."""
@@ -293,7 +262,7 @@ class Workers:
         for worker in waiting:
             worker.killed = True
         if waiting and self._zygote is not None:
-            self._zygote.kill()
+            self._zygote.process.kill()
         for worker in self._living():
             self._kill(worker)
 
@@ -335,8 +304,7 @@ class Workers:
     def _leave_zygote(self) -> None:
         self._hang_up()
         if self._zygote is not None:
-            self._zygote.kill()  # it holds nothing, and the kernel ends its children with it
-            self._zygote.wait()
+            self._zygote.end()
 
     def _timing_page(self, worker: Worker, generation: int) -> dict[str, str]:
         path = self.folder / f"rank-{worker.rank}.timings"

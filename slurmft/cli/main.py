@@ -128,11 +128,15 @@ def _hint_for(error: OSError) -> str:
     return "run with -v for the traceback"
 
 
-def main() -> None:
-    """Run the command line; ends the process with its exit code."""
+def main(begun: object = None) -> None:
+    """Run the command line; ends the process with its exit code.
+
+    Args:
+        begun: what this process has begun already for the verb, which gets it as its context's object.
+    """
     never_fail_to_encode()
     try:
-        code = cli.main(standalone_mode=False, prog_name="slurmft")
+        code = cli.main(standalone_mode=False, prog_name="slurmft", obj=begun)
     except click.exceptions.Abort:
         code = 130
     except click.ClickException as error:

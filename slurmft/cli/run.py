@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from slurmft.ipc.zygote_start import Zygote
 from slurmft.operations.run_configuration import load_given, refuse_foreign_configuration
 from slurmft.system.collecting import without_collections
 from slurmft.system.opening import appending
@@ -48,7 +49,8 @@ def run(*, config: Path, after_loss: int | None) -> int:
 @click.command(hidden=True)
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("attempt")
-def agent(*, config: Path, attempt: str) -> int:
+@click.pass_obj
+def agent(begun: Zygote | None, *, config: Path, attempt: str) -> int:
     """Run one node's agent (started by the supervisor with srun)."""
     with without_collections():
         from slurmft.agent.agent import serve
@@ -57,7 +59,7 @@ def agent(*, config: Path, attempt: str) -> int:
     refuse_foreign_configuration(config)
     settings = load_given(config)
     if (container := settings.contained()) is None:
-        return asyncio.run(serve(settings, attempt, os.environ))
+        return asyncio.run(serve(settings, attempt, os.environ, begun))
     inside.become_first_process()
     environment = inside.usable_environment(os.environ, os.uname().nodename)
     inside.refuse_unusable(container, attempt, environment)

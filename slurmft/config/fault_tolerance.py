@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BeforeValidator, Field
 
@@ -11,6 +11,15 @@ from slurmft.config.hangs import HangSettings
 from slurmft.config.poison import PoisonSettings
 from slurmft.config.types import Count, ModuleName, Seconds
 from slurmft.policy.verdicts.verdict import Cause, by_cause
+
+if TYPE_CHECKING:
+    from slurmft.config.inference import InferenceConfig
+
+PRELOAD = (
+    "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.optim", "numpy",
+    "slurmft.worker.session", "slurmft.checkpoint.manager", "slurmft.checkpoint.warm_up",
+)  # fmt: skip
+"""torch.optim pulls torch._dynamo in when the first optimizer is built: 1.1 s that every worker would pay."""
 
 
 class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
@@ -81,3 +90,15 @@ class FaultToleranceConfig(HangSettings, PoisonSettings, SimulatedFaults):
             return ("fault_tolerance.standby_supervisor: for trainers on at least two nodes, with spare_nodes, elastic "
                     "or slurm.no_kill")  # fmt: skip
         return ""
+
+    def preloaded(self, launcher: str, inference: InferenceConfig | None) -> tuple[str, ...]:
+        """What a node's zygote imports before workers are forked: torch only where workers use it."""
+        if self.preload is False or launcher == "ray":  # whose workers are no forks of the zygote
+            return ()
+        asked_for = () if self.preload is True else self.preload
+        if inference is None:
+            return (*PRELOAD, *asked_for)
+        if inference.serving is not None:
+            return ("slurmft.inference.driver", "slurmft.inference.serving.gate", "slurmft.inference.serving.router")
+        driver = ("slurmft.inference.driver", "aiohttp", *asked_for)
+        return (*driver, "torch") if inference.engine.callable else driver

@@ -24,7 +24,7 @@ class PreemptionConfig(Section):
 
     requeue_delay_s: Count = Field(default=2, ge=1, le=600)
     """Begin time of a requeued job, seconds from now. It must lie after the end of the job's processes and epilog:
-    a shorter one falls back to Slurm's own 121 s."""
+    a shorter one falls back to Slurm's own 121 s. Where there is no epilog it may be up to one second sooner."""
 
     stop_timeout_s: Seconds = Field(default=600.0, gt=0)
     """Longest wait for the save of a stop that has no deadline of its own (``slurmft stop``, a signal by hand)."""

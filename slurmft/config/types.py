@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from slurmft.policy import plain_values as plain
+
+_PLUGINS_VARIABLE = "PYDANTIC_DISABLE_PLUGINS"
 
 MAX_SECONDS = 10 * 365 * 86_400.0
 MAX_COUNT = 10**15 - 1
@@ -43,6 +48,27 @@ class Section(BaseModel):
     """One section: frozen, and unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """As pydantic does it, without plug-ins of pydantic's."""
+        with _no_plugins():
+            return super().model_validate(obj, **options)
+
+
+@contextlib.contextmanager
+def _no_plugins() -> Iterator[None]:
+    """To find them, pydantic reads the metadata of every installed distribution: on a shared filesystem hundreds of
+    files, at each start of each process. They would also see, and could change, what is validated here."""
+    before = os.environ.get(_PLUGINS_VARIABLE)
+    os.environ[_PLUGINS_VARIABLE] = "__all__"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_PLUGINS_VARIABLE]
+        else:
+            os.environ[_PLUGINS_VARIABLE] = before
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:

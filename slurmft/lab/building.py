@@ -15,7 +15,7 @@ import slurmft
 from slurmft.errors import LabError
 from slurmft.lab import accounting, daemons, slurm_conf
 from slurmft.lab.access import ensure_account, verify_exposure
-from slurmft.lab.exposure import PRIVATE_MEMORY, Mount, needed_paths, paths_to_expose
+from slurmft.lab.exposure import PRIVATE_MEMORY, Mount, compile_sources, needed_paths, paths_to_expose
 from slurmft.lab.members import Member, Starting, build_bridge, connect, connected
 from slurmft.lab.packages import ensure_packages
 from slurmft.lab.processes import kill_processes, make_folder, member_of_process, wait_until
@@ -40,6 +40,7 @@ def up(settings: LabSettings) -> Built:
     ensure_packages(accounting=settings.accounting)
     root = ensure_release(settings.release)
     started = time.monotonic()
+    compile_sources()
     with exclusive(settings.folder):
         needed = (*needed_paths(), *settings.expose)
         exposed = exposed_paths(settings)

@@ -7,6 +7,7 @@ needed is bound back at its own path.
 
 from __future__ import annotations
 
+import compileall
 import stat
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -58,6 +59,15 @@ def needed_paths() -> tuple[Path, ...]:
     """What running this very Python with this very slurmft takes: interpreter, environment, source."""
     package = Path(slurmft.__file__).parent
     return (Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable), package.parent)
+
+
+def compile_sources() -> None:
+    """Compile this slurmft, as its installation did, where its sources have changed since.
+
+    The lab's user cannot write beside them: each of its processes would compile half of the package by itself. A
+    package that cannot be written is left as it is.
+    """
+    compileall.compile_dir(Path(slurmft.__file__).parent, quiet=2)
 
 
 def paths_to_expose(

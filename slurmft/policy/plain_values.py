@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -55,6 +54,8 @@ def shown(key: Any) -> str:
 
 def did_you_mean(key: str, known: Sequence[str]) -> str:
     """The end of a sentence: the nearest known key, or nothing when none is near."""
+    import difflib  # only mistakes pay for it
+
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""
 

@@ -37,6 +37,8 @@ class Site:
     """Unix time on the controller when it answered."""
 
     cluster: str = ""
+    has_epilog: bool = True
+    """Whether a script of the site's runs on every node after each job; a job is COMPLETING until it has ended."""
 
 
 def parse_partitions(text: str) -> list[Partition]:
@@ -68,6 +70,9 @@ def parse_site(text: str) -> Site:
         kill_wait_s=float(wait.group()) if wait else None,
         clock=parse_time(asked_at.group(1)) if asked_at else None,
         cluster=facts.get("ClusterName", ""),
+        # from 24.11 on there is a line for each script, and none where there is no script
+        has_epilog="EpilogMsgTime" not in facts
+        or re.search(r"^Epilog(\[\d+\])?\s*=\s*(?!\(null\))\S", text, re.MULTILINE) is not None,
     )
 
 

@@ -99,7 +99,7 @@ def job(job_id: str, *, patience_s: float = 5.0) -> JobRecord | None:
 
 
 def terms(*, timeout_s: float = 3.0) -> Terms:
-    """Slurm's clock, to the second, which a job's times refer to; and its KillWait.
+    """Slurm's clock, to the second, which a job's times refer to; its KillWait, and whether there is an epilog.
 
     Raises:
         SlurmError: Slurm did not answer, or did not say what time it is.
@@ -110,7 +110,7 @@ def terms(*, timeout_s: float = 3.0) -> Terms:
         raise SlurmError("scontrol show config does not say what time it is")
     # the time was cut to whole seconds, and was taken between the two readings
     clock = SlurmClock(answer.clock + 0.5, (before_s + time.monotonic()) / 2)
-    return Terms(clock, KILL_WAIT_S if answer.kill_wait_s is None else answer.kill_wait_s)
+    return Terms(clock, KILL_WAIT_S if answer.kill_wait_s is None else answer.kill_wait_s, answer.has_epilog)
 
 
 def partitions(*, timeout_s: float = 3.0) -> list[Partition]:

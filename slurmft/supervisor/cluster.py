@@ -121,6 +121,9 @@ class SlurmCluster:
         self.given_back: set[str] = set()
         """Those of them that are not in the allocation any more: a requeue must ask for their number again."""
 
+        self.has_epilog = True
+        """Whether the site runs a script after each job; True as well while Slurm has not said so."""
+
         self.attempt = Attempt(job=job.job_id, restart=job.restart)
 
     def present(self) -> list[str]:
@@ -206,9 +209,11 @@ class SlurmCluster:
     def terms(self) -> Terms:
         """From scontrol; this machine's clock and Slurm's defaults when Slurm does not answer."""
         try:
-            return slurm.terms()
+            terms = slurm.terms()
         except SlurmError:
             return Terms(SlurmClock(time.time(), time.monotonic()))
+        self.has_epilog = terms.has_epilog
+        return terms
 
     def node_states(self) -> Mapping[str, str]:
         """From sinfo; none when Slurm does not answer."""
@@ -337,7 +342,7 @@ class LocalCluster:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "SLURMFT_NODE_INDEX": str(index), "SLURMD_NODENAME": host},
+                env={**environment_for(config, os.environ), "SLURMFT_NODE_INDEX": str(index), "SLURMD_NODENAME": host},
                 start_new_session=True,
             )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pwd
 import resource
@@ -40,6 +39,8 @@ def me() -> Process:
 
 def die_with_parent(parent: int | None = None) -> None:
     """Ask the kernel to kill this process when its parent dies; end here where ``parent`` has died already."""
+    import ctypes  # verbs of a login node, which need none, start a millisecond sooner
+
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)

@@ -184,7 +184,7 @@ def test_torch_is_named_as_a_string_only_where_the_zygote_preloads_it():
     # the second one only asks for its version, which imports nothing; the last ones mean the format of a file, and
     # words of a user's command
     assert set(lazy) <= {
-        "agent/workers.py", "agent/launchers/torchrun.py", "agent/flight_recorder.py", "agent/zygote.py",
+        "config/fault_tolerance.py", "agent/launchers/torchrun.py", "agent/flight_recorder.py", "agent/zygote.py",
         "cli/checkpoint.py", "cli/quickstart.py", "policy/site/nested_launchers.py",
         "agent/replicas.py", "inference/engines.py",
     }  # fmt: skip

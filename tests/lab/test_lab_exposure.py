@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from slurmft.lab.exposure import needed_paths, paths_to_expose
+import slurmft
+from slurmft.lab.exposure import compile_sources, needed_paths, paths_to_expose
 
 
 @pytest.fixture
@@ -123,3 +125,11 @@ def test_this_interpreter_and_this_source_are_needed():
     needed = needed_paths()
     assert Path(sys.base_prefix) in needed
     assert any(Path(slurmft.__file__).is_relative_to(path) for path in needed)
+
+
+def test_sources_are_compiled_for_those_who_cannot_write_beside_them(tmp_path, monkeypatch):
+    source = folder(tmp_path / "slurmft") / "__init__.py"
+    source.write_text("x = 1\n")
+    monkeypatch.setattr(slurmft, "__file__", str(source))
+    compile_sources()
+    assert Path(importlib.util.cache_from_source(str(source))).exists()

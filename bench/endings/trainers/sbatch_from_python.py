@@ -15,7 +15,7 @@ import submitit.local.local
 import submitit.slurm.slurm  # noqa: F401
 import yaml  # noqa: F401
 
-_ = pydantic.BaseModel  # loaded on first use
+_ = pydantic.BaseModel, pydantic.Field  # loaded on first use, as by any model with a limit in it
 
 asks = sys.argv[2:] == ["ask"]
 if asks:

@@ -27,14 +27,15 @@ _HOUR = rf"midnight|noon|elevenses|fika|teatime|{_CLOCK}"
 _UNIT = r"seconds?|minutes?|hours?|days?|weeks?"
 _MOMENT = rf"now([+-]{_PART}[ ]?({_UNIT})?)?|({_DAY})([T \-]({_HOUR}))?|({_HOUR})([ ]({_DAY}))?|uptime[+-]?{_PART}"
 _NAME = r"(?![-.]+$)(?!-)[^\s/\\'\"`$;&|<>()\[\]{}*?!,]+"
+_NAMES = rf"{_NAME}(,{_NAME})*"
 _SIZE = r"[0-9]{1,15}[kmgt]?b?"
 _COUNTS = rf"([a-z][\w.+-]*:)?{_PART}(,([a-z][\w.+-]*:)?{_PART})*"
 
 _FORMS: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("time", "time-min"), (_LIMIT, 'minutes, "H:MM:SS" or "D-HH:MM:SS"')),
     **dict.fromkeys(("begin", "deadline"), (_MOMENT, "a time, such as 18:00, 2030-01-31T18:00 or now+1hour")),
-    **dict.fromkeys(("partition",), (rf"{_NAME}(,{_NAME})*", "names, with commas between them")),
-    **dict.fromkeys(("account", "qos", "reservation"), (rf"{_NAME}(,{_NAME})*", "a name")),
+    **dict.fromkeys(("partition",), (_NAMES, "names, with commas between them")),
+    **dict.fromkeys(("account", "qos", "reservation"), (_NAMES, "a name")),
     **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu", "tmp"), (_SIZE, "a size, such as 500M or 64G")),
     **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"),
                     (_COUNTS, "a number, or type:number")),
@@ -42,8 +43,6 @@ _FORMS: dict[str, tuple[str, str]] = {
                      "ntasks-per-socket", "threads-per-core", "cores-per-socket", "sockets-per-node"),
                     (_PART, "a number")),
 }  # fmt: skip
-_PATTERNS = {name: (re.compile(form, re.IGNORECASE | re.ASCII), words) for name, (form, words) in _FORMS.items()}
-_UNICODE_NAMES = re.compile(rf"{_NAME}(,{_NAME})*")
 _NAMED = frozenset({"partition", "account", "qos", "reservation", "job-name"})
 _MAY_BE_NEGATIVE = frozenset({"nice", "time", "time-min"})
 
@@ -55,14 +54,15 @@ def unusable_value(option: str, value: Any) -> str:
     text = str(value) if not isinstance(value, int) or abs(value) <= 10**18 else ""
     if isinstance(value, int) and (abs(value) > MAX_NUMBER or (value < 0 and option not in _MAY_BE_NEGATIVE)):
         return f"{text or 'a number of more than 18 digits'} is not a number that Slurm accepts"
-    if not text.strip() and option in _PATTERNS.keys() | _NAMED:
+    if not text.strip() and option in _FORMS.keys() | _NAMED:
         return "it is empty"
     if CONTROL.search(text):
         return f"{text[:80]!r} holds a line break or control character"
     if option in _NAMED and len(text) > MAX_NAME:
         return f"{text[:40]!r}... is a name of {len(text)} characters; at most {MAX_NAME}"
     if option in ("partition", "account", "qos", "reservation"):
-        fits = _UNICODE_NAMES.fullmatch(text) is not None
-    else:
-        fits = option not in _PATTERNS or _PATTERNS[option][0].fullmatch(text.strip()) is not None
+        fits = re.fullmatch(_NAMES, text) is not None
+    else:  # compiled only when such an option is given
+        flags = re.IGNORECASE | re.ASCII
+        fits = option not in _FORMS or re.fullmatch(_FORMS[option][0], text.strip(), flags) is not None
     return "" if fits else f"{text[:80]!r} is not {_FORMS[option][1]}"

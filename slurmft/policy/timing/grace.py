@@ -79,6 +79,9 @@ class Terms:
 
     kill_wait_s: float = KILL_WAIT_S
 
+    has_epilog: bool = True
+    """Whether a script of the site's runs after each job, for a time that is not known."""
+
 
 def cause_of_signal(times: JobTimes, *, now: float, lead_s: float) -> Cause:
     """Why a TERM came at ``now`` (of Slurm's clock): Slurm does not say, but its end time does.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import LaunchError, UsageError
+from slurmft.ipc.zygote_start import as_variable
 from slurmft.policy.site import container as policy
 from slurmft.policy.site.container import Container
 from slurmft.storage.run_folder import Attempt, RunFolder
@@ -89,7 +90,14 @@ def bundle_for(container: Container, own: Path) -> Path:
 
 
 def environment_for(config: RunConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of an agent: in a container without what only concerns the process that starts it."""
-    left_out = frozenset() if config.container.runtime == "none" else _OF_ANOTHER_PYTHON
+    """The environment of an agent: in a container without what only concerns the process that starts it.
+
+    Elsewhere with what its zygote needs, which is begun before the agent has read the configuration.
+    """
+    if config.container.runtime == "none":
+        section = config.fault_tolerance
+        return {**environment, **as_variable(section.preloaded(config.launcher, config.inference), name=config.name,
+                                             per_node=config.nproc_per_node, own=config.environment)}  # fmt: skip
+    left_out = _OF_ANOTHER_PYTHON
     left_out |= _OF_THE_BATCH_TASK if config.container.runtime == "oci" else frozenset()
     return {name: value for name, value in environment.items() if name not in left_out}

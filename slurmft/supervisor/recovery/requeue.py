@@ -128,6 +128,7 @@ class Continuation:
             done = queueing.requeue(
                 job, restart=self._cluster.attempt.restart, delay_s=delay_s, avoid=self._avoid, nodes=nodes,
                 patience_s=self._patience_s(), orderly=verdict.cause in PLANNED and not self._cluster.lost,
+                has_epilog=self._cluster.has_epilog,
             )  # fmt: skip
         except queueing.JobCancelled as error:
             self._journal.append(EventName.NOT_CONTINUED, reason=error.what)

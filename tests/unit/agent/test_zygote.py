@@ -18,9 +18,10 @@ import psutil
 import pytest
 
 from slurmft.agent.environment import worker_environment
-from slurmft.agent.workers import PRELOAD, Worker, Workers, preload_of, reserve_port, zygote_arguments
+from slurmft.agent.workers import Worker, Workers, reserve_port, zygote_arguments
 from slurmft.agent.zygote import STOP_SIGNAL_VARIABLE, why_not_to_fork
 from slurmft.config.config import validate
+from slurmft.config.fault_tolerance import PRELOAD
 from slurmft.errors import ConfigError
 from slurmft.ipc.calls import StartWorkers
 from slurmft.ipc.pages.heartbeat import Slot, State
@@ -159,7 +160,7 @@ def test_a_list_is_imported_beside_torch(preload, extra):
     config = validate(
         {"command": ["train.py"], "run_folder": "r", "fault_tolerance": {"preload": preload}}, source="a test"
     )
-    assert preload_of(config) == (*PRELOAD, *extra)
+    assert config.fault_tolerance.preloaded(config.launcher, config.inference) == (*PRELOAD, *extra)
 
 
 @pytest.mark.parametrize("preload", [["no-name"], ["../x"], ["a."], [""], "transformers", [1]])
@@ -630,7 +631,7 @@ def test_an_agent_that_is_killed_takes_its_workers_along(tmp_path):
                            verdicts=[here / "v"], generation=1)
                 while not node.by_rank[0].pid:
                     await asyncio.sleep(0.01)
-                print(node.by_rank[0].pid, node._zygote.pid, flush=True)
+                print(node.by_rank[0].pid, node._zygote.process.pid, flush=True)
                 await asyncio.sleep(300)
 
             asyncio.run(main())
@@ -720,7 +721,7 @@ def test_a_reserved_port_can_be_bound_by_the_store_and_by_nobody_else():
 
 def ahead(node: Node) -> list[int]:
     """Children of the zygote that wait to become workers."""
-    zygote = psutil.Process(node.workers._zygote.pid)
+    zygote = psutil.Process(node.workers._zygote.process.pid)
     known = {worker.pid for worker in node.workers.by_rank.values()}
     return sorted(child.pid for child in zygote.children() if child.pid not in known)
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from pydantic import BaseModel
+from pydantic.plugin import _loader
 
 from slurmft.cli.schema import configuration_schema
 from slurmft.config.config import RunConfig, load, validate
-from slurmft.config.types import section_of
+from slurmft.config.types import Section, section_of
 from slurmft.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[3]
@@ -508,3 +510,20 @@ def test_how_many_nodes_a_run_may_have(elastic: dict[str, int], minimum: int, ma
 def test_bounds_that_make_no_sense_are_refused(elastic: dict[str, int], words: str):
     with pytest.raises(ConfigError, match=words):
         validate({"command": ["a"], "run_folder": "/runs/a", "nodes": 4, "elastic": elastic}, source="here")
+
+
+@pytest.mark.parametrize("before", [None, "some-plugin"])
+def test_no_plugin_of_pydantics_is_looked_for(before, monkeypatch):
+    class Own(Section):
+        number: int = 1
+
+    def look(group: str) -> None:
+        raise AssertionError(f"entry points of {group}")
+
+    monkeypatch.setattr(_loader, "_plugins", None)
+    monkeypatch.setattr(_loader, "entry_points", look)
+    monkeypatch.delenv("PYDANTIC_DISABLE_PLUGINS", raising=False)
+    if before is not None:
+        monkeypatch.setenv("PYDANTIC_DISABLE_PLUGINS", before)
+    assert Own.model_validate({"number": 2}).number == 2
+    assert os.environ.get("PYDANTIC_DISABLE_PLUGINS") == before

@@ -79,8 +79,10 @@ def test_a_partition_that_says_little_is_still_one():
 def test_the_cluster():
     site = parse_site(CONFIGURATION)
     assert (site.preempt_type, site.kill_wait_s, site.clock) == ("preempt/partition_prio", 5.0, 1795197969.0)
+    for line in ("Epilog                  = /etc/slurm/epilog.sh", "Epilog[0]               = /etc/slurm/epilog.sh"):
+        assert parse_site(f"{line}\nEpilogMsgTime           = 2000 usec\n").has_epilog
     nothing = parse_site("")
-    assert (nothing.preempt_type, nothing.kill_wait_s, nothing.clock) == ("", None, None)
+    assert (nothing.preempt_type, nothing.kill_wait_s, nothing.clock, nothing.has_epilog) == ("", None, None, True)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +210,7 @@ def test_what_each_version_says_of_its_partitions_and_clock(version):
     }  # fmt: skip
     assert [name for name, each in found.items() if each.is_default] == ["low"]
     site = parse_site((folder / "config.txt").read_text())
-    assert (site.kill_wait_s, site.cluster) == (5, "slurmftlab")
+    assert (site.kill_wait_s, site.cluster, site.has_epilog) == (5, "slurmftlab", False)
     assert site.clock is not None
     times = parse_job_times((folder / "job-grace.txt").read_text())
     assert times.preempted is not None

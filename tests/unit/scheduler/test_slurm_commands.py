@@ -261,7 +261,7 @@ DISABLED = 'echo "Requested operation is presently disabled for job 7" >&2; exit
 
 @pytest.fixture(autouse=True)
 def _clock_that_shows_a_whole_second(monkeypatch):
-    monkeypatch.setattr(queueing, "whole_seconds", lambda delay_s, now_s: delay_s)
+    monkeypatch.setattr(queueing, "whole_seconds", lambda delay_s, now_s, early_s: delay_s)
 
 
 def in_queue(job_id: str, script: object, *, user: int = 1000, submitted: int = 100, state: str = "PENDING") -> str:
@@ -406,6 +406,28 @@ def test_slurm_cuts_its_clock_down_so_a_late_moment_of_a_second_asks_for_one_mor
     assert queueing.whole_seconds(2, now_s) == asked_s
     begins_s = int(now_s) + asked_s
     assert 1.5 <= begins_s - now_s <= 2.5
+
+
+@pytest.mark.parametrize("now_s", [100.0, 100.3, 100.51, 100.99])
+def test_a_job_that_leaves_nothing_behind_may_begin_a_second_sooner(now_s, monkeypatch):
+    monkeypatch.undo()
+    begins_s = int(now_s) + queueing.whole_seconds(2, now_s, queueing.EARLY_WITHOUT_EPILOG_S)
+    assert 1.0 <= begins_s - now_s <= 2.0
+
+
+@pytest.mark.parametrize(
+    ("orderly", "has_epilog", "delay_s", "early_s"),
+    [(True, False, 2, 1.0), (True, False, 1, 0.5), (True, True, 2, 0.5), (False, False, 2, 0.5)],
+)
+def test_the_begin_time_is_closest_where_the_steps_have_ended_and_no_epilog_follows(
+    stubs, monkeypatch, orderly, has_epilog, delay_s, early_s
+):
+    asked = []
+    monkeypatch.setattr(queueing, "whole_seconds", lambda delay_s, now_s, early_s: asked.append(early_s) or delay_s)
+    stubs.write("scontrol", "")
+    stubs.write("squeue", "")
+    queueing.requeue(OwnJob("7"), restart=0, delay_s=delay_s, patience_s=1, orderly=orderly, has_epilog=has_epilog)
+    assert asked == [early_s]
 
 
 KEEPS_AHEAD = """

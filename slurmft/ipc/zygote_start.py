@@ -1,0 +1,93 @@
+"""How a node's zygote is begun: by its agent, or before the agent itself has imported anything.
+
+What a zygote imports takes longer than all other parts of a start together, and an agent takes 0.2 s until it has read
+its configuration. So the supervisor, which has read it, passes on what the zygote needs, in a variable of the agent's
+process. Imports next to nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
+
+VARIABLE = "SLURMFT_ZYGOTE"
+MAX_BYTES = 64 * 1024
+"""The kernel takes 128 KiB for one variable; where the run has more, the agent begins its zygote itself."""
+
+
+def shared_environment(base: Mapping[str, str], *, name: str, per_node: int, own: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a zygote and all its workers.
+
+    One OpenMP thread each unless the user says otherwise, as torchrun does: more would fight for the same cores.
+
+    Args:
+        base: that of the agent.
+        name: the run's.
+        per_node: workers on each node.
+        own: the run's own variables, which beat all others.
+    """
+    # a name that stays the same over all restarts, so that an experiment tracker continues one experiment
+    defaults = {"WANDB_RUN_ID": name, "WANDB_RESUME": "allow"}
+    if per_node > 1:
+        defaults["OMP_NUM_THREADS"] = "1"
+    return {**defaults, **base, **own}
+
+
+def as_variable(preload: Sequence[str], *, name: str, per_node: int, own: Mapping[str, str]) -> dict[str, str]:
+    """What a supervisor adds to the environment of an agent; nothing where it would be too long."""
+    text = json.dumps({"preload": list(preload), "name": name, "per_node": per_node, "own": dict(own)})
+    return {VARIABLE: text} if len(text.encode()) <= MAX_BYTES else {}
+
+
+class Zygote:
+    """A zygote's process, and the agent's end of the socket that it takes requests from."""
+
+    def __init__(self, environment: Mapping[str, str], preload: Sequence[str]) -> None:
+        self.environment, self.preload = dict(environment), tuple(preload)
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            argv = [sys.executable, "-P", "-m", "slurmft.agent.zygote", str(theirs.fileno()), *self.preload]
+            self.process = subprocess.Popen(
+                argv, pass_fds=[theirs.fileno()], env=self.environment, stdin=subprocess.DEVNULL
+            )
+        self.socket.setblocking(False)
+
+    def is_as(self, environment: Mapping[str, str], preload: Sequence[str]) -> bool:
+        """Whether it was begun with just these."""
+        return (self.environment, self.preload) == (dict(environment), tuple(preload))
+
+    def end(self) -> None:
+        """Kill it; it holds nothing, and the kernel ends its children with it."""
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def begun_for(arguments: Sequence[str], environment: MutableMapping[str, str]) -> Zygote | None:
+    """The zygote of the agent that this process is about to become; None where it is not to be an agent, or was told
+    nothing. The variable is removed.
+
+    Args:
+        arguments: the command line, the program first.
+    """
+    told = environment.pop(VARIABLE, None)
+    if told is None or list(arguments[1:2]) != ["agent"]:
+        return None
+    try:
+        facts = json.loads(told)
+        preload = [str(name) for name in facts["preload"]]
+        own = {str(name): str(value) for name, value in facts["own"].items()}
+        shared = shared_environment(environment, name=str(facts["name"]), per_node=int(facts["per_node"]), own=own)
+        return Zygote(shared, preload)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:  # the agent will begin it
+        sys.stderr.write(f"slurmft: no zygote ahead of the agent: {error!r}\n")
+        return None
+
+
+def begun() -> Zygote | None:
+    """As ``begun_for``, for this very process."""
+    return begun_for(sys.argv, os.environ)
