@@ -91,6 +91,11 @@ class Turn:
         """Commits are counted on from here."""
         self.commit, self.is_begun = max(self.commit, newest_commit), True
 
+    def next_commit(self) -> int:
+        """The number of a copy of a step, which every rank begins at the same place between two saves."""
+        self.commit += 1
+        return self.commit
+
     def exchange(self, team: Team, guard: Guard, step: int, prepared: LaidOut | None) -> list[list[int]]:
         """Each rank's ``Row``; a collective. The commit that rank 0 names is this turn's from now on."""
         row = [0] * len(Row)

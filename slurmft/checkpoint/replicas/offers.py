@@ -28,7 +28,7 @@ from slurmft.storage.checkpoint_names import MAX_STEP, Identity
 from slurmft.storage.memory_folder import PEERS
 from slurmft.system.files import read_json, write_json
 
-MAX_SNAPSHOTS = 4
+MAX_SNAPSHOTS = 6
 MAX_SHARDS = 64
 """Of one snapshot on one node: its own ranks' and its peers'."""
 
