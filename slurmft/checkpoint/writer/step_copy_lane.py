@@ -17,6 +17,7 @@ from slurmft.checkpoint.format.shard_index import read_index, write_index
 from slurmft.checkpoint.replicas.replication import Peer, find_peers, key_file, located, send_copy
 from slurmft.checkpoint.staging.holding import holding
 from slurmft.checkpoint.writer.fault_points import reached
+from slurmft.checkpoint.writer.image_lane import POLITE_BYTES, size_of
 from slurmft.checkpoint.writer.priority import yield_to_others
 from slurmft.checkpoint.writer.writer_task import Left, Task
 from slurmft.errors import StorageError
@@ -70,21 +71,33 @@ class StepCopyLane:
             return not self._waiting and self._current is None
 
     def _run(self) -> None:
-        yield_to_others()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting)
                 self._current = one = self._waiting.pop(0)
-            try:
-                problem = self._copy(one)
-                one.task.tell("copied", final=True, phase=one.task.phase, text=problem)
-            except Left as left:
-                one.task.tell(left.kind, final=True, phase=one.task.phase)
-            except Exception as error:  # a bug here must not end all copies of this process
-                log.exception("step %d was not copied", one.task.request.identity.step)
-                one.task.tell_failure(error, final=True)
+            if size_of(one.task.request.image) < POLITE_BYTES:
+                self._finish(one)
+            else:
+                thread = threading.Thread(target=self._finish_politely, args=(one,), daemon=True)
+                thread.start()
+                thread.join()
             with self._changed:
                 self._current = None
+
+    def _finish_politely(self, one: _Copy) -> None:
+        """In a thread of its own, whose low priority cannot be undone."""
+        yield_to_others()
+        self._finish(one)
+
+    def _finish(self, one: _Copy) -> None:
+        try:
+            problem = self._copy(one)
+            one.task.tell("copied", final=True, phase=one.task.phase, text=problem)
+        except Left as left:
+            one.task.tell(left.kind, final=True, phase=one.task.phase)
+        except Exception as error:  # a bug here must not end all copies of this process
+            log.exception("step %d was not copied", one.task.request.identity.step)
+            one.task.tell_failure(error, final=True)
 
     def _copy(self, one: _Copy) -> str:
         """Why a peer does not have it; empty where all do."""
