@@ -316,7 +316,7 @@ class CheckpointManager(NamedStates):
                 self._snapshots.leave_spill()
             if prepared is None or not any(row[Row.IS_BUSY] for row in rows):
                 return prepared
-            if not urgent and self.settings.when_busy == "skip":
+            if not self._steps.give_way() and not urgent and self.settings.when_busy == "skip":
                 if team.is_lead:
                     log.warning("step %d is not saved: two earlier saves are still being written", step)
                 return None

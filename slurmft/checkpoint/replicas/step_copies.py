@@ -30,6 +30,10 @@ from slurmft.policy.checkpoints.step_copies import Spacing
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import Identity
 from slurmft.trainer.savers import SAVERS
+from slurmft.trainer.streams import settle
+
+LOOKS = 20
+"""So often a save looks again for the place of a copy that gives way."""
 
 WARN_AFTER = 3
 """So many copies in a row that some peer does not have are told of."""
@@ -83,8 +87,8 @@ class StepCopies:
         """What keeps this rank from copying; and all ranks, for good."""
 
         self._costs = dict.fromkeys((_Row.AGREEING, _Row.COPY), 0)
-        self._boundary_ns = 0
-        self._in_a_row = 0
+        self._boundary_ns = self._waited_ns = 0
+        self._gave_way = self._in_a_row = 0
         self.skipped = self.made = 0
         """Boundaries at which a copy was due and none could be made; copies that were whole everywhere."""
 
@@ -133,10 +137,10 @@ class StepCopies:
         team, ended, is_whole = Team(), self._has_ended(), self._is_whole()
         least = team.least([
             ended, is_whole, self._has_place() if ended else True, self._costs[_Row.AGREEING], -self._costs[_Row.COPY],
-            began_ns - self._boundary_ns, step, -step,
+            began_ns - self._boundary_ns + self._waited_ns, step, -step,
         ])  # fmt: skip
         agreed_ns = time.perf_counter_ns()
-        self._costs = {_Row.AGREEING: agreed_ns - began_ns, _Row.COPY: 0}
+        self._costs, self._waited_ns = {_Row.AGREEING: agreed_ns - began_ns, _Row.COPY: 0}, 0
         if least[_Row.STEP] != -least[_Row.NO_STEP]:
             self._end("ranks are at different steps")
         else:
@@ -161,9 +165,7 @@ class StepCopies:
         if not least[_Row.HAS_ENDED]:
             self.skipped += 1
         elif least[_Row.HAS_PLACE] > 0:
-            began_ns = time.perf_counter_ns()
             self._copy(step, team)
-            self._costs[_Row.COPY] = time.perf_counter_ns() - began_ns
         elif least[_Row.HAS_PLACE] == 0:
             self.skipped += 1
         else:
@@ -172,10 +174,13 @@ class StepCopies:
     def _copy(self, step: int, team: Team) -> None:
         """Errors are this rank's alone: without its part the copy counts nowhere."""
         identity = Identity(step, own_generation(), self._turn.next_commit())
-        self._pending = identity
+        self._pending, self._gave_way = identity, 0
+        asked_ns = began_ns = time.perf_counter_ns()
         try:
             if self._trainee is None:
                 return
+            settle(self._trainee.model.parameters())  # until here the device does the work of the step
+            began_ns = time.perf_counter_ns()
             flat = for_save(self._trainee, self._extra, {}, rank=team.rank, world_size=team.world_size)
             with self.beside():
                 self._snapshots.copy_step(
@@ -185,6 +190,18 @@ class StepCopies:
             log.exception("step %d is not copied", step)
             if not isinstance(error, OSError) or error.errno != errno.EBUSY:
                 self._problem = f"{type(error).__name__}: {error}"
+        finally:
+            self._waited_ns = began_ns - asked_ns
+            self._costs[_Row.COPY] = time.perf_counter_ns() - began_ns
+
+    def give_way(self) -> bool:
+        """A save found no place: end the copy that is under way. Whether it is worth while to look once more; the same
+        on all ranks, which call it alike."""
+        if self._pending is None or self._gave_way == LOOKS:
+            return False
+        self._gave_way += 1
+        self._snapshots.give_up(self._pending)
+        return True
 
     def _has_ended(self) -> bool:
         return self._pending is None or self._places.current != self._pending or self._places.ended is not None

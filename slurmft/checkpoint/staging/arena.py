@@ -183,8 +183,7 @@ class Arena:
         """
         taken = set(busy)
         free = [place for place in self.places if place.holds not in taken and not is_held(place.image)]
-        return min(free, key=lambda place: (place.is_warming, -1 if place.holds is None else place.holds.commit),
-                   default=None)  # fmt: skip
+        return min(free, key=lambda place: (place.is_warming, _age(place.holds)), default=None)
 
     @property
     def is_private(self) -> bool:
@@ -246,3 +245,8 @@ class Spill:
 
 def _open_image(path: Path) -> int:
     return open_regular(path, os.O_RDWR | os.O_CREAT, follow=False, owners={os.geteuid()})
+
+
+def _age(identity: Identity | None) -> tuple[int, int]:
+    """Attempts first: one that went back to an older state counts its commits on from there."""
+    return (-1, -1) if identity is None else (identity.generation, identity.commit)

@@ -237,6 +237,26 @@ def test_memory_that_runs_out_later_ends_the_copies(begin, monkeypatch):
     assert "Cannot allocate memory" in rank.checkpoints._steps.reason
 
 
+def test_a_save_does_not_wait_for_a_copy_that_has_the_last_place(begin, memory, monkeypatch):
+    """Two saves are under way as well, as far as the places go; without the copy there would be room for a third."""
+    rank = begin().save()
+    rank.checkpoints.wait()
+    rank.train(2).settle()
+    rank.train(3)  # takes in step 2, which is needed from now on
+    places, client = rank.checkpoints._snapshots, rank.checkpoints._snapshots._writer
+    rank.settle()
+    taken = Identity(90, 0, 90)
+    given_up: list[Identity] = []
+    monkeypatch.setattr(client, "unfinished", lambda: [taken] if given_up else [taken, places.copies.current])
+    monkeypatch.setattr(client, "abandon", given_up.append)
+    next(one for one in places.arena.places if one.holds is not None and one.holds.step == 1).holds = taken
+    assert not places.has_place()
+    rank.save()
+    assert given_up[0].step == 3
+    assert 3 in {one.index.identity.step for one in holdings_in(memory, Tier.MEMORY)}
+    monkeypatch.undo()
+
+
 class _Writer:
     """One that has not finished anything."""
 
