@@ -13,8 +13,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -134,16 +135,16 @@ def _train(root: Path, size: int, step_s: float, seconds: float, rank: int, keep
     writer = psutil.Process(checkpoints._snapshots._writer_process().pid)
     before = None
     for step in range(2, 1_000_000):
-        over = torch.tensor(float(time.monotonic() - began > seconds))
-        dist.all_reduce(over)  # as the gradients of a step: all ranks get to the boundary together
-        if over.item():
-            break
         until = time.monotonic() + step_s
         while (left := until - time.monotonic()) > 0:
             if taken is not None and places.ended is not None:
                 whole.append(time.monotonic() - taken)
                 taken = None
             time.sleep(min(left, 0.002))
+        over = torch.tensor(float(time.monotonic() - began > seconds))
+        dist.all_reduce(over)  # as the gradients of a step: all ranks get to the boundary together
+        if over.item():
+            break
         current, at = places.current, time.perf_counter()
         SAVERS.at_boundary(step)
         stall = time.perf_counter() - at
@@ -176,18 +177,83 @@ def _processor_s(process: psutil.Process) -> float:
     return sum(process.cpu_times()[:2])
 
 
-def row(size: int, step_s: float, ranks: list[Found], floor_ms: float) -> str:
-    """One line of the table: the slowest rank's."""
-    slowest = max(ranks, key=lambda one: statistics.median(one.stalls_s))
-    stall, whole = statistics.median(slowest.stalls_s), statistics.median(slowest.whole_s or [float("nan")])
-    agreeing = statistics.median(slowest.agreeing_s)
-    interval = max(one.interval for one in ranks)
-    return (
-        f"| {size / 1e6:g} MB | {1000 * step_s:g} ms | {1000 * stall:.1f} ms | {1000 * floor_ms:.1f} ms "
-        f"| {1000 * agreeing:.2f} ms | {1000 * whole:.0f} ms | {1000 * slowest.writer_s:.0f} ms "
-        f"| {1000 * slowest.keeper_s:.0f} ms | {100 * stall / step_s:.1f} % | {interval} "
-        f"| {100 * stall / step_s / interval:.1f} % | {slowest.made}, {slowest.skipped} |"
-    )
+def floor(size: int) -> tuple[float, float]:
+    """Seconds in which this machine copies so many bytes in memory; and hashes them and sends them over loopback."""
+    import torch
+    import xxhash
+
+    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    torch.set_num_threads(1)
+    copied = min(_seconds(lambda: target.copy_(source)) for _ in range(5))
+    view = memoryview(source.numpy())
+    hashed = min(_seconds(lambda: xxhash.xxh3_128(view).digest()) for _ in range(5))
+    return copied, hashed + min(_sent_s(view) for _ in range(5))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _sent_s(view: memoryview) -> float:
+    """Plain bytes to another thread, which receives them into memory that is there."""
+    room = memoryview(bytearray(1 << 20))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def receive() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                while connection.recv_into(room):
+                    pass
+
+        reader = threading.Thread(target=receive)
+        reader.start()
+        began = time.perf_counter()
+        with socket.create_connection(listener.getsockname()) as connection:
+            connection.sendall(view)
+        reader.join()
+        return time.perf_counter() - began
+
+
+HEADER = [
+    "| state of a rank | step | stall | memcpy alone | of it agreeing | peers have it after "
+    "| hash + plain loopback alone | writer | keeper | at 1 | interval | then | copies, left out |",
+    "|" + "---|" * 13,
+]
+
+
+def row(size: int, step_s: float, ranks: list[Found]) -> str:
+    """One line of the table, of the slower rank."""
+    slower = max(ranks, key=lambda one: statistics.median(one.stalls_s))
+    stall, whole = statistics.median(slower.stalls_s), statistics.median(slower.whole_s or [float("nan")])
+    copied, sent = floor(size)
+    cells = [
+        f"{size / 1e6:g} MB", f"{1000 * step_s:g} ms", f"{1000 * stall:.1f} ms", f"{1000 * copied:.1f} ms",
+        f"{1000 * statistics.median(slower.agreeing_s):.2f} ms", f"{1000 * whole:.0f} ms", f"{1000 * sent:.0f} ms",
+        f"{1000 * slower.writer_s:.0f} ms", f"{1000 * slower.keeper_s:.0f} ms", f"{100 * stall / step_s:.1f} %",
+        f"{slower.interval}", f"{100 * stall / step_s / slower.interval:.1f} %", f"{slower.made}, {slower.skipped}",
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def table() -> list[str]:
+    """All of it; three minutes."""
+    lines = [
+        "", "## Copies of every step (`checkpoint.peer_interval: 1`)", "",
+        "Two ranks, each a node of its own; a step is a pause, as of a host whose GPU computes. Stall: what the "
+        "training waits for (agreeing, and the copy into memory); beside it the same bytes copied alone. Writer and keeper: "
+        "processor time for each copy. At 1: stall by step; then: the same at the interval where the back-off came to "
+        "rest. Left out: boundaries at which the copy before was still under way. Medians of the slower rank, without "
+        f"the first {NEW_PLACES} copies, which meet new memory.", "",
+        *HEADER,
+    ]  # fmt: skip
+    for size, step_s, seconds in ((4, 0.1, 12), (4, 1.0, 20), (64, 0.1, 25), (64, 1.0, 25), (512, 0.1, 60),
+                                  (512, 1.0, 60)):  # fmt: skip
+        before = os.getloadavg()[0]
+        lines.append(row(size * 10**6, step_s, measure(size * 10**6, step_s=step_s, seconds=seconds)))
+        print(lines[-1], f"load {before:.1f}", file=sys.stderr, flush=True)
+    return lines
 
 
 if __name__ == "__main__":
