@@ -242,10 +242,10 @@ def table() -> list[str]:
     lines = [
         "", "## Copies of every step (`checkpoint.peer_interval: 1`)", "",
         "Two ranks, each a node of its own; a step is a pause, as of a host whose GPU computes. Stall: what the "
-        "training waits for (agreeing, and the copy into memory); beside it the same bytes copied alone. Writer and keeper: "
-        "processor time for each copy. At 1: stall by step; then: the same at the interval where the back-off came to "
-        "rest. Left out: boundaries at which the copy before was still under way. Medians of the slower rank, without "
-        f"the first {NEW_PLACES} copies, which meet new memory.", "",
+        "training waits for (agreeing, and the copy into memory); beside it the same bytes copied alone. Writer "
+        "and keeper: processor time for each copy. At 1: stall by step; then: the same at the interval where the "
+        "back-off came to rest. Left out: boundaries at which the copy before was still under way. Medians of the "
+        f"slower rank, without the first {NEW_PLACES} copies, which meet new memory.", "",
         *HEADER,
     ]  # fmt: skip
     for size, step_s, seconds in ((4, 0.1, 12), (4, 1.0, 20), (64, 0.1, 25), (64, 1.0, 25), (512, 0.1, 60),

@@ -118,7 +118,8 @@ class StepCopies:
     def loaded(self, identity: Identity | None) -> None:
         """The state was replaced, by that of ``identity`` where it lay in memory alone: that is needed until it is
         somewhere else."""
-        self._places.needed = identity or self._places.needed
+        if self._spacing is not None and self._is_agreed is not False:
+            self._places.needed = identity or self._places.needed
 
     def disarm(self, reason: str) -> None:
         """Copy nothing from now on; all ranks call it alike."""
@@ -242,12 +243,13 @@ class StepCopies:
 
     def _end(self, reason: str) -> None:
         """All ranks have come to it together."""
-        self._is_agreed, self._off = False, reason
         log.warning("no steps are copied between saves any more: %s", reason)
+        self._is_agreed, self._off = False, reason
+        self.reason = reason
         self._disarm(reason)
 
     def _disarm(self, reason: str) -> None:
         if reason != self.reason:
             log.info("no steps are copied between saves: %s", reason)
         self.reason, self._trainee = reason, None
-        self._snapshots.sends_saves = True
+        self._places.needed, self._snapshots.sends_saves = None, True

@@ -260,7 +260,10 @@ class Snapshots:
 
         Raises: as ``prepare`` and ``stage``.
         """
-        place = self.stage(self.prepare(flat, rank=rank, world_size=world_size), identity)
+        prepared = self.prepare(flat, rank=rank, world_size=world_size)
+        if self.copies.problem:
+            raise OSError(errno.ENOMEM, self.copies.problem)
+        place = self.stage(prepared, identity)
         self.copies.begin(identity)
         self._writer_process().submit(
             WriteRequest(

@@ -125,6 +125,24 @@ def test_every_step_after_the_first_save_is_found_again_and_none_of_it_is_on_dis
     again.checkpoints.close()
 
 
+@pytest.mark.parametrize("interval", [0, 1])
+def test_after_a_load_from_memory_saves_have_their_two_places(tmp_path, begin, memory, monkeypatch, interval):
+    rank = begin().save()
+    rank.checkpoints.wait()
+    rank.train(2).settle()
+    rank.checkpoints.close()
+    set_settings(monkeypatch, checkpoint={"peer_interval": interval, "just_in_time": False})
+    again, found = loaded(tmp_path / "checkpoints")
+    assert found.step == 2
+    again.checkpoints.wait()
+    assert (again.places.needed is None) == (interval == 0), "until something newer is whole"
+    kept = [] if again.places.needed is None else [again.places.needed]
+    arena = again.checkpoints._snapshots.arena
+    busy = [arena.free(kept).holds]
+    assert arena.free([*kept, *busy]) is not None
+    again.checkpoints.close()
+
+
 def test_every_third_step(begin, memory, monkeypatch):
     set_settings(monkeypatch, checkpoint={"peer_interval": 3, "just_in_time": False})
     rank = begin().save()
