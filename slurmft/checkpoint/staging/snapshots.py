@@ -60,7 +60,7 @@ class LaidOut:
     layout: Layout
     packed: list[Packed]
     place: Place | None
-    """Where to; None while both places are in use."""
+    """Where to; None while all places are in use."""
 
 
 class Snapshots:
@@ -206,7 +206,7 @@ class Snapshots:
             if took_s > SOON_S:
                 self.make_room()
             if took_s > SOON_S + LOOK_S:
-                raise OSError(errno.EBUSY, "both places are in use")
+                raise OSError(errno.EBUSY, "all places are in use")
             time.sleep(0.005)
         return place
 
@@ -220,7 +220,7 @@ class Snapshots:
         if kept is not None and place is not None and place.holds == kept and identity.step <= kept.step:
             place = self.arena.free([*self._taken(), kept])
         if place is None:
-            raise OSError(errno.EBUSY, "both places are in use")
+            raise OSError(errno.EBUSY, "all places are in use")
         return place
 
     def _copy(
