@@ -133,7 +133,7 @@ bench-exclusions: install ## measure the exclusion list, into bench/results/ (ha
 bench-sweep: install ## measure one sweep over 10,000 nodes, into bench/results/ (a minute)
 	@$(BIN)/python bench/sweep --output bench/results/sweep.md
 
-bench-peer-copies: install ## measure copies to other nodes' memory, into bench/results/ (a minute, nothing else running)
+bench-peer-copies: install ## measure copies to other nodes' memory, into bench/results/ (six minutes, nothing else running)
 	@$(BIN)/python bench/peer_copies --output bench/results/peer_copies.md
 
 bench-symptoms: install ## the confusion matrix of the ends of logs, into bench/results/ (seconds)

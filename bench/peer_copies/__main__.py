@@ -1,6 +1,6 @@
 """How fast one shard is copied to another node's memory, over loopback, by the real sender and the real keeper.
 
-    python bench/peer_copies --output bench/results/peer_copies.md     # a minute, and 4 GB in /dev/shm
+    python bench/peer_copies --output bench/results/peer_copies.md     # six minutes, and 6 GB in /dev/shm
 
 Sender and keeper are two processes, as on a cluster; neither imports torch. Nothing else should run on the machine.
 """
@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import steps
 import xxhash
 
 import slurmft
@@ -157,6 +158,8 @@ def main() -> None:
         "Keyed hashes of the standard library on this machine, one core, pieces of 1 MiB:", "", "| hash | GB/s |",
         "|---|---|", *(f"| {name} | {rate:.2f} |" for name, rate in hashes()),
     ]  # fmt: skip
+    lines += steps.table()
+    lines += ["", f"Load when that ended: {os.getloadavg()[0]:.1f}."]
     if os.getloadavg()[0] > (os.cpu_count() or 1) + 2:
         lines += [
             "",

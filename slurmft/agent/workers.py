@@ -115,6 +115,9 @@ class Worker:
             step_at=page[Slot.PROGRESS_AT] / 1e9 or None,
             load_s=page[Slot.LOAD_NS] / 1e9 or None,
             stall_s=page[Slot.STALL_NS] / 1e9 or None,
+            copied=None if page[Slot.COPIED] < 0 else page[Slot.COPIED],
+            copy_interval=page[Slot.COPY_INTERVAL] or None,
+            copy_share_ppm=page[Slot.COPY_SHARE_PPM] or None,
         )
 
     def look(self) -> Look:

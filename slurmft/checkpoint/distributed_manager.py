@@ -17,6 +17,7 @@ from slurmft.checkpoint.manager import CheckpointManager
 from slurmft.checkpoint.mappings import ReadsAsMapping
 from slurmft.checkpoint.state import Stateful
 from slurmft.checkpoint.team import Team
+from slurmft.checkpoint.writer.write_requests import order_of
 from slurmft.errors import UsageError
 
 _EPOCH = "epoch"
@@ -165,7 +166,7 @@ class DistributedCheckpointManager:
         team, guard, gone = Team(), Guard(), 0
         if team.is_lead:
             with guard:
-                keep = self.manager._order({}).keep
+                keep = order_of(self.manager.settings, {}, self.manager._distrusted).keep
                 before = len(Catalog(self.manager.directory).committed())
                 prune(self.manager.directory, replace(keep, keep_last_n=keep_last_n or keep.keep_last_n))
                 gone = before - len(Catalog(self.manager.directory).committed())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import operator
 import os
@@ -23,20 +24,21 @@ import torch
 from slurmft.checkpoint.agreement import Guard, failure
 from slurmft.checkpoint.catalog import Catalog
 from slurmft.checkpoint.folders import own_generation, remove_left_overs
-from slurmft.checkpoint.format.flat_state import FACTS, FlatState, capture
+from slurmft.checkpoint.format.flat_state import FACTS, FlatState, for_save
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.loading import LoadedCheckpoint, Loading
 from slurmft.checkpoint.named_states import NamedStates
 from slurmft.checkpoint.replicas.memory_sources import same_state
 from slurmft.checkpoint.replicas.note_sender import note_sender
 from slurmft.checkpoint.replicas.offers import forget_others
+from slurmft.checkpoint.replicas.step_copies import StepCopies
 from slurmft.checkpoint.staging.lead_note import Extra
 from slurmft.checkpoint.staging.snapshots import LaidOut, Snapshots
 from slurmft.checkpoint.state import Stateful, Tolerance, Trainee
 from slurmft.checkpoint.team import Team
 from slurmft.checkpoint.turns import OfLead, Row, Turn, mismatch
 from slurmft.checkpoint.writer.fault_points import reached
-from slurmft.checkpoint.writer.write_requests import BestMode, CommitOrder, Keep
+from slurmft.checkpoint.writer.write_requests import BestMode, order_of
 from slurmft.errors import CheckpointError, DirectoryInUse, UsageError
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import MAX_STEP, STAGING, Identity
@@ -48,7 +50,6 @@ log = logging.getLogger(__name__)
 
 GivenExtra = Mapping[str, Any] | Extra | None
 
-ATTEMPT_VARIABLE = "SLURMFT_ATTEMPT"
 ROOM_S = 60.0
 """How long a save that must not be skipped waits for one of its two places."""
 
@@ -104,6 +105,7 @@ class CheckpointManager(NamedStates):
             on_committed=weakly(self._on_committed), on_failed=weakly(self._on_failed),
         )  # fmt: skip
         self._rescue: JustInTime | None = None
+        self._steps = StepCopies(self.settings.peer_interval, self._snapshots, self._turn, self.directory)
         self._is_saving = False
         SAVERS.join(self)
         self._finalizer = weakref.finalize(self, self._snapshots.close)  # at the end of the process at the latest
@@ -141,13 +143,14 @@ class CheckpointManager(NamedStates):
         is_async = self.settings.async_save if async_save is None else async_save
         urgent = SAVERS.is_urgent or not is_async
         self._turn.extra = OfLead.of(extra)
-        prepared = self._agree(team, lambda: self._captured(team, trainee, extra, metrics or {}), step, urgent=urgent)
+        now = functools.partial(for_save, trainee, extra, metrics or {}, rank=team.rank, world_size=team.world_size)
+        prepared = self._agree(team, now, step, urgent=urgent)
         if prepared is None:
             SAVERS.outcome = Outcome.SKIPPED
             return None
         identity = Identity(step, own_generation(), self._turn.commit)
         folder = self.directory / identity.folder_name
-        self._arm(trainee, extra, step=step)  # first: a rank that dies in the copy must not lose the step
+        self._arm(trainee, extra, step=step, safe=step)  # first: a rank that dies in the copy must not lose the step
         self._stage(team, prepared, identity, urgent=urgent)
         SAVERS.outcome = Outcome.STAGED
         if not is_async:
@@ -192,6 +195,7 @@ class CheckpointManager(NamedStates):
         SAVERS.leave(self)
         if self._rescue is not None:
             self._rescue.disarm("the manager is closed")
+        self._steps.disarm("the manager is closed")
         self._finalizer()
 
     def load_latest(
@@ -277,6 +281,7 @@ class CheckpointManager(NamedStates):
         """``step`` steps are complete."""
         if self._rescue is not None:
             self._rescue.at_boundary(step)
+        self._steps.at_boundary(step)
 
     def rescue(self) -> None:
         """A rank has failed: keep the last complete step where that is possible."""
@@ -311,7 +316,7 @@ class CheckpointManager(NamedStates):
                 self._snapshots.leave_spill()
             if prepared is None or not any(row[Row.IS_BUSY] for row in rows):
                 return prepared
-            if not urgent and self.settings.when_busy == "skip":
+            if not self._steps.give_way() and not urgent and self.settings.when_busy == "skip":
                 if team.is_lead:
                     log.warning("step %d is not saved: two earlier saves are still being written", step)
                 return None
@@ -324,14 +329,6 @@ class CheckpointManager(NamedStates):
                     raise TimeoutError(
                         errno.ETIMEDOUT, f"two earlier saves are still being written after {ROOM_S:.0f} s"
                     )
-
-    def _captured(self, team: Team, trainee: Trainee, extra: GivenExtra, metrics: Mapping[str, Any]) -> FlatState:
-        given = (extra() if team.is_lead else None) if callable(extra) else extra
-        flat = capture(trainee, given, rank=team.rank, settles=True)
-        if team.is_lead:
-            plain = {str(name): float(value) for name, value in metrics.items()}
-            flat.put(FACTS, {"metrics": plain, "world_size": team.world_size})
-        return flat
 
     def _begin(self, team: Team) -> None:
         """Before the first save: check the directory's owner; on rank 0, clean up, and find the newest number.
@@ -351,6 +348,8 @@ class CheckpointManager(NamedStates):
         for one in self._of_this_directory():
             if one is not self and one._rescue is not None:
                 one._rescue.disarm("another manager saves in this directory")
+            if one is not self:
+                one._steps.disarm("another manager saves in this directory")
 
     @property
     def _is_guest(self) -> bool:
@@ -369,21 +368,13 @@ class CheckpointManager(NamedStates):
         try:
             with self._rescue.staging() if self._rescue is not None else contextlib.nullcontext():
                 place = self._snapshots.stage(prepared, identity)
-                order = self._order(prepared.flat.objects[FACTS]["metrics"]) if team.is_lead else None
+                metrics = prepared.flat.objects[FACTS]["metrics"] if team.is_lead else {}
+                order = order_of(self.settings, metrics, self._distrusted) if team.is_lead else None
                 self._snapshots.submit(place, self.directory / identity.folder_name, identity, order, urgent=urgent)
                 reached("submitted")
         except Exception as error:
             log.exception("step %d was not copied", identity.step)
             self._snapshots.failed_here(identity, error)
-
-    def _order(self, metrics: Mapping[str, float]) -> CommitOrder:
-        settings = self.settings
-        keep = Keep(
-            keep_last_n=settings.keep_last_n, keep_every=settings.keep_every,
-            best_metric=settings.best_metric if settings.save_best else "", best_mode=settings.best_mode,
-            distrusted=tuple(sorted(path.name for path in self._distrusted)),
-        )  # fmt: skip
-        return CommitOrder(metrics=metrics, attempt=os.environ.get(ATTEMPT_VARIABLE, ""), keep=keep)
 
     def _on_committed(self, identity: Identity, seconds: float) -> None:
         log.info("saved step %d in %.2f s: %s", identity.step, seconds, self.directory / identity.folder_name)
@@ -408,24 +399,29 @@ class CheckpointManager(NamedStates):
         if memory is not None and int(os.environ.get("RANK", "0")) == ranks.start:
             forget_others(memory, ranks, older_than=commit)
 
-    def _arm(self, trainee: Trainee, extra: GivenExtra, *, step: int | None = None) -> None:
-        """Be ready to keep ``trainee``'s last complete step, where the node's memory outlives this process."""
+    def _arm(self, trainee: Trainee, extra: GivenExtra, *, step: int | None = None, safe: int) -> None:
+        """Be ready to keep ``trainee``'s last complete step, where the node's memory outlives this process; a
+        collective. ``safe`` steps are saved, or were loaded."""
         memory = memory_folder_of(self.directory)
-        if not self.settings.just_in_time or SAVERS.listener is None or memory is None or self._is_guest:
-            return
-        self._rescue = self._rescue or JustInTime(memory, weakly(self._keep), note_sender())
+        if SAVERS.listener is None or self._is_guest:
+            memory = None
         known, reason = self._turn.extra.to_note(extra)
-        self._rescue.arm(trainee, reason=reason, step=step, extra=known)
+        if self.settings.just_in_time and memory is not None:
+            self._rescue = self._rescue or JustInTime(memory, weakly(self._keep), note_sender())
+            self._rescue.arm(trainee, reason=reason, step=step, extra=known)
+            self._steps.beside = self._rescue.staging
+        self._steps.arm(trainee, known, reason, step=safe, can=memory is not None)
 
     def _arm_loaded(self, trainee: Trainee, loaded: LoadedCheckpoint) -> None:
         """A collective. ``extra`` is asked from the next boundary on: the trainer has not seen what was loaded yet."""
         self._turn.extra = OfLead(Team().from_lead([OfLead.of(extra := self._extra or loaded.extra)])[0])
         if self._rescue is not None and self._turn.extra is OfLead.FUNCTION:
             self._rescue.loaded()
-        self._arm(trainee, extra)
+        self._arm(trainee, extra, safe=loaded.step)
 
     def _keep(self, step: int, flat: FlatState, check: Callable[[], None]) -> None:
-        self._snapshots.keep(flat, Identity(step, own_generation(), self._turn.commit + 1), check)
+        ahead = 2 if self.settings.peer_interval else 1  # another rank may have begun the copy of a step already
+        self._snapshots.keep(flat, Identity(step, own_generation(), self._turn.commit + ahead), check)
 
     # Loading
 
@@ -443,6 +439,8 @@ class CheckpointManager(NamedStates):
         SAVERS.loads += 1
         if self._rescue is not None:
             self._rescue.loaded()
+        in_memory_only = Identity.parse(loaded.path.name) if loaded.path and not loaded.is_durable else None
+        self._steps.loaded(in_memory_only)
         self._distrusted |= {path for path, _ in loaded.skipped}
         self._turn.begin_again(loading.newest_commit)
         if SAVERS.listener is not None:

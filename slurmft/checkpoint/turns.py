@@ -100,6 +100,11 @@ class Turn:
         self.begin(max(self.commit, newest_commit) + 1 if self._has_agreed else newest_commit)
         self._has_agreed = True
 
+    def next_commit(self) -> int:
+        """The number of a copy of a step, which every rank begins at the same place between two saves."""
+        self.commit += 1
+        return self.commit
+
     def exchange(self, team: Team, guard: Guard, step: int, prepared: LaidOut | None) -> list[list[int]]:
         """Each rank's ``Row``; a collective. The commit that rank 0 names is this turn's from now on."""
         row = [0] * len(Row)

@@ -14,6 +14,10 @@ Since = Annotated[float | None, Shape(fits=is_time, optional=True, lenient=True)
 """None where it is 0; agents of an earlier version do not send it."""
 
 
+Count = Annotated[int | None, Shape(fits=integer(0, 2**62), optional=True, lenient=True)]
+"""None where there is nothing to count."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerFacts(Fields):
     """One worker's page."""
@@ -46,3 +50,8 @@ class WorkerFacts(Fields):
     load_s: Since = None
     stall_s: Since = None
     """How long it read checkpoints, and how long saves have stopped its training, in all."""
+
+    copied: Count = None
+    copy_interval: Count = None
+    copy_share_ppm: Count = None
+    """Copies of steps in memory (``Slot.COPIED`` and those behind it); None where there is none."""

@@ -157,6 +157,8 @@ def overview(run: RunFolder, records: Mapping[OwnJob, JobRecord] | None) -> Over
         detail = f"{detail}; handover: {waits}"
     if state == "running" and (update := _update_told(run)):
         detail = f"{detail}; {update}"
+    if state == "running" and progress.copied is not None and progress.copied > (progress.saved_step or 0):
+        detail = f"{detail}; step {progress.copied} is in memory on all nodes"
     failed = max(0, progress.failed_saves or 0) if state == "running" else 0
     if failed:
         detail = f"{detail}; SAVES FAIL: {failed} in a row, {progress.save_problem or 'reason unknown'}"

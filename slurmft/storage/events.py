@@ -71,6 +71,7 @@ class EventName(StrEnum):
     SAVE_FAILED = "save failed"
     SAVES_KEEP_FAILING = "saves keep failing"
     SAVES_WORK_AGAIN = "saves work again"
+    STEP_COPIES_SPACED_OUT = "step copies spaced out"
     CHECKPOINT_TRIED = "checkpoint tried"
     CHECKPOINT_QUARANTINED = "checkpoint quarantined"
     CHECKPOINT_VERIFIED = "checkpoint verified"

@@ -69,6 +69,12 @@ class Listener(Protocol):
     def on_rescued(self, step: int) -> None:
         """The state after ``step`` steps was kept just in time."""
 
+    def on_copied(self, step: int) -> None:
+        """All ranks have the state after ``step`` steps in memory, and their peers have it, too."""
+
+    def on_spaced(self, interval: int, share: float) -> None:
+        """Steps are copied every ``interval`` steps from now on; at the former one it took ``share`` of their time."""
+
 
 class Savers:
     """The managers of one process, and its session: ``SAVERS``.

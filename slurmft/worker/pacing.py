@@ -39,6 +39,7 @@ class SavePace:
     ) -> None:  # fmt: skip
         self._tell, self._is_writing, self._now_ns = tell, is_writing, now_ns
         self._step = start
+        self._first = 1 if settings.peer_interval and not start else None
         self._by_steps = SaveSchedule(settings.interval_steps, start) if settings.interval == "steps" else None
         self._told = ToldSchedule(start)
         spacing = _spacing(settings, nodes)
@@ -69,6 +70,8 @@ class SavePace:
         if self._timer is not None and step > self._step:
             self._timer.step_done(self._now_ns(), is_writing=self._is_writing())
         self._step = step
+        if step == self._first:  # copies of steps begin with a save, from which they know what belongs to the state
+            return True
         if self._by_steps is not None:
             return self._by_steps.is_due(step)
         if self._told.is_look(step):

@@ -178,3 +178,12 @@ class PageListener:
     def on_rescued(self, step: int) -> None:
         """The state after ``step`` steps was kept just in time."""
         self._page[Slot.RESCUED] = step
+
+    def on_copied(self, step: int) -> None:
+        """All ranks have the state after ``step`` steps in memory, and their peers have it, too."""
+        self._page[Slot.COPIED] = step
+
+    def on_spaced(self, interval: int, share: float) -> None:
+        """Steps are copied less often from now on."""
+        self._page[Slot.COPY_SHARE_PPM] = int(share * 1e6)
+        self._page[Slot.COPY_INTERVAL] = interval

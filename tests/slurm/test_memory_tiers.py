@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
 NewRun = Callable[..., Run]
 KEPT_COPIES = "copied to node"
+SHARDED = Path(__file__).parent / "trainers" / "sharded.py"
 
 
 def copies_made(run: Run) -> int:
@@ -68,3 +70,29 @@ def test_where_the_peer_is_lost_too_the_disk_is_read(lab: Lab, new_run: NewRun) 
     # the first node has its own shard, and the third one's copy; the second one's copy went with the third
     told = "1 of 3 shards from memory, 1 of 3 shards from memory of a peer, 1 of 3 shards from disk"
     assert told in run.output(), run.output()
+
+
+def test_a_lost_node_costs_a_sharded_run_a_step_where_every_step_is_copied(lab: Lab, new_run: NewRun) -> None:
+    """Saves go to disk after the first step and at the end alone."""
+    whole = new_run("sharded-undisturbed", command=["python", str(SHARDED), "--steps", "30", "--step-delay", "0"])
+    whole.submit()
+    run = new_run(
+        command=["python", str(SHARDED), "--steps", "30", "--step-delay", "0.3"],
+        spare_nodes=1,
+        checkpoint={"interval_steps": 1000, "peer_copies": 1, "peer_interval": 1},
+        fault_tolerance={"num_in_job_restarts": 3},
+    )
+    whole.wait_until_done(120)
+    run.submit()
+    eventually(lambda: ((run.folder.progress() or {}).get("copied") or 0) >= 12, 90, run.story)
+    hosts = run.events("agents ready")[0].details["hosts"]
+    lab.kill_node(hosts[1])
+    before = (run.folder.progress() or {})["step"]
+    try:
+        run.wait_for("first step", 2)
+        run.wait_until_done(120)
+    finally:
+        lab.start_node(hosts[1])
+    assert "2 of 4 shards from memory, 2 of 4 shards from memory of a peer" in run.output(), run.output()
+    assert run.events("first step")[1].details["resumed_from"] >= before - 2, run.story()
+    assert run.digest() == whole.digest()

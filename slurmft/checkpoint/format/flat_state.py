@@ -8,7 +8,7 @@ nothing: they do not step an optimizer that has no state yet.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,6 +130,22 @@ def capture(
     for key, value in objects.items():
         state.put(key, value)
     return state
+
+
+def for_save(
+    trainee: Trainee, extra: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None, metrics: Mapping[str, Any], *,
+    rank: int, world_size: int,
+) -> FlatState:  # fmt: skip
+    """The present state with what rank 0 adds to it; of a function ``extra`` what it returns there now.
+
+    Raises: as ``capture``; ValueError or TypeError where a metric is no number.
+    """
+    given = (extra() if rank == 0 else None) if callable(extra) else extra
+    flat = capture(trainee, given, rank=rank, settles=True)
+    if rank == 0:
+        plain = {str(name): float(value) for name, value in metrics.items()}
+        flat.put(FACTS, {"metrics": plain, "world_size": world_size})
+    return flat
 
 
 def refuse_unsupported(model: torch.nn.Module) -> None:

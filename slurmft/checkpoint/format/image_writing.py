@@ -31,8 +31,8 @@ _SYNC_AND_WAIT = 1 | 2 | 4
 
 _TEMPORARY = ".tmp"
 
-_KEPT = 2
-"""A rank's places in memory."""
+_KEPT = 3
+"""A rank's places in memory, at most."""
 
 Pace = Callable[[int], None]
 """Called with the bytes done so far; may sleep, and may raise to leave the work."""

@@ -28,7 +28,7 @@ from slurmft.checkpoint.replicas.slots import Incoming, Mismatch, place_for, rem
 from slurmft.checkpoint.replicas.wire import PIECE_BYTES, BadCopy, Wire
 from slurmft.checkpoint.staging.memory_limits import fits
 from slurmft.errors import StorageError
-from slurmft.policy.checkpoints.tiers import Tier
+from slurmft.policy.checkpoints.tiers import Name, Tier
 from slurmft.policy.strangers import Strangers
 from slurmft.storage.memory_folder import PEERS, read_copies_key, read_generation
 from slurmft.system.log_format import log_to_stderr
@@ -171,16 +171,17 @@ class Keeper:
         if not lock.acquire(timeout=_BUSY_S):
             raise Refused("busy with another copy of this shard")
         try:
-            self._check(index)
-            self._receive(wire, blob, index)
+            keep = _name(request.get("keep"))
+            self._check(index, keep)
+            self._receive(wire, blob, index, keep)
         finally:
             lock.release()
 
-    def _receive(self, wire: Wire, blob: bytes, index: ShardIndex) -> None:
+    def _receive(self, wire: Wire, blob: bytes, index: ShardIndex, keep: Name | None) -> None:
         wire.begin_image(blob, index.size_bytes)
         try:
             with self._changing:  # no place may be cleared away between its choice and its first byte
-                incoming = Incoming(self._peers, index)
+                incoming = Incoming(self._peers, index, keep=keep)
             with incoming:
                 wire.send({"answer": "send"})
                 left = index.size_bytes
@@ -191,7 +192,7 @@ class Keeper:
                 with self._changing:
                     incoming.finish()
                     self._generation = max(self._generation, index.identity.generation)
-                    remove_stale(self._peers)
+                    remove_stale(self._peers, keep)
         except Mismatch as error:
             raise Refused(f"damaged on the way: {error}") from error
         wire.send({"answer": "kept"})
@@ -221,7 +222,7 @@ class Keeper:
         """The oldest generation that is not over."""
         return max(self._generation, read_generation(self._memory))
 
-    def _check(self, index: ShardIndex) -> None:
+    def _check(self, index: ShardIndex, keep: Name | None) -> None:
         """Return when this copy is wanted.
 
         Raises:
@@ -238,10 +239,24 @@ class Keeper:
             mine, theirs = one.index.identity, index.identity
             if (mine.generation, mine.commit) > (theirs.generation, theirs.commit):
                 raise Refused(f"a newer one is here: {mine.folder_name}")
-        image = image_of(place_for(self._peers, index))
+        image = image_of(place_for(self._peers, index, keep))
         present = image.stat().st_size if image.exists() else 0
         if reason := fits(max(index.size_bytes - present, 0), self._peers):
             raise Refused(f"no room: {reason}")
+
+
+def _name(told: object) -> Name | None:
+    """The snapshot that the sender still needs here.
+
+    Raises:
+        Refused: it is none.
+    """
+    if told is None:
+        return None
+    if not isinstance(told, list) or len(told) != 3 or any(type(number) is not int for number in told):
+        raise Refused("what is to be kept is no snapshot")
+    step, generation, commit = told
+    return step, generation, commit
 
 
 def main(arguments: Sequence[str]) -> int:

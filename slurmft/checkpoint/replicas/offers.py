@@ -1,9 +1,9 @@
 """A node's shards of the run's snapshots, as rows of integers that ranks exchange. No torch.
 
     $SLURMFT_MEMORY_DIR/                the agent's, in shared memory
-        shard-<rank>.<a|b>.image/.json  what this node's ranks staged: image and index (checkpoint.format.shard_index)
-        peers/shard-<shard>.<a|b>.*     copies of other nodes' shards (checkpoint.replicas.keeper), or what was fetched
-        tries.json                      how often a run began with a snapshot of the memory
+        shard-<rank>.<a|b|c>.image/.json  what this node's ranks staged: image and index (format.shard_index)
+        peers/shard-<shard>.<a|b>.*       copies of other nodes' shards (replicas.keeper), or what was fetched
+        tries.json                        how often a run began with a snapshot of the memory
 
 A folder on the node's local disk looks like ``peers``, and the staging folder beside the checkpoints like the agent's,
 with the shards of all nodes. An index whose image is missing or too short, a file that is not an index, a link, and any
@@ -28,7 +28,7 @@ from slurmft.storage.checkpoint_names import MAX_STEP, Identity
 from slurmft.storage.memory_folder import PEERS
 from slurmft.system.files import read_json, write_json
 
-MAX_SNAPSHOTS = 4
+MAX_SNAPSHOTS = 6
 MAX_SHARDS = 64
 """Of one snapshot on one node: its own ranks' and its peers'."""
 

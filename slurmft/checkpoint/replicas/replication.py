@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -9,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurmft.checkpoint.format.shard_index import MAX_INDEX_BYTES, ShardIndex, read_index
@@ -17,6 +18,7 @@ from slurmft.checkpoint.replicas.wire import PIECE_BYTES, BadCopy, Wire
 from slurmft.errors import StorageError
 from slurmft.policy.checkpoints.placement import copy_holders
 from slurmft.policy.worker_settings import WorkerSettings
+from slurmft.storage.checkpoint_names import Identity
 from slurmft.storage.fence import RUN_FOLDER_VARIABLE
 from slurmft.storage.memory_folder import KEY_FILE, MEMORY_VARIABLE, announcement
 from slurmft.system.files import read_json
@@ -39,6 +41,9 @@ class Peer:
     place: int
     announcement: Path
     """Where its agent writes host names and port of the keeper."""
+
+    addresses: tuple[tuple[str, int], ...] = ()
+    """What it said, where that is known: the announcement lies in a shared place, which is not asked at every step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +77,7 @@ def key_file(environment: Mapping[str, str] = os.environ) -> Path | None:
 def send_copy(
     index_path: Path, image_path: Path, peers: Sequence[Peer], key_file: Path, *,
     limit_s: float = COPY_LIMIT_S, bytes_per_s: float | None = None, stop: threading.Event | None = None,
+    keep: Identity | None = None,
 ) -> list[Sent]:  # fmt: skip
     """Send a staged shard, hashed already, to each peer in turn; returns each result, and never raises.
 
@@ -79,18 +85,26 @@ def send_copy(
         limit_s: for each peer; one that cannot be reached, does not answer or is too slow costs no more.
         bytes_per_s: no faster than this, so that training keeps the network; None for no limit.
         stop: give up as soon as it is set; also done where the image is written over by a newer one.
+        keep: a snapshot that the peer must still have when this one has not arrived whole.
     """
     stop = stop or threading.Event()
     results: list[Sent] = []
     for peer in peers:
         started_s = time.monotonic()
         try:
-            problem = _send(index_path, image_path, peer, read_bytes(key_file), _Pace(started_s, limit_s, bytes_per_s,
-                                                                                      stop))  # fmt: skip
+            pace = _Pace(started_s, limit_s, bytes_per_s, stop)
+            problem = _send(index_path, image_path, peer, read_bytes(key_file), pace, keep=keep)
         except (BadCopy, OSError, StorageError) as error:
             problem = str(error) or type(error).__name__
         results.append(Sent(peer=peer, problem=problem, seconds=time.monotonic() - started_s))
     return results
+
+
+def located(peer: Peer) -> Peer:
+    """The same with the addresses that its agent has announced so far."""
+    with contextlib.suppress(BadCopy, OSError):
+        return replace(peer, addresses=tuple(_announced(peer)))
+    return peer
 
 
 def connected(peer: Peer, key_file: Path, *, limit_s: float, stop: threading.Event) -> Wire:
@@ -138,7 +152,7 @@ class _Pace:
         self.wait(due_s - time.monotonic())
 
 
-def _send(index_path: Path, image_path: Path, peer: Peer, secret: bytes, pace: _Pace) -> str:
+def _send(index_path: Path, image_path: Path, peer: Peer, secret: bytes, pace: _Pace, *, keep: Identity | None) -> str:
     with opened(image_path) as image:  # first: its bytes are those of the index that is there then
         index = read_index(index_path)
         if index is None:
@@ -146,7 +160,7 @@ def _send(index_path: Path, image_path: Path, peer: Peer, secret: bytes, pace: _
         if not index.is_hashed:
             return "it has no digests yet"
         blob = read_bytes(index_path, limit_bytes=MAX_INDEX_BYTES)
-        wire, answer = _asked(blob, peer, secret, pace)
+        wire, answer = _asked(blob, peer, secret, pace, keep)
         with wire:
             if answer == "send":
                 wire.begin_image(blob, index.size_bytes)
@@ -155,13 +169,14 @@ def _send(index_path: Path, image_path: Path, peer: Peer, secret: bytes, pace: _
     return "" if answer == "kept" else str(answer)[:500]
 
 
-def _asked(index: bytes, peer: Peer, secret: bytes, pace: _Pace) -> tuple[Wire, object]:
+def _asked(index: bytes, peer: Peer, secret: bytes, pace: _Pace, keep: Identity | None) -> tuple[Wire, object]:
     """A connection over which the index went, and what the keeper answers."""
+    kept = None if keep is None else [keep.step, keep.generation, keep.commit]
     for number in range(1, TRIES + 1):
         connection = _connect(peer, pace)
         try:
             wire = Wire(connection, secret, is_keeper=False, deadline=pace.deadline)
-            wire.send({"index_bytes": len(index)})
+            wire.send({"index_bytes": len(index), "keep": kept})
             wire.send_blob(index)
             return wire, wire.receive().get("answer")
         except (BadCopy, ConnectionError) as error:
@@ -207,11 +222,11 @@ def _connect(peer: Peer, pace: _Pace) -> socket.socket:
     """
     problem = f"node {peer.place} has not said where its keeper listens"
     while True:
+        addresses: Sequence[tuple[str, int]] = peer.addresses
         try:
-            where = read_json(peer.announcement)
-            addresses = [(str(host), int(where["port"])) for host in where["hosts"]] if where is not None else []
-        except (StorageError, KeyError, TypeError, ValueError, OverflowError) as error:
-            addresses, problem = [], f"{peer.announcement} is damaged: {error}"
+            addresses = addresses or _announced(peer)
+        except BadCopy as error:
+            problem = str(error)
         for address in addresses:
             try:
                 return socket.create_connection(address, timeout=CONNECT_S)
@@ -221,3 +236,16 @@ def _connect(peer: Peer, pace: _Pace) -> socket.socket:
             pace.wait(_RETRY_S)
         except TimeoutError as error:
             raise TimeoutError(f"{error}: {problem}") from error
+
+
+def _announced(peer: Peer) -> list[tuple[str, int]]:
+    """Where its keeper listens; nothing while its agent has not said so.
+
+    Raises:
+        BadCopy: that cannot be understood.
+    """
+    try:
+        where = read_json(peer.announcement)
+        return [(str(host), int(where["port"])) for host in where["hosts"]] if where is not None else []
+    except (StorageError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise BadCopy(f"{peer.announcement} is damaged: {error}") from error

@@ -15,8 +15,8 @@ from types import TracebackType
 import xxhash
 
 from slurmft.checkpoint.format.shard_index import Item, ShardIndex, write_index
-from slurmft.checkpoint.replicas.offers import Holding, holdings_in, image_of, name_of
-from slurmft.policy.checkpoints.tiers import Tier
+from slurmft.checkpoint.replicas.offers import Holding, holdings_in, image_of
+from slurmft.policy.checkpoints.tiers import Name, Tier
 from slurmft.system.opening import open_regular
 
 
@@ -70,14 +70,17 @@ class Incoming:
 
     Args:
         items: those that come, in order; all of them unless given. The others are holes in the file.
+        keep: a snapshot that is not written over, even where it is the older one.
 
     Raises:
         OSError: there is no room, or the folder is gone.
     """
 
-    def __init__(self, folder: Path, index: ShardIndex, items: Sequence[Item] | None = None) -> None:
+    def __init__(
+        self, folder: Path, index: ShardIndex, items: Sequence[Item] | None = None, *, keep: Name | None = None
+    ) -> None:
         self._index = index
-        self._path = place_for(folder, index)
+        self._path = place_for(folder, index, keep)
         self._path.unlink(missing_ok=True)
         self._verifier = Verifier(index.items if items is None else items)
         self._ranges = ranges_of(index.items if items is None else items)
@@ -145,12 +148,12 @@ def ranges_of(items: Iterable[Item]) -> list[tuple[int, int]]:
     return ranges
 
 
-def place_for(folder: Path, index: ShardIndex) -> Path:
-    """The index path of the place that an image goes to: a free one, else that of the older."""
+def place_for(folder: Path, index: ShardIndex, keep: Name | None = None) -> Path:
+    """The index path of the place that an image goes to: a free one, else that of the older, but not of ``keep``."""
     places = [folder / f"shard-{index.shard}.{letter}.json" for letter in "ab"]
     held = {one.index_path: one for one in holdings_in(folder, Tier.PEER) if one.index_path in places}
     free = [place for place in places if place not in held]
-    return free[0] if free else min(places, key=lambda place: held[place].index.identity.commit)
+    return free[0] if free else min(places, key=lambda place: (held[place].name == keep, _age(held[place].name)))
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -160,14 +163,20 @@ def remove_unfinished(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def remove_stale(folder: Path) -> None:
+def remove_stale(folder: Path, keep: Name | None = None) -> None:
     """Remove images that no restart can need any more: older than the two newest snapshots in ``folder``.
 
-    They belong to shards that the run has no more, since it goes on with fewer ranks.
+    They belong to shards that the run has no more, since it goes on with fewer ranks. What is to be kept stays.
     """
     held = holdings_in(folder, Tier.PEER)
-    newest = sorted({one.name for one in held}, key=lambda name: (name[2], name[1]), reverse=True)[:2]
+    newest = sorted({one.name for one in held}, key=_age, reverse=True)[:2]
     for one in held:
-        if name_of(one.index.identity) not in newest:
+        if one.name not in newest and one.name != keep:
             one.index_path.unlink(missing_ok=True)
             one.image.unlink(missing_ok=True)
+
+
+def _age(name: Name) -> tuple[int, int]:
+    """Attempts first: one that went back to an older state counts its commits on from there."""
+    _, generation, commit = name
+    return generation, commit

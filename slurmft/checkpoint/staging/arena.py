@@ -1,4 +1,4 @@
-"""Where a rank's snapshots lie: two places in shared memory, which outlive the process that fills them.
+"""Where a rank's snapshots lie: a few places in shared memory, which outlive the process that fills them.
 
     <memory folder>/shard-<rank>.a.image     the file's exact bytes, warm from save to save
     <memory folder>/shard-<rank>.a.json      its ShardIndex; there only while the image is whole
@@ -32,13 +32,15 @@ from slurmft.system.private_folder import check_private, make_private_folder
 from slurmft.trainer.streams import Device
 
 PLACES = "ab"
+PLACES_WITH_COPIES = "abc"
+"""With copies of steps between saves: one that is whole on all ranks, one on its way, and a save's."""
 
 _PAGE = mmap.PAGESIZE
 _PIECE_BYTES = 16 << 20
 
 
 class Place:
-    """One of a rank's two places for a snapshot.
+    """One of a rank's places for a snapshot.
 
     Args:
         may_warm: cleared while the training waits for a copy.
@@ -153,13 +155,13 @@ class Place:
 
 
 class Arena:
-    """The two places of one rank, in the agent's folder; without one, in a folder of the process's own.
+    """The places of one rank, in the agent's folder; without one, in a folder of the process's own.
 
     Raises:
         OSError: the folder cannot be made.
     """
 
-    def __init__(self, rank: int, folder: Path | None) -> None:
+    def __init__(self, rank: int, folder: Path | None, places: str = PLACES) -> None:
         self._private = None
         if folder is None:
             self._private = make_private_folder()
@@ -170,10 +172,10 @@ class Arena:
         self._may_warm = threading.Event()
         self._may_warm.set()
         self._budget: Budget | None = None
-        self.places = [Place(self.folder, f"shard-{rank}.{name}", self._may_warm) for name in PLACES]
+        self.places = [Place(self.folder, f"shard-{rank}.{name}", self._may_warm) for name in places]
 
     def free(self, busy: Iterable[Identity]) -> Place | None:
-        """The place whose snapshot is the older one; None where both are ``busy``: still being read.
+        """The place whose snapshot is the oldest; None where all are ``busy``: still being read, or needed.
 
         A place that is still being warmed comes last: to wait for it would take longer than the copy.
 
@@ -181,8 +183,7 @@ class Arena:
         """
         taken = set(busy)
         free = [place for place in self.places if place.holds not in taken and not is_held(place.image)]
-        return min(free, key=lambda place: (place.is_warming, -1 if place.holds is None else place.holds.commit),
-                   default=None)  # fmt: skip
+        return min(free, key=lambda place: (place.is_warming, _age(place.holds)), default=None)
 
     @property
     def is_private(self) -> bool:
@@ -244,3 +245,8 @@ class Spill:
 
 def _open_image(path: Path) -> int:
     return open_regular(path, os.O_RDWR | os.O_CREAT, follow=False, owners={os.geteuid()})
+
+
+def _age(identity: Identity | None) -> tuple[int, int]:
+    """Attempts first: one that went back to an older state counts its commits on from there."""
+    return (-1, -1) if identity is None else (identity.generation, identity.commit)

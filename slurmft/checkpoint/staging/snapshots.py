@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +23,10 @@ from slurmft.checkpoint.format.flat_state import FlatState
 from slurmft.checkpoint.format.image import Layout
 from slurmft.checkpoint.format.objects import Packed
 from slurmft.checkpoint.format.shard_index import ShardIndex
-from slurmft.checkpoint.staging.arena import Arena, Place, Spill
+from slurmft.checkpoint.staging.arena import PLACES, PLACES_WITH_COPIES, Arena, Place, Spill
+from slurmft.checkpoint.staging.copying import copy_into
 from slurmft.checkpoint.staging.memory_limits import fits
-from slurmft.checkpoint.staging.pinning import in_pieces
+from slurmft.checkpoint.staging.step_places import StepPlaces
 from slurmft.checkpoint.writer.fault_points import reached
 from slurmft.checkpoint.writer.write_requests import CommitOrder, Report, Standing, WriteRequest
 from slurmft.checkpoint.writer.writer_client import WriterClient
@@ -34,7 +35,6 @@ from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import Identity
 from slurmft.storage.memory_folder import ranks_of_this_node
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
-from slurmft.trainer import streams
 from slurmft.trainer.streams import Device
 
 CLOSE_S = 600.0
@@ -61,7 +61,7 @@ class LaidOut:
     layout: Layout
     packed: list[Packed]
     place: Place | None
-    """Where to; None while both places are in use."""
+    """Where to; None while all places are in use."""
 
 
 class Snapshots:
@@ -94,12 +94,16 @@ class Snapshots:
 
         self._settled: Identity | None = None
         self._pid = os.getpid()
+        self.copies = StepPlaces()
+        self.sends_saves = True
+        """Whether peers get copies of saves; not of steps alone."""
 
     @property
     def arena(self) -> Arena:
         """Made when it is needed first."""
         if self._arena is None:
-            self._arena = Arena(self._rank, self._memory)
+            has_copies = self._settings.peer_interval and self._memory is not None
+            self._arena = Arena(self._rank, self._memory, PLACES_WITH_COPIES if has_copies else PLACES)
         return self._arena
 
     def prepare(self, flat: FlatState, *, rank: int, world_size: int) -> LaidOut:
@@ -122,7 +126,7 @@ class Snapshots:
         if not self._is_memory_chosen:
             self._is_memory_chosen = True
             self._choose_memory(self._layout.capacity_bytes(packed))
-        place = self.arena.free(self._busy())
+        place = self.arena.free(self._taken())
         return LaidOut(flat=flat, layout=self._layout, packed=packed, place=place)
 
     def take_place(self, rank: int, world_size: int) -> None:
@@ -133,12 +137,16 @@ class Snapshots:
 
     def again(self, prepared: LaidOut) -> LaidOut:
         """The same with a place, where one has become free meanwhile."""
-        place = self.arena.free(self._busy())
+        place = self.arena.free(self._taken())
         return LaidOut(flat=prepared.flat, layout=prepared.layout, packed=prepared.packed, place=place)
 
     def make_room(self) -> None:
         """Give up a snapshot that waits behind another one; a stop has something newer."""
-        for identity in self._unfinished()[1:]:
+        unfinished = self._unfinished()
+        if self.copies.current in unfinished:
+            unfinished = [one for one in unfinished if one != self.copies.current]
+            self._writer_process().abandon(self.copies.current)
+        for identity in unfinished[1:]:
             self._writer_process().abandon(identity)
 
     def stage(self, prepared: LaidOut, identity: Identity) -> Place:
@@ -196,12 +204,12 @@ class Snapshots:
         """
         began = time.monotonic()
         self.hurry()
-        while (place := self.arena.free(self._busy())) is None:
+        while (place := self.arena.free(self._taken())) is None:
             took_s = time.monotonic() - began
             if took_s > SOON_S:
                 self.make_room()
             if took_s > SOON_S + LOOK_S:
-                raise OSError(errno.EBUSY, "both places are in use")
+                raise OSError(errno.EBUSY, "all places are in use")
             time.sleep(0.005)
         return place
 
@@ -213,9 +221,9 @@ class Snapshots:
         """
         kept = self._kept
         if kept is not None and place is not None and place.holds == kept and identity.step <= kept.step:
-            place = self.arena.free([*self._busy(), kept])
+            place = self.arena.free([*self._taken(), kept])
         if place is None:
-            raise OSError(errno.EBUSY, "both places are in use")
+            raise OSError(errno.EBUSY, "all places are in use")
         return place
 
     def _copy(
@@ -246,8 +254,31 @@ class Snapshots:
             WriteRequest(
                 identity=identity, shard=self._rank, shards=self._world_size, snapshot=place.index, image=place.image,
                 folder=folder, commit=order, urgent=urgent, max_bytes_per_s=float(self._settings.bandwidth or 0),
+                goes_to_peers=self.sends_saves,
             )
         )  # fmt: skip
+
+    def copy_step(self, flat: FlatState, identity: Identity, folder: Path, *, rank: int, world_size: int) -> None:
+        """Copy the state, and have the writer hash and send it; ``copies`` gets to know the end of that.
+
+        Raises: as ``prepare`` and ``stage``.
+        """
+        prepared = self.prepare(flat, rank=rank, world_size=world_size)
+        if self.copies.problem:
+            raise OSError(errno.ENOMEM, self.copies.problem)
+        place = self.stage(prepared, identity)
+        self.copies.begin(identity)
+        self._writer_process().submit(
+            WriteRequest(
+                identity=identity, shard=rank, shards=world_size, snapshot=place.index, image=place.image,
+                folder=folder, max_bytes_per_s=float(self._settings.bandwidth or 0), is_step_copy=True,
+                keeps=self.copies.needed,
+            )
+        )  # fmt: skip
+
+    def has_place(self) -> bool:
+        """Whether something could be copied now."""
+        return self.arena.free(self._taken()) is not None
 
     def failed_here(self, identity: Identity, error: Exception) -> None:
         """This rank could not copy its part; all others would wait for it without this note."""
@@ -340,6 +371,9 @@ class Snapshots:
 
     def on_report(self, report: Report) -> None:
         """Take in a report of the writer."""
+        if report.identity == self.copies.current:
+            self.copies.hear(report)
+            return
         with self._lock:
             standing = self._known.get(report.identity)
             if standing is None:
@@ -359,10 +393,13 @@ class Snapshots:
             self._on_failed(report.identity.step, report.errno, report.text)
 
     def _choose_memory(self, bytes_needed: int) -> None:
-        """Without room for two copies in memory they lie in files beside the checkpoints."""
+        """Without room for a third place no steps are copied; without room for two they are files on disk."""
         arena, ranks = self.arena, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         has_bytes = sum(place.image.stat().st_size for place in arena.places if place.image.exists())
-        if problem := fits(max(0, 2 * bytes_needed - has_bytes) * ranks, arena.folder):
+        if problem := fits(max(0, len(arena.places) * bytes_needed - has_bytes) * ranks, arena.folder):
+            self.copies.problem = problem
+            del arena.places[len(PLACES) :]
+        if problem and (problem := fits(max(0, len(PLACES) * bytes_needed - has_bytes) * ranks, arena.folder)):
             log.warning("checkpoints are staged in %s, not in memory, which is slow: %s", self._spill.folder, problem)
             arena.close()
             self._arena = self._spill.arena(self._rank)
@@ -371,6 +408,11 @@ class Snapshots:
         """Snapshots whose places the writer still reads."""
         with self._lock:
             return [one for one in self._unfinished() if not (known := self._known.get(one)) or not known.is_written]
+
+    def _taken(self) -> list[Identity]:
+        """Snapshots whose places are not free."""
+        needed = self.copies.needed
+        return self._busy() if needed is None else [*self._busy(), needed]
 
     def _unfinished(self) -> list[Identity]:
         return self._writer.unfinished() if self._writer is not None else []
@@ -381,46 +423,6 @@ class Snapshots:
                 on_report=self.on_report, stall_timeout_s=self._settings.stall_timeout_s, log=_writer_log(self._rank)
             )
         return self._writer
-
-
-def copy_into(
-    views: list[torch.Tensor], sources: list[torch.Tensor], base: int = 0, *, within_s: float | None = None
-) -> Device | None:
-    """Copy each source into its view; from a GPU beside all that it does, waiting for nothing else.
-
-    The caller knows that the sources are what they are to be: it has waited for all that the host has asked the device
-    for (``streams.settle``), or has seen the events behind what has written them. Returns the device, or the first one.
-
-    Args:
-        base: address of the memory that the views lie in.
-        within_s: the longest time to wait for a device.
-
-    Raises:
-        TimeoutError: the device did not do it in time.
-    """
-    with torch.no_grad():
-        devices = streams.devices(sources)
-        if not devices:
-            if views:
-                torch._foreach_copy_(views, sources)
-            return None
-        pairs = list(zip(views, sources, strict=True))
-        for view, source in pairs:
-            if not streams.is_on_device(source):
-                view.copy_(source)
-        for device in devices:
-            streams.copy_from_device(device, _pieces_of(device, pairs, base), within_s)
-        return devices[0]
-
-
-def _pieces_of(
-    device: Device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], base: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Copies of what is on ``device``, made one by one: a source whose values do not follow each other in memory is
-    put in order by a kernel, which has to be on the stream of the copies."""
-    for view, source in pairs:
-        if streams.device_of(source) is device:
-            yield from in_pieces(view, source, base)
 
 
 def _writer_log(rank: int) -> Path | None:

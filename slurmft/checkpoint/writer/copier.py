@@ -32,6 +32,7 @@ class Staged:
     """The directory of its checkpoint, which the copies belong to."""
 
     bytes_per_s: float | None = None
+    goes_to_peers: bool = True
 
 
 class CopyLane:
@@ -52,7 +53,7 @@ class CopyLane:
 
     def offer(self, staged: Staged) -> None:
         """Copy this one next, instead of one that waits."""
-        if self._peers or self._local is not None:
+        if (self._peers and staged.goes_to_peers) or self._local is not None:
             with self._changed:
                 self._waiting = staged
                 self._changed.notify_all()
@@ -76,7 +77,8 @@ class CopyLane:
                 self._current = None
 
     def _copy(self, staged: Staged) -> None:
-        peers = self._peers if is_the_runs(staged.checkpoint_dir, self._environment) else []
+        is_wanted = staged.goes_to_peers and is_the_runs(staged.checkpoint_dir, self._environment)
+        peers = self._peers if is_wanted else []
         for sent in send_copy(staged.index, staged.image, peers, self._key, bytes_per_s=staged.bytes_per_s):
             if sent.problem:
                 log.warning("no copy with node %d: %s", sent.peer.place, sent.problem)

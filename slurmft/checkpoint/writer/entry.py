@@ -22,6 +22,7 @@ from slurmft.checkpoint.writer.copier import CopyLane, Staged
 from slurmft.checkpoint.writer.image_lane import ImageLane
 from slurmft.checkpoint.writer.priority import ignore_signals
 from slurmft.checkpoint.writer.progress_page import Lane, ProgressPage
+from slurmft.checkpoint.writer.step_copy_lane import StepCopyLane
 from slurmft.checkpoint.writer.write_requests import WriteRequest, identity_from, request_from
 from slurmft.checkpoint.writer.writer_task import Outbox, Task
 from slurmft.system.log_format import log_to_stderr
@@ -31,12 +32,14 @@ if TYPE_CHECKING:
 
 _RECEIVE_BYTES = 64 * 1024
 _LOOK_S = 0.1
+_SIGN_S = 0.5
+"""How often it shows that it lives while it copies a step: to a slow peer that takes long, which is no stall."""
 
 log = logging.getLogger(__name__)
 
 
 class Writer:
-    """Listens to its worker while two threads do all work that may wait for a disk."""
+    """Listens to its worker while other threads do all work that may wait for a disk or a peer."""
 
     def __init__(self, worker: socket.socket, page: ProgressPage) -> None:
         self._worker, self._page = worker, page
@@ -45,6 +48,7 @@ class Writer:
         self._is_alone = False
         self._outbox = Outbox()
         self._copies = CopyLane()
+        self._steps = StepCopyLane()
         self._lock = threading.Lock()
         self._commits: CommitLane | None = None
         self._images = ImageLane(page, self._commit)
@@ -59,8 +63,8 @@ class Writer:
             if not self._is_closing:
                 continue
             ends_at = ends_at or time.monotonic() + lifetime_s
-            is_committed = self._commits is None or self._commits.is_idle()
-            if self._images.is_idle() and is_committed and self._copies.is_idle():
+            lanes = (self._images, self._commits, self._copies, self._steps)
+            if all(lane is None or lane.is_idle() for lane in lanes):
                 self._send()
                 return 0
             if time.monotonic() > ends_at:
@@ -72,7 +76,8 @@ class Writer:
         poll.register(self._outbox.wake, select.POLLIN)
         if not self._is_alone:
             poll.register(self._worker, select.POLLIN | (select.POLLOUT if self._out else 0))
-        for descriptor, _ in poll.poll(_LOOK_S * 1000 if self._is_closing else None):
+        pause_s = _LOOK_S if self._is_closing else None if self._steps.is_idle() else _SIGN_S
+        for descriptor, _ in poll.poll(None if pause_s is None else pause_s * 1000):
             if descriptor == self._outbox.wake:
                 os.eventfd_read(descriptor)
             elif not self._receive():
@@ -97,10 +102,14 @@ class Writer:
         value = json.loads(line)
         if value["kind"] == "write":
             task = Task(request_from(value), self._outbox, on_hashed=self._copy)
-            (self._commit if task.request.is_written else self._images.offer)(task)
+            if task.request.is_step_copy:
+                self._steps.offer(task)
+            else:
+                (self._commit if task.request.is_written else self._images.offer)(task)
         elif value["kind"] == "abandon":
             identity = identity_from(value)
-            if not self._images.abandon(identity) and self._commits is not None:
+            is_found = self._steps.abandon(identity) or self._images.abandon(identity)
+            if not is_found and self._commits is not None:
                 self._commits.abandon(identity)
         elif value["kind"] == "hurry":
             self._images.hurry()
@@ -121,8 +130,12 @@ class Writer:
 
     def _copy(self, request: WriteRequest) -> None:
         cap, directory = None if request.urgent else request.max_bytes_per_s or None, request.folder.parent
-        staged = Staged(index=request.snapshot, image=request.image, checkpoint_dir=directory, bytes_per_s=cap)
-        self._copies.offer(staged)
+        self._copies.offer(
+            Staged(
+                index=request.snapshot, image=request.image, checkpoint_dir=directory, bytes_per_s=cap,
+                goes_to_peers=request.goes_to_peers,
+            )
+        )  # fmt: skip
 
     def _send(self) -> None:
         self._out += self._outbox.take()

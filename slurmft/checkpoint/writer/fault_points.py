@@ -29,6 +29,9 @@ WRITER_POINTS = (
 COMMIT_POINTS = ("receipts complete", "metadata written", "before marker", "marker written", "before pruning", "pruned")
 """On rank 0's writer, after those."""
 
+STEP_COPY_POINTS = ("step hashed", "step sent")
+"""On a writer that copies a step between two saves."""
+
 STAGING_POINTS = ("announced", "slot emptied", "half staged", "staged", "index in place", "submitted")
 """In the worker."""
 

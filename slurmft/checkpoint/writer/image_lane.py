@@ -24,7 +24,8 @@ POLITE_BYTES = 64 << 20
 log = logging.getLogger(__name__)
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
+    """In bytes; 0 where there is no such file."""
     with contextlib.suppress(OSError):
         return path.stat().st_size
     return 0
@@ -114,7 +115,7 @@ class ImageLane:
 
     def _finish_politely(self, task: Task) -> bool:
         """``_finish``; a large image that no caller waits for, in a low-priority thread: that cannot be undone."""
-        if task.request.urgent or _size(task.request.image) < POLITE_BYTES:
+        if task.request.urgent or size_of(task.request.image) < POLITE_BYTES:
             return self._finish(task)
         done: list[bool] = []
 

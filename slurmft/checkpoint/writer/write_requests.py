@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import Identity
 
 BestMode = Literal["min", "max"]
@@ -43,6 +45,16 @@ class CommitOrder:
     keep: Keep = field(default_factory=Keep)
 
 
+def order_of(settings: CheckpointSettings, metrics: Mapping[str, float], distrusted: Iterable[Path]) -> CommitOrder:
+    """The order for a commit in this attempt; ``distrusted`` are folders that a load found damaged."""
+    keep = Keep(
+        keep_last_n=settings.keep_last_n, keep_every=settings.keep_every,
+        best_metric=settings.best_metric if settings.save_best else "", best_mode=settings.best_mode,
+        distrusted=tuple(sorted(path.name for path in distrusted)),
+    )  # fmt: skip
+    return CommitOrder(metrics=metrics, attempt=os.environ.get("SLURMFT_ATTEMPT", ""), keep=keep)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriteRequest:
     """Make one rank's staged snapshot durable; on rank 0, commit the checkpoint as well."""
@@ -67,8 +79,18 @@ class WriteRequest:
     is_written: bool = False
     """Only to be committed: a writer before this one has written the image. Set by the client."""
 
+    goes_to_peers: bool = True
+    """Copied to other nodes' memory as well, where the run has that."""
 
-ReportKind = Literal["hashed", "written", "committed", "failed", "abandoned", "superseded", "pruned", "stalled"]
+    keeps: Identity | None = None
+    """Of a step that is copied, and never written: which copy its peers must still have until this one is whole."""
+
+    is_step_copy: bool = False
+
+
+ReportKind = Literal[
+    "hashed", "written", "committed", "failed", "abandoned", "superseded", "pruned", "stalled", "copied"
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +147,9 @@ def request_line(request: WriteRequest) -> bytes:
             "is_written": request.is_written,
             "urgent": request.urgent,
             "max_bytes_per_s": request.max_bytes_per_s,
+            "goes_to_peers": request.goes_to_peers,
+            "keeps": None if request.keeps is None else _numbers(request.keeps),
+            "is_step_copy": request.is_step_copy,
             "commit": None if order is None else _order_value(order),
         }
     )
@@ -144,6 +169,9 @@ def request_from(value: Mapping[str, Any]) -> WriteRequest:
         urgent=value["urgent"],
         max_bytes_per_s=value["max_bytes_per_s"],
         is_written=value["is_written"],
+        goes_to_peers=value["goes_to_peers"],
+        keeps=None if value["keeps"] is None else Identity(*value["keeps"]),
+        is_step_copy=value["is_step_copy"],
     )
 
 

@@ -87,11 +87,15 @@ class Slot(IntEnum):
     LOAD_NS = 45  # W  how long it read checkpoints, in all
     DIGEST_GROUP = 46  # W  which part of the state it holds, as a number (ipc.pages.digest_ring)
     DIGESTS = 47  # W  digests of its state that it has ever left behind
+    COPIED = 48  # W  steps complete in memory on all ranks and with their peers (checkpoint.peer_interval)
+    COPY_INTERVAL = 49  # W  steps between two such copies where that was doubled; 0 where it is as configured
+    COPY_SHARE_PPM = 50  # W  of the steps' time that copies took before it was doubled last, in millionths
     FAULT = 63  # A  number of the newest fault that was injected into this worker; a file beside the page has its kind
 
 
 _WITHOUT_VALUE = (
     Slot.SAVED, Slot.RESUMED, Slot.COMMITTED, Slot.ANSWERED, Slot.HOLDING, Slot.RESCUABLE, Slot.RESCUED, Slot.DURABLE,
+    Slot.COPIED,
 )  # fmt: skip
 """What holds NOTHING on a new page."""
 

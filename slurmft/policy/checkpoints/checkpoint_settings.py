@@ -29,6 +29,7 @@ class CheckpointSettings:
     """Bytes per second."""
 
     peer_copies: int = 0
+    peer_interval: int = 0
     local_directory: str | None = None
     just_in_time: bool = True
     stall_timeout_s: float = 30.0
@@ -87,6 +88,7 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "max_failed_saves": _count(1),
     "bandwidth": _count(1),
     "peer_copies": _count(0),
+    "peer_interval": _count(0),
     "local_directory": _is_text,
     "just_in_time": _is_flag,
     "stall_timeout_s": _is_seconds,

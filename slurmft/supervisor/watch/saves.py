@@ -1,4 +1,4 @@
-"""Failed saves, as the supervisor reports them: in the journal, in its log, in the progress report."""
+"""Failed saves, and copies of steps in memory, as the supervisor reports them: in journal, log and progress report."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ class SaveWatch:
         self._journal, self._failing = journal, FailingSaves(most)
         self._reason = ""
         self._saved = -1
+        self._copied: int | None = None
+        self._copy_interval = 0
 
     def note(self, lead: WorkerFacts) -> None:
         """Take in a report."""
         news = self._failing.note(failures=lead.save_failures, done=lead.saves)
         self._saved = max(self._saved, lead.saved)
+        self._note_copies(lead)
         if news in (News.FAILED, News.KEEP_FAILING):
             self._reason = _words(lead.save_errno)
             self._journal.append(
@@ -45,10 +48,20 @@ class SaveWatch:
             self._journal.append(EventName.SAVES_WORK_AGAIN, step=lead.step, saved=lead.saved)
 
     def facts(self) -> dict[str, Any]:
-        """For the progress report: failures in a row and their reason; empty while nothing is wrong."""
+        """For the progress report: failures in a row and their reason, while there are any; the newest step in memory
+        where steps are copied."""
+        copied = {} if self._copied is None else {"copied": self._copied}
         if not self._failing.in_a_row:
-            return {}
-        return {"failed_saves": self._failing.in_a_row, "save_problem": self._reason}
+            return copied
+        return {"failed_saves": self._failing.in_a_row, "save_problem": self._reason, **copied}
+
+    def _note_copies(self, lead: WorkerFacts) -> None:
+        self._copied = lead.copied if lead.copied is not None else self._copied
+        if (interval := lead.copy_interval or 0) > self._copy_interval:
+            self._copy_interval = interval
+            share = round((lead.copy_share_ppm or 0) / 1e6, 4)
+            log.warning("steps are copied every %d steps now: it took %.1f %% of their time", interval, 100 * share)
+            self._journal.append(EventName.STEP_COPIES_SPACED_OUT, step=lead.step, interval=interval, share=share)
 
     def _in_words(self, lead: WorkerFacts) -> str:
         newest = f"the newest checkpoint of this attempt is of step {self._saved}"

@@ -104,7 +104,8 @@ def drawn(seed: int) -> dict[str, Any]:
             nodes = chance.sample(nodes, len(nodes))
         else:  # spares in the place of nodes that are gone
             nodes = [[node + 10 if node in lost else node, count] for node, count in nodes]
-    return story | {"attempts": attempts}
+    copies = {"peer_interval": chance.choice([0, 0, 1, 2]), "just_in_time": chance.random() < 0.7}
+    return story | {"attempts": attempts, "checkpoint": copies if copies["peer_interval"] else {}}
 
 
 class Teller:
@@ -178,7 +179,7 @@ def plain(*, then: dict[str, Any] | None = None, again: list[dict[str, Any]] | N
     """
     story = {
         "seed": 1, "loader": "shared", "accumulate": 1, "batch": 2, "uneven": 1, "buffers": False, "tail_every": 0,
-        "tail_ranks": "all", "optimizer": "sgd", "save_every": 2,
+        "tail_ranks": "all", "optimizer": "sgd", "save_every": 2, "checkpoint": {},
     }  # fmt: skip
     quiet = {"deaths": [], "lost": [], "silent": [], "dies_keeping": [], "writers": "finish", "peers": False,
              "reader": None, "writer_dies": [], "writer_point": ""}  # fmt: skip

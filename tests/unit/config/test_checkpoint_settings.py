@@ -39,8 +39,8 @@ def test_every_key_reaches_the_worker():
     given = {
         "interval": "seconds", "interval_steps": 7, "interval_seconds": 1.5, "keep_last_n": 4, "keep_every": 1000,
         "save_best": False, "best_metric": "val acc 'x'", "best_mode": "max", "async_save": False, "when_busy": "wait",
-        "max_failed_saves": 9, "bandwidth": 12345, "peer_copies": 1, "local_directory": "/nvme/o'dd name",
-        "just_in_time": False, "stall_timeout_s": 5.0,
+        "max_failed_saves": 9, "bandwidth": 12345, "peer_copies": 1, "peer_interval": 2,
+        "local_directory": "/nvme/o'dd name", "just_in_time": False, "stall_timeout_s": 5.0,
     }  # fmt: skip
     assert set(given) == set(CheckpointConfig.model_fields) - {"directory"}
     got = of_a_worker(run_with(**given))

@@ -31,6 +31,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from worker_variable import worker_variable
 
 from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.catalog import Catalog
@@ -355,6 +356,7 @@ class World:
                     "GROUP_WORLD_SIZE": str(len(attempt["nodes"])), "SLURMFT_MEMORY_DIR": str(self.memory(node)),
                     "SLURMFT_GENERATION": str(attempt["number"]), "SLURMFT_RUN_FOLDER": str(self.root),
                     "SLURMFT_CHECKPOINT_DIR": str(self.root / "checkpoints"),
+                    **worker_variable(checkpoint=self.story["checkpoint"]),
                 }  # fmt: skip
                 once = str(self.root / f"once-{attempt['number']}-{rank}")
                 if attempt["reader"] is not None and rank == 0:  # its first save stays under way until then

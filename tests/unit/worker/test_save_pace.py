@@ -184,3 +184,14 @@ def test_ranks_never_disagree_and_never_stop_saving(seed, fails, interval):
     ).train(600)  # fmt: skip
     assert max(ranks.gaps_s(), default=0) <= 20 + 9 * 7 + 9
     assert ranks.now_ns - ranks.tried[-1][1] <= (20 + 9 * 7 + 9) * S
+
+
+@pytest.mark.parametrize("interval", ["steps", "seconds", "auto"])
+def test_with_copies_of_steps_a_run_that_begins_anew_saves_after_its_first_step(interval):
+    """Copies know from a save what belongs to the state; one that goes on had it."""
+    given = CheckpointSettings(interval=interval, interval_steps=0, interval_seconds=1e6, peer_interval=1)
+    anew = Ranks(given).train(30)
+    assert [step for step, _ in anew.tried][:1] == [1]
+    assert all(step != 6 for step, _ in Ranks(given, start=5).train(3).tried)
+    without = Ranks(CheckpointSettings(interval=interval, interval_steps=0, interval_seconds=1e6)).train(3)
+    assert [step for step, _ in without.tried] == []

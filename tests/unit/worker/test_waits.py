@@ -59,17 +59,17 @@ WAITS = {
         CUDA, "test_a_capture_is_looked_for_on_its_own_device"),
     # saves, loads, digests
     "values are put in order on the stream of the copies": (
-        "checkpoint/staging/snapshots.py", "device, _pieces_of(device, pairs, base), within_s",
+        "checkpoint/staging/copying.py", "device, _pieces_of(device, pairs, base), within_s",
         "device, list(_pieces_of(device, pairs, base)), within_s",
         DEVICE, "test_values_are_put_in_order_before_they_are_copied"),
     "copies from every device are waited for": (
-        "checkpoint/staging/snapshots.py", "        for device in devices:\n", "        for device in devices[:1]:\n",
+        "checkpoint/staging/copying.py", "        for device in devices:\n", "        for device in devices[:1]:\n",
         DEVICE, "test_a_model_on_two_devices_is_waited_for_and_copied_on_both"),
     "a save waits for the device": (
         "checkpoint/format/flat_state.py", "    if settles:\n        settle(trainee.model.parameters())\n", "",
         DEVICE, "test_a_save_holds_what_the_host_has_asked_for_whichever_stream_computes_it"),
     "a save asks for that wait": (
-        "checkpoint/manager.py", "rank=team.rank, settles=True)", "rank=team.rank)",
+        "checkpoint/format/flat_state.py", "rank=rank, settles=True)", "rank=rank)",
         DEVICE, "test_a_save_holds_what_the_host_has_asked_for_whichever_stream_computes_it"),
     "a save waits for the device before it takes the lock": (
         "checkpoint/manager.py", "            prepared = self._snapshots.prepare(captured(),",

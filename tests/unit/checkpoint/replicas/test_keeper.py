@@ -25,6 +25,7 @@ from slurmft.checkpoint.replicas.offers import holdings_in
 from slurmft.checkpoint.replicas.replication import Peer, find_peers, key_file, send_copy
 from slurmft.checkpoint.replicas.wire import MAX_LINE_BYTES, BadCopy, Wire
 from slurmft.policy.checkpoints.tiers import Tier
+from slurmft.storage.checkpoint_names import Identity
 from slurmft.storage.memory_folder import GENERATION_FILE, KEY_FILE, PEERS, announcement
 from slurmft.system.files import write_json
 
@@ -436,3 +437,52 @@ def test_lines_are_json_and_nothing_else(node):
             wire.receive()
     assert json.dumps(node.files()) == "[]"
     assert os.listdir(node.memory / PEERS) == []
+
+
+def test_what_the_sender_still_needs_is_not_written_over(node, tmp_path, key):
+    """Step 2 did not arrive whole on some other node, so step 1 is what a restart could need."""
+    for step in (1, 2, 3, 4):
+        staged = stage(tmp_path / "mine", f"shard-0.{step}", identity=(step, 3, step), size=1000)
+        (sent,) = send_copy(*staged, [node.peer], key, keep=Identity(1, 3, 1))
+        assert not sent.problem
+    assert sorted(node.held()) == [(0, 1), (0, 4)]
+    staged = stage(tmp_path / "mine", "shard-0.5", identity=(5, 3, 5), size=1000)
+    (sent,) = send_copy(*staged, [node.peer], key, keep=Identity(4, 3, 4))
+    assert not sent.problem
+    assert sorted(node.held()) == [(0, 4), (0, 5)]
+
+
+def test_what_is_needed_stays_beside_newer_ones_of_other_shards(node, tmp_path, key):
+    for step in (1, 2, 3):
+        for shard in (0, 1):
+            if (step, shard) == (1, 1):
+                continue
+            name = f"shard-{shard}.{step}"
+            staged = stage(tmp_path / "mine", name, shard=shard, identity=(step, 3, step), size=1000)
+            (sent,) = send_copy(*staged, [node.peer], key, keep=Identity(1, 3, 1))
+            assert not sent.problem
+    assert (0, 1) in node.held()
+
+
+def test_copies_of_a_run_that_went_back_replace_those_that_it_left(node, tmp_path, key):
+    """The attempt before had counted further, and all of that was lost but what lies here."""
+    for commit in (50, 51):
+        staged = stage(tmp_path / "mine", f"shard-0.{commit}", identity=(commit, 3, commit), size=1000)
+        send_copy(*staged, [node.peer], key)
+    for commit in (5, 6, 7):
+        staged = stage(tmp_path / "mine", f"shard-0.{commit}", identity=(commit, 4, commit), size=1000)
+        (sent,) = send_copy(*staged, [node.peer], key)
+        assert not sent.problem
+    assert sorted(node.held()) == [(0, 6), (0, 7)]
+
+
+@pytest.mark.parametrize("keep", [[1, 2], "1", [1, 2, "3"], [1, 2, True], {}, 7])
+def test_what_is_to_be_kept_has_to_be_a_snapshot(node, tmp_path, keep):
+    index, _ = stage(tmp_path / "mine", size=1000)
+    blob = index.read_bytes()
+    with socket.create_connection(("127.0.0.1", node.port)) as connection:
+        wire = Wire(connection, KEY, is_keeper=False, deadline=time.monotonic() + 10)
+        wire.send({"index_bytes": len(blob), "keep": keep})
+        wire.send_blob(blob)
+        assert wire.receive() == {"answer": "what is to be kept is no snapshot"}
+    assert node.held() == {}

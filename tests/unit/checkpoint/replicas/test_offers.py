@@ -195,9 +195,9 @@ def test_rows_say_exactly_what_is_held(snapshots):
 
 
 def test_more_than_fits_is_left_out_oldest_first():
-    many = [holding((step, 1, step), shard, shards=100) for step in range(6) for shard in range(100)]
+    many = [holding((step, 1, step), shard, shards=100) for step in range(8) for shard in range(100)]
     offers = from_rows([to_row(many)])
-    assert [offer.name[0] for offer in offers] == [5, 4, 3, 2]
+    assert [offer.name[0] for offer in offers] == [7, 6, 5, 4, 3, 2]
     assert all(set(offer.held) == set(range(MAX_SHARDS)) for offer in offers)
 
 
