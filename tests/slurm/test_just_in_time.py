@@ -33,13 +33,14 @@ NO_REPLICA = [*FULL, "--shards", "4"]
 
 
 def new_run(
-    path: Path, options: Sequence[str] = FULL, *, delay: float = 0.1, copies: int = 0, hang_after: float | None = None
-) -> LocalRun:
+    path: Path, options: Sequence[str] = FULL, *, delay: float = 0.1, copies: int = 0, every: int = 0,
+    hang_after: float | None = None,
+) -> LocalRun:  # fmt: skip
     hangs = {} if hang_after is None else {"rank_section_timeouts": {"step": hang_after}, "num_warmup_iterations": 1}
     return LocalRun(
         path,
         command=[*TRAINER, "--steps", str(STEPS), "--step-delay", str(delay), *options],
-        checkpoint={"interval_steps": 10, "peer_copies": copies},
+        checkpoint={"interval_steps": 10, "peer_copies": copies, "peer_interval": every},
         fault_tolerance={"num_in_job_restarts": 30, **hangs},
     )
 
@@ -212,15 +213,24 @@ def test_a_rank_that_is_stopped_keeps_no_other_from_keeping_its_shard(
     assert run.digest() == undisturbed_shards(IN_NODE)
 
 
+RANDOM = {
+    "replicas": (FULL, 0), "shards": (IN_NODE, 0), "shards across nodes": (ACROSS, 0), "replicas, each step": (FULL, 1),
+    "shards, each step": (IN_NODE, 1), "shards across nodes, each second step": (ACROSS, 2),
+    "no replica, each step": (NO_REPLICA, 1),
+}  # fmt: skip
+"""The trainer's options, and after how many steps each is copied."""
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("options", [FULL, IN_NODE, ACROSS], ids=["replicas", "shards", "shards across nodes"])
+@pytest.mark.parametrize("name", RANDOM)
 def test_faults_at_random_moments_change_nothing(
-    tmp_path: Path, undisturbed_shards: Callable[[list[str]], str], seed: int, options: list[str]
+    tmp_path: Path, undisturbed_shards: Callable[[list[str]], str], seed: int, name: str
 ) -> None:
     """Also two ranks at once, and a node after a rank; a fault may cost steps, but never mixes two."""
     chance = random.Random(seed)
-    run = new_run(tmp_path / "run", options, delay=0.05, copies=1)
+    options, every = RANDOM[name]
+    run = new_run(tmp_path / "run", options, delay=0.05, copies=1, every=every)
     run.submit()
     for number in range(1, 5):
         wait_for_restart(run, number - 1)
