@@ -72,6 +72,7 @@ def test_the_time_limit_comes_after_a_takeover(lab: Lab, run_with_standby: NewRu
     run.wait_until_done()
     causes = [event.details["cause"] for event in run.events("verdict")]
     assert causes == ["node lost", "time limit", "finished"], run.story()
+    assert "SIGTERM" in run.events("stop requested")[0].details["reason"], "the notice has come"
     assert resumed.details["resumed_from"] == stopped.details["step"], run.story()
     assert resumed.attempt == f"{job}.1.0"
     assert run.digest() == undisturbed
