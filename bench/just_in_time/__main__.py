@@ -318,6 +318,9 @@ def page(results: Sequence[tuple[Case, Sequence[Result]]], notes: Sequence[str],
         "than a few.", "",
         "A step that was complete on all ranks at the moment of the fault, and is done again, is lost. An end "
         "as without a fault: the same weights, buffers and `extra`, bit for bit.", "",
+        "The fault comes at any moment of a step. A rank that dies after its last collective of a step, while the "
+        "others go on to the end of it, takes its own state at that end with it: then the steps since the checkpoint "
+        "are lost in every case.", "",
         "| what dies | steps lost | s to the next step | read from | end as without a fault |",
         "|---|---|---|---|---|", *(row(case, each) for case, each in results), "",
         "Processor time of the notes after one step, on rank 0:", "",
