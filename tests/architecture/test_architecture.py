@@ -67,6 +67,7 @@ ALLOWED = {
     "": {
         "cli",
         "errors",
+        "ipc.zygote_start",
         "worker",
         "checkpoint",
         "compat",
