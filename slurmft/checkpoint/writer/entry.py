@@ -30,6 +30,9 @@ from slurmft.system.log_format import log_to_stderr
 
 _RECEIVE_BYTES = 64 * 1024
 _LOOK_S = 0.1
+_STEP_COPY_S = 30.0
+"""How long the copy of a step may go on without its worker."""
+
 _SIGN_S = 0.5
 """How often it shows that it lives while it copies a step: to a slow peer that takes long, which is no stall."""
 
@@ -60,7 +63,9 @@ class Writer:
             self._listen()
             if not self._is_closing:
                 continue
-            ends_at = ends_at or time.monotonic() + lifetime_s
+            if ends_at is None:
+                ends_at = time.monotonic() + lifetime_s
+                self._steps.end_within(_STEP_COPY_S)
             lanes = (self._images, self._commits, self._copies, self._steps)
             if all(lane.is_idle() for lane in lanes):
                 self._send()
