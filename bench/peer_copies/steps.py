@@ -218,13 +218,14 @@ def _sent_s(view: memoryview) -> float:
 
 HEADER = [
     "| state of a rank | step | stall | memcpy alone | of it agreeing | peers have it after "
-    "| hash + plain loopback alone | writer | keeper | at 1 | interval | then | copies, left out |",
-    "|" + "---|" * 13,
+    "| hash + plain loopback alone | writer | keeper | at 1 | interval | then | copies, left out | load before |",
+    "|" + "---|" * 14,
 ]
 
 
-def row(size: int, step_s: float, ranks: list[Found]) -> str:
+def row(size: int, step_s: float, seconds: float) -> str:
     """One line of the table, of the slower rank."""
+    load, ranks = os.getloadavg()[0], measure(size, step_s=step_s, seconds=seconds)
     slower = max(ranks, key=lambda one: statistics.median(one.stalls_s))
     stall, whole = statistics.median(slower.stalls_s), statistics.median(slower.whole_s or [float("nan")])
     copied, sent = floor(size)
@@ -233,6 +234,7 @@ def row(size: int, step_s: float, ranks: list[Found]) -> str:
         f"{1000 * statistics.median(slower.agreeing_s):.2f} ms", f"{1000 * whole:.0f} ms", f"{1000 * sent:.0f} ms",
         f"{1000 * slower.writer_s:.0f} ms", f"{1000 * slower.keeper_s:.0f} ms", f"{100 * stall / step_s:.1f} %",
         f"{slower.interval}", f"{100 * stall / step_s / slower.interval:.1f} %", f"{slower.made}, {slower.skipped}",
+        f"{load:.1f}",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
@@ -250,9 +252,8 @@ def table() -> list[str]:
     ]  # fmt: skip
     for size, step_s, seconds in ((4, 0.1, 12), (4, 1.0, 20), (64, 0.1, 25), (64, 1.0, 25), (512, 0.1, 60),
                                   (512, 1.0, 60)):  # fmt: skip
-        before = os.getloadavg()[0]
-        lines.append(row(size * 10**6, step_s, measure(size * 10**6, step_s=step_s, seconds=seconds)))
-        print(lines[-1], f"load {before:.1f}", file=sys.stderr, flush=True)
+        lines.append(row(size * 10**6, step_s, seconds))
+        print(lines[-1], file=sys.stderr, flush=True)
     return lines
 
 

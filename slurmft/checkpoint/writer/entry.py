@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 _RECEIVE_BYTES = 64 * 1024
 _LOOK_S = 0.1
+_STEP_COPY_S = 30.0
+"""How long the copy of a step may go on without its worker."""
+
 _SIGN_S = 0.5
 """How often it shows that it lives while it copies a step: to a slow peer that takes long, which is no stall."""
 
@@ -62,7 +65,9 @@ class Writer:
             self._listen()
             if not self._is_closing:
                 continue
-            ends_at = ends_at or time.monotonic() + lifetime_s
+            if ends_at is None:
+                ends_at = time.monotonic() + lifetime_s
+                self._steps.end_within(_STEP_COPY_S)
             lanes = (self._images, self._commits, self._copies, self._steps)
             if all(lane is None or lane.is_idle() for lane in lanes):
                 self._send()

@@ -65,6 +65,19 @@ class StepCopyLane:
                     return True
         return False
 
+    def end_within(self, seconds: float) -> None:
+        """Its worker is gone: what has not arrived then is left, as the next attempt has chosen its state by then."""
+
+        def leave() -> None:
+            with self._changed:
+                left = [one for one in (*self._waiting, self._current) if one is not None]
+            for one in left:
+                self.abandon(one.task.request.identity)
+
+        timer = threading.Timer(seconds, leave)
+        timer.daemon = True
+        timer.start()
+
     def is_idle(self) -> bool:
         """Whether nothing is left to do."""
         with self._changed:

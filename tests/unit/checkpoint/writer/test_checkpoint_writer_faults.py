@@ -18,7 +18,14 @@ from staging import Memory, ended, quick_folder, until
 
 import slurmft.checkpoint
 from slurmft.checkpoint.writer import fault_points, writer_client, writer_task
-from slurmft.checkpoint.writer.fault_points import COMMIT_POINTS, ONCE_VARIABLE, STAGING_POINTS, VARIABLE, WRITER_POINTS
+from slurmft.checkpoint.writer.fault_points import (
+    COMMIT_POINTS,
+    ONCE_VARIABLE,
+    STAGING_POINTS,
+    STEP_COPY_POINTS,
+    VARIABLE,
+    WRITER_POINTS,
+)
 from slurmft.checkpoint.writer.write_requests import Report
 from slurmft.checkpoint.writer.writer_client import WriterClient
 from slurmft.storage.checkpoint_names import MANIFEST
@@ -89,7 +96,7 @@ def test_the_named_points_are_those_that_are_reached():
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("reached") and node.args
         if isinstance(node.args[0], ast.Constant)
     }
-    assert set(ALL_POINTS) <= used <= {*ALL_POINTS, *STAGING_POINTS}
+    assert set(ALL_POINTS) <= used <= {*ALL_POINTS, *STAGING_POINTS, *STEP_COPY_POINTS}
 
 
 def test_a_point_that_nobody_asked_for_does_nothing(monkeypatch):
