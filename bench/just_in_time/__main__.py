@@ -308,12 +308,13 @@ def main() -> None:
 
 def page(results: Sequence[tuple[Case, Sequence[Result]]], notes: Sequence[str], load_before: float) -> str:
     counts = {len(each) for _, each in results}
+    times = str(min(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
     lines = [
         "# What a fault between two checkpoints costs", "",
         f"`make bench-just-in-time`, slurmft {slurmft.__version__}, torch {torch.__version__}", "",
         f"One machine with {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}; two agents "
         f"with two ranks each, without Slurm; steps of {STEP_S} s and more, a checkpoint every {EVERY} steps, the "
-        f"fault after step {AT.start} to {AT.stop - 1}. {min(counts)} to {max(counts)} times each; load before: "
+        f"fault after step {AT.start} to {AT.stop - 1}. {times} times each; load before: "
         f"{load_before:.1f}, after: {os.getloadavg()[0]:.1f}: the seconds are those of a busy machine where it is more "
         "than a few.", "",
         "A step that was complete on all ranks at the moment of the fault, and is done again, is lost. An end "
