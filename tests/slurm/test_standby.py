@@ -52,7 +52,7 @@ def assert_done(run: Run, undisturbed: str, *, attempts: int = 2) -> None:
     """It ended within one start of one job, which is out of the queue, with the weights of an undisturbed run."""
     run.wait_until_done(120)
     (job,) = run.folder.jobs()
-    run.wait_until_out_of_queue(job, 60)
+    run.wait_until_out_of_queue(job, run.lab.settings.slurmd_timeout_s + 60)  # it is completing until a loss is noticed
     started = [event.attempt for event in run.events("attempt started")]
     assert started == [f"{job}.0.{cycle}" for cycle in range(attempts)], run.story()
     assert not run.events("requeueing"), run.story()

@@ -147,7 +147,7 @@ def test_the_batch_host_dies_while_the_run_is_restarted(lab: Lab, run_with_stand
         run.wait_for("standby took over", within_s=40)
         run.wait_until_done(150)
         (job,) = run.folder.jobs()
-        run.wait_until_out_of_queue(job, 60)
+        run.wait_until_out_of_queue(job, lab.settings.slurmd_timeout_s + 60)
     assert not run.events("requeueing"), run.story()
     attempts = [event.attempt for event in run.events("attempt started")]
     assert attempts == sorted(set(attempts)) and len(attempts) in (2, 3), run.story()
@@ -188,7 +188,7 @@ def test_slurms_own_commands_after_a_takeover(
         lab.run([*how.split(), job])
         run.wait_for("verdict", 2, within_s=60)
     if how == "scancel":
-        run.wait_until_out_of_queue(job, 60)
+        run.wait_until_out_of_queue(job, lab.settings.slurmd_timeout_s + 60)
         assert run.events("verdict")[1].details["cause"] == "cancelled", run.story()
         assert run.folder.done() is None and len(run.events("first step")) == 2
         return
