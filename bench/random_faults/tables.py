@@ -47,9 +47,9 @@ FOUND: dict[str, list[str]] = {
         "after a minute. The first supervisor, healed by then, keeps the batch script alive for 300 s, so that cron "
         "does not rescue the job before, and the storm waits for 280 s only.",
         "No other run failed. Reading the code for it had found that a second standby did not know which nodes were "
-        "lost before it (mended in 2285316). Seeds 5000 and 5001 ran with that first form, in which also what a supervisor "
-        "that was cut off took for lost counted, and a takeover could end in a requeue: found by a test on 26.05, "
-        "mended in 972f1c2.",
+        "lost before it (mended in 2285316). Seeds 5000 and 5001 ran with that first form, in which also what a "
+        "supervisor that was cut off took for lost counted, and a takeover could end in a requeue: found by a test "
+        "on 26.05, mended in 972f1c2.",
         "A supervisor that was a standby has no guardian: a kill of it is a takeover, its node counts as lost, and "
         "without a spare the run is requeued. That explains the longest waits behind `supervisor`.",
     ],
