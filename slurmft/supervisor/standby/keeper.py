@@ -239,10 +239,13 @@ class StandbyKeeper:
             assert isinstance(self._cluster, SlurmCluster)
             node = policy.choose(self._cluster.present(), os.environ.get("SLURMD_NODENAME", ""), failed)
             if node is None:
+                known = frozenset(self._cluster.present())
                 self._note(EventName.STANDBY_UNAVAILABLE, reason=self._problem or "there is no other node")
                 log.warning("there is no standby supervisor: %s", self._problem or "there is no other node")
                 failed.clear()
-                await asyncio.sleep(RETRY_S)
+                until_s = time.monotonic() + RETRY_S
+                while time.monotonic() < until_s and known.issuperset(self._cluster.present()):
+                    await asyncio.sleep(RENEW_S)  # a node that was cut off may come back
                 continue
             reason = ""
             if await self._start_on(node):

@@ -30,6 +30,7 @@ from slurmft.storage.run_folder import Attempt, Owner, RunFolder
 from slurmft.supervisor import run as supervisor_run
 from slurmft.supervisor.cluster import SlurmCluster
 from slurmft.supervisor.owner import this_process
+from slurmft.supervisor.standby import keeper as keeper_module
 from slurmft.supervisor.standby import takeover
 from slurmft.supervisor.standby.aside import is_standbys, standby_has_taken_over
 from slurmft.supervisor.standby.keeper import StandbyKeeper
@@ -154,6 +155,41 @@ def test_both_sides_hear_each_other(run: RunFolder, cluster: SlurmCluster, monke
     asyncio.run(watch_for(2.5))
     owner = run.owner()
     assert owner is not None and owner.generation == 3
+
+
+def test_a_node_that_comes_back_has_a_standby_at_once(
+    run: RunFolder, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+):
+    """Before a minute is over, in which another loss would leave the run without a supervisor."""
+    tried, told = list[str](), list[EventName]()
+
+    async def start_on(self: StandbyKeeper, node: str) -> bool:
+        tried.append(node)
+        return False
+
+    def note(self: StandbyKeeper, event: EventName, **_: object) -> None:
+        told.append(event)
+
+    monkeypatch.setattr(StandbyKeeper, "_start_on", start_on)
+    monkeypatch.setattr(StandbyKeeper, "_note", note)
+    monkeypatch.setattr(keeper_module, "START_DELAY_S", 0.0)
+    keeper = StandbyKeeper(configured(run.path), run, cluster)
+    others = set(cluster.present()) - {os.environ.get("SLURMD_NODENAME", "")}
+    back = sorted(others)[-1]
+    cluster.lost = {back}
+
+    async def work() -> None:
+        task = asyncio.create_task(keeper._have_a_standby())
+        async with asyncio.timeout(20):
+            while EventName.STANDBY_UNAVAILABLE not in told:
+                await asyncio.sleep(0.01)
+            assert back not in tried
+            cluster.lost = set()
+            while back not in tried:
+                await asyncio.sleep(0.01)
+        task.cancel()
+
+    asyncio.run(work())
 
 
 def test_naming_no_standby_loses_against_a_claim(run: RunFolder, cluster: SlurmCluster, watch: Watch):
