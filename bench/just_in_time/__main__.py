@@ -50,6 +50,7 @@ HSDP = ("--shards", "2", *BOTH)
 ACROSS = (*HSDP, "--across")
 FSDP = ("--shards", "4", *BOTH)
 COPIES = {"peer_copies": 1}
+EACH_STEP = {**COPIES, "peer_interval": 1}
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ CASES = (
     Case("DDP: rank 0's node with its agent, `peer_copies: 1`", (0,), checkpoint=COPIES, with_agent=True),
     Case("FSDP: a rank", (3,), FSDP),
     Case("FSDP: a rank, `peer_copies: 1`", (3,), FSDP, COPIES),
+    Case("FSDP: a rank, `peer_copies: 1`, `peer_interval: 1`", (3,), FSDP, EACH_STEP),
+    Case("FSDP: a node with its agent, the same", (2,), FSDP, EACH_STEP, True),
     Case("HSDP, a replica on each node: a rank", (3,), HSDP),
     Case("HSDP, a replica on each node: rank 0", (0,), HSDP),
     Case("HSDP, a replica on each node: two ranks of different shards", (0, 3), HSDP),
@@ -87,6 +90,7 @@ CASES = (
     Case("HSDP, a replica on each node: a node with its agent, `peer_copies: 1`", (2,), HSDP, COPIES, True),
     Case("HSDP, a shard on each node: a rank", (1,), ACROSS),
     Case("HSDP, a shard on each node: a node with its agent, `peer_copies: 1`", (2,), ACROSS, COPIES, True),
+    Case("HSDP, a shard on each node: the same, `peer_interval: 1`", (2,), ACROSS, EACH_STEP, True),
 )
 
 
