@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from logging.handlers import QueueHandler
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,17 @@ def synchronous_saves() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_log_records() -> Iterator[None]:
-    """A session marks what slurmft logs in its process with its rank, for good: here until the end of the test."""
-    before = logging.getLogRecordFactory()
+    """What a session or a supervisor does to its process's log for good: here until the end of the test.
+
+    A session marks records with its rank. A supervisor has a thread take over the root's handlers, which would
+    go on to hand every record to the tests' own handler, a second time.
+    """
+    before, root = logging.getLogRecordFactory(), logging.getLogger()
+    raises = logging.raiseExceptions
     yield
     logging.setLogRecordFactory(before)
+    logging.raiseExceptions = raises
+    root.handlers = [one for one in root.handlers if not isinstance(one, QueueHandler)]
 
 
 @pytest.fixture

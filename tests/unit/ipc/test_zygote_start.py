@@ -113,7 +113,8 @@ def test_workers_take_it_over_where_it_is_what_they_need(is_as_asked):
             workers.start_zygote(asked, ["json"], zygote)
             async with asyncio.timeout(WAIT_S):
                 await workers.ready.wait()
-            [pid] = [each.pid for each in psutil.Process().children() if "slurmft.agent.zygote" in each.cmdline()]
+            alive = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+            [pid] = [each.pid for each in alive if "slurmft.agent.zygote" in each.cmdline()]
             assert psutil.Process(pid).environ()["X"] == asked["X"]
             return pid
         finally:
