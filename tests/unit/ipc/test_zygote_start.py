@@ -70,6 +70,7 @@ def test_it_is_begun_with_what_the_agent_would_give_it(tmp_path, begun, changes,
     preload = config.fault_tolerance.preloaded(config.launcher, config.inference)
     assert zygote.is_as(common_environment(config, given), preload)
     until(lambda: psutil.Process(zygote.process.pid).cmdline()[-len(preload) - 1 :][1:] == list(preload))
+    until(psutil.Process(zygote.process.pid).environ)  # the kernel shows it a moment after the command line
     seen = psutil.Process(zygote.process.pid).environ()
     assert {name: seen.get(name) for name in zygote.environment} == zygote.environment
 
@@ -115,6 +116,7 @@ def test_workers_take_it_over_where_it_is_what_they_need(is_as_asked):
                 await workers.ready.wait()
             alive = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
             [pid] = [each.pid for each in alive if "slurmft.agent.zygote" in each.cmdline()]
+            until(psutil.Process(pid).environ)
             assert psutil.Process(pid).environ()["X"] == asked["X"]
             return pid
         finally:
@@ -143,9 +145,11 @@ def test_an_agent_goes_on_with_it_and_takes_it_along(tmp_path, is_as_asked):
             process = psutil.Process(agent.pid)
             until(lambda: any("slurmft.agent.zygote" in each.cmdline() for each in process.children()))
             [first] = process.children()
+            until(first.environ)
             assert first.environ()["A"] == told.environment["A"]  # what the agent itself begins has the configuration's
             supervisor.accept()[0].close()  # by now the agent has settled for a zygote
             [last] = process.children()
+            until(last.environ)
             assert last.environ()["A"] == "b"
             assert (last == first) is is_as_asked
         finally:
