@@ -240,7 +240,7 @@ def row(size: int, step_s: float, seconds: float) -> str:
 
 
 def table() -> list[str]:
-    """All of it; three minutes."""
+    """All of it; four minutes."""
     lines = [
         "", "## Copies of every step (`checkpoint.peer_interval: 1`)", "",
         "Two ranks, each a node of its own; a step is a pause, as of a host whose GPU computes. Stall: what the "

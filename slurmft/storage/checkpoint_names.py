@@ -43,6 +43,12 @@ class Identity:
     commit: int
 
     @property
+    def age(self) -> tuple[int, int]:
+        """Greater for a newer one. Attempts first: one that went back to an older state counts its commits on from
+        there."""
+        return self.generation, self.commit
+
+    @property
     def folder_name(self) -> str:
         return f"step-{self.step:08d}.g{self.generation}.c{self.commit}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,20 @@ def copies_made(run: Run) -> int:
     return sum(path.read_text(errors="replace").count(KEPT_COPIES) for path in logs)
 
 
+def end_without(lab: Lab, run: Run, hosts: Sequence[str]) -> int:
+    """Have these nodes lose their power, and the run come to its end without them; the step that it had done then."""
+    for host in hosts:
+        lab.kill_node(host)
+    step: int = (run.folder.progress() or {})["step"]
+    try:
+        run.wait_for("first step", 2)
+        run.wait_until_done(120)
+    finally:
+        for host in hosts:
+            lab.start_node(host)
+    return step
+
+
 def test_a_peer_has_what_a_dead_node_had(lab: Lab, new_run: NewRun, undisturbed: str) -> None:
     run = new_run(
         spare_nodes=1,
@@ -32,12 +46,7 @@ def test_a_peer_has_what_a_dead_node_had(lab: Lab, new_run: NewRun, undisturbed:
     run.submit()
     eventually(lambda: copies_made(run) >= 4, 90, run.story)
     hosts = run.events("agents ready")[0].details["hosts"]
-    lab.kill_node(hosts[1])
-    try:
-        run.wait_for("first step", 2)
-        run.wait_until_done(120)
-    finally:
-        lab.start_node(hosts[1])
+    end_without(lab, run, hosts[1:])
     assert "2 of 4 shards from memory, 2 of 4 shards from memory of a peer" in run.output(), run.output()
     assert run.digest() == undisturbed
 
@@ -58,14 +67,7 @@ def test_where_the_peer_is_lost_too_the_disk_is_read(lab: Lab, new_run: NewRun) 
     run.wait_for_step(25)
     run.wait_for_saved(20)
     hosts = run.events("agents ready")[0].details["hosts"]
-    for host in hosts[1:]:
-        lab.kill_node(host)
-    try:
-        run.wait_for("first step", 2)
-        run.wait_until_done(120)
-    finally:
-        for host in hosts[1:]:
-            lab.start_node(host)
+    end_without(lab, run, hosts[1:])
     assert run.events("first step")[-1].details["resumed_from"] >= 20
     # the first node has its own shard, and the third one's copy; the second one's copy went with the third
     told = "1 of 3 shards from memory, 1 of 3 shards from memory of a peer, 1 of 3 shards from disk"
@@ -86,13 +88,7 @@ def test_a_lost_node_costs_a_sharded_run_a_step_where_every_step_is_copied(lab: 
     run.submit()
     eventually(lambda: ((run.folder.progress() or {}).get("copied") or 0) >= 12, 90, run.story)
     hosts = run.events("agents ready")[0].details["hosts"]
-    lab.kill_node(hosts[1])
-    before = (run.folder.progress() or {})["step"]
-    try:
-        run.wait_for("first step", 2)
-        run.wait_until_done(120)
-    finally:
-        lab.start_node(hosts[1])
+    before = end_without(lab, run, hosts[1:])
     assert "2 of 4 shards from memory, 2 of 4 shards from memory of a peer" in run.output(), run.output()
     assert run.events("first step")[1].details["resumed_from"] >= before - 2, run.story()
     assert run.digest() == whole.digest()

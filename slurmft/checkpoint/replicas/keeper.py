@@ -237,7 +237,7 @@ class Keeper:
             if one.index.identity == index.identity:
                 raise Refused("kept")  # by an earlier try whose answer the sender did not get
             mine, theirs = one.index.identity, index.identity
-            if (mine.generation, mine.commit) > (theirs.generation, theirs.commit):
+            if mine.age > theirs.age:
                 raise Refused(f"a newer one is here: {mine.folder_name}")
         image = image_of(place_for(self._peers, index, keep))
         present = image.stat().st_size if image.exists() else 0

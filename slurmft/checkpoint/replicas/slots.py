@@ -153,7 +153,9 @@ def place_for(folder: Path, index: ShardIndex, keep: Name | None = None) -> Path
     places = [folder / f"shard-{index.shard}.{letter}.json" for letter in "ab"]
     held = {one.index_path: one for one in holdings_in(folder, Tier.PEER) if one.index_path in places}
     free = [place for place in places if place not in held]
-    return free[0] if free else min(places, key=lambda place: (held[place].name == keep, _age(held[place].name)))
+    return (
+        free[0] if free else min(places, key=lambda place: (held[place].name == keep, held[place].index.identity.age))
+    )
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -169,14 +171,8 @@ def remove_stale(folder: Path, keep: Name | None = None) -> None:
     They belong to shards that the run has no more, since it goes on with fewer ranks. What is to be kept stays.
     """
     held = holdings_in(folder, Tier.PEER)
-    newest = sorted({one.name for one in held}, key=_age, reverse=True)[:2]
+    newest = sorted({one.index.identity for one in held}, key=lambda one: one.age, reverse=True)[:2]
     for one in held:
-        if one.name not in newest and one.name != keep:
+        if one.index.identity not in newest and one.name != keep:
             one.index_path.unlink(missing_ok=True)
             one.image.unlink(missing_ok=True)
-
-
-def _age(name: Name) -> tuple[int, int]:
-    """Attempts first: one that went back to an older state counts its commits on from there."""
-    _, generation, commit = name
-    return generation, commit

@@ -183,7 +183,9 @@ class Arena:
         """
         taken = set(busy)
         free = [place for place in self.places if place.holds not in taken and not is_held(place.image)]
-        return min(free, key=lambda place: (place.is_warming, _age(place.holds)), default=None)
+        return min(
+            free, key=lambda place: (place.is_warming, place.holds.age if place.holds else (-1, -1)), default=None
+        )
 
     @property
     def is_private(self) -> bool:
@@ -245,8 +247,3 @@ class Spill:
 
 def _open_image(path: Path) -> int:
     return open_regular(path, os.O_RDWR | os.O_CREAT, follow=False, owners={os.geteuid()})
-
-
-def _age(identity: Identity | None) -> tuple[int, int]:
-    """Attempts first: one that went back to an older state counts its commits on from there."""
-    return (-1, -1) if identity is None else (identity.generation, identity.commit)

@@ -142,8 +142,7 @@ class CommitLane:
         """One look at one save: it is left, waits on, or is committed."""
         task = pending.task
         try:
-            if task.leave:
-                raise Left(task.leave)
+            task.leave_if_stopped()
             if time.monotonic() >= pending.not_before and self._is_complete(pending):
                 self._commit(pending)
         except Left as left:

@@ -40,8 +40,7 @@ class Pacing:
             Left: it is to be left.
         """
         self._page.tick(Lane.IMAGE)
-        if self._task.leave:
-            raise Left(self._task.leave)
+        self._task.leave_if_stopped()
 
     def __call__(self, done_bytes: int) -> None:
         self._page.show(Progress(done_bytes, self.size_bytes))

@@ -11,7 +11,7 @@ from pathlib import Path
 from slurmft.checkpoint.format.image_writing import Mappings
 from slurmft.checkpoint.writer.abandoned_saves import give_up
 from slurmft.checkpoint.writer.durable_image import Pacing, write_durably
-from slurmft.checkpoint.writer.priority import yield_to_others
+from slurmft.checkpoint.writer.priority import do_politely
 from slurmft.checkpoint.writer.progress_page import Lane, Progress, ProgressPage
 from slurmft.checkpoint.writer.writer_task import PAUSES_S, Left, Task
 from slurmft.errors import StorageError
@@ -114,18 +114,11 @@ class ImageLane:
             self._page.end(Lane.IMAGE)
 
     def _finish_politely(self, task: Task) -> bool:
-        """``_finish``; a large image that no caller waits for, in a low-priority thread: that cannot be undone."""
+        """``_finish``; a large image that no caller waits for, in a low-priority thread."""
         if task.request.urgent or size_of(task.request.image) < POLITE_BYTES:
             return self._finish(task)
         done: list[bool] = []
-
-        def finish() -> None:
-            yield_to_others()
-            done.append(self._finish(task))
-
-        thread = threading.Thread(target=finish, daemon=True)
-        thread.start()
-        thread.join()
+        do_politely(lambda: done.append(self._finish(task)))
         return done == [True]
 
     def _finish(self, task: Task) -> bool:
@@ -134,8 +127,7 @@ class ImageLane:
         tries = 0
         while True:
             try:
-                if task.leave:
-                    raise Left(task.leave)
+                task.leave_if_stopped()
                 size_bytes = write_durably(task, Pacing(task, self._page), self._images)
             except Left as left:
                 reason = "superseded"

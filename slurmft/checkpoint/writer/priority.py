@@ -7,6 +7,7 @@ import ctypes
 import os
 import platform
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,18 @@ def yield_to_others() -> None:
         Path("/proc/self/autogroup").write_text(str(NICE), encoding="ascii")
     if number := _IOPRIO_SET.get(platform.machine()):
         ctypes.CDLL(None).syscall(number, 1, 0, _BEST_EFFORT | _LOWEST)
+
+
+def do_politely(work: Callable[[], object]) -> None:
+    """Do it in a thread of its own, whose low priority cannot be undone; returns at its end, also where it raised."""
+
+    def behind_others() -> None:
+        yield_to_others()
+        work()
+
+    thread = threading.Thread(target=behind_others, daemon=True)
+    thread.start()
+    thread.join()
 
 
 class Throttle:

@@ -5,10 +5,11 @@ It works beside the durable write, which may take a hundred times as long. No to
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from slurmft.checkpoint.replicas.replication import Peer, find_peers, key_file, 
 from slurmft.checkpoint.staging.holding import holding
 from slurmft.checkpoint.writer.fault_points import reached
 from slurmft.checkpoint.writer.image_lane import POLITE_BYTES, size_of
-from slurmft.checkpoint.writer.priority import yield_to_others
+from slurmft.checkpoint.writer.priority import do_politely
 from slurmft.checkpoint.writer.writer_task import Left, Task
 from slurmft.errors import StorageError
 from slurmft.storage.checkpoint_names import Identity
@@ -91,16 +92,9 @@ class StepCopyLane:
             if size_of(one.task.request.image) < POLITE_BYTES:
                 self._finish(one)
             else:
-                thread = threading.Thread(target=self._finish_politely, args=(one,), daemon=True)
-                thread.start()
-                thread.join()
+                do_politely(functools.partial(self._finish, one))
             with self._changed:
                 self._current = None
-
-    def _finish_politely(self, one: _Copy) -> None:
-        """In a thread of its own, whose low priority cannot be undone."""
-        yield_to_others()
-        self._finish(one)
 
     def _finish(self, one: _Copy) -> None:
         try:
@@ -122,7 +116,7 @@ class StepCopyLane:
                 raise StorageError(f"{request.snapshot} holds another snapshot than {request.identity.folder_name}")
             if not index.is_hashed:
                 with self._images.of(source, index.size_bytes) as view:
-                    hashed = index.with_digests(digests(view, index, _leaving(task)))
+                    hashed = index.with_digests(digests(view, index, lambda _: task.leave_if_stopped()))
                 write_index(request.snapshot, hashed, durable=False)
             reached("step hashed")
             task.phase = "sending it"
@@ -137,8 +131,7 @@ class StepCopyLane:
                 request.snapshot, request.image, [known], key, bytes_per_s=request.max_bytes_per_s or None,
                 stop=one.stop, keep=request.keeps,
             )  # fmt: skip
-            if one.task.leave:
-                raise Left(one.task.leave)
+            one.task.leave_if_stopped()
             if sent.problem:
                 problems.append(f"node {peer.place}: {sent.problem}")
                 log.warning("no copy of step %d with node %d: %s", request.identity.step, peer.place, sent.problem)
@@ -146,11 +139,3 @@ class StepCopyLane:
                 self._peers[number] = replace(known, addresses=()) if sent.problem else known
         reached("step sent")
         return "; ".join(problems)
-
-
-def _leaving(task: Task) -> Callable[[int], None]:
-    def look(_done_bytes: int) -> None:
-        if task.leave:
-            raise Left(task.leave)
-
-    return look

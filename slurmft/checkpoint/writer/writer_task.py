@@ -84,6 +84,11 @@ class Task:
         self.leave = kind
         self.woken.set()
 
+    def leave_if_stopped(self) -> None:
+        """Raises Left where it is to be given up."""
+        if self.leave:
+            raise Left(self.leave)
+
     def tell(self, kind: ReportKind, **details: Any) -> None:
         """Send a report on it."""
         seconds = time.monotonic() - self.since

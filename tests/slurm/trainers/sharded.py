@@ -13,23 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from running_totals import Position
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from slurmft import CheckpointManager, start_session
-
-
-class Position:
-    """Of a loader: counts the batches of this rank."""
-
-    taken = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"taken": self.taken}
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        self.taken = state_dict["taken"]
 
 
 def train(args: argparse.Namespace) -> None:

@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_facts import training
 
 from slurmft.cli.main import cli
-from slurmft.ipc.pages.heartbeat import State
 from slurmft.ipc.worker_facts import WorkerFacts
 from slurmft.operations.status import overview
 from slurmft.policy.checkpoints.failing_saves import FailingSaves, News
@@ -56,13 +56,7 @@ def test_an_alarm_is_raised_and_taken_back_in_turns_and_rarely(most, deltas):
 
 
 def facts(*, step: int, failures: int = 0, saves: int = 0, saved: int = -1) -> WorkerFacts:
-    return WorkerFacts(
-        rank=0, state=State.TRAINING, attached=True, step=step, until=90, saved=saved, durable=-1,
-        resumed=0,
-        first_step_at=0.0, answered=-1, metric=0.5, first_step_s=0.0, longest_step_s=0.0,
-        saves=saves, save_s=0.0, saving_s=0.0, since_saved_s=0.0, save_failures=failures,
-        save_errno=errno.ENOSPC, save_cost_s=0.0,
-    )  # fmt: skip
+    return training(step=step, saves=saves, saved=saved, save_failures=failures, save_errno=errno.ENOSPC)
 
 
 @pytest.fixture
