@@ -39,8 +39,8 @@ START_DELAY_S = 2.0
 """The agents of an attempt come first."""
 
 READY_S = 30.0
-RETRY_S = 60.0
-"""After no node could have a standby."""
+FIRST_RETRY_S, RETRY_S = 2.0, 60.0
+"""After no node could have a standby; each time twice as long. Slurm may refuse a step for seconds after a loss."""
 
 FOLDER_S = 5.0
 END_S = 3.0
@@ -234,22 +234,26 @@ class StandbyKeeper:
 
     async def _have_a_standby(self) -> None:
         failed: set[str] = set()
+        pause_s, told = FIRST_RETRY_S, ""
         await asyncio.sleep(START_DELAY_S)
         while not self._is_superseded and not self._is_dismissed:
             assert isinstance(self._cluster, SlurmCluster)
             node = policy.choose(self._cluster.present(), os.environ.get("SLURMD_NODENAME", ""), failed)
             if node is None:
                 known = frozenset(self._cluster.present())
-                self._note(EventName.STANDBY_UNAVAILABLE, reason=self._problem or "there is no other node")
-                log.warning("there is no standby supervisor: %s", self._problem or "there is no other node")
+                reason = self._problem or "there is no other node"
+                if reason != told:
+                    self._note(EventName.STANDBY_UNAVAILABLE, reason=reason)
+                    log.warning("there is no standby supervisor: %s", reason)
                 failed.clear()
-                until_s = time.monotonic() + RETRY_S
+                until_s, pause_s, told = time.monotonic() + pause_s, min(2 * pause_s, RETRY_S), reason
                 while time.monotonic() < until_s and known.issuperset(self._cluster.present()):
                     await asyncio.sleep(RENEW_S)  # a node that was cut off may come back
                 continue
             reason = ""
             if await self._start_on(node):
                 self._note(EventName.STANDBY_READY, node=node)
+                pause_s, told = FIRST_RETRY_S, ""
                 reason = await self._until_lost()
             await self._give_up(node, reason)
             failed.add(node)

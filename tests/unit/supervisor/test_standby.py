@@ -192,6 +192,43 @@ def test_a_node_that_comes_back_has_a_standby_at_once(
     asyncio.run(work())
 
 
+def test_a_refusal_that_passes_costs_no_minute_without_a_standby(
+    run: RunFolder, cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+):
+    """Slurm may create no step for some seconds after a node was lost; that is told once."""
+    tried, told = list[str](), list[EventName]()
+
+    async def start_on(self: StandbyKeeper, node: str) -> bool:
+        tried.append(node)
+        self._problem = f"the one on {node} did not report"
+        return len(tried) > 4
+
+    async def until_lost(_: StandbyKeeper) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    monkeypatch.setattr(StandbyKeeper, "_start_on", start_on)
+    monkeypatch.setattr(StandbyKeeper, "_until_lost", until_lost)
+    monkeypatch.setattr(StandbyKeeper, "_note", lambda _, event, **__: told.append(event))
+    monkeypatch.setattr(keeper_module, "START_DELAY_S", 0.0)
+    monkeypatch.setattr(keeper_module, "FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr(keeper_module, "RENEW_S", 0.01)
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    cluster.lost = {"n2"}
+    keeper = StandbyKeeper(configured(run.path), run, cluster)
+
+    async def work() -> None:
+        task = asyncio.create_task(keeper._have_a_standby())
+        async with asyncio.timeout(20):
+            while EventName.STANDBY_READY not in told:
+                await asyncio.sleep(0.01)
+        task.cancel()
+
+    asyncio.run(work())
+    assert tried == ["n3"] * 5
+    assert told == [EventName.STANDBY_UNAVAILABLE, EventName.STANDBY_READY]
+
+
 def test_naming_no_standby_loses_against_a_claim(run: RunFolder, cluster: SlurmCluster, watch: Watch):
     keeper = StandbyKeeper(configured(run.path), run, cluster)
     keeper._lease = Lease(run, cluster.attempt)
