@@ -42,15 +42,24 @@ MERGES = (
 )
 FOUND: dict[str, list[str]] = {
     "standby": [
-        "Seed 5004: a standby took over from a batch host that was cut off for 11 s, and its own node lost its "
-        "power 20 s later. It had no standby: the one node that was left could not have one, and the next try is "
-        "after a minute. The first supervisor, healed by then, keeps the batch script alive for 300 s, so that cron "
-        "does not rescue the job before, and the storm waits for 280 s only. A supervisor without a standby tries "
-        "again as soon as a node is back since then (a unit test shows it); the seed was not repeated.",
-        "No other run failed. Reading the code for it had found that a second standby did not know which nodes were "
-        "lost before it (mended in 2285316). Seeds 5000 and 5001 ran with that first form, in which also what a "
-        "supervisor that was cut off took for lost counted, and a takeover could end in a requeue: found by a test "
-        "on 26.05, mended in 972f1c2.",
+        "Seed 5004 at 5da4fad: a standby took over from a batch host that was cut off for 11 s, and its own node "
+        "lost its power 20 s later. It had no standby: the one node that was left could not have one, and the next "
+        "try is after a minute. The first supervisor, healed by then, keeps the batch script alive for 300 s, so "
+        "that cron does not rescue the job before, and the storm waits for 280 s only. A supervisor without a "
+        "standby tries again as soon as a node is back since then.",
+        "Seed 5004 at 17339df: Slurm refused the step of the next standby (`Memory required by task is not "
+        "available`, right after its controller had been killed), and the supervisor, which had just taken over, "
+        "was killed 2 s later, a minute before its next try: cron brought the run back after 34 s, longer than the "
+        "storm explains; the weights are right. It tries again after 2 s, 4 s and so on since cbcbe31.",
+        "Seed 5004 at cbcbe31, not mended, and none of the standby's: guardian and supervisor were killed, Slurm's "
+        "controller completed the job, and was itself killed a second later, before it had saved that. After its "
+        "start it shows the job as RUNNING with no process left on any node; `slurmft requeue --rescue` believes "
+        "it, as the batch host is still among the job's nodes, and the storm waits for 280 s only. How long Slurm "
+        "takes to find out was not measured.",
+        "No other run failed. Reading the code for the first of these had found that a second standby did not know "
+        "which nodes were lost before it (mended in 2285316). Seeds 5000 and 5001 ran with that first form, in "
+        "which also what a supervisor that was cut off took for lost counted, and a takeover could end in a "
+        "requeue: found by a test on 26.05, mended in 972f1c2.",
         "A supervisor that was a standby has no guardian: a kill of it is a takeover, its node counts as lost, and "
         "without a spare the run is requeued. That explains the longest waits behind `supervisor`.",
     ],
