@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 WHAT = {
-    "training": "Each run trains on 2 nodes x 2 ranks with a third node as a spare, its folder on a disk that can be "
-    "filled; faults come at random moments, also while it recovers from the one before.",
+    "training": "Each run trains on 2 nodes x 2 ranks, its folder on a disk that can be filled; its seed draws spares, "
+    "rehearsal, launcher, kind of interval, asynchronous saves, just in time, peer copies and their interval, digests, "
+    "preload and learned limits; faults come at random moments, also while it recovers from the one before.",
     "standby": "Each run trains on 2 nodes x 2 ranks with a third node as a spare and a standby supervisor; the faults "
     "that it is for come more often than others, also upon each other. No process may act for the run that another one "
     "has replaced.",
@@ -24,7 +25,7 @@ WHAT = {
 }
 
 TITLES = {
-    "training": "Random faults on the lab, with a spare",
+    "training": "Random faults on the lab, with settings drawn by each seed",
     "standby": "Random faults on the lab, with a standby supervisor",
     "inference": "Random faults on a batch of requests",
     "serving": "Random faults on an endpoint under constant load",

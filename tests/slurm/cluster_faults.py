@@ -50,11 +50,11 @@ def power_off_other(storm: Storm) -> str | None:
     return power_off(storm, storm.chance.choice(others)) if others else None
 
 
-def cut_off(storm: Storm, host: str = "") -> str | None:
-    """One node of the run; any of those that train where no ``host`` is given."""
+def cut_off(storm: Storm, host: str = "", seconds: float | None = None) -> str | None:
+    """One node of the run for so long; any of those that train, and half a second to twelve, where nothing is given."""
     if not (hosts := [host] if host else storm.hosts()):
         return None
-    host, for_s = storm.chance.choice(hosts), storm.chance.uniform(0.5, 12.0)
+    host, for_s = storm.chance.choice(hosts), storm.chance.uniform(0.5, 12.0) if seconds is None else seconds
 
     def undo() -> bool:
         storm.lab.heal(host)

@@ -7,13 +7,14 @@ that fails. ``SLURMFT_FAULT_SEEDS=7,8`` or ``=100-130`` runs those seeds instead
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from slurm.cluster_faults import CLUSTER_KINDS, kill_one, kill_supervisor
+from slurm.cluster_faults import CLUSTER_KINDS, cut_off, kill_one, kill_supervisor
 from slurm.conftest import Run, calm_digest
 from slurm.small_disk import SmallDisk, mounted_disk
 from slurm.storm import Kind, Storm, errors_in_logs, seeds
@@ -32,6 +33,30 @@ SETUP_S, STEP_S = 45.0, 10.0
 STORM_STEPS = 150
 
 SIGNALS = ("KILL", "SEGV", "ABRT")
+
+MATRIX: Mapping[str, tuple[Any, ...]] = {
+    "spare_nodes": (0, 1, 1),
+    "spares": ("import", "rehearse"),
+    "launcher": ("agent", "agent", "torchrun"),
+    "checkpoint.interval": ("steps", "seconds", "auto"),
+    "checkpoint.async_save": (True, True, False),
+    "checkpoint.just_in_time": (True, False),
+    "checkpoint.peer_copies": (0, 1, 1),
+    "checkpoint.peer_interval": (0, 1, 3),
+    "digests.interval_steps": (0, 5),
+    "fault_tolerance.preload": (True, False),
+    "fault_tolerance.calc_ft_timeouts": (False, True),
+}
+"""Settings of which each run draws one value each, by its seed; a value that stands twice is as likely again."""
+
+
+def drawn(seed: int) -> dict[str, Any]:
+    """The settings of a run, by their dotted names."""
+    chance = random.Random(f"settings of {seed}")
+    settings = {name: chance.choice(values) for name, values in MATRIX.items()}
+    if settings["launcher"] != "agent" or settings["spare_nodes"] == 0:
+        settings["spares"] = "import"  # nobody to rehearse, or a trainer that the agent does not start
+    return settings
 
 
 def lost(before: Mapping[Path, Entry], there: Mapping[Path, Entry]) -> list[str]:
@@ -117,6 +142,11 @@ class TrainingStorm(Storm):
         hosts = self.hosts()
         return kill_one(self, self.chance.choice(hosts), f"[s]lurmft.checkpoint.{module}") if hosts else None
 
+    def silence(self) -> str | None:
+        """A node's packets are dropped for longer than agents are waited for; all of its processes live on."""
+        others = [host for host in self.hosts() if host != self.batch_host()]
+        return cut_off(self, self.chance.choice(others), self.chance.uniform(13.0, 30.0)) if others else None
+
     kinds: ClassVar = {
         "one rank": Kind(24, lambda storm: storm.signal_ranks()),
         "rank 0": Kind(10, lambda storm: storm.signal_ranks(first=True)),
@@ -127,6 +157,7 @@ class TrainingStorm(Storm):
         "all ranks of a node stopped": Kind(
             4, lambda storm: storm.signal_ranks(whole_node=True, signal="STOP"), SETUP_S + 5
         ),
+        "silent node": Kind(8, silence, 40, clear=True, undone="heard again after 13 to 30 s"),
         "writer": Kind(12, lambda storm: storm.kill_helper("writer")),
         "keeper": Kind(12, lambda storm: storm.kill_helper("replicas.keeper")),
         "bit flip in a checkpoint": Kind(10, flip_a_bit),
@@ -154,21 +185,26 @@ def weather(
     """One run in one storm, to its end.
 
     Args:
-        settings: more of ``fault_tolerance``.
+        settings: more of the configuration, by dotted names.
     """
-    written = new_run(
-        f"faults-{seed}", delay=0.3, steps=STORM_STEPS, spare_nodes=1, run_folder=str(disk.path / "run"),
-        checkpoint={"interval_steps": 5, "peer_copies": 1, "keep_last_n": KEPT},
-        fault_tolerance={
+    config: dict[str, Any] = {
+        "spare_nodes": 1,
+        "checkpoint": {"interval_steps": 5, "interval_seconds": 2.0, "peer_copies": 1, "keep_last_n": KEPT},
+        "digests": {},
+        "fault_tolerance": {
             "num_in_job_restarts": 100, "num_job_retries_on_failure": 100, "max_no_progress_cycles": 100,
             "rank_section_timeouts": {"step": STEP_S, "checkpointing": 20, "setup": SETUP_S},
             "num_warmup_iterations": 1,
             "initial_rank_heartbeat_timeout": SETUP_S, "max_retry_delay_s": 1, "retry_delay_s": 0,
-            "supervisor_lease_s": 8, **settings,
+            "supervisor_lease_s": 8,
         },
         # what chance puts on one node is no evidence against it
-        exclusions={"threshold": 1000, "probation": 999},
-    )  # fmt: skip
+        "exclusions": {"threshold": 1000, "probation": 999},
+    }  # fmt: skip
+    for name, value in settings.items():
+        section, _, key = name.rpartition(".")
+        (config[section] if section else config)[key] = value
+    written = new_run(f"faults-{seed}", delay=0.3, steps=STORM_STEPS, run_folder=str(disk.path / "run"), **config)
     run = Run(written.lab, disk.path / "run", written_at=written.config)
     storm = kind(run, seed, disk)
     run.submit()
@@ -194,11 +230,16 @@ def weather(
         failures += [f"a committed checkpoint is lost: {name}" for name in storm.lost]
         failures += storm.unexplained_waits()
         failures += [] if digests == {calm} else [f"other weights: {digests}"]
-    storm.record(failures, same_weights=digests == {calm}, damaged=run.output().count("wrong checksum"),
-                 takeovers=len(run.events("standby took over")))  # fmt: skip
+    storm.record(
+        failures,
+        settings=dict(settings),
+        same_weights=digests == {calm},
+        damaged=run.output().count("wrong checksum"),
+        takeovers=len(run.events("standby took over")),
+    )
     assert failures == [], storm.story()
 
 
 @pytest.mark.parametrize("seed", seeds())
 def test_random_faults(new_run: Callable[..., Run], calm: str, disk: SmallDisk, seed: int) -> None:
-    weather(TrainingStorm, new_run, calm, disk, seed, {})
+    weather(TrainingStorm, new_run, calm, disk, seed, drawn(seed))

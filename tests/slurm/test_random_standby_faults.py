@@ -131,4 +131,4 @@ class StandbyStorm(TrainingStorm):
 
 @pytest.mark.parametrize("seed", seeds())
 def test_random_faults_with_a_standby(new_run: Callable[..., Run], calm: str, disk: SmallDisk, seed: int) -> None:
-    weather(StandbyStorm, new_run, calm, disk, seed, {"standby_supervisor": True})
+    weather(StandbyStorm, new_run, calm, disk, seed, {"fault_tolerance.standby_supervisor": True})
