@@ -19,6 +19,7 @@ from slurmft.inference.serving.certificates import context_for, prepare_authorit
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster, RouterAddress, ca_file, prepare, token_of
 from slurmft.inference.serving.listener import RouterServer
 from slurmft.inference.serving.router import Router
+from slurmft.policy.strangers import Strangers
 
 
 @pytest.fixture
@@ -66,6 +67,35 @@ def test_a_client_that_does_not_finish_the_handshake_is_cut_off(
         writer.write(b"\x16\x03\x01")
         assert await asyncio.wait_for(reader.read(), 10) == b""
         writer.close()
+        await server.close()
+        await router.close()
+
+    run(work())
+
+
+def test_silent_connections_are_counted_before_their_handshake(config: InferenceConfig) -> None:
+    assert config.serving is not None
+    trusted = ssl.create_default_context(cafile=str(config.serving.tls_certificate))
+
+    async def work() -> None:
+        router = Router(config, node="n0", token=TOKEN, engine_token="", key=KEY)
+        server = RouterServer(router, config)
+        port = await server.listen("127.0.0.1", 0)
+        server.strangers = Strangers(20, 10)
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
+        ended = [asyncio.create_task(reader.read()) for reader, _ in silent]
+        async with asyncio.timeout(30):
+            while sum(each.done() for each in ended) < 40:
+                await asyncio.sleep(0)
+        assert len(server.strangers) == 10
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+            async with session.get(f"https://127.0.0.1:{port}/status", ssl=trusted) as answer:
+                assert answer.status == 200
+            assert len(server.strangers) == 9, "a client with the token is none"
+        for each in ended:
+            each.cancel()
+        for _, writer in silent:
+            writer.close()
         await server.close()
         await router.close()
 
