@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +156,11 @@ def targets(runs: Iterable[RunFolder]) -> list[dict[str, Any]]:
             if (target := _target(facts)) is not None:
                 found.append({"targets": [target], "labels": {**labels, "__meta_slurmft_kind": "supervisor"}})
         with contextlib.suppress(StorageError, OSError):
-            if at := _routers(run.path):
-                found.append({"targets": at, "labels": {**labels, "__meta_slurmft_kind": "router"}})
+            for router in HighAvailabilityCluster.read(run.path).routers:
+                for url in router.urls[:1]:
+                    scheme, _, at = url.partition("://")
+                    kind = {"__meta_slurmft_kind": "router", **({"__scheme__": scheme} if router.tls else {})}
+                    found.append({"targets": [at], "labels": {**labels, **kind}})
     return found
 
 
@@ -171,14 +174,6 @@ def _target(facts: dict[str, Any]) -> str | None:
     elif address in ("0.0.0.0", "::"):  # noqa: S104 - compared with, not listened on
         address = host
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-
-
-def _routers(run_folder: Path) -> Sequence[str]:
-    return [
-        f"[{router.hosts[0]}]:{router.port}" if ":" in router.hosts[0] else f"{router.hosts[0]}:{router.port}"
-        for router in HighAvailabilityCluster.read(run_folder).routers
-        if router.hosts
-    ]
 
 
 def write_targets(path: Path, runs: Iterable[RunFolder]) -> None:
