@@ -213,7 +213,7 @@ def write_marker(entry: Entry) -> None:
         "files": {name: {"bytes": one.size_bytes, "xxh3": one.xxh3} for name, one in entry.files.items()},
     }
     # The folder was made under the user's umask; the marker must be readable by the same people as the files beside it.
-    write_json(entry.path / MANIFEST, value, mode=entry.path.stat().st_mode & 0o666)
+    write_json(entry.path / MANIFEST, value, mode=entry.path.stat().st_mode & 0o644)
 
 
 def is_newer_format(path: Path) -> bool:

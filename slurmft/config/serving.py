@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -27,15 +27,16 @@ class ServingConfig(Section):
     run folder."""
 
     tls_certificate: Folder | None = None
-    """A PEM file with the routers' certificate, and those that it depends on; empty: plain HTTP."""
+    """A PEM file with the routers' certificate, and those that it depends on; empty: see ``tls_own``."""
 
     tls_key: Folder | None = None
     """Its private key, a PEM file of mode 0600."""
 
-    tls_own: bool = False
+    tls_own: bool = True
     """Routers speak HTTPS with certificates that the run makes itself: an authority in its run folder, which clients
     trust (``serving/ca.pem``), and a new key and certificate for each start of a router, with the names and addresses
-    of its node. Needs ``openssl`` on the nodes."""
+    of its node. Needs ``openssl`` on the nodes. Off where there is ``tls_certificate``; with false and none, routers
+    speak plain HTTP, and whoever listens at a dead one's port gets tokens and requests, and can forge answers."""
 
     max_queue: Count = Field(default=1024, ge=0)
     """Requests that may wait in a router for a free replica; more are refused at once with 429."""
@@ -68,6 +69,13 @@ class ServingConfig(Section):
     allow_paths: tuple[Text, ...] = ()
     """Administrative paths of the engine that clients may use all the same, such as ``/v1/load_lora_adapter``; those
     below them as well."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_unless_given(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("tls_certificate") is not None and "tls_own" not in value:
+            return {**value, "tls_own": False}
+        return value
 
     @model_validator(mode="after")
     def _has_both(self) -> Self:

@@ -21,6 +21,9 @@ from slurmft.system.private_folder import MAX_DEPTH, is_left_over
 SETTLED_S = 60.0
 """Younger objects may be about to be used."""
 
+DAEMONS = frozenset({0, os.geteuid()})
+"""Who runs Slurm's step daemons: root, and in a lab one user."""
+
 OURS = re.compile(r"slurmft-(?:memory-)?\d+-")
 LIBRARIES = re.compile(
     r"(?:torch_\d+_|sem\.mp-|psm_[0-9a-f]{8}$|nccl-[A-Za-z0-9]{6}$|sem\.loky-|psm[23]_shm\.|ucx_shm_|cuda\.shm\.|"
@@ -57,8 +60,10 @@ def running_jobs(scene: Scene) -> frozenset[str] | None:
     for folder in scene.folders("proc", "[0-9]*"):
         if text_of(folder / "comm").strip() != "slurmstepd":
             continue
-        step = step_of(text_of(folder / "cmdline"))
-        if step is None and process(folder) is not None:
+        daemon = process(folder)
+        if daemon is None or daemon.uid not in DAEMONS:
+            continue  # gone, or a user's: anybody can take that name and title
+        if (step := step_of(text_of(folder / "cmdline"))) is None:
             return None
         found.add(step or "")
     return frozenset(found - {""})

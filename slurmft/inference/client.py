@@ -85,7 +85,7 @@ class Client:
     ) -> None:
         self._urls, self._token, self._run_folder, self._ca_file = list(urls), token, run_folder, ca_file
         self._turn = random.randrange(1 << 16)  # noqa: S311 - spreads clients over the routers
-        self._looked_s = -LOOK_AGAIN_S
+        self._looked_s, self._renewed_s = -LOOK_AGAIN_S, -AVOIDED_S
         self._avoided: dict[str, float] = {}
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -209,7 +209,7 @@ class Client:
         try:
             if response.status in PASSING or response.status >= 400:
                 answer = EndpointAnswer(response.status, dict(response.headers), await response.read())
-                _refuse_passing(answer)
+                self._refuse_passing(answer)
                 raise RequestFailed(f"HTTP {answer.status}: {answer.body[:500].decode(errors='replace')}")
             return response, await response.content.readany()
         except BaseException:
@@ -263,7 +263,7 @@ class Client:
             self._avoided[url] = time.monotonic() + AVOIDED_S
             raise _TryAgain(f"{error or type(error).__name__}") from error
         if isinstance(found, EndpointAnswer):
-            _refuse_passing(found)
+            self._refuse_passing(found)
         return found
 
     async def _retrying(self, work: Any, deadline_s: float, timeout_s: float) -> Any:
@@ -291,6 +291,18 @@ class Client:
         left_s = max(0.001, deadline_s - time.monotonic())
         given = {"Authorization": f"Bearer {self._token}", "X-Request-Timeout": f"{left_s:.3f}", **(headers or {})}
         return self._session().request(method, url, json=body, headers=given, allow_redirects=False)
+
+    def _refuse_passing(self, answer: EndpointAnswer) -> None:
+        if answer.status == 401 and self._run_folder is not None:
+            now_s = time.monotonic()
+            with suppress(SlurmftError):  # a moment later perhaps
+                if (token := token_of(self._run_folder)) != self._token:
+                    self._token, self._renewed_s = token, now_s
+            if now_s - self._renewed_s < AVOIDED_S:
+                raise _TryAgain("another job serves the endpoint, with a new token", answer)
+        if answer.status in PASSING:
+            after_s = retry_after_s(answer.headers.get("Retry-After"), longest_s=LONGEST_PAUSE_S)
+            raise _TryAgain(f"HTTP {answer.status}: {answer.body[:500].decode(errors='replace')}", answer, after_s)
 
     def _next_router(self) -> str:
         """In turn, but for those that were not reached lately."""
@@ -342,12 +354,6 @@ async def _as_coroutine(work: Awaitable[Value]) -> Value:
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
     loop.close()
-
-
-def _refuse_passing(answer: EndpointAnswer) -> None:
-    if answer.status in PASSING:
-        after_s = retry_after_s(answer.headers.get("Retry-After"), longest_s=LONGEST_PAUSE_S)
-        raise _TryAgain(f"HTTP {answer.status}: {answer.body[:500].decode(errors='replace')}", answer, after_s)
 
 
 def _pause_s(state: RetryCallState) -> float:

@@ -26,6 +26,7 @@ import xxhash
 from slurmft.config.inference import InferenceConfig
 from slurmft.errors import ConfigError, StorageError, UsageError
 from slurmft.inference.segments import runs_of
+from slurmft.policy.inference.paths import is_open, normal
 from slurmft.storage.patience import writing
 from slurmft.system.files import fsync_folder, read_json, write_json
 from slurmft.system.opening import UnsafeFile, open_regular, trusted_owners
@@ -344,6 +345,9 @@ def request_of(value: bytes | Mapping[str, Any], where: str) -> dict[str, Any]:
         return {"id": custom_id, "body": body}
     if not isinstance(url, str) or not url.startswith("/") or url.startswith("//") or not url.isprintable():
         raise ValueError("its url is not a path such as /v1/chat/completions")
+    path = normal(url.partition("?")[0])
+    if path is None or not is_open(path, ()):
+        raise ValueError("its url is one by which an engine is administered, or can be read in two ways")
     return {"id": custom_id, "url": url, "body": body}
 
 

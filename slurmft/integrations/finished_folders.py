@@ -23,7 +23,7 @@ from typing import Any
 from slurmft.errors import StorageError
 from slurmft.storage.fence import check_fence
 from slurmft.system.files import fsync_folder, read_json, write_json
-from slurmft.system.opening import opened, read_part
+from slurmft.system.opening import opened, read_part, trusted_owners
 
 MARKER, LIST = "slurmft_finished.json", "slurmft_checkpoints.json"
 _FOLDER = re.compile(r"checkpoint-([0-9]{1,15})")
@@ -36,16 +36,21 @@ log = logging.getLogger(__name__)
 def step_folders(parent: Path) -> dict[int, Path]:
     """The folders ``checkpoint-STEP`` in ``parent`` by step, lowest first; none where there is no such parent.
 
+    Those of users who are not trusted there count for nothing, independent of what lies in them.
+
     Raises:
         OSError: it cannot be read.
     """
     with contextlib.suppress(FileNotFoundError), os.scandir(parent) as entries:
-        found = [
-            (int(match[1]), Path(entry.path))
-            for entry in entries
-            if (match := _FOLDER.fullmatch(entry.name)) and entry.is_dir(follow_symlinks=False)
-        ]
-        return dict(sorted(found))
+        found, owners = dict[int, Path](), trusted_owners(parent)
+        for entry in entries:
+            if not (match := _FOLDER.fullmatch(entry.name)) or not entry.is_dir(follow_symlinks=False):
+                continue
+            if (owner := entry.stat(follow_symlinks=False).st_uid) in owners:
+                found[int(match[1])] = Path(entry.path)
+            else:
+                log.warning("%s belongs to user id %d, and is ignored", entry.path, owner)
+        return dict(sorted(found.items()))
     return {}
 
 
@@ -142,7 +147,12 @@ def prune(parent: Path, *, limit: int, newest: int, best: str | None) -> None:
 def _older(parent: Path) -> set[str] | None:
     """Names of folders that count without a marker; None where all do, as no list was ever written there."""
     try:
-        listed = read_json(parent / LIST)
+        if (parent / LIST).is_symlink() or (parent / LIST).lstat().st_uid not in trusted_owners(parent):
+            log.warning("%s is another user's, or a link, and is ignored", parent / LIST)
+            return None
+        listed = read_json(parent / LIST, owners=trusted_owners(parent))
+    except FileNotFoundError:
+        return None
     except StorageError as error:  # a damaged list is none of names
         log.warning("%s; folders without a marker are not resumed from", error.what)
         return set()
@@ -154,9 +164,12 @@ def _older(parent: Path) -> set[str] | None:
 
 def _is_finished(folder: Path, step: int, older: set[str] | None) -> bool:
     try:
-        marker = read_json(folder / MARKER)
-    except StorageError as error:
-        log.warning("%s is not resumed from: %s", folder, error.what)
+        owners = trusted_owners(folder.parent)
+        if strangers := [path for path in (folder, *folder.rglob("*")) if path.lstat().st_uid not in owners]:
+            raise StorageError(f"{strangers[0]} is another user's")
+        marker = read_json(folder / MARKER, owners=owners)
+    except (OSError, StorageError) as error:
+        log.warning("%s is not resumed from: %s", folder, error)
         return False
     try:
         if marker is not None:

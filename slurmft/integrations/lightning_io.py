@@ -13,6 +13,7 @@ removes on rank 0 alone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import logging
 import os
@@ -24,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from io import BufferedReader, BytesIO, FileIO
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ import torch
 from slurmft.errors import CheckpointError, StorageError, UsageError
 from slurmft.integrations.checked_files import packed, verify, with_digest
 from slurmft.storage.fence import check_fence
+from slurmft.storage.ownership import followed
 from slurmft.system import opening
 from slurmft.system.files import replace_atomically
 
@@ -87,14 +89,21 @@ class SlurmftCheckpointIO:
 
         Raises:
             FileNotFoundError: there is no such file.
-            CheckpointError: it is torn or damaged, or an earlier save has failed; also where objects of classes are
-                asked for and another user could have written the file.
+            CheckpointError: it is torn or damaged, or an earlier save has failed; another user has put it, or a link to
+                it, into a folder that is not theirs, or could have written it and objects of classes are asked for.
             pickle.UnpicklingError: there are objects of classes in it, and ``weights_only`` is true.
         """
         self.wait()
         place = _local(path)
         safe = self._weights_only if weights_only is None else weights_only
-        with opening.opened(place) as descriptor, BufferedReader(FileIO(descriptor, closefd=False)) as stream:
+        try:
+            real = followed(place)
+            descriptor = opening.open_regular(real, owners=opening.trusted_owners(real.parent))
+        except (StorageError, opening.UnsafeFile) as error:
+            if isinstance(error, OSError) and error.errno != errno.EPERM:
+                raise
+            raise CheckpointError(f"{place} is not loaded: {error}", hint="copy it, if you trust it") from error
+        with os.fdopen(descriptor, "rb") as stream:
             status = os.fstat(descriptor)
             if not safe and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
                 raise CheckpointError(

@@ -7,6 +7,7 @@ owners, and the owner's process does the rest. The output of that process is the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import pwd
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from slurmft.storage.ownership import user_name
+from slurmft.system import opening
 
 AT_ONCE = 8
 """Owners' processes at one time; one that hangs does not block the others."""
@@ -38,6 +40,9 @@ log = logging.getLogger(__name__)
 
 _KEPT = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "SLURM_CONF", "SLURM_CLUSTERS")
 """Variables of root's environment that an owner's process gets; sbatch would pass all of it on to the job."""
+
+_KEYCTL = {"x86_64": 250, "aarch64": 219}
+_JOIN_SESSION_KEYRING = 1
 
 _NO_LOGIN = frozenset({"nologin", "false", "sync", "shutdown", "halt"})
 
@@ -98,6 +103,7 @@ def _account(owner: int) -> pwd.struct_passwd | None:
 def _as_owner(account: pwd.struct_passwd, root: Path, only: Path | None, deadline: float) -> Rescued:
     if time.monotonic() > deadline:
         return Rescued(problems=[f"runs of {account.pw_name} were not looked at: there was no time left"])
+    _leave_session_of_root(account.pw_uid)
     # isolated: neither root's PYTHONPATH nor the owner's own packages
     argv = [sys.executable, "-I", "-m", "slurmft", "requeue", "--rescue", "--as-owner", *([str(only)] if only else [])]
     try:
@@ -117,6 +123,15 @@ def _as_owner(account: pwd.struct_passwd, root: Path, only: Path | None, deadlin
     for line in warnings:  # such as a damaged run, which its owner sees in status: no business of root's
         log.debug("%r", line)
     return Rescued(done=_lines(account, out))
+
+
+def _leave_session_of_root(owner: int) -> None:
+    """For this thread and what it starts: an empty session keyring, without root's tickets, and the owner's audit id.
+    Both are a thread's own, and a child has them from its first moment."""
+    if (number := _KEYCTL.get(os.uname().machine)) is not None:
+        ctypes.CDLL(None, use_errno=True).syscall(number, _JOIN_SESSION_KEYRING, None)
+    with contextlib.suppress(OSError):  # a kernel without audit, or one that lets nobody change it
+        opening.write_bytes("/proc/thread-self/loginuid", str(owner).encode())
 
 
 def _environment(account: pwd.struct_passwd, root: Path) -> dict[str, str]:

@@ -40,6 +40,10 @@ class Strangers(Generic[T]):
             closed.append(self._drop_oldest(max(counts, key=lambda each: counts[each])))  # of equals, the oldest
         return closed
 
+    def drop_oldest(self) -> list[T]:
+        """The connection to close where there is no room at all; none where none waits."""
+        return [self._drop_oldest(next(iter(self._waiting.values())))] if self._waiting else []
+
     def forget(self, connection: T) -> None:
         """It has proved itself, or is closed."""
         self._waiting.pop(connection, None)

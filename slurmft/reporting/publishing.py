@@ -7,25 +7,27 @@ import hmac
 import http.server
 import json
 import logging
+import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from slurmft.errors import StorageError
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster
+from slurmft.policy.strangers import Strangers
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.exposition import Family, encoded, text
 from slurmft.system.files import read_json, replace_atomically, write_json
-from slurmft.system.opening import trusted_owners
 
 PORT_FILE = "metrics.json"
 REQUEST_S = 5.0
 """A scraper that is slower to send its request is cut off."""
 
-MAX_SCRAPES = 8
+MAX_SCRAPES, SCRAPES_PER_ADDRESS = 32, 8
+"""Connections at one time; one more ends the oldest, of its own address first."""
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,8 @@ class Scrapes:
     """
 
     def __init__(self, address: str, port: int, families: Callable[[], Iterable[Family]], *, token: str = "") -> None:
-        lock, free = threading.Lock(), threading.BoundedSemaphore(MAX_SCRAPES)
+        lock, guard = threading.Lock(), threading.Lock()
+        strangers: Strangers[socket.socket] = Strangers(MAX_SCRAPES, SCRAPES_PER_ADDRESS)
         expected = f"Bearer {token}".encode() if token else b""
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -67,7 +70,11 @@ class Scrapes:
                 given = self.headers.get("Authorization", "").encode(errors="replace")
                 if expected and not hmac.compare_digest(given, expected):
                     self._answer(401, b"the token is missing or wrong\n", "text/plain")
-                elif self.path.partition("?")[0] != "/metrics":
+                    return
+                if expected:
+                    with guard:
+                        strangers.forget(self.connection)
+                if self.path.partition("?")[0] != "/metrics":
                     self._answer(404, b"there is only /metrics\n", "text/plain")
                 else:
                     with lock:
@@ -90,16 +97,18 @@ class Scrapes:
             block_on_close = False
 
             def process_request(self, request: Any, client_address: Any) -> None:
-                if free.acquire(blocking=False):
-                    super().process_request(request, client_address)
-                else:
-                    self.shutdown_request(request)
+                with guard:
+                    for oldest in strangers.admit(request, str(client_address[0])):
+                        with contextlib.suppress(OSError):
+                            oldest.shutdown(socket.SHUT_RDWR)  # its thread ends
+                super().process_request(request, client_address)
 
             def process_request_thread(self, request: Any, client_address: Any) -> None:
                 try:
                     super().process_request_thread(request, client_address)
                 finally:
-                    free.release()
+                    with guard:
+                        strangers.forget(request)
 
             def handle_error(self, request: Any, client_address: Any) -> None:
                 log.debug("a scrape ended early", exc_info=True)
@@ -130,18 +139,28 @@ def forget_port(run: RunFolder) -> None:
 
 
 def targets(runs: Iterable[RunFolder]) -> list[dict[str, Any]]:
-    """For Prometheus' ``file_sd_configs``: supervisors and routers of these runs. What listens on a loopback address
-    is a target on its own machine alone."""
+    """For Prometheus' ``file_sd_configs``: supervisors and routers of the caller's own ones of these runs. What listens
+    on a loopback address is a target on its own machine alone.
+
+    The owner of a run chooses its hosts, and Prometheus sends its token to all of them: those of other users' runs are
+    left out.
+    """
     found: list[dict[str, Any]] = []
     for run in runs:
+        with contextlib.suppress(OSError):
+            if run.path.stat().st_uid != os.geteuid():
+                continue
         labels = {"run": run.path.name}
         with contextlib.suppress(StorageError, OSError):
-            facts = read_json(run.path / PORT_FILE, owners=trusted_owners(run.path)) or {}
+            facts = read_json(run.path / PORT_FILE, owners={os.geteuid()}) or {}
             if (target := _target(facts)) is not None:
                 found.append({"targets": [target], "labels": {**labels, "__meta_slurmft_kind": "supervisor"}})
         with contextlib.suppress(StorageError, OSError):
-            if at := _routers(run.path):
-                found.append({"targets": at, "labels": {**labels, "__meta_slurmft_kind": "router"}})
+            for router in HighAvailabilityCluster.read(run.path).routers:
+                for url in router.urls[:1]:
+                    scheme, _, at = url.partition("://")
+                    kind = {"__meta_slurmft_kind": "router", **({"__scheme__": scheme} if router.tls else {})}
+                    found.append({"targets": [at], "labels": {**labels, **kind}})
     return found
 
 
@@ -155,14 +174,6 @@ def _target(facts: dict[str, Any]) -> str | None:
     elif address in ("0.0.0.0", "::"):  # noqa: S104 - compared with, not listened on
         address = host
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-
-
-def _routers(run_folder: Path) -> Sequence[str]:
-    return [
-        f"[{router.hosts[0]}]:{router.port}" if ":" in router.hosts[0] else f"{router.hosts[0]}:{router.port}"
-        for router in HighAvailabilityCluster.read(run_folder).routers
-        if router.hosts
-    ]
 
 
 def write_targets(path: Path, runs: Iterable[RunFolder]) -> None:

@@ -9,17 +9,21 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slurmft.errors import StorageError
-from slurmft.storage.digest_record import read_digests
+from slurmft.storage.digest_record import Doubt, read_digests
 from slurmft.system.files import read_json, write_json
 from slurmft.system.opening import trusted_owners
+
+log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 QUARANTINE = "quarantined.json"
@@ -92,20 +96,26 @@ def write_quarantine(checkpoint: Path, quarantine: Quarantine) -> None:
     """
     value = {"reason": quarantine.reason, "from_scratch": quarantine.from_scratch}
     # readable by the same people as the files beside it
-    write_json(checkpoint / QUARANTINE, value, mode=checkpoint.stat().st_mode & 0o666)
+    write_json(checkpoint / QUARANTINE, value, mode=checkpoint.stat().st_mode & 0o644)
 
 
 def read_quarantine(checkpoint: Path) -> Quarantine | None:
-    """The mark; None where there is none. An unreadable one counts as a mark, and so does a doubt of its replicas."""
+    """The mark, or a doubt of its replicas; None where there is neither. What cannot be believed says nothing: a mark
+    lets a checkpoint be removed."""
+    value: Mapping[str, Any] | None = None
+    doubt: Doubt | None = None
     try:
-        value = read_json(checkpoint / QUARANTINE)
-        if value is None:
-            doubt = None
+        if (checkpoint / QUARANTINE).is_symlink() or (checkpoint / QUARANTINE).exists():
+            value = read_json(checkpoint / QUARANTINE, owners=trusted_owners(checkpoint.parent))
+    except (OSError, StorageError) as error:
+        log.warning("%s says nothing: %s", checkpoint / QUARANTINE, error)
+    if value is None:
+        try:
             if (identity := Identity.parse(checkpoint.name)) is not None:
                 doubt = read_digests(checkpoint.parent).doubt(identity.step, identity.generation)
-            return None if doubt is None else Quarantine(reason=doubt.reason, from_scratch=True)
-    except StorageError as error:
-        return Quarantine(reason=error.what)
+        except StorageError as error:
+            log.warning("it says nothing: %s", error.what)
+        return None if doubt is None else Quarantine(reason=doubt.reason, from_scratch=True)
     return Quarantine(reason=str(value.get("reason", "")), from_scratch=value.get("from_scratch") is True)
 
 

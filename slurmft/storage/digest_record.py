@@ -5,15 +5,18 @@ Written by the supervisor alone; read wherever checkpoints are chosen or removed
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slurmft.errors import StorageError
+from slurmft.errors import NewerFormat, StorageError
 from slurmft.system.files import read_json, write_json
 from slurmft.system.opening import trusted_owners
 
 DIGESTS = "digests.json"
+log = logging.getLogger(__name__)
+
 KEPT = 64
 """Entries of each list; the newest ones count."""
 
@@ -52,11 +55,17 @@ class DigestRecord:
 def read_digests(directory: Path) -> DigestRecord:
     """The record of a checkpoint directory; an empty one where there is none.
 
+    What another user has put there says nothing.
+
     Raises:
-        StorageError: there is one, and it cannot be read, or it is of a user who is not trusted there.
+        StorageError: there is one, and it cannot be read.
     """
     try:
-        value = read_json(directory / DIGESTS, owners=trusted_owners(directory))
+        owners = trusted_owners(directory)
+        if (owner := (directory / DIGESTS).lstat().st_uid) not in owners:
+            log.warning("%s is of user id %d, and ignored", directory / DIGESTS, owner)
+            return DigestRecord()
+        value = read_json(directory / DIGESTS, owners=owners)
     except FileNotFoundError:
         return DigestRecord()
     except OSError as error:
@@ -85,7 +94,7 @@ def note_verified(directory: Path, step: int, generation: int) -> None:
     Raises:
         OSError, StorageError: it is not noted.
     """
-    record = read_digests(directory)
+    record = _believed(directory)
     others = [each for each in record.verified if each != (step, generation)]
     _write(directory, replace(record, verified=(*others, (step, generation))[-KEPT:]))
 
@@ -96,7 +105,7 @@ def note_doubt(directory: Path, doubt: Doubt) -> None:
     Raises:
         OSError, StorageError: it is not noted.
     """
-    record = read_digests(directory)
+    record = _believed(directory)
     others = [
         each
         for each in record.doubts
@@ -105,13 +114,24 @@ def note_doubt(directory: Path, doubt: Doubt) -> None:
     _write(directory, replace(record, doubts=(*others, doubt)[-KEPT:]))
 
 
+def _believed(directory: Path) -> DigestRecord:
+    """For a change: a damaged record says nothing, and is replaced."""
+    try:
+        return read_digests(directory)
+    except NewerFormat:
+        raise
+    except StorageError as error:
+        log.warning("%s", error.what)
+        return DigestRecord()
+
+
 def _write(directory: Path, record: DigestRecord) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     doubts = [
         {"generation": each.generation, "after_step": each.after_step, "reason": each.reason} for each in record.doubts
     ]
     value = {"verified": [list(each) for each in record.verified], "doubts": doubts}
-    write_json(directory / DIGESTS, value, mode=directory.stat().st_mode & 0o666)
+    write_json(directory / DIGESTS, value, mode=directory.stat().st_mode & 0o644)
 
 
 def _number(value: Any) -> int:

@@ -24,6 +24,7 @@ from slurmft.errors import NewerFormat, StorageError, StorageUnavailable
 from slurmft.policy.nodes.evidence import Kind
 from slurmft.policy.nodes.suspicion import WEIGHTS, ManualEntry, Observation, Rules, worth_keeping
 from slurmft.storage import exclusion_values as values
+from slurmft.storage.ownership import followed
 from slurmft.storage.patience import translated, writing
 from slurmft.storage.soft_lock import SoftLock
 from slurmft.system.files import FORMAT, replace_atomically
@@ -42,6 +43,8 @@ LEFT_OVER_S = 86_400.0
 MAX_REVISION = 10**15
 
 log = logging.getLogger(__name__)
+_START = b'{"format":'
+_TORN, _NOT_OURS = "it is torn", "it is not an exclusion list"
 _HINT = "move it away and run again; nodes that it excluded will then be used again"
 
 
@@ -102,7 +105,12 @@ class ExclusionList:
     def __init__(
         self, path: Path, mode: int = 0o600, *, clock: Callable[[], float] = time.time, host: str = ""
     ) -> None:
-        self.path = path = Path(os.path.realpath(path))  # else a link would be replaced by a list of its own
+        self._refused: StorageError | None = None
+        try:
+            path = followed(path)  # else a link would be replaced by a list of its own
+        except StorageError as error:
+            self._refused = error
+        self.path = path
         self._mode = mode
         self._clock = clock
         self._host = host or os.uname().nodename
@@ -221,7 +229,19 @@ class ExclusionList:
 
     # the small files
 
+    def _check_place(self) -> None:
+        """Return when no link of somebody else decides where the list, or its folder of small files, lies.
+
+        Raises:
+            StorageError: one does.
+        """
+        if self._refused is not None:
+            raise self._refused
+        if self._new.is_symlink():
+            raise StorageError(f"{self._new} is a symbolic link; slurmft makes a folder there", hint="remove it")
+
     def _new_files(self) -> list[str]:
+        self._check_place()
         try:
             names = os.listdir(self._new)  # noqa: PTH208 - half the time of iterdir, at every reading
         except (FileNotFoundError, NotADirectoryError):
@@ -259,7 +279,7 @@ class ExclusionList:
         """``found`` and what the list itself holds."""
         try:
             owners = None if self._mode & 0o070 else trusted_owners(self.path.parent)
-            content = read_bytes(self.path, limit_bytes=LOG_LIMIT_BYTES, owners=owners)
+            content = read_bytes(self.path, limit_bytes=LOG_LIMIT_BYTES, owners=owners, follow=False)
         except FileNotFoundError:
             return Exclusions(found)
         except UnsafeFile as error:
@@ -270,7 +290,8 @@ class ExclusionList:
         match = re.match(rb'\{"format": (\d{1,9}), "crc": (\d{1,10}),\n', content)
         if match is None or int(match[1]) > FORMAT:
             self._refuse_newer(content, int(match[1]) if match is not None else None)
-            return Exclusions(found, damage=self._damage("it is not an exclusion list, or torn"))
+            start = content[: len(_START)].strip(b"\0 \r\n\t")
+            return Exclusions(found, damage=self._damage(_TORN if _START.startswith(start) else _NOT_OURS))
         if zlib.crc32(memoryview(content)[match.end() :]) != int(match[2]):
             return Exclusions(found, damage=self._damage("its checksum is wrong"))
         try:
@@ -346,6 +367,8 @@ class ExclusionList:
         text = f'{{"format": {FORMAT}, "crc": {zlib.crc32(rest.encode())},\n{rest}'
         if not lock.is_ours():
             raise StorageUnavailable(f"{lock.path} was taken from us: this process was stopped for too long")
+        if _NOT_OURS in found.damage:
+            raise StorageError(f"{self.path} is no exclusion list of slurmft, and is left as it is", hint=_HINT)
         if found.damage:
             self._set_aside(found.damage)
         with writing(self.path):
@@ -362,6 +385,7 @@ class ExclusionList:
     # folders and modes
 
     def _make_folders(self) -> None:
+        self._check_place()
         for folder in (self.path.parent, self._new):
             if folder.is_dir():
                 continue
@@ -381,7 +405,7 @@ class ExclusionList:
         removed = 0
         prefix = f".{self.path.name}."
         strays = [path for path in self.path.parent.glob(f"{prefix}*") if path.name.endswith(".tmp")]
-        for path in [*strays, *self._new.glob("*"), *self._new.glob(".*.tmp")]:
+        for path in [*strays, *self._new.glob("*.json"), *self._new.glob(".*.tmp")]:
             with contextlib.suppress(OSError):
                 if self._clock() - path.stat().st_mtime > LEFT_OVER_S:
                     path.unlink()

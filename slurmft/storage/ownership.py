@@ -112,6 +112,28 @@ def refuse_replaceable(folder: Path, *, parts: Sequence[Path]) -> None:
             raise StorageError(f"other users may write to {path}", hint=f"chmod go-w {path}")
 
 
+def followed(path: Path) -> Path:
+    """``path`` with its symbolic links resolved: those that the caller or root made where nobody else may replace them.
+
+    Raises:
+        StorageError: another link is on the way: whoever made it chose the target.
+    """
+    try:
+        for step, status, above in _steps(path):
+            if not stat.S_ISLNK(status.st_mode):
+                continue
+            trusted = {0, os.geteuid()}
+            is_sticky = above.st_mode & stat.S_ISVTX
+            if not {status.st_uid, above.st_uid} <= trusted or (_others_may_write(above) and not is_sticky):
+                raise StorageError(
+                    f"{step} is a symbolic link that others than you can make or replace; it is not followed",
+                    hint="name the file itself, or move the link to a folder that only you can write to",
+                )
+    except OSError:
+        pass  # the rest is still to be made, or its use says what is wrong
+    return Path(os.path.realpath(path))
+
+
 def _statuses(path: Path) -> list[os.stat_result]:
     """That of ``path`` and, where it is a symbolic link, of its target, as far as they exist."""
     found: list[os.stat_result] = []

@@ -27,6 +27,8 @@ MAX_FILES = 100_000
 MAX_MANIFEST_BYTES = 128 << 20
 MAX_FILE_BYTES = 1 << 50
 MAX_PATH_BYTES = 4000
+MAX_LINKS = 40
+"""On the way of one link, as the kernel counts."""
 
 _NAME = re.compile(r"(\d{12})-(\d{12})-[0-9a-f]{8}\.json")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -115,6 +117,31 @@ def stays_inside(path: str, target: str) -> bool:
     return True
 
 
+def leading_outside(links: Mapping[str, str]) -> list[str]:
+    """The links that end outside of the folder, or nowhere, when others on their way are followed as the kernel does;
+    ``stays_inside`` has looked at each by itself."""
+    found = []
+    for start in links:
+        here, left, followed = list[str](), start.split("/")[::-1], 0
+        while left:
+            part = left.pop()
+            if part == "..":
+                if not here:
+                    found.append(start)
+                    break
+                here.pop()
+            elif part not in ("", "."):
+                here.append(part)
+                if (target := links.get("/".join(here))) is not None:
+                    followed += 1
+                    if followed > MAX_LINKS:
+                        found.append(start)
+                        break
+                    here.pop()
+                    left += target.split("/")[::-1]
+    return found
+
+
 def parse(content: bytes, *, run: str, version: Version) -> Manifest:
     """A stored version.
 
@@ -149,7 +176,7 @@ def _entry(row: Any) -> Entry:
         raise ValueError(f"{path!r} has {numbers}"[:200])
     if not isinstance(sha256, str) or not is_blob(sha256) or not 0 <= mtime_ns < 1 << 63:
         raise ValueError(f"{path!r} has no digest, or an impossible time"[:200])
-    return Entry(path=path, size=size, mode=mode & 0o777, mtime_ns=mtime_ns, sha256=sha256)
+    return Entry(path=path, size=size, mode=mode & 0o755 | 0o400, mtime_ns=mtime_ns, sha256=sha256)
 
 
 def _check(manifest: Manifest) -> None:
@@ -161,6 +188,8 @@ def _check(manifest: Manifest) -> None:
         raise StorageError(f"version {manifest.version} names {bad[:80]!r}, which is not below a folder")
     if bad_link := next((path for path, target in manifest.links if not stays_inside(path, target)), None):
         raise StorageError(f"version {manifest.version} has a link out of its folder: {bad_link[:80]!r}")
+    if bad_links := leading_outside(dict(manifest.links)):
+        raise StorageError(f"version {manifest.version} has a link out of its folder by others: {bad_links[0][:80]!r}")
     folders = set(manifest.folders)
     if len(set(paths)) != len(paths):
         raise StorageError(f"version {manifest.version} has a name twice")

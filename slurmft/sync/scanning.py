@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slurmft.errors import StorageError
-from slurmft.sync.manifest import MAX_FILES, safe_path, stays_inside
+from slurmft.sync.manifest import MAX_FILES, leading_outside, safe_path, stays_inside
 from slurmft.system.opening import UnsafeFile, open_regular
 
 INNER = ".slurmft"
@@ -85,6 +85,9 @@ def scan(path: Path, exclude: Sequence[str] = ()) -> Tree:
             elif _note(tree, name, entry):
                 waiting.append(name)
     tree.folders.sort()
+    for name in leading_outside(tree.links):
+        del tree.links[name]
+        tree.left_out.append(name)
     return tree
 
 

@@ -44,13 +44,15 @@ def open_regular(
 
     Args:
         follow: follow a symbolic link in the last part of the path.
-        owners: user ids that may own the file; None accepts every owner.
+        owners: user ids that may own the file, and have made a link that leads to it; None accepts every owner.
 
     Raises:
         UnsafeFile: it is not a regular file, or belongs to a user that is not in ``owners``.
         OSError: it cannot be opened.
     """
     flags |= os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
+    if follow and owners is not None:
+        path = _target(path, owners)
     look = os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     while True:
         try:
@@ -76,6 +78,27 @@ def open_regular(
     finally:
         os.close(name)
     return _open_anew(path, flags, owners)
+
+
+def _target(path: str | Path, owners: Collection[int]) -> str | Path:
+    """Where to open: a symbolic link of a user who is not in ``owners`` would choose among the files of those who are.
+
+    Raises:
+        UnsafeFile: such a link lies there.
+    """
+    try:
+        name = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:  # as the opening says
+        return path
+    try:
+        status = os.fstat(name)
+        if not stat.S_ISLNK(status.st_mode):
+            return path
+        if status.st_uid not in owners:
+            raise UnsafeFile(errno.EPERM, f"is a symbolic link of user id {status.st_uid}", str(path))
+        return Path(path).parent / os.readlink("", dir_fd=name)
+    finally:
+        os.close(name)
 
 
 def _open_anew(path: str | Path, flags: int, owners: Collection[int] | None) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import ssl
 import sys
 import time
 from collections import Counter
@@ -23,7 +24,7 @@ from typing import Any
 import aiohttp
 
 from slurmft.inference import Client, RequestFailed
-from slurmft.inference.serving.endpoint import HighAvailabilityCluster, token_of
+from slurmft.inference.serving.endpoint import HighAvailabilityCluster, ca_file, token_of
 
 
 @dataclass
@@ -92,10 +93,15 @@ async def load(run_folder: Path, *, clients: int, seconds: float, kind: str) -> 
         return count
     urls = routers(run_folder)
     headers = {"Authorization": f"Bearer {token_of(run_folder)}"}
-    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=60)
+    connector, timeout = aiohttp.TCPConnector(limit=0, ssl=trusted(run_folder)), aiohttp.ClientTimeout(total=60)
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as session:
         await asyncio.gather(watch(), *(plain(number, session, urls) for number in range(clients)))
     return count
+
+
+def trusted(run_folder: Path) -> ssl.SSLContext:
+    """What the endpoint's clients trust."""
+    return ssl.create_default_context(cafile=str(ca_file(run_folder)))
 
 
 def routers(run_folder: Path) -> list[str]:

@@ -125,10 +125,12 @@ def test_what_a_user_does(endpoint: Endpoint) -> None:
     url, headers = endpoint.slurmft("endpoint", str(endpoint.folder.path)).strip(), headers_file(endpoint.folder.path)
     assert endpoint.slurmft("endpoint", str(endpoint.folder.path), "--header-file").strip() == str(headers)
     assert headers.stat().st_mode & 0o777 == 0o600
-    curl = subprocess.run(["curl", "-s", "-H", f"@{headers}", f"{url}/v1/models"], capture_output=True, check=True)
+    curl = subprocess.run(["curl", "-sk", "-H", f"@{headers}", f"{url}/v1/models"], capture_output=True, check=True)
     assert json.loads(curl.stdout)["data"][0]["id"] == "m"
     # the client of OpenAI, unchanged
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key=token_of(endpoint.folder.path), max_retries=0)
+    assert endpoint.trusted is not None
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=token_of(endpoint.folder.path), max_retries=0,
+                           http_client=openai.DefaultHttpxClient(verify=endpoint.trusted))  # fmt: skip
     asked: Any = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
     whole = client.chat.completions.create(**asked).choices[0].message.content
     assert whole is not None and len(whole) == 64
@@ -213,7 +215,7 @@ def test_no_request_of_our_client_fails_when_something_dies(endpoint: Endpoint, 
         assert {each.pid for each in endpoint.processes("serving_engine.py")} == engines, "they live on"
         for router in HighAvailabilityCluster.read(endpoint.folder.path).routers:
             asked = urllib.request.Request(f"{router.urls[0]}/metrics", headers=endpoint.headers)
-            with urllib.request.urlopen(asked, timeout=5) as answer:
+            with urllib.request.urlopen(asked, timeout=5, context=endpoint.trusted) as answer:
                 assert 'tries_again_total{why="lost"}' not in answer.read().decode(), "nothing was computed again"
         assert len(endpoint.events("attempt started")) == 2
     elif victim != "agent":
@@ -244,10 +246,12 @@ def test_too_few_replicas_degrade_the_endpoint_and_it_comes_back(endpoint: Endpo
     def low() -> tuple[int, str, int, str]:
         """Status, state in the header and Retry-After of a request of low priority; the state in ``/status``."""
         headers = {**endpoint.headers, "X-Priority": "low"}
-        with urllib.request.urlopen(urllib.request.Request(f"{url}/status", headers=headers), timeout=5) as answer:
+        asked = urllib.request.Request(f"{url}/status", headers=headers)
+        with urllib.request.urlopen(asked, timeout=5, context=endpoint.trusted) as answer:
             state = str(json.load(answer)["state"])
         try:
-            with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/models", headers=headers)) as answer:
+            asked = urllib.request.Request(f"{url}/v1/models", headers=headers)
+            with urllib.request.urlopen(asked, context=endpoint.trusted) as answer:
                 return answer.status, answer.headers.get("X-Slurmft-State", ""), 0, state
         except urllib.error.HTTPError as error:
             return error.code, error.headers["X-Slurmft-State"], int(error.headers["Retry-After"]), state

@@ -57,7 +57,9 @@ def test_another_user_gets_nothing(lab: Lab, new_endpoint: NewEndpoint) -> None:
     job, other = run.submit(), lab.second_user()
     for name in ("token", "key", "headers"):
         assert lab.run_as(other, ["cat", str(folder_of(run.path) / name)], check=False).returncode != 0
-    asked = lab.run_as(other, ["curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", f"{run.routers[0]}/v1/models"])
+    asked = lab.run_as(
+        other, ["curl", "-s", "-k", "-o", "/dev/null", "-w", "%{http_code}", f"{run.routers[0]}/v1/models"]
+    )
     assert asked.stdout == "401"
     # every port of the node but the router's: the gates let nobody in who does not hold the key
     node = run.other_node

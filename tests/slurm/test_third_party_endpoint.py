@@ -74,7 +74,9 @@ def engines(endpoint: Endpoint) -> list[int]:
 def tried_again(endpoint: Endpoint) -> float:
     """Streams of the first router that went on with another engine, and requests that were done again."""
     url = HighAvailabilityCluster.read(endpoint.folder.path).routers[0].urls[0]
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/metrics", headers=endpoint.headers)) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{url}/metrics", headers=endpoint.headers), context=endpoint.trusted
+    ) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("slurmft_tries_again_total{"))
 
@@ -100,7 +102,8 @@ async def texts(endpoint: Endpoint, model: Path, begun: list[int]) -> list[Text]
 
 def test_chats(endpoint: Endpoint, model: Path) -> None:
     url = HighAvailabilityCluster.read(endpoint.folder.path).routers[0].urls[0]
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=token_of(endpoint.folder.path), max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=token_of(endpoint.folder.path), max_retries=0,
+                       http_client=openai.DefaultHttpxClient(verify=endpoint.trusted)) as client:  # fmt: skip
         asked: Any = {"model": str(model), "messages": [{"role": "user", "content": "hello"}], "max_tokens": 40}
         whole = client.chat.completions.create(**asked, temperature=0)
         assert whole.usage is not None and 0 < whole.usage.completion_tokens <= 40

@@ -3,6 +3,7 @@
 endpoints.json      the living routers, replaced atomically whenever one comes or goes
 serving/            mode 0700
     token           what clients must show; mode 0600, as all of them
+    job             for which the token was made: another job, or start of it, gets another one
     headers         the same as a header, for ``curl -H @headers``
     key             by which routers and replicas of the run know each other
     ca.pem          what clients trust, where the run makes its own certificates
@@ -136,8 +137,12 @@ def ca_file(run_folder: Path) -> Path:
     return folder_of(run_folder) / "ca.pem"
 
 
-def prepare(run_folder: Path, token_file: Path | None) -> None:
+def prepare(run_folder: Path, token_file: Path | None, *, job: str = "", goes_on: bool = False) -> None:
     """Make the secrets that are not there yet; a token of the user's is copied, so that routers and clients agree.
+
+    Args:
+        job: which is about to serve; a token of another one's is replaced.
+        goes_on: the endpoint is served already, and keeps its token.
 
     Raises:
         UsageError: the user's token cannot be used.
@@ -148,13 +153,17 @@ def prepare(run_folder: Path, token_file: Path | None) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         if not (folder / "key").exists():
             replace_atomically(folder / "key", secrets.token_hex(32))
+        note = folder / "job"
+        is_new = bool(job) and not goes_on and note.exists() and read_text(note, owners={os.geteuid()}) != job
         if token_file is not None:
             token = token_in(token_file)
-        elif (folder / "token").exists():
+        elif (folder / "token").exists() and not is_new:
             token = token_of(run_folder)
         else:
             token = secrets.token_urlsafe(32)
         replace_atomically(folder / "token", f"{token}\n")
+        if job:
+            replace_atomically(note, job)
         replace_atomically(headers_file(run_folder), f"Authorization: Bearer {token}\n")
 
 

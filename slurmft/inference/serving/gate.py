@@ -21,6 +21,7 @@ from slurmft.inference.serving.handshake import (
     listening_socket,
     notice_lost_peers,
 )
+from slurmft.policy.strangers import Strangers
 from slurmft.system.authentication import new_nonce
 from slurmft.system.sleeping import overslept_s
 
@@ -34,8 +35,10 @@ SOON_S = 0.05
 
 MAX_LINE_BYTES = 4096
 MAX_STRANGERS = 64
-"""Connections that have not proved themselves yet. One more ends the oldest: routers prove themselves within
-milliseconds, and no other thread can hold descriptors, or keep them out."""
+"""Connections that have not proved themselves yet, in all and of one address. One more ends the oldest: routers prove
+themselves within milliseconds, and nobody else can hold descriptors, or keep them out."""
+
+STRANGERS_PER_ADDRESS = 16
 
 Connect = Callable[[Callable[[], asyncio.Protocol]], Any]
 """Opens a connection to the engine, for a protocol."""
@@ -53,8 +56,7 @@ class Gate:
     def __init__(self, key: bytes, connect: Connect) -> None:
         self.key, self.connect = key, connect
         self.phase, self._crashed = "ready", False
-        self.strangers: dict[_Visitor, asyncio.Transport] = {}
-        """Connections that have not proved themselves yet, the oldest one first."""
+        self.strangers: Strangers[_Visitor] = Strangers(MAX_STRANGERS, STRANGERS_PER_ADDRESS)
 
         self.moved = False
         """Bytes came from the engine since the last look."""
@@ -149,10 +151,9 @@ class _Visitor(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         if (connection := transport.get_extra_info("socket")) is not None:
             notice_lost_peers(connection)
-        strangers = self._gate.strangers
-        if len(strangers) >= MAX_STRANGERS:
-            strangers.pop(next(iter(strangers))).abort()
-        strangers[self] = self._transport = transport
+        self._transport = transport
+        for oldest in self._gate.strangers.admit(self, self._peer()):
+            oldest.end()
         self._limit = asyncio.get_running_loop().call_later(HANDSHAKE_S, transport.abort)
         transport.write(self._nonce)
 
@@ -162,7 +163,7 @@ class _Visitor(asyncio.Protocol):
         if len(self._answer) < ANSWER_BYTES:
             return
         self._limit.cancel()
-        self._gate.strangers.pop(self, None)
+        self._gate.strangers.forget(self)
         found = answered_well(self._gate.key, self._nonce, self._answer[:ANSWER_BYTES])
         if found is None:
             log.warning("refused a connection from %s: it does not hold the run's key", self._peer())
@@ -180,7 +181,12 @@ class _Visitor(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._limit is not None:
             self._limit.cancel()
-        self._gate.strangers.pop(self, None)
+        self._gate.strangers.forget(self)
+
+    def end(self) -> None:
+        """Hang up."""
+        if self._transport is not None:
+            self._transport.abort()
 
     def _peer(self) -> str:
         return str(((self._transport and self._transport.get_extra_info("peername")) or ("?",))[0])

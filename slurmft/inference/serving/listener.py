@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
+import socket
 import ssl
 import time
-from typing import Any
+from typing import Any, TypeAlias
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
@@ -16,6 +19,7 @@ from slurmft.errors import LaunchError, UsageError
 from slurmft.inference.serving.errand import error_answer, is_last
 from slurmft.inference.serving.handshake import listening_socket
 from slurmft.inference.serving.router import Router
+from slurmft.policy.strangers import Strangers
 from slurmft.system.processes import allow_descriptors
 
 LEAVE_LOOK_S = 0.05
@@ -31,7 +35,13 @@ STRANGERS_SHARE = 8
 """One of so many descriptors may belong to connections that have not shown the token yet."""
 
 HANDSHAKE_S = 10.0
-"""For TLS, at most: connections within it are not counted."""
+"""For TLS, at most."""
+
+TLS_STRANGERS = 1024
+"""At most so many: each costs 256 KiB from its first moment, in buffers of asyncio."""
+
+ACCEPTED_AT_ONCE = 64
+"""More could use up the descriptors before those of strangers are given back."""
 
 UNREAD = {
     400: "this is no request that can be read",
@@ -39,6 +49,8 @@ UNREAD = {
 }
 
 log = logging.getLogger(__name__)
+
+_Stranger: TypeAlias = "_Arrival | _Connection"
 
 
 class RouterServer:
@@ -52,13 +64,15 @@ class RouterServer:
         self._known: set[web.RequestHandler] = set()
         """Connections that have sent a request before."""
 
-        self.strangers: dict[web.RequestHandler, None] = {}
-        """Connections that have not shown the token yet, the oldest one first."""
+        most = allow_descriptors(DESCRIPTORS) // STRANGERS_SHARE
+        most = max(2, min(most, TLS_STRANGERS) if self._serving.is_https else most)
+        self.strangers: Strangers[_Stranger] = Strangers(most, most // 2)
+        """Connections that have not shown the token yet, from the moment when they are accepted."""
 
-        self.most_strangers = allow_descriptors(DESCRIPTORS) // STRANGERS_SHARE
+        self._arriving: set[asyncio.Task[None]] = set()
         self._server = web.Server(self._handle, handler_cancellation=True)
         self._is_leaving = False
-        self._listener: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
         self._sweeping: asyncio.Task[None] | None = None
 
     async def listen(self, host: str | None, port: int, context: ssl.SSLContext | None = None) -> int:
@@ -79,24 +93,20 @@ class RouterServer:
                 context.load_cert_chain(self._serving.tls_certificate, self._serving.tls_key)
             except (OSError, ssl.SSLError) as error:
                 raise UsageError(f"inference.serving.tls_certificate and tls_key cannot be used: {error}") from error
-        loop = asyncio.get_running_loop()
-        handshake_s = min(self._serving.client_timeout_s, HANDSHAKE_S) if context is not None else None
         try:
-            listening = listening_socket(host, port)
-            self._listener = await loop.create_server(
-                self._accepted, sock=listening, ssl=context, backlog=BACKLOG, ssl_handshake_timeout=handshake_s
-            )
+            self._listener = listening = listening_socket(host, port)
+            listening.listen(BACKLOG)
         except OSError as error:
             raise LaunchError(f"cannot listen on port {port}: {error.strerror or error}") from error
+        asyncio.get_running_loop().add_reader(listening, self._accept, listening, context)
         self._sweeping = asyncio.create_task(self._sweep())
         return int(listening.getsockname()[1])
 
     async def leave(self) -> None:
         """Take no more connections; returns when those that are there have got the answer they wait for."""
         self._is_leaving = True
-        if self._listener is not None:
-            self._listener.close()
-        while self._server.connections:
+        self._stop_listening()
+        while self._arriving or self._server.connections:
             for connection in list(self._server.connections):
                 connection.close()  # once its request is answered ...
                 if connection not in self._busy and connection.transport is not None:
@@ -107,38 +117,66 @@ class RouterServer:
         """Take no more clients, and end those that are there."""
         if self._sweeping is not None:
             self._sweeping.cancel()
-        if self._listener is not None:
-            self._listener.close()
+        self._stop_listening()
+        for arriving in self._arriving:
+            arriving.cancel()
         await self._server.shutdown(0.1)
 
-    def came(self, connection: web.RequestHandler) -> None:
-        """A connection is there. Those of strangers must not use up the descriptors; the oldest is the least likely to
-        be a client's, which shows the token at once."""
-        if len(self.strangers) >= self.most_strangers:
-            oldest = next(iter(self.strangers))
-            del self.strangers[oldest]
-            if oldest.transport is not None:
-                oldest.transport.abort()
-        self.strangers[connection] = None
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
 
-    def gone(self, connection: web.RequestHandler) -> None:
-        """It has ended."""
-        self.strangers.pop(connection, None)
+    def _accept(self, listening: socket.socket, context: ssl.SSLContext | None) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                connection, address = listening.accept()
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    for oldest in self.strangers.drop_oldest():
+                        oldest.hang_up()
+                return
+            connection.setblocking(False)
+            arrival = _Arrival(connection)
+            self.admit(arrival, str(address[0]))
+            arriving = asyncio.create_task(self._begin(arrival, context, str(address[0])))
+            self._arriving.add(arriving)
+            arriving.add_done_callback(self._arriving.discard)
 
-    def _accepted(self) -> web.RequestHandler:
+    async def _begin(self, arrival: _Arrival, context: ssl.SSLContext | None, address: str) -> None:
+        limit_s = min(self._serving.client_timeout_s, HANDSHAKE_S) if context is not None else None
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: self._connection(arrival, address), arrival.socket, ssl=context, ssl_handshake_timeout=limit_s
+            )
+        except OSError as error:  # what is no TLS as well
+            log.debug("a connection from %s ended before it began: %s", address, error)
+        finally:
+            self.strangers.forget(arrival)
+
+    def admit(self, connection: _Stranger, address: str) -> None:
+        """A connection is there. Those of strangers must not use up descriptors and memory; the oldest is the least
+        likely to be a client's, which shows the token at once."""
+        for oldest in self.strangers.admit(connection, address):
+            oldest.hang_up()
+
+    def _connection(self, arrival: _Arrival, address: str) -> _Connection:
         longest = self._serving.max_header_bytes
         return _Connection(
-            self, self._server, loop=asyncio.get_running_loop(), keepalive_timeout=KEPT_S, access_log=None,
-            auto_decompress=False, max_line_size=longest, max_field_size=longest, lingering_time=1.0, logger=log,
+            self, self._server, arrival, address, loop=asyncio.get_running_loop(), keepalive_timeout=KEPT_S,
+            access_log=None, auto_decompress=False, max_line_size=longest, max_field_size=longest,
+            lingering_time=1.0, logger=log,
         )  # fmt: skip
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
+        assert isinstance(connection, _Connection)
         self._busy.add(connection)
         try:
             is_known = self._router.knows(request)
             if is_known:
-                self.strangers.pop(connection, None)
+                self.strangers.forget(connection)
             answer = await self._router.handle(request, is_known=is_known)
             if not answer.prepared and (self._is_leaving or is_last(request)):
                 answer.force_close()  # a client that is not told sends its next request into the closed connection
@@ -166,22 +204,42 @@ class RouterServer:
                     connection.transport.abort()
 
 
+class _Arrival:
+    """A connection before its first request can be read: with TLS, during the handshake."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+
+    def hang_up(self) -> None:
+        """End it; its task notices."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+
 class _Connection(web.RequestHandler):
     """A client's connection."""
 
-    __slots__ = ("_server",)
+    __slots__ = ("_address", "_arrival", "_server")
 
-    def __init__(self, server: RouterServer, manager: web.Server, **settings: Any) -> None:
+    def __init__(
+        self, server: RouterServer, manager: web.Server, arrival: _Arrival, address: str, **settings: Any
+    ) -> None:
         super().__init__(manager, **settings)
-        self._server = server
+        self._server, self._arrival, self._address = server, arrival, address
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._server.came(self)
+        self._server.strangers.forget(self._arrival)
+        self._server.admit(self, self._address)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._server.gone(self)
+        self._server.strangers.forget(self)
         super().connection_lost(exc)
+
+    def hang_up(self) -> None:
+        """End it at once."""
+        if self.transport is not None:
+            self.transport.abort()
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None

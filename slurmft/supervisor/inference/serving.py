@@ -78,7 +78,9 @@ class ServingAttempt(InferenceAttempt):
         config, section = self._config, self._section
         assert section.serving is not None
         token_file = section.serving.token_file
-        await self._in_folder(lambda: prepare(self._run.path, token_file))
+        job = f"{self._cluster.attempt.job}.{self._cluster.attempt.restart}"
+        goes_on = self._crew.has_outlived or self._start.candidate
+        await self._in_folder(lambda: prepare(self._run.path, token_file, job=job, goes_on=goes_on))
         if section.serving.tls_own:
             await self._in_folder(lambda: prepare_authority(self._run.path))
         before = await self._in_folder(lambda: progress_of(self._run))

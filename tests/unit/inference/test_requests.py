@@ -92,6 +92,9 @@ def test_an_id_that_is_there_twice_is_refused_and_nothing_is_kept(tmp_path):
 BROKEN = [
     b"{", b"[]", b"3", b'{"x": NaN}', b'{"custom_id": "", "x": 1}', b'{"custom_id": true}', b'{"custom_id": ["a"]}',
     b'{"body": 3}', b'{"body": {}, "url": "http://elsewhere/"}', b'{"body": {}, "url": "//elsewhere/"}',
+    b'{"body": {}, "url": "/v1/load_lora_adapter"}', b'{"body": {}, "url": "/SLEEP?level=1"}',
+    b'{"body": {}, "url": "/v1/%6coad_lora_adapter"}', b'{"body": {}, "url": "/v1/../sleep"}',
+    b'{"body": {}, "url": "/debug/x#y"}',
     b'{"body": {}, "method": "DELETE"}', b"\xff\xfe", b"[" * 100_000, b'{"custom_id": "' + b"a" * 600 + b'"}',
     b'{"x": "' + b"a" * MAX_REQUEST_BYTES + b'"}',
 ]  # fmt: skip

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
 import pytest
 import torch
+from another_user import OTHER, needs_root
 
 from slurmft.errors import Fenced
 from slurmft.integrations import finished_folders as folders
@@ -88,6 +90,39 @@ def test_a_training_that_begins_earlier_believes_no_later_folder(
     assert folders.finished_steps(tmp_path) == [5]
     assert "checkpoint-10, of another training, is not resumed from" in caplog.text
     assert (tmp_path / "checkpoint-10" / "model.safetensors").exists(), "nothing is removed"
+
+
+@needs_root
+@pytest.mark.parametrize("marked", [True, False])
+def test_folders_of_another_user_are_neither_believed_nor_touched(tmp_path: Path, marked: bool) -> None:
+    fill(tmp_path, 10, marked=marked)
+    theirs = fill(tmp_path, 999_999_999, marked=marked)
+    for path in (theirs, *theirs.rglob("*")):
+        os.lchown(path, OTHER, OTHER)
+    before = sorted(path.name for path in theirs.rglob("*"))
+    assert before
+    assert folders.finished_steps(tmp_path) == [10]
+    folders.begin(tmp_path, 10)
+    folders.prune(tmp_path, limit=1, newest=10, best=None)
+    assert sorted(path.name for path in theirs.rglob("*")) == before
+
+
+@needs_root
+@pytest.mark.parametrize("name", ["model.safetensors", folders.MARKER, "pickled/extra.bin"])
+def test_a_file_that_another_user_has_put_into_our_folder_is_not_loaded(tmp_path: Path, name: str) -> None:
+    folder = fill(tmp_path, 10, marked=True)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).touch()
+    os.chown(folder / name, OTHER, OTHER)
+    assert folders.finished_steps(tmp_path) == []
+
+
+@needs_root
+def test_a_list_that_another_user_has_made_says_nothing(tmp_path: Path) -> None:
+    fill(tmp_path, 10)
+    (tmp_path / folders.LIST).write_text(json.dumps({"format": 1, "unmarked": []}))
+    os.chown(tmp_path / folders.LIST, OTHER, OTHER)
+    assert folders.finished_steps(tmp_path) == [10]
 
 
 def test_odd_neighbours_are_no_checkpoints(tmp_path: Path) -> None:

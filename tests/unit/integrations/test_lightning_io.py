@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
+import shutil
 import stat
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from another_user import OTHER, needs_root
 
 from slurmft.errors import CheckpointError, Fenced, UsageError
 from slurmft.integrations import lightning_fit, lightning_io
@@ -347,3 +349,23 @@ def test_a_fit_does_not_go_on_from_a_torn_file(package, tmp_path):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="torn or damaged"):
         trained(package, tmp_path, epochs=2, plugin=SlurmftCheckpointIO(), ckpt_path=path)
+
+
+@needs_root
+@pytest.mark.parametrize("link", [False, True])
+def test_what_another_user_has_put_into_our_folder_is_not_loaded(plugin, tmp_path, link):
+    plugin.save_checkpoint(state(1.0), tmp_path / "ours" / "a.ckpt")
+    plugin.save_checkpoint(state(2.0), tmp_path / "theirs" / "a.ckpt")
+    plugin.wait()
+    planted = tmp_path / "ours" / "hpc_ckpt_9.ckpt"
+    for path in (tmp_path / "theirs", tmp_path / "theirs" / "a.ckpt"):
+        os.chown(path, OTHER, OTHER)
+    assert plugin.load_checkpoint(tmp_path / "theirs" / "a.ckpt"), "a folder of its own is named by the caller"
+    if link:
+        planted.symlink_to(tmp_path / "theirs" / "a.ckpt")
+        os.lchown(planted, OTHER, OTHER)
+    else:
+        shutil.copy(tmp_path / "ours" / "a.ckpt", planted)
+        os.chown(planted, OTHER, OTHER)
+    with pytest.raises(CheckpointError, match="is not loaded"):
+        plugin.load_checkpoint(planted)

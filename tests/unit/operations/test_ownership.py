@@ -6,6 +6,8 @@ import contextlib
 import os
 import shutil
 import stat
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -287,6 +289,44 @@ def write_program(folder: Path, body: str) -> None:
 
 def as_owners(stage: Path, *owners: int, limit_s: float = 30.0, only: Path | None = None) -> on_behalf.Rescued:
     return on_behalf.rescue_on_behalf({owner: ["x"] for owner in owners}, stage, limit_s=limit_s, only=only)
+
+
+IN_THE_KEYRING = """
+import ctypes, os, sys
+keyctl, add = {"x86_64": (250, 248), "aarch64": (219, 217)}[os.uname().machine]
+library, kind, name = ctypes.CDLL(None, use_errno=True), b"user", b"slurmft:ticket"
+if sys.argv[1] == "give":
+    if library.syscall(keyctl, 1, None) < 0 or library.syscall(add, kind, name, b"roots", 5, ctypes.c_int(-3)) < 0:
+        sys.exit(77)
+    os.execv(sys.argv[2], sys.argv[2:])
+print("ticket", library.syscall(keyctl, 10, ctypes.c_int(-3), kind, name, 0) >= 0)
+print("audit id", open("/proc/self/loginuid").read())
+"""
+
+
+def test_the_owners_process_has_neither_roots_keyring_nor_its_audit_id(stage):
+    (stage / "ring.py").write_text(IN_THE_KEYRING)
+    write_program(stage, f"exec /usr/bin/python3 {stage}/ring.py look")
+    rescue_it = (f"import time, pwd, sys; from pathlib import Path; from slurmft.operations import on_behalf\n"
+                 f"sys.executable = {str(stage / 'python')!r}\n"
+                 f"account = pwd.struct_passwd(('u', 'x', {ME}, {ME}, '', '/', '/bin/sh'))\n"
+                 f"print(on_behalf._as_owner(account, Path('/tmp'), None, time.monotonic() + 50).done)")  # fmt: skip
+    command = ["/usr/bin/python3", str(stage / "ring.py"), "give", f"{sys.prefix}/bin/python", "-c", rescue_it]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    if done.returncode == 77:
+        pytest.skip("this container has no keyrings")
+    assert done.returncode == 0, done.stderr
+    assert "ticket False" in done.stdout
+    assert f"audit id {ME}" in done.stdout or not may_set_audit_id()
+
+
+def may_set_audit_id() -> bool:
+    try:
+        with open("/proc/thread-self/loginuid", "r+") as file:
+            file.write(file.read())
+    except OSError:
+        return False
+    return True
 
 
 def test_the_owners_process_has_nothing_of_roots(stage, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -14,6 +15,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as old_families
 
+from slurmft.inference.serving.endpoint import HighAvailabilityCluster, RouterAddress
 from slurmft.policy.verdicts.verdict import Cause
 from slurmft.reporting import publishing
 from slurmft.reporting.metrics import MAX_SERIES, RunMetrics, families, looks_at
@@ -23,6 +25,7 @@ from slurmft.storage.history.journal_tail import JournalTail
 from slurmft.storage.history.live_view import LiveView
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.exposition import encoded, text
+from slurmft.system.files import write_json
 
 
 def line(event: str, at: float = 0.0, attempt: str = "7.0.0", **details: object) -> str:
@@ -249,6 +252,37 @@ def test_a_scrape_needs_the_token(run: RunFolder):
         assert scraped(scrapes.port, token="s" * 20, accept="application/openmetrics-text")[1].endswith("# EOF\n")
     finally:
         scrapes.close()
+
+
+def test_slow_strangers_keep_no_scrape_out(run: RunFolder):
+    scrapes = publishing.Scrapes("127.0.0.1", 0, list, token="s" * 20)
+    slow = []
+    try:
+        for _ in range(3 * publishing.MAX_SCRAPES):
+            slow.append(one := socket.create_connection(("127.0.0.1", scrapes.port), timeout=10))
+            one.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+            asked = urllib.request.Request(
+                f"http://127.0.0.1:{scrapes.port}/metrics", headers={"Authorization": "Bearer " + "s" * 20}
+            )
+            with urllib.request.urlopen(asked, timeout=10) as answer:
+                assert answer.status == 200
+    finally:
+        for each in slow:
+            each.close()
+        scrapes.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a run of another user")
+@pytest.mark.parametrize("which", ["the run", "its note"])
+def test_the_hosts_that_other_users_choose_are_no_targets(run: RunFolder, which: str):
+    write_json(run.path / publishing.PORT_FILE, {"address": "0.0.0.0", "host": "evil.example", "port": 80})
+    HighAvailabilityCluster((RouterAddress(0, "n", ("evil.example",), 81),)).write(run.path)
+    assert len(publishing.targets([run])) == 2
+    if which == "the run":
+        os.chown(run.path, 4711, 4711)
+    for path in run.path.iterdir():
+        os.chown(path, 4711, 4711)
+    assert publishing.targets([run]) == []
 
 
 def test_targets_are_those_that_can_be_reached(tmp_path: Path, run: RunFolder):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from another_user import OTHER, as_user, needs_root, sticky_folder
 
 from slurmft.errors import StorageError
-from slurmft.storage.checkpoint_names import read_quarantine
+from slurmft.storage.checkpoint_names import QUARANTINE, Quarantine, read_quarantine, write_quarantine
 from slurmft.storage.digest_record import DIGESTS, KEPT, Doubt, note_doubt, note_verified, read_digests
 
 
@@ -47,8 +51,51 @@ def test_so_many_verified_steps_are_kept_and_a_doubt_beats_them(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"format": 1, "doubts": [{}]}', '{"format": 1, "verified": [[1, "x"]]}'])
-def test_a_damaged_record_is_an_error_and_counts_as_a_mark(tmp_path: Path, text: str) -> None:
+def test_a_damaged_record_is_an_error_marks_nothing_and_is_replaced(tmp_path: Path, text: str) -> None:
     (tmp_path / DIGESTS).write_text(text)
     with pytest.raises(StorageError, match=DIGESTS):
         read_digests(tmp_path)
-    assert read_quarantine(tmp_path / "step-00000031.g4.c4") is not None
+    assert read_quarantine(tmp_path / "step-00000031.g4.c4") is None
+    note_verified(tmp_path, 31, 4)
+    assert read_digests(tmp_path).is_verified(31, 4)
+
+
+def _plants(folder: Path) -> dict[str, Callable[[], object]]:
+    """What another user may put under a name in a folder that a group shares."""
+    doubt = json.dumps({"format": 1, "doubts": [{"generation": 10**9, "after_step": 0}], "reason": "planted"})
+    return {
+        "a byte": lambda: folder.write_text("x"),
+        "a doubt of everything": lambda: folder.write_text(doubt),
+        "a fifo": lambda: os.mkfifo(folder),
+        "a folder": folder.mkdir,
+        "a link to the victim's own": lambda: folder.symlink_to(folder.parent.parent / "other.json"),
+        "a link to nothing": lambda: folder.symlink_to("nothing"),
+        "a link to itself": lambda: folder.symlink_to(folder.name),
+    }
+
+
+@needs_root
+@pytest.mark.parametrize("name", [DIGESTS, f"step-00000031.g4.c4/{QUARANTINE}"])
+@pytest.mark.parametrize("plant", _plants(Path("x")))
+def test_what_another_user_plants_says_nothing(plant: str, name: str) -> None:
+    with sticky_folder() as above:
+        doubt = Doubt(generation=10**9, after_step=0, reason="of another folder")
+        note_doubt(above, doubt)
+        (above / DIGESTS).rename(above / "other.json")
+        (directory := above / "checkpoints").mkdir()
+        (checkpoint := directory / "step-00000031.g4.c4").mkdir()
+        for folder in (directory, checkpoint):
+            folder.chmod(0o1777)
+        as_user(OTHER, _plants(directory / name)[plant])
+        assert read_quarantine(checkpoint) is None
+        assert read_digests(directory).doubts == ()
+
+
+def test_what_we_note_is_ours_alone_to_change(tmp_path: Path) -> None:
+    (checkpoint := tmp_path / "step-00000031.g4.c4").mkdir()
+    for folder in (tmp_path, checkpoint):
+        folder.chmod(0o2770)
+    note_verified(tmp_path, 31, 4)
+    write_quarantine(checkpoint, Quarantine(reason="why"))
+    for path in (tmp_path / DIGESTS, checkpoint / QUARANTINE):
+        assert path.stat().st_mode & 0o777 == 0o640

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import odd_files
 import pytest
+from another_user import OTHER, needs_root
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -191,11 +192,11 @@ def test_a_link_to_the_list_stays_one(shared, path, tmp_path):
 
 
 def damage(content: bytes) -> list[bytes]:
-    return [b"", content[:-1], content[: len(content) // 2], content.replace(b"crash", b"crush"), b"\x00" * 99, b"{}",
-            b"null", b"[" * 9999, b'{"format": 1}', content + b"x", content.replace(b"\n", b" ")]  # fmt: skip
+    return [b"", content[:-1], content[: len(content) // 2], content.replace(b"crash", b"crush"), b"\x00" * 99, b"{",
+            b'{"format"', b'{"format": 1}', content + b"x", content.replace(b"\n", b" ")]  # fmt: skip
 
 
-@pytest.mark.parametrize("which", range(11))
+@pytest.mark.parametrize("which", range(10))
 def test_a_damaged_list_is_ignored_and_set_aside_by_the_next_change(shared, path, which, caplog):
     shared.observe([seen(id="1")])
     merge(shared)
@@ -214,6 +215,72 @@ def test_a_damaged_list_is_ignored_and_set_aside_by_the_next_change(shared, path
     assert found.damage == ""
     assert (ids(found), [each.node for each in found.manual]) == ({"meanwhile"}, ["n9"])
     assert not path.with_name(f"{path.name}.lock").exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"ssh-ed25519 AAAA me\n", b"export A=1\n", b"{}", b"null", b"[" * 9999, b"\x7fELF"]
+)
+def test_what_is_not_a_list_of_ours_is_never_replaced(shared, path, content):
+    shared.observe([seen(id="1")])
+    path.write_bytes(content)
+    assert ids(shared.read()) == {"1"}, "what cannot be believed says nothing"
+    for change in (lambda: shared.exclude(by_hand()), lambda: shared.gc(NOW, Rules())):
+        with pytest.raises(StorageError, match="is no exclusion list of slurmft"):
+            change()
+    shared.observe([seen(id="2")])
+    assert path.read_bytes() == content
+    assert [each.name for each in path.parent.iterdir() if each.name != f"{path.name}.new"] == [path.name]
+
+
+def every_use(shared: ExclusionList) -> None:
+    for use in (shared.read, lambda: shared.observe([seen(id="9")]), lambda: shared.exclude(by_hand()),
+                lambda: shared.remove("n1", "me"), lambda: shared.gc(NOW, Rules())):  # fmt: skip
+        with pytest.raises(StorageError, match="symbolic link"):
+            use()
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o3770, 0o777, 0o1777])
+@pytest.mark.parametrize("which", ["list.json", "folder", "list.json.new"])
+@needs_root
+def test_a_link_that_another_user_made_is_not_followed(tmp_path, mode, which):
+    home, group = tmp_path / "home", tmp_path / "group"
+    home.mkdir()
+    group.mkdir()
+    group.chmod(mode)
+    for name in ("keys", "list.json", "0.json", ".x.tmp"):
+        (home / name).write_text("mine")
+        os.utime(home / name, (0, 0))
+    target = home / "keys" if which == "list.json" else home
+    (group / which).symlink_to(target)
+    os.lchown(group / which, OTHER, OTHER)
+    path = group / "folder" / "list.json" if which == "folder" else group / "list.json"
+    every_use(ExclusionList(path, mode=0o660))
+    assert {each.name: each.read_text() for each in home.iterdir()} == dict.fromkeys(
+        ("keys", "list.json", "0.json", ".x.tmp"), "mine"
+    )
+
+
+@needs_root
+def test_a_link_of_our_own_counts_only_where_nobody_else_can_replace_it(shared, path, tmp_path):
+    shared.exclude(by_hand("n1"))
+    (group := tmp_path / "group").mkdir()
+    (group / "list.json").symlink_to(path)
+    for mode in (0o700, 0o1777, 0o755):
+        group.chmod(mode)
+        assert len(ExclusionList(group / "list.json").read().manual) == 1
+    for mode in (0o770, 0o2770, 0o777):
+        group.chmod(mode)
+        every_use(ExclusionList(group / "list.json"))
+
+
+def test_a_link_that_comes_while_the_list_is_in_use_is_not_followed(shared, path, tmp_path):
+    shared.exclude(by_hand("n1"))
+    (other := tmp_path / "other.json").write_bytes(path.read_bytes())
+    path.unlink()
+    path.symlink_to(other)
+    with pytest.raises(StorageError):
+        shared.gc(NOW, Rules())
+    assert path.is_symlink()
 
 
 def test_a_damaged_list_is_set_aside_where_there_are_no_hard_links(shared, path, monkeypatch):

@@ -477,6 +477,11 @@ def test_a_link_in_the_place_of_contents_is_not_followed(tmp_path: Path, node: N
         {"files": 7},
         {"links": [["out", "../../etc"]]},
         {"links": [["out", "/etc/passwd"]]},
+        {"links": [["a/b/s", "../.."], ["ckpt", "a/b/s/../.."]], "folders": ["a", "a/b"]},
+        {"links": [["a/b/s", "../.."], ["a/b/t", "s/../../.ssh"]], "folders": ["a", "a/b"]},
+        {"links": [["a/s", "t"], ["a/t", ".."], ["u", "a/s/.."]], "folders": ["a"]},
+        {"links": [["one", "two"], ["two", "one"]]},
+        {"links": [["self", "self/x"]]},
         {"folders": [".."]},
         {"run": "another"},
         {"generation": 9},
@@ -488,6 +493,20 @@ def test_a_manifest_that_names_something_else_is_refused(change: Mapping[str, An
     stored.parse(json.dumps(good).encode(), run=RUN, version=stored.Version(1, 1))
     with pytest.raises(StorageError):
         stored.parse(json.dumps(good | change).encode(), run=RUN, version=stored.Version(1, 1))
+
+
+def test_links_whose_chain_leads_out_are_left_out_and_the_rest_is_stored(tmp_path: Path, node: Node, other: Node):
+    node.begin(1)
+    (node.path / "a" / "b").mkdir(parents=True)
+    node.write(snapshot="1")
+    for link, target in {"a/b/s": "../..", "ckpt": "a/b/s/../..", "good": "a/b/s/snapshot"}.items():
+        (node.path / link).symlink_to(target)
+    (node.path / "snapshot").chmod(0o666)
+    node.upload()
+    assert other.begin(2) == "restore"
+    assert (other.path / "good").read_text() == "1"
+    assert not (other.path / "ckpt").is_symlink()
+    assert (other.path / "snapshot").stat().st_mode & 0o777 == 0o644, "what others may write is nobody's choice"
 
 
 def test_a_folder_of_another_user_is_refused(tmp_path: Path):

@@ -12,7 +12,7 @@ import pytest
 from serving_world import KEY, answers, run, serving
 
 from slurmft.inference.serving.driver import unix_connection
-from slurmft.inference.serving.gate import MAX_STRANGERS, Gate
+from slurmft.inference.serving.gate import STRANGERS_PER_ADDRESS, Gate
 from slurmft.inference.serving.handshake import CONTROL, REQUESTS, NotTheGate, knock
 from slurmft.system.authentication import NONCE_BYTES, TAG_BYTES
 
@@ -89,8 +89,9 @@ def test_strangers_do_not_keep_routers_out() -> None:
         async with serving({"a": answers("a")}) as world:
             gate = world["a"].gate
             assert gate is not None
-            strangers = [await asyncio.open_connection("127.0.0.1", world["a"].port) for _ in range(MAX_STRANGERS + 9)]
-            await world.until(lambda: len(gate.strangers) == MAX_STRANGERS)
+            place = "127.0.0.1", world["a"].port
+            strangers = [await asyncio.open_connection(*place) for _ in range(STRANGERS_PER_ADDRESS + 9)]
+            await world.until(lambda: len(gate.strangers) == STRANGERS_PER_ADDRESS)
             assert await world.ask() == (200, {"by": "a"})
             await asyncio.gather(*(end(writer) for _, writer in strangers))
             await world.until(lambda: not gate.strangers)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import resource
+import socket
 from collections.abc import Callable
 
+import aiohttp
 import pytest
 from serving_world import KEY, TOKEN, Engine, Handle, World, answers, run, serving, streams
 
 from slurmft.inference.serving.gate import Gate
+from slurmft.policy.strangers import Strangers
 
 SHOWN = f"Host: h\r\nAuthorization: Bearer {TOKEN}\r\n"
 GET, POST = f"GET /v1/x HTTP/1.1\r\n{SHOWN}", f"POST /v1/x HTTP/1.1\r\n{SHOWN}"
@@ -110,7 +114,7 @@ def test_a_client_of_http_1_0_sees_where_its_answer_ends() -> None:
 def test_strangers_that_hold_connections_open_do_not_keep_clients_out() -> None:
     async def work() -> None:
         async with serving({"a": answers("a", delay_s=0.5)}) as world:
-            world.server.most_strangers = 5
+            world.server.strangers = Strangers(5, 5)
             asked = asyncio.create_task(world.ask())
             await world.until(lambda: len(world["a"].seen) == 1)
             strangers = [await asyncio.open_connection("127.0.0.1", world.port) for _ in range(20)]
@@ -124,6 +128,51 @@ def test_strangers_that_hold_connections_open_do_not_keep_clients_out() -> None:
             await world.until(lambda: not world.server.strangers)
 
     run(work())
+
+
+def test_strangers_of_one_address_do_not_close_those_of_another() -> None:
+    async def work() -> None:
+        async with serving({"a": answers("a")}) as world:
+            world.server.strangers = Strangers(8, 4)
+            slow = await asyncio.open_connection("127.0.0.1", world.port, local_addr=("127.0.0.3", 0))
+            await world.until(lambda: len(world.server.strangers) == 1)
+            others = [
+                await asyncio.open_connection("127.0.0.1", world.port, local_addr=("127.0.0.2", 0)) for _ in range(40)
+            ]
+            await world.until(lambda: len(world.server.strangers) == 5)
+            slow[1].write((GET + "\r\n").encode())
+            assert (await asyncio.wait_for(slow[0].readline(), 10)).startswith(b"HTTP/1.1 200")
+            for _, writer in [slow, *others]:
+                writer.close()
+
+    run(work())
+
+
+def test_a_low_limit_of_descriptors_keeps_no_client_out() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def work() -> None:
+        async with serving({"a": answers("a")}) as world:
+            silent = [socket.socket() for _ in range(300)]  # made before, as the limit is that of clients as well here
+            highest = max(each.fileno() for each in silent)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 30, limits[1]))
+            world.server.strangers = Strangers(10, 10)
+            for each in silent:
+                each.setblocking(False)
+                each.connect_ex(("127.0.0.1", world.port))
+            async with asyncio.timeout(30):
+                while True:
+                    with contextlib.suppress(OSError, aiohttp.ClientError):
+                        if await world.ask() == (200, {"by": "a"}):
+                            break
+                    await asyncio.sleep(0)
+            for each in silent:
+                each.close()
+
+    try:
+        run(work())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 # Engines

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -14,11 +16,12 @@ from serving_world import KEY, TOKEN, run
 from slurmft.config.inference import InferenceConfig
 from slurmft.config.serving import ServingConfig
 from slurmft.errors import UsageError
-from slurmft.inference import Client
+from slurmft.inference import Client, RequestFailed
 from slurmft.inference.serving.certificates import context_for, prepare_authority
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster, RouterAddress, ca_file, prepare, token_of
 from slurmft.inference.serving.listener import RouterServer
 from slurmft.inference.serving.router import Router
+from slurmft.policy.strangers import Strangers
 
 
 @pytest.fixture
@@ -66,6 +69,35 @@ def test_a_client_that_does_not_finish_the_handshake_is_cut_off(
         writer.write(b"\x16\x03\x01")
         assert await asyncio.wait_for(reader.read(), 10) == b""
         writer.close()
+        await server.close()
+        await router.close()
+
+    run(work())
+
+
+def test_silent_connections_are_counted_before_their_handshake(config: InferenceConfig) -> None:
+    assert config.serving is not None
+    trusted = ssl.create_default_context(cafile=str(config.serving.tls_certificate))
+
+    async def work() -> None:
+        router = Router(config, node="n0", token=TOKEN, engine_token="", key=KEY)
+        server = RouterServer(router, config)
+        port = await server.listen("127.0.0.1", 0)
+        server.strangers = Strangers(20, 10)
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
+        ended = [asyncio.create_task(reader.read()) for reader, _ in silent]
+        async with asyncio.timeout(30):
+            while sum(each.done() for each in ended) < 40:
+                await asyncio.sleep(0)
+        assert len(server.strangers) == 10
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+            async with session.get(f"https://127.0.0.1:{port}/status", ssl=trusted) as answer:
+                assert answer.status == 200
+            assert len(server.strangers) == 9, "a client with the token is none"
+        for each in ended:
+            each.cancel()
+        for _, writer in silent:
+            writer.close()
         await server.close()
         await router.close()
 
@@ -134,3 +166,69 @@ def test_only_one_kind_of_certificate_is_taken(config: InferenceConfig) -> None:
     assert config.serving is not None
     with pytest.raises(ValueError, match="give tls_own, or"):
         ServingConfig.model_validate({**config.serving.model_dump(), "tls_own": True})
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        ({}, True),
+        ({"tls_own": False}, False),
+        ({"tls_certificate": "/c.pem", "tls_key": "/k.pem"}, False),
+        ({"tls_certificate": None}, True),
+    ],
+)
+def test_routers_speak_https_unless_plain_http_is_asked_for(given: dict[str, object], own: bool) -> None:
+    found = ServingConfig.model_validate(given)
+    assert found.tls_own is own
+    assert found.is_https is (given != {"tls_own": False})
+    assert ServingConfig.model_validate(found.model_dump()) == found
+
+
+def test_another_job_has_another_token_and_a_handover_keeps_it(tmp_path: Path) -> None:
+    def token(**job: Any) -> str:
+        prepare(tmp_path, None, **job)
+        return token_of(tmp_path)
+
+    first = token()
+    assert token(job="7.0") == first, "what serve has shown is the first job's"
+    assert token(job="7.0") == token() == first
+    assert token(job="8.0", goes_on=True) == first
+    assert token(job="8.0") == first
+    assert token(job="8.1") != first
+    second = token(job="8.1")
+    assert token(job="9.0") not in (first, second)
+
+
+def test_a_token_of_the_users_own_stays(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("m" * 20)
+    (tmp_path / "mine").chmod(0o600)
+    for job in ("7.0", "8.0"):
+        prepare(tmp_path, tmp_path / "mine", job=job)
+        assert token_of(tmp_path) == "m" * 20
+
+
+def test_a_forger_at_a_dead_routers_port_gets_no_token(tmp_path: Path) -> None:
+    """Whoever listens there cannot show a certificate of the run."""
+    prepare(tmp_path, None)
+    prepare_authority(tmp_path)
+    heard = bytearray()
+
+    async def forge(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.extend(await reader.read(4096))
+        writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 19\r\n\r\n{"answer":"forged"}')
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+    async def work() -> None:
+        server = await asyncio.start_server(forge, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        HighAvailabilityCluster((RouterAddress(0, "n", ("127.0.0.1",), port, tls=True),)).write(tmp_path)
+        async with Client.of_run(tmp_path) as client:
+            with pytest.raises(RequestFailed):
+                await client.post_async("/v1/x", {"prompt": "secret"}, timeout_s=1.0)
+        server.close()
+
+    run(work())
+    assert heard
+    assert token_of(tmp_path).encode() not in heard and b"secret" not in heard
