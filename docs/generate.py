@@ -237,7 +237,10 @@ def _public_names() -> Iterator[str]:
         FaultTolerancePlugin`. [Come from another tool](../how-to/coming-from.md) says what each becomes."""
     )
     for name, home in slurmft.compat._HOMES.items():
-        if name not in homes:
+        if isinstance(value := getattr(slurmft.compat, name), int):
+            yield f"### {name}"
+            yield f"The exit code {value}: [exit codes](exit-codes.md)."
+        elif name not in homes:
             heading, *rest = _name(name, home)
             yield from (f"#{heading}", *rest)
     yield "## Errors"

@@ -13,10 +13,17 @@ if TYPE_CHECKING:  # for editors and type checkers
     from slurmft.checkpoint import CheckpointManager as CheckpointManager
     from slurmft.checkpoint import DistributedCheckpointManager as DistributedCheckpointManager
     from slurmft.compat.megatron import get_rerun_state_machine as get_rerun_state_machine
+    from slurmft.compat.neighbours import RerunStateMachineConfig as RerunStateMachineConfig
     from slurmft.compat.rerun_names import RerunDiagnostic as RerunDiagnostic
     from slurmft.compat.rerun_names import RerunErrorInjector as RerunErrorInjector
     from slurmft.compat.rerun_names import RerunMode as RerunMode
-    from slurmft.compat.rerun_names import RerunStateMachineConfig as RerunStateMachineConfig
+    from slurmft.compat.serving_names import AutoRestartManager as AutoRestartManager
+    from slurmft.compat.serving_names import GracefulDegradation as GracefulDegradation
+    from slurmft.compat.serving_names import HighAvailabilityCluster as HighAvailabilityCluster
+    from slurmft.compat.serving_names import RequestCheckpointer as RequestCheckpointer
+    from slurmft.compat.serving_names import RequestRedistributor as RequestRedistributor
+    from slurmft.compat.serving_names import RetryManager as RetryManager
+    from slurmft.compat.serving_names import WorkerHealthMonitor as WorkerHealthMonitor
     from slurmft.errors import CheckpointError as CheckpointError
     from slurmft.errors import ConfigError as ConfigError
     from slurmft.errors import DataError as DataError
@@ -34,15 +41,8 @@ if TYPE_CHECKING:  # for editors and type checkers
     from slurmft.errors import StorageError as StorageError
     from slurmft.errors import StorageUnavailable as StorageUnavailable
     from slurmft.errors import UsageError as UsageError
-    from slurmft.inference.leases import RequestRedistributor as RequestRedistributor
-    from slurmft.inference.replica_health import AutoRestartManager as AutoRestartManager
-    from slurmft.inference.replica_health import WorkerHealthMonitor as WorkerHealthMonitor
-    from slurmft.inference.request_checkpoints import RequestCheckpointer as RequestCheckpointer
-    from slurmft.inference.retrying import RetryManager as RetryManager
-    from slurmft.inference.serving.endpoint import HighAvailabilityCluster as HighAvailabilityCluster
     from slurmft.operations.run_handle import RunHandle as RunHandle
     from slurmft.operations.run_handle import submit as submit
-    from slurmft.policy.inference.degradation import GracefulDegradation as GracefulDegradation
     from slurmft.worker.data.sampler import ElasticLoader as ElasticLoader
     from slurmft.worker.data.sampler import ElasticSampler as ElasticSampler
     from slurmft.worker.session import PlannedStop as PlannedStop
@@ -61,56 +61,31 @@ if TYPE_CHECKING:  # for editors and type checkers
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "submit": "slurmft.operations.run_handle",
-    "RunHandle": "slurmft.operations.run_handle",
-    "start_session": "slurmft.worker.session",
-    "Session": "slurmft.worker.session",
-    "PlannedStop": "slurmft.worker.session",
-    "ignore_strangers_term": "slurmft.worker.signals",
-    "record": "slurmft.worker.standalone.record",
-    "CheckpointManager": "slurmft.checkpoint",
-    "DistributedCheckpointManager": "slurmft.checkpoint",
-    "ElasticSampler": "slurmft.worker.data.sampler",
-    "ElasticLoader": "slurmft.worker.data.sampler",
-    "HealthMonitor": "slurmft.worker.standalone.health_monitor",
-    "WatchdogTimer": "slurmft.worker.standalone.watchdog",
-    "DistributedSignalHandler": "slurmft.worker.standalone.signal_handler",
-    "categorize_failure": "slurmft.worker.standalone.failures",
-    "detect_gpu_failure": "slurmft.worker.standalone.failure_checks",
-    "detect_network_failure": "slurmft.worker.standalone.failure_checks",
-    "handle_nccl_timeout": "slurmft.worker.standalone.failure_checks",
-    "handle_gpu_oom": "slurmft.worker.standalone.failure_checks",
-    "get_rerun_state_machine": "slurmft.compat.megatron",
-    "RerunStateMachineConfig": "slurmft.compat.rerun_names",
-    "RerunMode": "slurmft.compat.rerun_names",
-    "RerunDiagnostic": "slurmft.compat.rerun_names",
-    "RerunErrorInjector": "slurmft.compat.rerun_names",
-    "WorkerHealthMonitor": "slurmft.inference.replica_health",
-    "AutoRestartManager": "slurmft.inference.replica_health",
-    "RequestRedistributor": "slurmft.inference.leases",
-    "RequestCheckpointer": "slurmft.inference.request_checkpoints",
-    "RetryManager": "slurmft.inference.retrying",
-    "HighAvailabilityCluster": "slurmft.inference.serving.endpoint",
-    "GracefulDegradation": "slurmft.policy.inference.degradation",
-    "SlurmftError": "slurmft.errors",
-    "UsageError": "slurmft.errors",
-    "ConfigError": "slurmft.errors",
-    "DataError": "slurmft.errors",
-    "RunBusy": "slurmft.errors",
-    "RunFailed": "slurmft.errors",
-    "DirectoryInUse": "slurmft.errors",
-    "LabError": "slurmft.errors",
-    "LabUnavailable": "slurmft.errors",
-    "SlurmError": "slurmft.errors",
-    "SlurmUnavailable": "slurmft.errors",
-    "StorageError": "slurmft.errors",
-    "StorageUnavailable": "slurmft.errors",
-    "NewerFormat": "slurmft.errors",
-    "Fenced": "slurmft.errors",
-    "CheckpointError": "slurmft.errors",
-    "LaunchError": "slurmft.errors",
-}
+_NAMES = {
+    "slurmft.operations.run_handle": "submit RunHandle",
+    "slurmft.worker.session": "start_session Session PlannedStop",
+    "slurmft.worker.signals": "ignore_strangers_term",
+    "slurmft.worker.standalone.record": "record",
+    "slurmft.checkpoint": "CheckpointManager DistributedCheckpointManager",
+    "slurmft.worker.data.sampler": "ElasticSampler ElasticLoader",
+    "slurmft.worker.standalone.health_monitor": "HealthMonitor",
+    "slurmft.worker.standalone.watchdog": "WatchdogTimer",
+    "slurmft.worker.standalone.signal_handler": "DistributedSignalHandler",
+    "slurmft.worker.standalone.failures": "categorize_failure",
+    "slurmft.worker.standalone.failure_checks":
+        "detect_gpu_failure detect_network_failure handle_nccl_timeout handle_gpu_oom",
+    "slurmft.compat.megatron": "get_rerun_state_machine",
+    "slurmft.compat.neighbours": "RerunStateMachineConfig",
+    "slurmft.compat.rerun_names": "RerunMode RerunDiagnostic RerunErrorInjector",
+    "slurmft.compat.serving_names":
+        "WorkerHealthMonitor AutoRestartManager RequestRedistributor RequestCheckpointer RetryManager "
+        "HighAvailabilityCluster GracefulDegradation",
+    "slurmft.errors":
+        "SlurmftError UsageError ConfigError DataError RunBusy RunFailed DirectoryInUse LabError LabUnavailable "
+        "SlurmError SlurmUnavailable StorageError StorageUnavailable NewerFormat Fenced CheckpointError "
+        "LaunchError",
+}  # fmt: skip
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings
 

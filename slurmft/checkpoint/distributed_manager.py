@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, SupportsFloat, cast
 
 import torch
 
-from slurmft.checkpoint.agreement import Guard, failure
-from slurmft.checkpoint.catalog import Catalog
-from slurmft.checkpoint.folders import prune
 from slurmft.checkpoint.manager import CheckpointManager
 from slurmft.checkpoint.mappings import ReadsAsMapping
 from slurmft.checkpoint.state import Stateful
-from slurmft.checkpoint.team import Team
-from slurmft.checkpoint.writer.write_requests import order_of
 from slurmft.errors import UsageError
 
 _EPOCH = "epoch"
@@ -61,8 +56,8 @@ class DistributedCheckpointManager:
     ``CheckpointManager``, which is available as ``manager``.
     """
 
-    def __init__(self, checkpoint_dir: Path | str, **options: Any) -> None:
-        self.manager = CheckpointManager(checkpoint_dir, **options)
+    def __init__(self, checkpoint_dir: Path | str, keep_last_n: int | None = None, **options: Any) -> None:
+        self.manager = CheckpointManager(checkpoint_dir, keep_last_n, **options)
 
     def save_checkpoint(
         self,
@@ -160,20 +155,7 @@ class DistributedCheckpointManager:
             CheckpointError: a save under way failed, or the folder cannot be read.
             UsageError: ``keep_last_n`` is not positive.
         """
-        if keep_last_n is not None and keep_last_n < 1:
-            raise UsageError(f"keep_last_n is {keep_last_n}; at least 1 checkpoint must be kept")
-        self.manager.wait()
-        team, guard, gone = Team(), Guard(), 0
-        if team.is_lead:
-            with guard:
-                keep = order_of(self.manager.settings, {}, self.manager._distrusted).keep
-                before = len(Catalog(self.manager.directory).committed())
-                prune(self.manager.directory, replace(keep, keep_last_n=keep_last_n or keep.keep_last_n))
-                gone = before - len(Catalog(self.manager.directory).committed())
-        code, gone = team.from_lead([guard.code, gone])
-        if code:
-            raise failure(f"old checkpoints in {self.manager.directory} were not removed", [code], team, guard)
-        return gone
+        return self.manager.cleanup_old_checkpoints(keep_last_n)
 
     def wait(self) -> None:
         """``CheckpointManager.wait``: return when everything is durable."""

@@ -5,15 +5,20 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsFloat
 
 import torch
 
-from slurmft.checkpoint.catalog import Entry
+from slurmft.checkpoint.agreement import Guard, failure
+from slurmft.checkpoint.catalog import Catalog, Entry
+from slurmft.checkpoint.folders import prune
 from slurmft.checkpoint.format.plain_state import as_plain, original
 from slurmft.checkpoint.loading import LoadedCheckpoint, Loading
 from slurmft.checkpoint.state import Stateful, Tolerance, Trainee
+from slurmft.checkpoint.team import Team
+from slurmft.checkpoint.writer.write_requests import order_of
 from slurmft.errors import CheckpointError, UsageError
 from slurmft.storage.checkpoint_names import MAX_STEP
 
@@ -27,6 +32,8 @@ class NamedStates(ABC):
     """The part of ``CheckpointManager`` that knows checkpoints by name. All methods are collectives, as there."""
 
     directory: Path
+    settings: Any
+    _distrusted: Any
 
     def save_checkpoint(self, state: Any, checkpoint_id: int | str) -> Path | None:
         """Save any plain state, such as a dict of numbers, texts, lists and tensors; rank 0's where there are several.
@@ -70,6 +77,42 @@ class NamedStates(ABC):
             raise CheckpointError(f"{loaded.path} was not saved by save_checkpoint(state, id)",
                                   hint="load_latest(model, optimizer) loads the checkpoint of a model")  # fmt: skip
         return original(loaded.extra[_STATE])
+
+    def cleanup_old_checkpoints(self, keep_last: int | None = None) -> int:
+        """Remove all but the newest ``keep_last`` (``keep_last_n`` when empty), the best one, those of ``keep_every``,
+        and always the newest two good ones. Returns how many are gone.
+
+        Every save does so by itself; this is for a lower number. Saves under way are waited for.
+
+        Raises:
+            CheckpointError: a save under way failed, or the folder cannot be read.
+            UsageError: ``keep_last`` is not positive.
+        """
+        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+            raise UsageError(f"keep_last is {keep_last!r:.60}; at least 1 checkpoint must be kept")
+        self.wait()
+        team, guard, gone = Team(), Guard(), 0
+        if team.is_lead:
+            with guard:
+                keep = order_of(self.settings, {}, self._distrusted).keep
+                before = len(Catalog(self.directory).committed())
+                prune(self.directory, replace(keep, keep_last_n=keep_last or keep.keep_last_n))
+                gone = before - len(Catalog(self.directory).committed())
+        code, gone = team.from_lead([guard.code, gone])
+        if code:
+            raise failure(f"old checkpoints in {self.directory} were not removed", [code], team, guard)
+        return gone
+
+    def get_latest_checkpoint_id(self) -> int | str | None:
+        """The id of the newest checkpoint, for ``load_checkpoint``: its step, or its name; None where there is none.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        if (step := self._newest_step()) < 0:
+            return None
+        entry = next((each for each in Catalog(self.directory).committed() if each.step == step), None)
+        return (named(entry) if entry else "") or step
 
     def load_from(
         self,
@@ -125,6 +168,9 @@ class NamedStates(ABC):
 
     @abstractmethod
     def load_latest(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> LoadedCheckpoint: ...
+
+    @abstractmethod
+    def wait(self) -> None: ...
 
     @abstractmethod
     def _settle(self) -> None: ...

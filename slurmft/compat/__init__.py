@@ -17,31 +17,44 @@ if TYPE_CHECKING:
     from slurmft.compat.neighbours import FaultToleranceConfig as FaultToleranceConfig
     from slurmft.compat.neighbours import FaultTolerancePlugin as FaultTolerancePlugin
     from slurmft.compat.neighbours import NVRxStragglerDetectionConfig as NVRxStragglerDetectionConfig
+    from slurmft.compat.neighbours import NVRxStragglerDetectionManager as NVRxStragglerDetectionManager
     from slurmft.compat.neighbours import PreemptionPlugin as PreemptionPlugin
+    from slurmft.compat.neighbours import RerunStateMachineConfig as RerunStateMachineConfig
+    from slurmft.compat.neighbours import TrainingConfig as TrainingConfig
     from slurmft.compat.options import configuration as configuration
+    from slurmft.compat.rerun_names import (
+        EXIT_CODE_FAILED_ON_RESULT_VALIDATION as EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
+    )
+    from slurmft.compat.rerun_names import EXIT_CODE_RESUME_TO_DISAMBIGUATE as EXIT_CODE_RESUME_TO_DISAMBIGUATE
     from slurmft.compat.rerun_names import RerunDiagnostic as RerunDiagnostic
     from slurmft.compat.rerun_names import RerunErrorInjector as RerunErrorInjector
     from slurmft.compat.rerun_names import RerunMode as RerunMode
-    from slurmft.compat.rerun_names import RerunStateMachineConfig as RerunStateMachineConfig
+    from slurmft.compat.serving_names import AutoRestartManager as AutoRestartManager
+    from slurmft.compat.serving_names import GracefulDegradation as GracefulDegradation
+    from slurmft.compat.serving_names import HighAvailabilityCluster as HighAvailabilityCluster
+    from slurmft.compat.serving_names import RequestCheckpointer as RequestCheckpointer
+    from slurmft.compat.serving_names import RequestRedistributor as RequestRedistributor
+    from slurmft.compat.serving_names import RetryManager as RetryManager
+    from slurmft.compat.serving_names import WorkerHealthMonitor as WorkerHealthMonitor
     from slurmft.worker.rerun.data import RerunDataIterator as RerunDataIterator
 
-_HOMES = {
-    "HealthChecker": "slurmft.compat.health_checker",
-    "get_rerun_state_machine": "slurmft.compat.megatron",
-    "initialize_rerun_state_machine": "slurmft.compat.megatron",
-    "destroy_rerun_state_machine": "slurmft.compat.megatron",
-    "RerunStateMachine": "slurmft.compat.megatron",
-    "RerunStateMachineConfig": "slurmft.compat.rerun_names",
-    "RerunMode": "slurmft.compat.rerun_names",
-    "RerunDiagnostic": "slurmft.compat.rerun_names",
-    "RerunErrorInjector": "slurmft.compat.rerun_names",
-    "RerunDataIterator": "slurmft.worker.rerun.data",
-    "FaultToleranceConfig": "slurmft.compat.neighbours",
-    "NVRxStragglerDetectionConfig": "slurmft.compat.neighbours",
-    "FaultTolerancePlugin": "slurmft.compat.neighbours",
-    "PreemptionPlugin": "slurmft.compat.neighbours",
-    "configuration": "slurmft.compat.options",
-}
+_NAMES = {
+    "slurmft.compat.health_checker": "HealthChecker",
+    "slurmft.compat.serving_names":
+        "WorkerHealthMonitor AutoRestartManager RequestRedistributor RequestCheckpointer RetryManager "
+        "HighAvailabilityCluster GracefulDegradation",
+    "slurmft.compat.megatron":
+        "get_rerun_state_machine initialize_rerun_state_machine destroy_rerun_state_machine RerunStateMachine",
+    "slurmft.compat.rerun_names":
+        "RerunMode RerunDiagnostic RerunErrorInjector EXIT_CODE_RESUME_TO_DISAMBIGUATE "
+        "EXIT_CODE_FAILED_ON_RESULT_VALIDATION",
+    "slurmft.worker.rerun.data": "RerunDataIterator",
+    "slurmft.compat.neighbours":
+        "RerunStateMachineConfig FaultToleranceConfig NVRxStragglerDetectionConfig FaultTolerancePlugin "
+        "PreemptionPlugin TrainingConfig NVRxStragglerDetectionManager",
+    "slurmft.compat.options": "configuration",
+}  # fmt: skip
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = [*_HOMES]  # noqa: PLE0604 - the keys are strings
 

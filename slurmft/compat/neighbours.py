@@ -12,10 +12,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from slurmft.compat.options import AlwaysOn, Options, Rule, To, Without
+from slurmft.compat.rerun_names import injection_of, mode_of
+from slurmft.errors import UsageError
 
 _FT = "fault_tolerance"
 _MEMORY = "a worker's memory is free when its process is gone, which is waited for"
+_OF_THE_SCRIPT = "it is for the training script, which slurmft starts as it is"
 _PROBES = "probes of the node find that: slurmft health, slurmft sweep, Slurm's hooks"
+_SHIELDED = "processes of data loaders are always shielded from the signal"
 
 
 def _same(section: str, *names: str) -> dict[str, Rule]:
@@ -45,45 +49,44 @@ class FaultToleranceConfig(Options):
             "simulated_fault_base_delay",
         ),
         "max_no_progress_cycles": To(f"{_FT}.max_no_progress_cycles", _cycles),
-        "max_no_progress_restarts": To(f"{_FT}.max_no_progress_cycles", _cycles_of_restarts),
+        "max_no_progress_restarts": To(f"{_FT}.max_no_progress_cycles", _cycles_of_restarts, lambda cycles: cycles - 1),
         "enable_ft_package": AlwaysOn("faults are always detected and answered"),
         "skip_section_response": AlwaysOn("sections are notes in shared memory, which no process answers"),
         "check_remaining_processes": Without("left-over processes of a rank are always looked for, and killed"),
         "install_exception_hook": Without("the agent reports exceptions of its workers; elsewhere: @slurmft.record"),
         "rank_termination_signal": Without("a rank that hangs is killed with SIGKILL, after its stacks are taken"),
+        **dict.fromkeys(
+            ("node_health_check_interval", "enable_nic_monitor", "enable_nic_healthcheck",
+             "link_down_path_template", "link_state_path_template", "pci_topo_file",
+             "enable_dist_storage_healthcheck", "segment_health_check_dir"),
+            Without(_PROBES),
+        ),
+        **dict.fromkeys(
+            ("attribution_endpoint", "attribution_stop_action", "attribution_export_url", "attrsvc_host",
+             "attrsvc_port"),
+            Without("verdicts come from evidence: slurmft explain"),
+        ),
+        **dict.fromkeys(
+            ("gpu_memory_reclaim_timeout", "gpu_memory_tolerance_mb", "gpu_memory_poll_interval"),
+            Without(_MEMORY),
+        ),
         "log_level": Without("slurmft -v shows more"),
         "min_progress_iterations": Without("progress is a newly saved step"),
         "checkpoint_iteration_file": Without("progress is a newly saved step"),
         "progress_update_interval": Without("progress is a newly saved step"),
         "restart_check_interval": Without("the supervisor is told at once"),
-        "node_health_check_interval": Without(_PROBES),
-        "enable_nic_monitor": Without(_PROBES),
-        "enable_nic_healthcheck": Without(_PROBES),
-        "link_down_path_template": Without(_PROBES),
-        "link_state_path_template": Without(_PROBES),
-        "pci_topo_file": Without(_PROBES),
-        "enable_dist_storage_healthcheck": Without(_PROBES),
         "storage_healthcheck_path": Without("filesystems: in health.yaml names the paths to probe"),
-        "segment_health_check_dir": Without(_PROBES),
         "segment": Without("Slurm places nodes: slurm.switches, or slurm.segment where it has that option"),
         "numa_bind_strict": Without("slurm.srun_args: [--mem-bind=...]"),
-        "gpu_memory_reclaim_timeout": Without(_MEMORY),
-        "gpu_memory_tolerance_mb": Without(_MEMORY),
-        "gpu_memory_poll_interval": Without(_MEMORY),
-        "attribution_endpoint": Without("verdicts come from evidence: slurmft explain"),
-        "attribution_stop_action": Without("verdicts come from evidence: slurmft explain"),
-        "attribution_export_url": Without("verdicts come from evidence: slurmft explain"),
-        "attrsvc_host": Without("verdicts come from evidence: slurmft explain"),
-        "attrsvc_port": Without("verdicts come from evidence: slurmft explain"),
         "cycle_info_dir": Without("the journal in the run folder: slurmft explain"),
     }  # fmt: skip
 
-    def _take(self, key: str, value: Any, rule: Rule) -> str:
+    def _take(self, settings: dict[str, Any], key: str, value: Any, rule: Rule) -> str:
         if key == "rank_termination_signal" and value in (signal.SIGKILL, "SIGKILL", "KILL"):
             return ""  # as here
         if key == "rank_section_timeouts" and value is None:
             return ""
-        return super()._take(key, value, rule)
+        return super()._take(settings, key, value, rule)
 
 
 class NVRxStragglerDetectionConfig(Options):
@@ -121,8 +124,48 @@ class PreemptionPlugin(Options):
     RULES: ClassVar[Mapping[str, Rule]] = {
         "preempt_time": To("preemption.signal_lead_s"),
         "enable_exit_handler": AlwaysOn("a stop always saves first"),
-        "enable_exit_handler_for_data_loader": Without("processes of data loaders are always shielded from the signal"),
+        "enable_exit_handler_for_data_loader": Without(_SHIELDED, False),
         "callbacks": Without("no callback is needed; session.steps saves and stops"),
         "script_args_converter_fn": Without("nothing is added to the command"),
     }
     THEIRS: ClassVar[Mapping[str, Any]] = {"preempt_time": 60}
+
+
+class TrainingConfig(Options):
+    """What Megatron Bridge's class of this name says about signals; the rest of it is for the training script."""
+
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        "exit_signal_handler": AlwaysOn("a stop always saves first"),
+        "exit_signal": To("preemption.signal", back=lambda name: signal.Signals[name]),
+        "exit_signal_handler_for_dataloader": Without(_SHIELDED, False),
+        **dict.fromkeys(
+            ("micro_batch_size", "global_batch_size", "rampup_batch_size", "decrease_batch_size_if_needed",
+             "empty_unused_memory_level", "train_sync_interval", "train_iters", "train_samples", "exit_interval",
+             "exit_duration_in_mins", "manual_gc", "manual_gc_interval", "manual_gc_eval", "iterations_to_skip"),
+            Without(_OF_THE_SCRIPT),
+        ),
+    }  # fmt: skip
+
+
+class RerunStateMachineConfig(Options):
+    """Megatron's section of the same name; ``validate_results`` where no mode is given, and theirs is ``disabled``."""
+
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        **_same("rerun", "error_injection_rate", "check_for_nan_in_loss", "check_for_spiky_loss"),
+        "error_injection_type": To("rerun.error_injection_type", lambda value: injection_of(value).value),
+        "rerun_mode": To("rerun.mode", lambda value: mode_of(value).value),
+    }
+
+
+class NVRxStragglerDetectionManager:
+    """Megatron Bridge's wrapper of the step function, which is not needed here; making one says what to write.
+
+    Raises:
+        UsageError: always.
+    """
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise UsageError(
+            "there is no NVRxStragglerDetectionManager here: session.steps times each step, and nothing is wrapped",
+            hint="NVRxStragglerDetectionConfig(...) in configuration(...); docs/how-to/stragglers.md",
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 from slurmft.config.config import RunConfig, validate
@@ -23,6 +24,8 @@ class To:
 
     key: str
     convert: Callable[[Any], Any] = lambda value: value
+    back: Callable[[Any], Any] = lambda value: value
+    """A default of ours as a value of theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class Without:
     """An option without a counterpart, and what there is instead."""
 
     instead: str
+    default: Any = None
 
 
 Rule = To | AlwaysOn | Without
@@ -51,7 +55,8 @@ class BecomesSettings(Protocol):
 class Options:
     """Options by the names of another package. ``settings`` is what they are here, ``remarks`` what they are not.
 
-    Options that are not given keep the defaults of this package, but for those in ``THEIRS``.
+    Each can be given, read and assigned by its name. Those that are not given keep the defaults of this package, but
+    for those in ``THEIRS``.
 
     Raises:
         ConfigError: an option does not exist there, or its value makes no sense here.
@@ -61,39 +66,62 @@ class Options:
     THEIRS: ClassVar[Mapping[str, Any]] = {}
     """Defaults of theirs that differ from ours, and that a user relies on."""
 
+    given: Mapping[str, Any]
+    remarks: tuple[str, ...]
+
     def __init__(self, **options: Any) -> None:
+        self.__dict__["remarks"] = ()
+        self._give({**self.THEIRS, **options})
+
+    def _give(self, given: Mapping[str, Any]) -> None:
+        """These options from now on, all of them checked; the earlier ones stay where one is refused."""
         name = type(self).__name__
-        for key in options:
+        for key in given:
             if key not in self.RULES:
                 raise ConfigError(f"{name} has no option {key[:60]}{plain.did_you_mean(key, list(self.RULES))}")
-        self.given = {**self.THEIRS, **options}
-        self._settings: dict[str, Any] = {}
-        remarks = []
-        for key, value in self.given.items():
-            if remark := self._take(key, value, self.RULES[key]):
-                remarks.append(f"{name}: {remark}")
-        self.remarks = tuple(remarks)
-        """One line for each option that has no counterpart, or that is not as it was asked for."""
-
-        validate({**_ANY_RUN, **self._settings}, source=name)
+        settings: dict[str, Any] = {}
+        taken = [self._take(settings, key, value, self.RULES[key]) for key, value in given.items()]
+        remarks = tuple(f"{name}: {remark}" for remark in taken if remark)
+        validate({**_ANY_RUN, **settings}, source=name)
         for remark in remarks:
-            log.warning("%s", remark)
+            if remark not in self.remarks:
+                log.warning("%s", remark)
+        self.__dict__.update(given=given, _settings=settings, remarks=remarks)
 
     def settings(self) -> dict[str, Any]:
         """A part of a configuration, by section."""
         return {section: dict(keys) for section, keys in self._settings.items()}
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        key = self._key(name)  # two names of one key: the later one counts
+        self._give({**{each: was for each, was in self.given.items() if self._key(each) != key}, name: value})
+
     def __getattr__(self, name: str) -> Any:
         given: Mapping[str, Any] = self.__dict__.get("given", {})
         if name in given:
             return given[name]
-        raise AttributeError(f"{type(self).__name__!r} was not given {name!r}")
+        match self.RULES.get(name):
+            case To(key=key, back=back):
+                section, _, inner = key.partition(".")
+                settings = {**_ANY_RUN, **self.__dict__.get("_settings", {})}
+                value = back(getattr(getattr(validate(settings, source=name), section), inner))
+                return MappingProxyType(value) if isinstance(value, dict) else value  # to be assigned as a whole
+            case Without(default=value):
+                return value
+            case AlwaysOn():
+                return True
+        near = plain.did_you_mean(name, list(self.RULES))
+        raise AttributeError(f"{type(self).__name__} has no option {name[:60]}{near}")
+
+    def _key(self, name: str) -> str:
+        rule = self.RULES.get(name)
+        return rule.key if isinstance(rule, To) else name
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self.given.items())})"
 
-    def _take(self, key: str, value: Any, rule: Rule) -> str:
-        """Take an option up; returns what there is to say about it."""
+    def _take(self, settings: dict[str, Any], key: str, value: Any, rule: Rule) -> str:
+        """Take an option up in ``settings``; returns what there is to say about it."""
         if isinstance(rule, AlwaysOn):
             if not isinstance(value, bool):
                 raise ConfigError(f"{type(self).__name__}: {key} is {value!r:.60}; it is True or False")
@@ -105,7 +133,7 @@ class Options:
         except ValueError as error:
             return f"{key}={value!r:.60}: {error}"
         section, _, inner = rule.key.partition(".")
-        self._settings.setdefault(section, {})[inner] = converted
+        settings.setdefault(section, {})[inner] = converted
         return ""
 
 

@@ -8,6 +8,10 @@ from typing import Any
 
 from slurmft.errors import UsageError
 from slurmft.policy.nodes.reruns import Injection, Mode
+from slurmft.policy.verdicts.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED
+
+EXIT_CODE_RESUME_TO_DISAMBIGUATE = EXIT_RERUN_ELSEWHERE
+EXIT_CODE_FAILED_ON_RESULT_VALIDATION = EXIT_VALIDATION_FAILED
 
 RerunDiagnostic = Injection
 """What a wrong result is attributed to: CORRECT_RESULT, TRANSIENT_ERROR, PERSISTENT_ERROR."""
@@ -55,7 +59,7 @@ def injection_of(value: object) -> Injection:
         raise UsageError(f"error_injection_type is {value!r:.60}", hint=f"one of {known}") from error
 
 
-@dataclass
+@dataclass(slots=True)
 class RerunErrorInjector:
     """Errors that are injected on purpose, for tests: about one in ``error_injection_rate`` validations, 0 for none."""
 
@@ -72,34 +76,3 @@ class RerunErrorInjector:
     def should_inject_errors(self) -> bool:
         """Whether any are."""
         return self.error_injection_rate > 0
-
-
-@dataclass(kw_only=True)
-class RerunStateMachineConfig:
-    """Megatron's section of the same name; ``section`` is it as ``rerun:`` of a configuration."""
-
-    error_injection_rate: int = 0
-    error_injection_type: str = Injection.TRANSIENT_ERROR.value
-    rerun_mode: str = Mode.VALIDATE_RESULTS.value
-    check_for_nan_in_loss: bool = True
-    check_for_spiky_loss: bool = False
-
-    def __post_init__(self) -> None:
-        injector = RerunErrorInjector(self.error_injection_rate, injection_of(self.error_injection_type))
-        self.error_injection_type = injector.error_injection_type.value
-        self.rerun_mode = mode_of(self.rerun_mode).value
-        for name in ("check_for_nan_in_loss", "check_for_spiky_loss"):
-            if not isinstance(getattr(self, name), bool):
-                raise UsageError(f"{name} is {getattr(self, name)!r:.60}; it is True or False")
-
-    def section(self) -> dict[str, Any]:
-        """The section ``rerun:``."""
-        return {
-            "mode": self.rerun_mode, "check_for_nan_in_loss": self.check_for_nan_in_loss,
-            "check_for_spiky_loss": self.check_for_spiky_loss, "error_injection_rate": self.error_injection_rate,
-            "error_injection_type": self.error_injection_type,
-        }  # fmt: skip
-
-    def settings(self) -> dict[str, Any]:
-        """A part of a configuration: ``{"rerun": {...}}``."""
-        return {"rerun": self.section()}

@@ -27,6 +27,7 @@ _SRUN_FLAGS = {"label", "l", "unbuffered", "u", "exclusive", "overlap", "quiet",
 _OURS_IN_SRUN = {*_SIZES, "label", "l", "unbuffered", "u", "kill-on-bad-exit", "output", "error", "job-name", "wait",
                  "export", "nodelist", "pty", "N", "n"}  # fmt: skip
 _OTHER_LAUNCHERS = {"accelerate", "deepspeed", "mpirun", "horovodrun", "composer", "colossalai"}
+_PROFILERS = {"nsys", "ncu"}
 _SET_HERE = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "LOCAL_WORLD_SIZE"}
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_?KEY|CREDENTIAL", re.IGNORECASE)
 _ASSIGNMENT = re.compile(r"(?P<export>export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<value>.*)", re.DOTALL)
@@ -237,7 +238,7 @@ def _command_line(script: _Script, line: int, text: str) -> None:
     elif first in _PREPARES:
         script.remark(line, f"{text[:80]!r} is not run by slurmft: do that before slurmft submit; the job gets the "
                       "environment you submit from")  # fmt: skip
-    elif first == "srun" or _is_trainer(words):
+    elif first == "srun" or first in _PROFILERS or _is_trainer(words):
         _launch(script, line, words)
     elif first in _OTHER_LAUNCHERS:
         script.remark(line, f"{first} is not converted: command is the script itself, nproc_per_node its processes on "
@@ -297,6 +298,11 @@ def _launch(script: _Script, line: int, words: list[str]) -> None:
         words = _srun(script, line, words[1:])
     if len(words) > 2 and PurePath(words[0]).name in ("bash", "sh") and words[1].lstrip("-") in ("c", "lc"):
         words = _split(line, _known(script, words[2]))
+    at = next((at for at in range(1, len(words)) if _is_trainer(words[at:])), 0)
+    if words and PurePath(words[0]).name in _PROFILERS and at:
+        script.remark(line, f"{' '.join(words[:at])[:60]!r} is left out: signals, exit codes and restarts are the "
+                      "trainer's own; to profile a run all the same, write it in front of command")  # fmt: skip
+        words = words[at:]
     cut = next((at for at, word in enumerate(words) if word and set(word) <= set("|&;<>()")), len(words))
     if cut < len(words):
         script.remark(line, f"{' '.join(words[cut:])[:60]!r} is not taken over: slurmft logs shows the output")

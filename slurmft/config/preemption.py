@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import signal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from slurmft.config.types import Count, Seconds, Section
+
+
+def _named(value: Any) -> Any:
+    """A signal's number, or its name without SIG, as its name."""
+    if type(value) not in (int, str, signal.Signals):
+        return value
+    known = signal.Signals.__members__
+    names = {**{f"{number:d}": name for name, number in known.items()}, **{name[3:]: name for name in known}}
+    return names.get(value if isinstance(value, str) else f"{value:d}", value)
 
 
 class PreemptionConfig(Section):
     """Stops that Slurm asks for: signal, lead time, and how the run continues."""
 
-    signal: Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"] = "SIGTERM"
+    signal: Annotated[Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"], BeforeValidator(_named)] = "SIGTERM"
     """Signal of ``sbatch --signal``. A preemption sends SIGTERM in any case, so SIGTERM is always obeyed too.
     With SIGINT, Ctrl-C on a local run is such a signal as well."""
 

@@ -45,6 +45,12 @@ class ServingConfig(Section):
     """Share of the replicas: with fewer that are ready, each gets half as many requests at a time, time limits are
     doubled, and requests with ``X-Priority: low`` are refused with 503."""
 
+    degraded_max_tokens: Positive | None = None
+    """While the endpoint is degraded, completions and chats get at most so many tokens; empty: as they ask."""
+
+    degraded_model: Text | None = None
+    """While it is degraded, completions and chats are for this model, a smaller one that the engines have as well."""
+
     handover: bool = True
     """Before the time limit, at a preemption or a requeue, submit a successor job, which takes the endpoint over once
     its replicas are ready. It needs as many nodes again for a while. Not with ``preemption.continue_by: nothing``, and

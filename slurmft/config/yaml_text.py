@@ -61,6 +61,9 @@ def parsed(text: str, *, of: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
+        if "{{" in text:
+            why = f"{of} is a template: nothing fills in its {{{{ ... }}}} here"
+            raise ConfigError(why, hint="write the values themselves, or --set key=value") from error
         raise ConfigError(f"{of} is not YAML: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{of} is nested too deeply") from error

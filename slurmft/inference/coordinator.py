@@ -238,10 +238,6 @@ class Coordinator:
 
     # Leases
 
-    def serve_waiting(self) -> None:
-        """Give what has become free to agents that wait; called now and then, for the tail."""
-        self._serve_others()
-
     def _serve_others(self) -> None:
         for agent in self.agents.values():
             self._serve(agent)

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
-
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception_type,
-    stop_after_attempt,
-    wait_exponential,
-    wait_random,
-)
 
 Result = TypeVar("Result")
 Answer = dict[str, Any]
@@ -55,28 +48,18 @@ class RetryManager:
             Again: of the last try, when there is none left.
             Exception: any other error of ``work``, at once.
         """
-        try:
-            return await work()  # a request that succeeds, as nearly all do, pays nothing for the retries
-        except Again as error:
-            failed = [error]
+        for failed in itertools.count(1):
+            try:
+                return await work()
+            except Again as error:
+                if failed > self.max_retries:
+                    raise
+                pause_s = self._pause_s(failed, error)
+            await asyncio.sleep(pause_s)
+        raise AssertionError("the count has no end")
 
-        async def next_try() -> Result:
-            if failed:
-                raise failed.pop()
-            return await work()
-
-        retrying = AsyncRetrying(
-            stop=stop_after_attempt(self.max_retries + 1),
-            wait=self._wait,
-            retry=retry_if_exception_type(Again),
-            sleep=asyncio.sleep,
-            reraise=True,
-        )
-        return await retrying(next_try)
-
-    def _wait(self, state: RetryCallState) -> float:
-        error: Any = state.outcome.exception() if state.outcome is not None else None
-        if isinstance(error, Again) and error.after_s is not None:
+    def _pause_s(self, failed: int, error: Again) -> float:
+        if error.after_s is not None:
             return min(error.after_s, self.max_delay_s)
-        spaced = wait_exponential(multiplier=self.base_delay_s, max=self.max_delay_s)
-        return min(self.max_delay_s, float(spaced(state)) + float(wait_random(0, self.base_delay_s)(state)))
+        jitter_s = random.uniform(0, self.base_delay_s)  # noqa: S311 - spreads load, keeps no secret
+        return min(self.max_delay_s, self.base_delay_s * 2.0 ** min(failed - 1, 60) + jitter_s)

@@ -19,6 +19,7 @@ from slurmft.supervisor.inference.handover import call_off_for_good
 from slurmft.supervisor.recovery.act import Ending
 from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.recovery.node_choice import settle
+from slurmft.supervisor.signals import log_signal
 from slurmft.supervisor.start import Start
 from slurmft.system.logs import BackgroundLog
 
@@ -87,6 +88,7 @@ class Attempts:
         attempt = start.cluster.attempt
         where = start.run.attempts / str(attempt)
         log.info("run %s, attempt %s; workers write to %s", self._config.name, attempt, where)
+        log_signal("Signal handler installed for %d", self._config.preemption.signal)
         if self._crew is None:
             self._crew, self._outlived = Crew(self._config, start, self._outlived), None
         supervisor = _runner_of(self._config)(self._config, start, accuser, self._crew)

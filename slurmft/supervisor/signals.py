@@ -7,6 +7,7 @@ action ends the whole process.
 from __future__ import annotations
 
 import atexit
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +20,14 @@ PASSED_ON = frozenset({*HEARD, signal.SIGQUIT})
 
 _kept: list[int] = []
 _listeners: list[Callable[[int], None]] = []
+
+
+log = logging.getLogger(__name__)
+
+
+def log_signal(line: str, name: str) -> None:
+    """Log a line that other packages have as well, with the signal's number."""
+    log.info(line, signal.Signals.__members__.get(name, 0))
 
 
 def block_signals() -> None:

@@ -18,6 +18,7 @@ from slurmft.storage.events import EventName
 from slurmft.supervisor.fleet.agents import AgentLost, AgentPool
 from slurmft.supervisor.fleet.shutdown import PEER_GRACE_S, kill_workers
 from slurmft.supervisor.job_state import SlurmsWord
+from slurmft.supervisor.signals import log_signal
 from slurmft.supervisor.start import Start
 from slurmft.supervisor.stop_agreement import agree, describe
 from slurmft.supervisor.watch.forensics import look_at_all
@@ -103,6 +104,7 @@ class Stops:
         """A signal that asks for a stop was seen ``where``; further ones of the row change nothing."""
         if self.planned is None:
             self.planned = Cause.SIGNALLED  # remembered at once; the second one of a row must find it
+            log_signal("Received signal %d, initiating graceful stop", name)
             self.background.start(self._stop_for_signal(name, where, time.monotonic()))
         elif self.planned is Cause.RESIZED:  # the save is under way; only the later action changes
             self.planned, self.reason = Cause.SIGNALLED, f"{name} at {where}"
@@ -186,6 +188,7 @@ class Stops:
         if cause in (Cause.PREEMPTED, Cause.TIME_LIMIT):
             self.ends_at_s = at_s + left_s + REQUEUE_COST_S
         await self._stop(cause, f"{name} at {where}", stopping, at_s=at_s, left_s=left_s)
+        log.info("exiting program after receiving %s.", name)
 
     async def _stop(
         self, cause: Cause, reason: str, stopping: asyncio.Task[None], *, at_s: float, left_s: float

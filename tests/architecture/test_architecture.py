@@ -170,7 +170,7 @@ def test_only_the_trainers_own_code_imports_the_worker():
         if name.startswith("slurmft.worker") and not module.startswith(("worker/", "examples/", "integrations/"))
     }  # fmt: skip
     # names of another package, for trainers
-    assert importers == {"__init__.py", "compat/__init__.py", "compat/megatron.py"}
+    assert importers == {"__init__.py", "compat/__init__.py", "compat/megatron.py", "compat/serving_names.py"}
 
 
 def test_torch_is_named_as_a_string_only_where_the_zygote_preloads_it():
@@ -229,11 +229,12 @@ def test_only_the_command_line_has_a_broad_except():
         if isinstance(node, ast.ExceptHandler)
         and (node.type is None or ast.unparse(node.type) == "Exception")
         # a rank reports whatever happened to it to the others; a probe that crashes is a result
-        # and one run's damage must not keep cron from the others; a callable engine is the user's code; and every
+        # and one run's damage must not keep cron from the others; a callable engine, and a server of
+        # one's own, is the user's code; and every
         # filesystem of fsspec has errors of its own; a module imported ahead of the workers may raise anything
         and not module.startswith(
             ("cli/", "checkpoint/", "system/isolation", "operations/rescue", "inference/callables.py",
-             "sync/object_store.py", "agent/zygote.py")
+             "sync/object_store.py", "agent/zygote.py", "compat/serving_names.py")
         )
     ]  # fmt: skip
     assert strays == []

@@ -23,7 +23,7 @@ from slurmft.inference.serving.errand import Errand, error_answer
 from slurmft.inference.serving.metrics import Metrics
 from slurmft.inference.serving.replicas import Replica, Replicas
 from slurmft.policy.inference.continuation import continued_forms
-from slurmft.policy.inference.degradation import GracefulDegradation
+from slurmft.policy.inference.degradation import GracefulDegradation, cheaper
 from slurmft.policy.inference.engines import engine_kind
 from slurmft.policy.inference.http_headers import seconds_asked
 from slurmft.policy.inference.kept_streams import KeptStreams
@@ -129,6 +129,10 @@ class Router:
             return self.error(408, "the body did not come in time (inference.serving.client_timeout_s)", closing=True)
         if body is None:
             return self.error(413, "the body is too long (inference.serving.max_body_bytes)", closing=True)
+        if self._terms.degraded and (self.serving.degraded_max_tokens or self.serving.degraded_model):
+            body = await asyncio.to_thread(
+                cheaper, path, body, self.serving.degraded_max_tokens, self.serving.degraded_model
+            )
         if self._poison and self.is_poison(request, body):
             self.metrics.refused("poison")
             return self.error(422, f"a request like this has crashed {KILLS} replicas lately")

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+
+from slurmft.policy.inference.continuation import PATHS, is_count
 
 BACK_ABOVE = 1.2
 """Degradation ends at this multiple of the share at which it begins: a replica that comes and goes changes nothing."""
+
+
+def cheaper(path: str, body: bytes, max_tokens: int | None, model: str | None) -> bytes:
+    """A request for a completion or a chat with these limits; any other body as it is."""
+    try:
+        request = json.loads(body) if path in PATHS else None
+    except (ValueError, RecursionError):
+        return body
+    if not isinstance(request, dict):
+        return body
+    if max_tokens is not None:
+        asked = [name for name in ("max_tokens", "max_completion_tokens") if request.get(name) is not None]
+        for name in (*(asked or ["max_tokens"]), *(["min_tokens"] if "min_tokens" in request else [])):
+            if is_count(now := request.get(name)) or now is None:  # else the engine refuses it
+                request[name] = max_tokens if now is None else min(now, max_tokens)
+    return json.dumps(request if model is None else {**request, "model": model}).encode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,14 @@ from typing import Any
 SPELLINGS: Mapping[str, str] = {"exitActions": "exit_actions", "ignoreNonleadStatus": "ignore_nonlead_status"}
 """Of OSMO's workflows."""
 
+INSTEAD: Mapping[str, str] = {
+    **dict.fromkeys(("workflow", "groups", "tasks", "resources", "default-values"),
+                    "a key of OSMO's workflows: a run is one task; write its command, nodes and nproc_per_node at the "
+                    "top, and its checkpoint: and inputs: as sync:"),
+    **dict.fromkeys(("inputs", "outputs"), "a key of OSMO's tasks: write sync: [{path: ..., url: ...}]"),
+}  # fmt: skip
+"""Keys without a counterpart of the same shape, and what to write."""
+
 _SAVES = "a stop always saves first"
 _SHIELDED = "processes of data loaders are always shielded from the signal"
 
@@ -31,6 +39,16 @@ def ours(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         ValueError: a key is there in both spellings, or the value of a switch is neither true nor false.
     """
     found, lines = dict(raw), list[str]()
+    for theirs in found.keys() & INSTEAD.keys():
+        raise ValueError(f"{theirs}: is {INSTEAD[theirs]}")
+    if isinstance(found.get("checkpoint"), list | tuple):
+        raise ValueError("checkpoint: is a list, as in OSMO's tasks: write it as sync: [{path, url, frequency}]")
+    if "exit_signal" in found and isinstance(section := found.get("preemption", {}), Mapping):
+        found["preemption"] = {"exit_signal": found.pop("exit_signal"), **section}
+    if isinstance(section := found.get("preemption"), Mapping) and "exit_signal" in section:
+        if "signal" in section:
+            raise ValueError("exit_signal and preemption.signal are the same key: give one of them")
+        found["preemption"] = {"signal" if key == "exit_signal" else key: each for key, each in section.items()}
     for theirs, key in SPELLINGS.items():
         if theirs in found:
             if key in found:

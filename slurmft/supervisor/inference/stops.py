@@ -15,6 +15,7 @@ from slurmft.policy.verdicts.verdict import Cause
 from slurmft.storage.events import EventName
 from slurmft.supervisor.fleet.agents import AgentPool
 from slurmft.supervisor.job_state import SlurmsWord
+from slurmft.supervisor.signals import log_signal
 from slurmft.supervisor.start import Start
 from slurmft.system.background import Background
 
@@ -62,6 +63,7 @@ class InferenceStops:
         """A signal that asks for a stop was seen ``where``; further ones of the row change nothing."""
         if self.planned is None:
             self.planned, self.reason = Cause.SIGNALLED, f"{name} at {where}"
+            log_signal("Received signal %d, initiating graceful stop", name)
             self._background.start(self._stop_for_signal(time.monotonic()))
 
     def stop_for(self, cause: Cause, reason: str) -> None:

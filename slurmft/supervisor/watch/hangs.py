@@ -16,7 +16,7 @@ from slurmft.errors import SlurmftError
 from slurmft.ipc.calls import AskSections
 from slurmft.ipc.reports import DurationsReport, HangReport
 from slurmft.policy.timing import learned_timeouts
-from slurmft.policy.timing.hangs import Exceeded, Hang, Limits, WorkerLook, find_culprit, narrowed
+from slurmft.policy.timing.hangs import HEARTBEAT, START_UP, Exceeded, Hang, Limits, WorkerLook, find_culprit, narrowed
 from slurmft.policy.verdicts.culprit import Blame
 from slurmft.storage.events import EventName
 from slurmft.storage.history import ft_state
@@ -118,6 +118,8 @@ class Hangs:
             looks.append(WorkerLook(rank=first.rank, node=link.host))
         self.found = find_culprit(looks, first, self.limits_now())
         self._start.journal.append(EventName.WORKER_HUNG, **_story(self.found))
+        if (which := {HEARTBEAT: "subsequent", START_UP: "initial"}.get(first.section)) is not None:
+            log.warning("Did not get %s heartbeat. Waited %.2f seconds.", which, first.held_s)
         return self.found
 
     def limits_now(self) -> Limits:

@@ -32,7 +32,6 @@ from slurmft.errors import UsageError
 from slurmft.policy.nodes.evidence import Suspect
 from slurmft.policy.nodes.rerun_settings import RerunSettings
 from slurmft.policy.nodes.reruns import Mode, Phase, Seen
-from slurmft.policy.verdicts.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.worker.data.generators import IterationStart
 from slurmft.worker.rerun.agreement import Alone, ByLoop, Ranks, agreement_for
@@ -44,9 +43,6 @@ from slurmft.worker.rerun.reports import Departure
 from slurmft.worker.rerun.validation import Validation
 
 log = logging.getLogger(__name__)
-
-EXIT_CODE_RESUME_TO_DISAMBIGUATE = EXIT_RERUN_ELSEWHERE
-EXIT_CODE_FAILED_ON_RESULT_VALIDATION = EXIT_VALIDATION_FAILED
 
 Data = RerunDataIterator | Sequence[RerunDataIterator] | None
 

@@ -70,8 +70,15 @@ def test_what_makes_no_sense_is_refused(method, arguments, named, tmp_path, trai
     checkpoints = DistributedCheckpointManager(tmp_path)
     with pytest.raises(UsageError, match=named):
         getattr(checkpoints, method)(*trainee, **arguments)
-    with pytest.raises(UsageError, match="keep_last_n is 0"):
+    with pytest.raises(UsageError, match="keep_last is 0"):
         checkpoints.cleanup_old_checkpoints(0)
+    checkpoints.close()
+
+
+def test_the_number_of_checkpoints_may_stand_behind_the_directory(tmp_path, trainee):
+    """As ``DistributedCheckpointManager('./checkpoints', 3)``."""
+    checkpoints = DistributedCheckpointManager(tmp_path, 3)
+    assert checkpoints.manager.settings.keep_last_n == 3
     checkpoints.close()
 
 

@@ -107,3 +107,20 @@ def test_what_was_loaded_reads_as_a_mapping_too(tmp_path):
         loaded["model_state_dict"]
     assert manager.load_from(loaded.path, model, optimizer) == manager.load_from(loaded["path"], model, optimizer)
     manager.close()
+
+
+def test_old_states_are_cleaned_up_and_the_newest_id_is_told(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last_n=9)
+    assert manager.get_latest_checkpoint_id() is None and manager.cleanup_old_checkpoints(keep_last=5) == 0
+    for number in range(8):
+        manager.save_checkpoint({"at": number}, number)
+    assert manager.get_latest_checkpoint_id() == 7
+    assert manager.cleanup_old_checkpoints(keep_last=5) == 3
+    assert [entry.step for entry in Catalog(tmp_path).committed()] == [7, 6, 5, 4, 3]
+    manager.save_checkpoint({"at": "end"}, "the end")
+    assert manager.get_latest_checkpoint_id() == "the end"
+    assert manager.load_checkpoint(manager.get_latest_checkpoint_id()) == {"at": "end"}
+    for wrong in (0, -1, True, 2.5):
+        with pytest.raises(UsageError, match="keep_last is"):
+            manager.cleanup_old_checkpoints(keep_last=wrong)
+    manager.close()

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 
 import pytest
+from hypothesis import given, strategies
 
 from slurmft.compat import (
     FaultToleranceConfig,
     FaultTolerancePlugin,
     NVRxStragglerDetectionConfig,
+    NVRxStragglerDetectionManager,
     PreemptionPlugin,
     RerunStateMachineConfig,
+    TrainingConfig,
     configuration,
 )
 from slurmft.compat.options import AlwaysOn, To, Without
 from slurmft.config.config import load
-from slurmft.errors import ConfigError
+from slurmft.errors import ConfigError, UsageError
 
-CLASSES = [FaultToleranceConfig, FaultTolerancePlugin, NVRxStragglerDetectionConfig, PreemptionPlugin]
+CLASSES = [FaultToleranceConfig, FaultTolerancePlugin, NVRxStragglerDetectionConfig, PreemptionPlugin, TrainingConfig,
+           RerunStateMachineConfig]  # fmt: skip
 
 
 def test_the_plugins_of_a_recipe_become_a_configuration_that_can_be_submitted(tmp_path):
@@ -137,11 +142,126 @@ def test_what_makes_no_sense_is_refused_where_it_is_written(made, named):
         made()
 
 
-def test_what_was_not_given_is_no_attribute():
+def test_what_was_not_given_is_read_as_its_default():
     options = PreemptionPlugin(preempt_time=30)
     assert options.preempt_time == 30 and repr(options) == "PreemptionPlugin(preempt_time=30)"
-    with pytest.raises(AttributeError, match="was not given 'callbacks'"):
-        _ = options.callbacks
+    assert (options.enable_exit_handler, options.enable_exit_handler_for_data_loader, options.callbacks) == (
+        True, False, None,
+    )  # fmt: skip
+    plugin, straggler = FaultTolerancePlugin(), NVRxStragglerDetectionConfig()
+    assert (plugin.num_in_job_restarts, plugin.num_job_retries_on_failure) == (3, 2)
+    assert (plugin.initial_rank_heartbeat_timeout, plugin.rank_heartbeat_timeout) == (1800.0, 0.0)
+    assert (straggler.enabled, straggler.report_time_interval, straggler.num_gpu_perf_scores_to_print) == (
+        False,
+        300,
+        5,
+    )
+    assert TrainingConfig().exit_signal is signal.SIGTERM and TrainingConfig().train_iters is None
+    config = FaultToleranceConfig()
+    assert config.max_no_progress_restarts == config.max_no_progress_cycles - 1
+    with pytest.raises(TypeError):  # it would change nothing
+        config.rank_section_timeouts["step"] = 5
+
+
+@pytest.mark.parametrize("options", CLASSES)
+def test_every_option_can_be_read_and_a_misspelt_one_is_named(options):
+    for name in options.RULES:
+        getattr(options(), name)
+    with pytest.raises(AttributeError, match=f"{options.__name__} has no option nonsense"):
+        _ = options().nonsense
+    name = next(iter(options.RULES))
+    with pytest.raises(AttributeError, match=f"did you mean {name}"):
+        getattr(options(), name + "x")
+
+
+@given(data=strategies.data())
+def test_an_assignment_is_as_good_as_an_argument(data):
+    """Whatever is assigned, in any order: the same settings, remarks and refusals as of a new object."""
+    values = {
+        "calc_ft_timeouts": strategies.booleans(), "safety_factor": strategies.sampled_from([2.0, -1, "much"]),
+        "enable_ft_package": strategies.sampled_from([True, False, "yes"]), "segment": strategies.sampled_from([4]),
+        "rank_heartbeat_timeout": strategies.sampled_from([None, 5, "?"]),
+        "simulate_fualt": strategies.booleans(),
+    }  # fmt: skip
+    config, told = FaultToleranceConfig(), {}
+    for name in data.draw(strategies.lists(strategies.sampled_from(sorted(values)), max_size=8)):
+        value = data.draw(values[name])
+        try:
+            fresh = FaultToleranceConfig(**{**told, name: value})
+        except ConfigError as refused:
+            with pytest.raises(ConfigError) as again:
+                setattr(config, name, value)
+            assert str(again.value) == str(refused)
+        else:
+            setattr(config, name, value)
+            told[name] = value
+            assert getattr(config, name) == value and sorted(config.remarks) == sorted(fresh.remarks)
+        assert config.settings() == FaultToleranceConfig(**told).settings()
+
+
+def test_of_two_names_of_one_key_the_one_that_was_assigned_last_counts():
+    config = FaultToleranceConfig(max_no_progress_restarts=3, max_no_progress_cycles=9)
+    config.max_no_progress_restarts = 5
+    assert config.settings() == {"fault_tolerance": {"max_no_progress_cycles": 6}}
+    assert (config.max_no_progress_cycles, config.max_no_progress_restarts) == (6, 5)
+
+
+def test_configurations_that_are_assigned_to_reach_the_run():
+    """As users of Megatron Bridge write it: ``cfg.ft.calc_ft_timeouts = True``."""
+    ft, stragglers, rerun, train = (
+        FaultToleranceConfig(), NVRxStragglerDetectionConfig(), RerunStateMachineConfig(), TrainingConfig(),
+    )  # fmt: skip
+    ft.calc_ft_timeouts = stragglers.enabled = stragglers.stop_if_detected = True
+    rerun.rerun_mode, train.exit_signal, train.exit_signal_handler = "report_stats", signal.SIGUSR1, True
+    config = configuration(copy.deepcopy(ft), stragglers, rerun, train, command=["x"], run_folder="r")
+    assert config.fault_tolerance.calc_ft_timeouts and config.straggler_detection.stop_if_detected
+    assert (config.rerun.mode, config.preemption.signal) == ("report_stats", "SIGUSR1")
+    with pytest.raises(UsageError, match="no mode"):
+        rerun.rerun_mode = "nonsense"
+    assert rerun.settings() == {"rerun": {"mode": "report_stats"}}
+
+
+def test_what_a_training_configuration_says_beside_signals_stays_in_the_script():
+    (remark,) = TrainingConfig(train_iters=500, exit_signal=15).remarks
+    assert "train_iters has no counterpart: it is for the training script" in remark
+    with pytest.raises(ConfigError, match="did you mean exit_signal"):
+        TrainingConfig(exit_signl=15)
+    with pytest.raises(ConfigError, match="signal"):
+        TrainingConfig(exit_signal=signal.SIGKILL)
+
+
+def test_the_straggler_manager_says_what_to_write():
+    with pytest.raises(UsageError, match="nothing is wrapped"):
+        NVRxStragglerDetectionManager(NVRxStragglerDetectionConfig(enabled=True))
+
+
+@pytest.mark.parametrize(
+    ("keys", "signal_"),
+    [
+        ({"exit_signal": signal.SIGINT}, "SIGINT"), ({"exit_signal": "SIGUSR2"}, "SIGUSR2"),
+        ({"preemption": {"exit_signal": 10}}, "SIGUSR1"), ({"preemption": {"signal": "INT"}}, "SIGINT"),
+        ({"exit_signal": 2, "preemption": {"signal_lead_s": 60}, "exit_signal_handler": True}, "SIGINT"),
+        ({"exit_signal": None}, "SIGTERM"),
+    ],
+)  # fmt: skip
+def test_a_signal_may_be_called_as_megatron_does(keys, signal_):
+    assert configuration(command=["x"], run_folder="r", **keys).preemption.signal == signal_
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"exit_signal": 2, "preemption": {"signal": "SIGTERM"}}, "are the same key"),
+        ({"exit_signal": "SIGKILL"}, "SIGTERM.*SIGINT"), ({"preemption": {"signal": [1]}}, "SIGTERM.*SIGINT"),
+        ({"preemption": {"signal": True}}, "SIGTERM.*SIGINT"), ({"exit_signal": 2, "preemption": 7}, "preemption"),
+        ({"groups": []}, "a run is one task.*sync"), ({"tasks": [{}]}, "a run is one task"),
+        ({"workflow": {}}, "a run is one task"), ({"inputs": [{"url": "s3://a"}]}, "write sync:"),
+        ({"checkpoint": [{"path": "/a", "url": "s3://b", "frequency": "5m"}]}, "write it as sync:"),
+    ],
+)  # fmt: skip
+def test_keys_of_others_that_cannot_be_taken_say_what_to_write(keys, named):
+    with pytest.raises(ConfigError, match=named):
+        configuration(command=["x"], run_folder="r", **keys)
 
 
 @pytest.mark.parametrize("options", CLASSES)

@@ -160,3 +160,19 @@ def test_the_verb(tmp_path: Path):
     assert "exists" in again.stderr
     assert slurmft("convert", str(tmp_path)).returncode == 2
     assert "dry-run" not in slurmft("submit", str(output), "--dry-run", "--cluster", "local").stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "srun nsys profile -o report --trace=cuda torchrun --nproc_per_node=8 train.py --lr 1",
+        "nsys profile torchrun --nproc_per_node=8 train.py --lr 1",
+        "ncu --set full python -m torch.distributed.run --nproc_per_node=8 train.py --lr 1",
+        "srun bash -c 'nsys profile torchrun --nproc_per_node=8 train.py --lr 1'",
+    ],
+)
+def test_a_profiler_in_front_is_left_out_with_a_remark(line):
+    found = convert(f"#!/bin/bash\n#SBATCH --nodes=2\n{line}\n", "job")
+    assert (found.settings["command"], found.settings["nproc_per_node"]) == (["python", "train.py", "--lr", "1"], 8)
+    (remark,) = found.remarks
+    assert "is left out" in remark and "write it in front of command" in remark

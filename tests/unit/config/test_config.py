@@ -279,6 +279,8 @@ def test_a_command_with_an_open_quote_is_refused(file):
         ("", "must hold keys and values"),
         ("- a\n- b\n", "must hold keys and values"),
         ("a: [1\n", "is not YAML"),
+        ("command: {{upload_location}}\n", "is a template"),
+        ("inputs:\n- url: {{input:0}}\n", "is a template"),
         ("a: !!python/object/apply:os.system ['true']\n", "is not YAML"),
         ("a:\tb\n\tc: d", "is not YAML"),
     ],

@@ -285,6 +285,28 @@ def test_an_endpoint_with_too_few_replicas_is_degraded_and_comes_back() -> None:
     run(work())
 
 
+def test_a_degraded_endpoint_answers_shorter_and_with_a_smaller_model() -> None:
+    async def work() -> None:
+        seen: list[Any] = []
+
+        async def engine(request: web.BaseRequest) -> web.StreamResponse:
+            seen.append(await request.json())
+            return web.json_response({})
+
+        settings = {"degraded_max_tokens": 64, "degraded_model": "small"}
+        async with serving({"a": engine, "b": engine, "c": engine}, settings) as world:
+            asked = {"model": "large", "prompt": "x", "max_tokens": 500}
+            await (await world.client.post("/v1/completions", json=asked)).read()
+            for name in "bc":
+                await world[name].die()
+            await world.until(lambda: world.router.degraded)
+            await (await world.client.post("/v1/completions", json=asked)).read()
+            await (await world.client.post("/v1/x", json=asked)).read()
+            assert seen == [asked, {"model": "small", "prompt": "x", "max_tokens": 64}, asked]
+
+    run(work())
+
+
 def test_an_endpoint_that_drains_refuses_what_is_new_and_finishes_what_it_has() -> None:
     async def work() -> None:
         async with serving({"a": answers("a", delay_s=0.5)}) as world:

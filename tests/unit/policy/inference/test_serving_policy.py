@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmft.policy.inference.degradation import GracefulDegradation
+from slurmft.policy.inference.degradation import GracefulDegradation, cheaper
 from slurmft.policy.inference.http_headers import end_to_end, seconds_asked
 from slurmft.policy.inference.paths import ADMINISTRATIVE, is_open, normal
 from slurmft.policy.inference.rotation import AVOIDED_S, Breaker, Entry, Load, Queue, choose, entry_of
@@ -186,3 +188,32 @@ def test_headers_of_the_connection_stay_on_it():
 )
 def test_the_time_that_a_client_gives(header, seconds):
     assert seconds_asked(header) == seconds
+
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "becomes"),
+    [
+        (TEXT, {"prompt": "x"}, {"prompt": "x", "max_tokens": 64, "model": "s"}),
+        (TEXT, {"max_tokens": 10, "model": "l"}, {"max_tokens": 10, "model": "s"}),
+        (CHAT, {"max_completion_tokens": 900}, {"max_completion_tokens": 64, "model": "s"}),
+        (CHAT, {"max_tokens": 900, "min_tokens": 100}, {"max_tokens": 64, "min_tokens": 64, "model": "s"}),
+        (CHAT, {"max_tokens": None}, {"max_tokens": 64, "model": "s"}),
+        (CHAT, {"max_tokens": "many"}, {"max_tokens": "many", "model": "s"}),
+        ("/v1/embeddings", {"input": "x"}, {"input": "x"}), (TEXT, ["x"], ["x"]),
+    ],
+)  # fmt: skip
+def test_a_degraded_endpoint_asks_for_less(path, asked, becomes):
+    assert json.loads(cheaper(path, json.dumps(asked).encode(), 64, "s")) == becomes
+
+
+@pytest.mark.parametrize("body", [b"", b"\x1f\x8b\x00", b"{", b"[" * 100_000, b"1" * 5000, b'"x"', b"\xff"])
+def test_what_is_no_request_is_passed_on_as_it_is(body):
+    assert cheaper(TEXT, body, 64, "s") == body
+
+
+def test_what_is_not_set_is_not_touched():
+    assert json.loads(cheaper(TEXT, b'{"model": "l"}', None, "s")) == {"model": "s"}
+    assert json.loads(cheaper(TEXT, b'{"max_tokens": 99}', 64, None)) == {"max_tokens": 64}

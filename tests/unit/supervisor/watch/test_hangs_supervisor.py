@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from slurmft.config.config import RunConfig
 from slurmft.ipc.calls import AskSections
 from slurmft.ipc.replies import SectionsReply
 from slurmft.ipc.reports import DurationsReport, HangReport
-from slurmft.policy.timing.hangs import WorkerLook
+from slurmft.policy.timing.hangs import START_UP, WorkerLook
 from slurmft.policy.verdicts.culprit import Blame, Named
 from slurmft.storage.history import ft_state
 from slurmft.storage.journal import Journal
@@ -74,6 +75,20 @@ def test_the_culprit_may_be_on_another_node_than_the_one_that_told(tmp_path):
     assert {key: event.details[key] for key in ("rank", "node", "section", "limit_s", "victims")} == {
         "rank": 3, "node": "n2", "section": "step", "limit_s": 10.0, "victims": [0, 1, 2],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        ("heartbeat", "Did not get subsequent heartbeat. Waited 171.92 seconds."),
+        ("start-up", "Did not get initial heartbeat. Waited 171.92 seconds."), ("step", ""),
+    ],
+)  # fmt: skip
+def test_a_heartbeat_that_does_not_come_is_told_in_nvrxs_words(section, line, tmp_path, caplog):
+    agent = Agent("n1", stuck(0))
+    report = replace(REPORT, section=START_UP if section == "start-up" else section, held_s=171.92)
+    asyncio.run(made(tmp_path, agent).investigate(agent, report))  # type: ignore[arg-type]
+    assert line in caplog.text and bool(line) == ("Did not get" in caplog.text)
 
 
 def test_the_reports_of_the_victims_change_nothing(tmp_path):
