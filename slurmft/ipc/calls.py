@@ -44,6 +44,7 @@ from slurmft.ipc.shapes import (
     is_names,
     is_ranks,
     is_time,
+    text,
     texts,
 )
 
@@ -105,6 +106,9 @@ class StartWorkers(Call[Started]):
     first_rank: Rank
     nodes: Rank
     generation: SlotValue
+    nodelist: Annotated[str | None, Shape(fits=text(1 << 20), optional=True)] = None
+    """The attempt's nodes in the order of ranks, as Slurm writes them."""
+
     master_addr: Name
     master_port: Annotated[int, Shape(fits=integer(1, 65535))]
     limits: Annotated[Mapping[str, float] | None, Shape(fits=is_limits, optional=True)] = None
