@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from slurmft.agent import flight_recorder
 from slurmft.agent.gpus import own_device
 from slurmft.agent.workers import zygote_arguments
-from slurmft.agent.zygote import STOP_SIGNAL_VARIABLE
 from slurmft.config.config import RunConfig
 from slurmft.ipc.calls import StartWorkers
+from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
 from slurmft.ipc.zygote_start import shared_environment
 from slurmft.policy.nodes.rerun_settings import RerunSettings
 from slurmft.policy.site import nccl
@@ -64,7 +64,7 @@ def worker_environment(
         "SLURMFT_CHECKPOINT_DIR": str(config.checkpoint_dir),
         WORKER_VARIABLE: settings_of(config, start).as_text(),
     }
-    if config.preemption.signal == "SIGINT":
+    if config.preemption.signal != "SIGTERM":
         environment[STOP_SIGNAL_VARIABLE] = config.preemption.signal
     same_torch = zygote_arguments(config.command) is not None
     environment |= slurm_task(environment, start.nodelist)

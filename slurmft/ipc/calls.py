@@ -39,6 +39,7 @@ from slurmft.ipc.shapes import (
     Shape,
     SlotValue,
     integer,
+    is_flag,
     is_limits,
     is_list,
     is_names,
@@ -170,10 +171,12 @@ class Withdraw(Call[Done]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassOnTerm(Call[Done]):
-    """Send every worker SIGTERM."""
+    """Send every worker the signal that asks for a stop."""
 
     kind: ClassVar[str] = "signal"
     reply: ClassVar[type[Done]] = Done
+    at_last: Annotated[bool | None, Shape(fits=is_flag, optional=True)] = None
+    """The time is nearly up: SIGTERM, where that was another one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

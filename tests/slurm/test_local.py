@@ -235,3 +235,32 @@ def test_a_script_that_cannot_be_imported_is_tried_twice(tmp_path: Path) -> None
     decisions = [event.details["action"] for event in events if event.event == EventName.DECISION]
     assert decisions == ["restart", "stop"]
     assert "No module named 'no_such_module_at_all'" in run.slurmft("status", str(run.folder.path), "--json").stdout
+
+
+@pytest.mark.parametrize("handles", [True, False])
+def test_a_script_without_a_session_gets_the_configured_signal_and_term_at_last(tmp_path: Path, handles: bool) -> None:
+    (tmp_path / "train.py").write_text(f"""
+import signal, sys, time
+from pathlib import Path
+def note(number, frame):
+    print("got", signal.Signals(number).name, flush=True)
+    if number == signal.SIGTERM or {handles}:
+        sys.exit(0 if number == signal.SIGTERM else 3)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, note)
+Path("ready").touch()
+time.sleep(300)
+""")
+    script = ["python", str(tmp_path / "train.py")]
+    settings = {"signal": "SIGUSR1", "stop_timeout_s": 14}
+    run = LocalRun(tmp_path / "run", command=script, nodes=1, nproc_per_node=1, preemption=settings,
+                   working_directory=str(tmp_path))  # fmt: skip
+    run.submit()
+    eventually((tmp_path / "ready").exists, 90, run.story)
+    run.slurmft("stop", str(run.folder.path))
+    eventually(
+        lambda: [event for event in run.folder.journal().read() if event.event == EventName.DECISION], 90, run.story
+    )
+    (log,) = run.folder.attempts.glob("*/rank-0.log")
+    said = [line for line in log.read_text().splitlines() if line.startswith("got")]
+    assert said == (["got SIGUSR1"] if handles else ["got SIGUSR1", "got SIGTERM"])
