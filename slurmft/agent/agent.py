@@ -110,7 +110,7 @@ class Agent:
         self._channel: Channel | None = None
         self._port_holder: socket.socket | None = None
         self._term_count = 0
-        self._term_passed_on = False
+        self._passed_on: set[signal.Signals] = set()
         self._unreported: list[Sent] = []
         self._shutdown = False
         self._last_heard = time.monotonic()
@@ -270,8 +270,8 @@ class Agent:
 
     def _obey(self, call: PassOnTerm | Kill | Rehearse) -> None:
         match call:
-            case PassOnTerm():
-                self._pass_on_term()
+            case PassOnTerm(at_last=at_last):
+                self._pass_on_term(at_last=bool(at_last))
             case Kill():
                 self._workers.kill()
             case Rehearse():
@@ -290,7 +290,7 @@ class Agent:
         if held := await asyncio.to_thread(wait_until_free, self._workers.earlier_pids(), environment):
             log.error("GPU memory is still held by processes that have ended: %s; the node may need a reset", held)
         self._attempt, self._generation = call.attempt, call.generation
-        self._term_count, self._term_passed_on = 0, False
+        self._term_count, self._passed_on = 0, set()
         ranks = range(call.first_rank, call.first_rank + config.nproc_per_node)
         folder = self._run.attempts / self._attempt
         self._begin_keeping(call, folder)
@@ -376,14 +376,18 @@ class Agent:
             self._pass_on_term()
         self._report(SignalReport(name=name, count=self._term_count, at=time.time()))
 
-    def _pass_on_term(self) -> None:
-        """Give every worker SIGTERM once, so that handlers of the user's own run on every site alike.
+    def _pass_on_term(self, *, at_last: bool = False) -> None:
+        """Give every worker ``preemption.signal`` once, so that handlers of the user's own run on every site alike.
+
+        SIGTERM in its place goes to those that know no other signal, and to all when the time is nearly up.
 
         With proctrack/cgroup Slurm signals only this process, with others the whole tree.
         """
-        if not self._term_passed_on:
-            self._term_passed_on = True
-            self._workers.signal(signal.SIGTERM)
+        knows_term_only = self._config.launcher == "ray" or self._config.inference is not None
+        number = signal.Signals["SIGTERM" if at_last or knows_term_only else self._config.preemption.signal]
+        if number not in self._passed_on:
+            self._passed_on.add(number)
+            self._workers.signal(number)
 
     def _report_exit(self, worker: Worker) -> None:
         if self._replicas is not None:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from slurmft.agent import flight_recorder
 from slurmft.agent.gpus import own_device
 from slurmft.agent.workers import zygote_arguments
-from slurmft.agent.zygote import STOP_SIGNAL_VARIABLE
 from slurmft.config.config import RunConfig
 from slurmft.ipc.calls import StartWorkers
+from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
 from slurmft.ipc.zygote_start import shared_environment
 from slurmft.policy.nodes.rerun_settings import RerunSettings
 from slurmft.policy.site import nccl
@@ -20,6 +20,8 @@ from slurmft.storage.verdicts import ERROR_DIR_VARIABLE, EVIDENCE_VARIABLE, VERD
 
 LENDER_VARIABLE = "SLURMFT_LENDER"
 """The job that lends an agent's node; not set for the run's own."""
+
+_OF_TASKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
 def common_environment(config: RunConfig, base: Mapping[str, str]) -> dict[str, str]:
@@ -62,14 +64,42 @@ def worker_environment(
         "SLURMFT_CHECKPOINT_DIR": str(config.checkpoint_dir),
         WORKER_VARIABLE: settings_of(config, start).as_text(),
     }
-    if config.preemption.signal == "SIGINT":
+    if config.preemption.signal != "SIGTERM":
         environment[STOP_SIGNAL_VARIABLE] = config.preemption.signal
     same_torch = zygote_arguments(config.command) is not None
+    environment |= slurm_task(environment, start.nodelist)
     entries, timeout_s = config.nccl.flight_recorder_buffer_size, 60 * config.nccl.step_timeout_minutes
     limit_s = config.fault_tolerance.limits().sections.get(STEP, 0.0)
     environment |= own_device(environment, local_rank)
     environment |= nccl.variables(environment, timeout_s=timeout_s, limit_s=limit_s)
     return flight_recorder.variables(entries, folder, same_torch=same_torch) | environment
+
+
+def slurm_task(environment: Mapping[str, str], nodelist: str | None) -> dict[str, str]:
+    """What srun would have told this rank, had it started a task for each; nothing outside of Slurm.
+
+    Srun has started agents, one on a node. The nodes are those of the attempt, rank 0's first: the first of them is
+    where scripts look for their master.
+
+    Args:
+        environment: the rank's, with torchrun's variables.
+        nodelist: of the attempt, in the order of ranks; None where it is not known.
+    """
+    if "SLURM_JOB_ID" not in environment:
+        return {}
+    rank, local_rank, tasks, per_node, node, nodes = (environment[name] for name in _OF_TASKS)
+    first = int(rank) - int(local_rank)
+    told = {
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), tasks),
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_STEP_NUM_NODES"), nodes),
+        **dict.fromkeys(
+            ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), per_node + (f"(x{nodes})" if nodes != "1" else "")
+        ),
+        "SLURM_NTASKS_PER_NODE": per_node, "SLURM_PROCID": rank, "SLURM_LOCALID": local_rank, "SLURM_NODEID": node,
+        "SLURM_GTIDS": ",".join(map(str, range(first, first + int(per_node)))),
+    }  # fmt: skip
+    lists = ("SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_STEP_NODELIST")
+    return told | (dict.fromkeys(lists, nodelist) if nodelist else {})
 
 
 def settings_of(config: RunConfig, start: StartWorkers) -> WorkerSettings:

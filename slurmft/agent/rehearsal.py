@@ -108,7 +108,8 @@ class SpareRehearsal:
 
     def _environment_of(self, rank: int, port: int) -> dict[str, str]:
         start = StartWorkers(attempt="rehearsal", cycle=0, first_rank=0, nodes=1, generation=0,
-                             master_addr="127.0.0.1", master_port=port)  # fmt: skip
+                             nodelist=self._environment.get("SLURMD_NODENAME"), master_addr="127.0.0.1",
+                             master_port=port)  # fmt: skip
         environment = worker_environment(self._config, self._environment, start, rank, "rehearsal")
         for name in _OF_THE_RUN:
             environment.pop(name, None)

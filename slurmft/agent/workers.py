@@ -364,7 +364,7 @@ class Workers:
             if worker.pid == pid and worker.alive:
                 worker.exit_code = code
                 worker.starved = code == -signal.SIGKILL and memory_kills() > self._memory_kills
-                if worker.page[Slot.STATE] not in (State.STOPPED, State.FINISHED):
+                if worker.page[Slot.STATE] not in (State.STOPPED, State.FINISHED, State.CLOSED):
                     worker.page[Slot.STATE] = State.FAILED
                 self._on_exit(worker)
 

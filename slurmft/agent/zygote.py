@@ -58,9 +58,6 @@ _WARM_UP = "slurmft.checkpoint.warm_up"
 _OPTIONAL = ("torch", "numpy")
 """Programs that train nothing do without."""
 
-STOP_SIGNAL_VARIABLE = "SLURMFT_STOP_SIGNAL"
-"""``preemption.signal`` where that is SIGINT, which would end a trainer as a Ctrl-C; the agent answers to it."""
-
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Serve fork requests until the agent is gone. In a forked child, become the worker and end with its exit code."""
@@ -247,8 +244,7 @@ def _become(request: dict[str, Any], gpu_in_use: str = "") -> int:
     os.close(nothing)
     os.environ.clear()
     os.environ.update(request["environment"])
-    if os.environ.get(STOP_SIGNAL_VARIABLE) == "SIGINT":  # some sites send it to every process of a step
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stacks.ignore_stop_signal(os.environ)
     if gpu_in_use and request["python"]:
         text = f"{gpu_in_use} in the process that workers are forked from, so that none of them could use a GPU"
         hint = "something uses CUDA while it is imported (sitecustomize?); or set fault_tolerance.preload: false"

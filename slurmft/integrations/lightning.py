@@ -13,7 +13,6 @@ import functools
 import importlib
 import logging
 import os
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,12 +25,6 @@ from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE
 MINIMUM, BELOW = (2, 5), (3, 0)
 
 log = logging.getLogger(__name__)
-
-_OF_SRUN = MappingProxyType({
-    "SLURM_NTASKS": "WORLD_SIZE", "SLURM_NTASKS_PER_NODE": "LOCAL_WORLD_SIZE", "SLURM_NNODES": "GROUP_WORLD_SIZE",
-    "SLURM_PROCID": "RANK", "SLURM_LOCALID": "LOCAL_RANK", "SLURM_NODEID": "GROUP_RANK",
-})  # fmt: skip
-"""What a script with ``SLURMEnvironment`` reads. Srun has started agents, one on a node, and not the workers."""
 
 
 def lightning_callbacks() -> list[Any]:
@@ -55,8 +48,6 @@ def _callbacks(package: str) -> list[Any]:
             f"slurmft knows {package} from {lowest} on and below {end}; this is {version}",
             hint="install a version of that range, or uninstall slurmft from this environment",
         )
-    if "SLURM_JOB_ID" in os.environ:
-        os.environ.update({name: os.environ[own] for name, own in _OF_SRUN.items() if own in os.environ})
     return [_callback_class(package)()]
 
 

@@ -39,11 +39,13 @@ from slurmft.ipc.shapes import (
     Shape,
     SlotValue,
     integer,
+    is_flag,
     is_limits,
     is_list,
     is_names,
     is_ranks,
     is_time,
+    text,
     texts,
 )
 
@@ -105,6 +107,9 @@ class StartWorkers(Call[Started]):
     first_rank: Rank
     nodes: Rank
     generation: SlotValue
+    nodelist: Annotated[str | None, Shape(fits=text(1 << 20), optional=True)] = None
+    """The attempt's nodes in the order of ranks, as Slurm writes them."""
+
     master_addr: Name
     master_port: Annotated[int, Shape(fits=integer(1, 65535))]
     limits: Annotated[Mapping[str, float] | None, Shape(fits=is_limits, optional=True)] = None
@@ -166,10 +171,12 @@ class Withdraw(Call[Done]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassOnTerm(Call[Done]):
-    """Send every worker SIGTERM."""
+    """Send every worker the signal that asks for a stop."""
 
     kind: ClassVar[str] = "signal"
     reply: ClassVar[type[Done]] = Done
+    at_last: Annotated[bool | None, Shape(fits=is_flag, optional=True)] = None
+    """The time is nearly up: SIGTERM, where that was another one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ import faulthandler
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,9 @@ STACKS_SIGNAL = signal.SIGRTMIN + 13
 """Number 47 with glibc. Its two neighbours on both sides are free as well: pthreads and POSIX timers take the first
 real-time signals (32 and 33, hidden behind SIGRTMIN), profilers and virtual machines the last ones."""
 
+STOP_SIGNAL_VARIABLE = "SLURMFT_STOP_SIGNAL"
+"""``preemption.signal`` where that is not SIGTERM: it would end a trainer, and its agent answers to it."""
+
 MAX_FRAMES = 5
 MAX_FRAME = 240
 MAX_FILE_BYTES = 1024 * 1024
@@ -29,6 +32,15 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<fu
 _THREAD = re.compile(r"(?P<current>Current t|T)hread 0x[0-9a-f]+.*\(most recent call first\):")
 _OUTERMOST = (" in _run_module_as_main", "  ...", "...")
 """How the last line ends: the zygote was started with -m, or faulthandler has cut off frames or threads."""
+
+
+def ignore_stop_signal(environment: Mapping[str, str]) -> None:
+    """In a worker, before its program begins: some sites send the signal to every process of a step.
+
+    What the worker starts ignores it, too. A handler of the program's own is called as ever.
+    """
+    if environment.get(STOP_SIGNAL_VARIABLE) in ("SIGINT", "SIGUSR1", "SIGUSR2"):
+        signal.signal(signal.Signals[environment[STOP_SIGNAL_VARIABLE]], signal.SIG_IGN)
 
 
 def arm(path: Path) -> None:

@@ -196,6 +196,12 @@ def compress(names: Iterable[str]) -> str:
     return ",".join([*(prefix + _folded(found) for prefix, found in numbers.items()), *plain])
 
 
+def in_order(names: Sequence[str]) -> str:
+    """As ``compress``, but in the order of ``names``: folded only where that is the order of a sorted list."""
+    folded = compress(names)
+    return folded if expand_hostlist(folded) == list(names) else ",".join(names)
+
+
 def _folded(numbers: Sequence[str]) -> str:
     """``["08", "09", "10", "12"]`` -> ``[08-10,12]``; numbers of different padding are different."""
     ordered = sorted(numbers, key=lambda digits: (len(digits), int(digits)))

@@ -33,6 +33,7 @@ from slurmft.policy.verdicts.culprit import Blame
 from slurmft.policy.verdicts.exit_actions import ExitAction, codes_of
 from slurmft.policy.verdicts.judge import Circumstances, ends_attempt, judge
 from slurmft.policy.verdicts.verdict import Cause, Verdict
+from slurmft.scheduler.nodes import in_order
 from slurmft.storage.events import EventName
 from slurmft.supervisor.attempt_folder import AttemptFolder
 from slurmft.supervisor.cluster import Cluster
@@ -213,6 +214,7 @@ class AttemptRunner:
             first_rank=0,
             nodes=len(members),
             generation=self._start.generation,
+            nodelist=in_order(hosts),
             master_addr=members[0].host,
             master_port=port,
             limits=self._hangs.limits(),

@@ -30,6 +30,9 @@ CAUSE_PATIENCE_S = 15.0
 LIMIT_LOOK_S = 30.0
 """At least so long between two looks at the time limit, which may change."""
 
+LAST_S = 10.0
+"""Before the time of a stop is up, workers without a session that know another signal get SIGTERM, too."""
+
 SHARE_OF_WORKERS = 0.7
 """Of the time of a stop, where folders are kept (``sync:``); what they do not use is for the upload, too."""
 
@@ -237,6 +240,8 @@ class Stops:
             elif isinstance(plan, ByThemselves) and not told:
                 # no worker uses a session (yet): the signal is all that they can handle
                 await self._pool.tell_all(PassOnTerm())
+            elif isinstance(plan, ByThemselves) and time.monotonic() > self.time_is_up_s() - LAST_S:
+                await self._pool.tell_all(PassOnTerm(at_last=True))
             if not told:
                 await self._told.wait()
                 self._journal.append(EventName.STOP_AGREED, **describe(plan))

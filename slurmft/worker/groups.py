@@ -8,10 +8,12 @@ import logging
 import math
 import os
 import random
+import re
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +26,10 @@ from slurmft.trainer.host_group import host_group, takes_host_data, timeout_of
 from slurmft.trainer.savers import SAVERS
 
 ABORT_S = 5.0
+FIRST_PORT, PORTS = 10_000, 20_000
+"""Of steps that srun has started itself; below those that Linux gives away, and another one for each step."""
+
+_IN_BRACKETS = re.compile(r"\[(\w+)[^\]]*\]")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.5
 
 log = logging.getLogger(__name__)
@@ -44,6 +50,25 @@ def await_listener(host: str, port: str, limit: timedelta) -> None:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         else:
             return
+
+
+def take_place_of_task(environment: MutableMapping[str, str]) -> None:
+    """Set torchrun's variables, unless they are set, where srun has started this process as one task of several.
+
+    A batch script and an interactive shell have variables of a task as well: both are a single process.
+    """
+    tasks, rank = environment.get("SLURM_STEP_NUM_TASKS", ""), environment.get("SLURM_PROCID", "")
+    is_alone = not (rank.isdecimal() and tasks.isdecimal() and int(tasks) > 1) or "SLURM_PTY_PORT" in environment
+    if is_alone or {"RANK", "WORLD_SIZE"} <= environment.keys():
+        return
+    step = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
+    nodes = _IN_BRACKETS.sub(r"\1", environment.get("SLURM_STEP_NODELIST", ""))
+    place = {
+        "RANK": rank, "WORLD_SIZE": tasks, "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": str(len(environment.get("SLURM_GTIDS", rank).split(","))),
+        "MASTER_ADDR": nodes.split(",")[0], "MASTER_PORT": str(FIRST_PORT + zlib.crc32(step.encode()) % PORTS),
+    }  # fmt: skip
+    environment.update({name: value for name, value in place.items() if name not in environment})
 
 
 class ProcessGroups:

@@ -11,11 +11,13 @@ srun, torchrun or python.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import operator
 import os
 import random
+import sys
 import time
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
@@ -40,7 +42,7 @@ from slurmft.worker.batches import Batches
 from slurmft.worker.ddp import Rehearsal, settled_ddp
 from slurmft.worker.digests.replicas import ReplicaDigests
 from slurmft.worker.faults import InjectedFaults
-from slurmft.worker.groups import ProcessGroups
+from slurmft.worker.groups import ProcessGroups, take_place_of_task
 from slurmft.worker.metrics import MetricsLog
 from slurmft.worker.rank_log import log_with_rank
 from slurmft.worker.rerun.data import RerunDataIterator
@@ -132,6 +134,8 @@ class Session(Sections):
         self._reruns: RerunStateMachine | None = None
         self._step = self._start = self._evaluations = self._safe_at_ns = 0
         self._page[Slot.STATE] = State.SETUP
+        if page is not None:
+            atexit.register(self._close_at_exit)
 
     @property
     def is_lead(self) -> bool:
@@ -316,10 +320,22 @@ class Session(Sections):
             self._page[Slot.STATE] = State.FAILED
         if isinstance(error, Exception):
             SAVERS.rescue()
+        if error is None or isinstance(error, SystemExit):  # any other error may still be caught
+            self._close(is_orderly=error is None or not error.code)
         self._metrics.close()
         if self._reruns is not None and error is None:
             self._reruns.report()
         self._groups.close(orderly=kind is None or isinstance(error, PlannedStop | RerunElsewhere | ValidationFailed))
+
+    def _close(self, *, is_orderly: bool) -> None:
+        """Say that this process ends as it means to, which an exit code of 0 alone does not: a wrapper may have it."""
+        atexit.unregister(self._close_at_exit)
+        if is_orderly and self._page[Slot.STATE] not in (State.STOPPED, State.FINISHED):
+            self._page[Slot.STATE] = State.CLOSED
+
+    def _close_at_exit(self) -> None:
+        if self._page[Slot.PID] == os.getpid():  # not in a fork
+            self._close(is_orderly=not hasattr(sys, "last_value"))
 
     def _note_own_work(self) -> None:
         """From here on this rank waits for the others: when all ranks hang, it is not the culprit."""
@@ -400,12 +416,15 @@ def _steps(name: str, value: Any) -> int:
 def start_session(*, seed: int | None = None, backend: str | None = None) -> Session:
     """Join the run: process group with the configured timeouts, device, seeds, and the agent's heartbeat page.
 
+    The rank is that of torchrun's variables, or that of the task that srun has started.
+
     ``seed`` seeds python and torch (and numpy where it is imported) the same way on every start; a checkpoint's own
     random state replaces it. ``backend`` overrides ``nccl.backend``.
 
     Raises:
         torch.distributed.DistError: the process group cannot be joined.
     """
+    take_place_of_task(os.environ)
     log_with_rank()
     path = os.environ.get(PAGE_VARIABLE)
     page = Page.attach(Path(path)) if path else None

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from slurm.conftest import STEPS, TRAINER, eventually
+from slurmft.storage.events import EventName
 from slurmft.storage.run_folder import RunFolder
 
 pytestmark = pytest.mark.timeout(400)
@@ -201,3 +202,71 @@ def test_what_a_trainer_raises_reaches_no_terminal_and_no_log_as_it_is(tmp_path)
     for name, text in {"terminal": said.stdout + said.stderr, **logs}.items():
         assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", text), (name, text)
         assert not re.search(r"^slurmft: all is well", text, re.M), (name, text)
+
+
+def test_a_wrapper_that_ends_well_does_not_hide_a_trainer_that_was_killed(tmp_path: Path) -> None:
+    """Its exit code is 0; the session inside was at step 4 of 8."""
+    (tmp_path / "train.py").write_text("""
+import os, signal, torch
+from pathlib import Path
+from slurmft import CheckpointManager, start_session
+with start_session(seed=1) as session:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    manager = CheckpointManager(session.checkpoint_dir)
+    start = manager.load_latest(model, optimizer).step
+    for step in session.steps(start=start, until=8, save=lambda at: manager.save(model, optimizer, step=at)):
+        if step == 4 and not Path("killed").exists():
+            Path("killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+""")
+    (tmp_path / "wrap.sh").write_text(f"{sys.executable} train.py\necho finished\n")
+    config = {"command": ["bash", "wrap.sh"], "run_folder": "run", "checkpoint": {"interval_steps": 2}}
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "slurmft", "submit", "run.yaml", "--cluster", "local", "--wait"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    events = RunFolder(tmp_path / "run").journal().read()
+    verdicts = [event.details for event in events if event.event == EventName.VERDICT]
+    assert [(each["cause"], each["last_step"]) for each in verdicts] == [("worker error", 4), ("finished", 8)]
+    assert "neither closed nor stopped" in str(verdicts[0])
+
+
+def test_a_script_that_cannot_be_imported_is_tried_twice(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import no_such_module_at_all\n")
+    run = LocalRun(tmp_path / "run", command=["python", str(tmp_path / "train.py")], nodes=1)
+    assert run.submit("--wait", check=False).returncode == 1
+    events = run.folder.journal().read()
+    assert len([event for event in events if event.event == EventName.WORKERS_STARTED]) == 2
+    decisions = [event.details["action"] for event in events if event.event == EventName.DECISION]
+    assert decisions == ["restart", "stop"]
+    assert "No module named 'no_such_module_at_all'" in run.slurmft("status", str(run.folder.path), "--json").stdout
+
+
+@pytest.mark.parametrize("handles", [True, False])
+def test_a_script_without_a_session_gets_the_configured_signal_and_term_at_last(tmp_path: Path, handles: bool) -> None:
+    (tmp_path / "train.py").write_text(f"""
+import signal, sys, time
+from pathlib import Path
+def note(number, frame):
+    print("got", signal.Signals(number).name, flush=True)
+    if number == signal.SIGTERM or {handles}:
+        sys.exit(0 if number == signal.SIGTERM else 3)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, note)
+Path("ready").touch()
+time.sleep(300)
+""")
+    script = ["python", str(tmp_path / "train.py")]
+    settings = {"signal": "SIGUSR1", "stop_timeout_s": 14}
+    run = LocalRun(tmp_path / "run", command=script, nodes=1, nproc_per_node=1, preemption=settings,
+                   working_directory=str(tmp_path))  # fmt: skip
+    run.submit()
+    eventually((tmp_path / "ready").exists, 90, run.story)
+    run.slurmft("stop", str(run.folder.path))
+    eventually(
+        lambda: [event for event in run.folder.journal().read() if event.event == EventName.DECISION], 90, run.story
+    )
+    (log,) = run.folder.attempts.glob("*/rank-0.log")
+    said = [line for line in log.read_text().splitlines() if line.startswith("got")]
+    assert said == (["got SIGUSR1"] if handles else ["got SIGUSR1", "got SIGTERM"])

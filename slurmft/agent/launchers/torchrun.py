@@ -183,6 +183,7 @@ def start_child(
 
     def in_child() -> None:
         signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # without a handler the signal would end a program
+        stacks.ignore_stop_signal(environment)
         libc.prctl(_PR_SET_PDEATHSIG, at_death, 0, 0, 0)
         if os.getppid() != parent:  # it died before
             os.kill(os.getpid(), at_death)

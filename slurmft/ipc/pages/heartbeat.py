@@ -111,6 +111,8 @@ class State(IntEnum):
     STOPPED = 5
     FINISHED = 6
     FAILED = 7
+    CLOSED = 8
+    """Left in an orderly way before the end of its loop, or without one."""
 
 
 class StopAction(IntEnum):

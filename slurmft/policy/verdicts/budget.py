@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from slurmft.policy.verdicts.decide import PATIENT, Budget
+from slurmft.policy.verdicts.symptoms import bug_of
 from slurmft.policy.verdicts.verdict import BUDGETED, Cause, Verdict
 
 DEFAULT_KNOB = "fault_tolerance.num_job_retries_on_failure"
@@ -24,6 +25,9 @@ class PastEnd:
 
     first_step: int | None = None
     """Step it had resumed from; None where it did not come that far."""
+
+    bug: str = ""
+    """The exception that it ended with, soon and before any step (``symptoms.bug_of``)."""
 
     restarted_in: str | None = None
     """The start of the job within which it was followed by a restart; None where none followed."""
@@ -68,6 +72,8 @@ def budget_for(
         spent.clear()
         idle, restarted = lost, lost_restarts
     own = retries_of.get(verdict.cause)
+    newest = next((end for end in reversed(ends) if end.given_up or end.cause not in _PATIENT), PastEnd(cause=""))
+    bug = bug_of(verdict.traceback) if verdict.last_step <= verdict.first_step else ""
     return Budget(
         failures_so_far=spent[verdict.cause.value],
         max_failures=retries if own is None else own,
@@ -77,6 +83,7 @@ def budget_for(
         max_no_progress_cycles=max_no_progress_cycles,
         restarts_so_far=restarted,
         max_restarts=restarts,
+        is_same_bug=bool(bug) and newest.bug == bug,
     )
 
 

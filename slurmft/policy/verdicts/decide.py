@@ -76,6 +76,9 @@ class Budget:
 
     max_restarts: int = 0
 
+    is_same_bug: bool = False
+    """The end before was the same exception at the same place, and no step was done since."""
+
     has_nodes: bool = True
     """Enough nodes for another attempt are left in this allocation."""
 
@@ -113,6 +116,9 @@ def decide(verdict: Verdict, budget: Budget, exit_actions: Mapping[ExitAction, s
         case Cause.WORKER_ERROR if verdict.exit_code in HOPELESS and action is None:
             reason = f"{verdict.reason}; bad usage, bad input or a missing program fails again wherever it is tried"
             return Decision(action=Action.STOP, reason=reason, exit_code=verdict.exit_code)
+        case Cause.WORKER_ERROR if budget.is_same_bug and action is None:
+            reason = f"{verdict.reason}; the same exception at the same place as before, and no step was done"
+            return Decision(action=Action.STOP, reason=reason, exit_code=verdict.exit_code or EXIT_DO_NOT_REQUEUE)
     return _after_failure(verdict, budget)
 
 

@@ -111,6 +111,9 @@ class WorkerEnd:
     finished: bool = False
     """It reached the end of its loop."""
 
+    unclosed: bool = False
+    """It exited with 0, and yet its session was neither closed nor stopped: something in a wrapper has failed."""
+
     killed: bool = False
     """We killed it, so it is a victim."""
 
@@ -145,7 +148,7 @@ class Finding:
 
 def has_failed(end: WorkerEnd, calm: frozenset[int]) -> bool:
     """Whether it failed by itself: not as planned, and not killed by us."""
-    return end.code not in calm and not end.stopped and not end.killed
+    return (end.code not in calm or end.unclosed) and not end.stopped and not end.killed
 
 
 def findings_of_ranks(ends: Sequence[WorkerEnd], heard: Testimony, calm: frozenset[int]) -> Iterator[Finding]:

@@ -25,7 +25,8 @@ MAX_EVIDENCE = 12
 
 _SAID_BY_ALL = frozenset({Cause.RERUN_ELSEWHERE, Cause.VALIDATION_FAILED})
 
-_OBEYED_TERM = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM})
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_OBEYED = frozenset({*(-number for number in _STOPPING), *(128 + number for number in _STOPPING)})
 _GONE = ("DOWN", "FAIL", "NO_RESPOND", "POWERED_DOWN", "POWERING_DOWN", "REBOOT")
 _LEVEL_OUTSIDE = {Cause.CANCELLED: Level.A_PERSONS_STOP}
 
@@ -119,7 +120,7 @@ def ends_attempt(end: WorkerEnd, *, planned: bool, complete_codes: frozenset[int
 
     With ``planned``, a script that knows only the signal may die of it while its peers still save.
     """
-    calm = {0, *complete_codes, *(_OBEYED_TERM if planned else ())}
+    calm = {0, *complete_codes, *(_OBEYED if planned else ())}
     return has_failed(end, frozenset(calm)) and (end.rank == 0 or not only_lead)
 
 
@@ -228,7 +229,7 @@ def _planned(
 
 
 def _planned_reason(ends: Sequence[WorkerEnd], expected: int, seen: Circumstances) -> str:
-    calm = frozenset({0} | seen.complete_codes | _OBEYED_TERM)
+    calm = frozenset({0} | seen.complete_codes | _OBEYED)
     if failed := [end for end in ends if has_failed(end, calm)]:
         detail = f": {failed[0].error}" if failed[0].error else ""
         return f"{seen.planned_reason}; no save at the stop: {where(failed[0])} {how(failed[0])}{detail}"

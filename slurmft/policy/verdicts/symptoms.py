@@ -62,6 +62,13 @@ _OUR_EXCEPTION = re.compile(r"^slurmft\.errors\.\w+: ")
 _NCCLS_REMARK = re.compile(r"^.{0,200}\bNCCL WARN\b")
 """That may be a reason, where there is not an exception."""
 
+_FRAME = re.compile(r'^[ +|]*(File ".+", line \d+)', re.MULTILINE)
+_EXCEPTION = re.compile(r"^[ +|]*(\w[\w.]*)(?::.*)?$", re.MULTILINE)
+_MAY_PASS = re.compile(
+    r"OSError|IOError|FileNotFound|FileExists|Permission|Interrupt|Connection|HTTP|SSL|time-?d?\s?out|timeout|tempora"
+    r"|unavailable|in use|CUDA|cuDNN|cuBLAS|\bHIP\b|NCCL|gloo|\bdevice|memory|FloatingPoint|\bnan\b|\binf\b|finite",
+    re.IGNORECASE,
+)
 _CHILD = re.compile(r"^\s*exitcode\s*:\s*(\d+) \(pid", re.MULTILINE)
 MAX_LINES, MAX_LINE = 400, 1000
 """Of a text, and of each line: patterns look for one word after another, which takes long in endless lines."""
@@ -122,6 +129,16 @@ def last_words(text: str) -> str:
         return exceptions[-1][0].strip()[:500]
     lines = [line.strip() for line in _lines(text) if line.strip()]
     return lines[-1][:500] if lines else ""
+
+
+def bug_of(traceback: str) -> str:
+    """Kind and innermost line of an exception that another try would only repeat; empty where it may pass with time or
+    on other hardware, or where that cannot be seen."""
+    frames = list(_FRAME.finditer(traceback))
+    words = _EXCEPTION.search(traceback, frames[-1].end()) if frames else None
+    if words is None or _MAY_PASS.search(words[0]):
+        return ""
+    return f"{words[1]} in {frames[-1][1]}"
 
 
 def without_own_lines(log: str) -> str:

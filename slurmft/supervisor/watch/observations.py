@@ -25,6 +25,7 @@ from slurmft.storage.verdicts import read_verdict
 from slurmft.supervisor.watch.measurements import Measurements
 from slurmft.supervisor.watch.saves import SaveWatch
 
+UNCLOSED = "its session was neither closed nor stopped: a trainer inside of the command has failed or was killed"
 TIMINGS_EVERY_S = 60.0
 """How often what was measured is written while the attempt goes on."""
 
@@ -127,6 +128,8 @@ class Observations:
         facts = report.facts
         rank = facts.rank
         self.note_progress([facts])
+        is_unclosed = facts.attached and report.code == 0 and facts.state == State.FAILED
+        error = UNCLOSED if is_unclosed else ""
         end = self.ends[rank] = WorkerEnd(
             rank=rank,
             node=host,
@@ -134,9 +137,10 @@ class Observations:
             attached=facts.attached,
             stopped=facts.state == State.STOPPED,
             finished=facts.state == State.FINISHED,
+            unclosed=is_unclosed,
             killed=report.killed,
             starved=report.starved,
-            error="" if report.code == 0 or report.killed else self._error_of(rank),
+            error=error if report.code == 0 or report.killed else self._error_of(rank),
             step=facts.step,
         )
         return end

@@ -19,12 +19,13 @@ import pytest
 
 from slurmft.agent.environment import worker_environment
 from slurmft.agent.workers import Worker, Workers, reserve_port, zygote_arguments
-from slurmft.agent.zygote import STOP_SIGNAL_VARIABLE, why_not_to_fork
+from slurmft.agent.zygote import why_not_to_fork
 from slurmft.config.config import validate
 from slurmft.config.fault_tolerance import PRELOAD
 from slurmft.errors import ConfigError
 from slurmft.ipc.calls import StartWorkers
 from slurmft.ipc.pages.heartbeat import Slot, State
+from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
 from slurmft.system import private_folder
 
 WAIT_S = 20.0
@@ -474,6 +475,46 @@ def test_a_program_that_is_executed_has_the_signals_of_a_fresh_process(tmp_path)
 # signals and ends from outside
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1", "SIGUSR2"])
+def test_the_configured_signal_ends_no_trainer_of_a_launcher_either(name):
+    """Launchers have handlers of their own, which end with their program."""
+    trainer = f"import os, signal; os.kill(os.getpid(), signal.{name}); print('went on', flush=True)"
+    launcher = f"""
+import os, signal, sys
+from slurmft.agent.launchers.torchrun import start_child
+signal.signal(signal.{name}, lambda *_: None)
+sys.exit(start_child([sys.executable, "-c", {trainer!r}], os.environ, signal.SIGKILL).wait())
+"""
+    environment = {**os.environ, "SLURMFT_STOP_SIGNAL": name}
+    done = subprocess.run([PYTHON, "-c", launcher], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1", "SIGUSR2"])
+def test_the_configured_signal_ends_neither_a_trainer_nor_its_loaders(tmp_path, name):
+    async def work(node: Node) -> None:
+        node.script(f"""
+import multiprocessing, os, signal
+def loader():
+    os.kill(os.getpid(), signal.{name})
+if __name__ == "__main__":
+    for method in ("fork", "spawn"):
+        child = multiprocessing.get_context(method).Process(target=loader)
+        child.start()
+        child.join()
+        print(method, child.exitcode)
+    os.kill(os.getpid(), signal.{name})
+    heard = []
+    signal.signal(signal.{name}, lambda *_: heard.append(1))
+    os.kill(os.getpid(), signal.{name})
+    print("went on", heard)
+""")
+        assert await node.run([PYTHON, "train.py"], SLURMFT_STOP_SIGNAL=name) == 0, node.log()
+        assert node.log().splitlines() == ["fork 0", "spawn 0", "went on [1]"]
+
+    on_a_node(tmp_path, work)
+
+
 @pytest.mark.parametrize(("stop_signal", "code"), [("SIGINT", 0), ("", 1)])
 def test_a_sigint_that_asks_for_a_stop_does_not_end_a_trainer(tmp_path, stop_signal, code):
     async def work(node: Node) -> None:
@@ -489,7 +530,7 @@ def test_the_worker_is_told_which_signal_asks_for_a_stop():
     start = StartWorkers(
         attempt="7.0.0", cycle=0, first_rank=0, nodes=1, generation=1, master_addr="n1", master_port=1
     )  # fmt: skip
-    for value, told in (("SIGINT", "SIGINT"), ("SIGTERM", None)):
+    for value, told in (("SIGINT", "SIGINT"), ("SIGUSR1", "SIGUSR1"), ("SIGTERM", None)):
         run = {"command": ["x"], "run_folder": "/runs/a", "preemption": {"signal": value}}
         environment = worker_environment(validate(run, source="it"), {}, start, 0, "7.0.0")
         assert environment.get(STOP_SIGNAL_VARIABLE) == told

@@ -94,18 +94,6 @@ def test_nothing_happens_in_a_validation_alone(package: str) -> None:
     own.teardown(trainer, None, "validate")
 
 
-def test_ranks_are_described_as_srun_would(package: str, in_a_run: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's SLURMEnvironment would take an agent's place for the worker's."""
-    given = {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",
-             "SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1",
-             "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_NNODES": "2"}  # fmt: skip
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    lightning._callbacks(package)
-    names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NODEID", "SLURM_NNODES")
-    assert [lightning.os.environ[name] for name in names] == ["3", "1", "4", "2", "1", "2"]
-
-
 def test_a_save_between_epochs_has_no_batch_of_the_next_one() -> None:
     progress = {"total": {"ready": 16, "completed": 16}, "current": {"ready": 8, "completed": 8}, "is_last_batch": True}
     steps = {"optimizer": {"step": {"total": {"ready": 16}, "current": {"ready": 8}}}}

@@ -114,3 +114,43 @@ def test_an_address_that_leads_nowhere_is_left_to_torch(host, port):
     began = time.monotonic()
     groups.await_listener(host, port, timedelta(seconds=0.2))
     assert time.monotonic() - began < 15
+
+
+TASK = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "1", "SLURM_GTIDS": "2,3", "SLURM_STEP_NODELIST": "gpu-[08-10,12]-ib,login"}  # fmt: skip
+
+
+def test_a_task_of_srun_has_its_place() -> None:
+    environment = dict(TASK)
+    groups.take_place_of_task(environment)
+    place = [environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")]
+    assert place == ["3", "4", "1", "2", "gpu-08-ib"]
+    ports = {}
+    for step in ("0", "1"):
+        other = {**TASK, "SLURM_STEP_ID": step, "SLURM_PROCID": "0"}
+        groups.take_place_of_task(other)
+        ports[step] = int(other["MASTER_PORT"])
+    assert ports["0"] == int(environment["MASTER_PORT"]) != ports["1"]
+    assert all(1024 < port < 32768 for port in ports.values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_STEP_NUM_TASKS": ""},
+        {"SLURM_PROCID": "x"},
+        {"SLURM_PTY_PORT": "4000"},
+        {"RANK": "0", "WORLD_SIZE": "2"},
+    ],
+)
+def test_others_keep_the_place_they_have(change: dict[str, str]) -> None:
+    environment = {**TASK, **change}
+    groups.take_place_of_task(environment)
+    assert environment == {**TASK, **change}
+
+
+def test_what_the_user_has_set_stays() -> None:
+    environment = {**TASK, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}
+    groups.take_place_of_task(environment)
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"], environment["RANK"]) == ("10.0.0.1", "4000", "3")

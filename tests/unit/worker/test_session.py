@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -410,3 +412,58 @@ def test_a_handler_that_calls_the_one_before_it_is_called_once():
 
         training.run(9, during={1: install, 3: lambda: os.kill(os.getpid(), signal.SIGTERM)})
     assert called == [signal.SIGTERM]
+
+
+ENDS = """
+import os, signal, sys
+from slurmft.worker.session import start_session
+from slurmft.ipc.pages.heartbeat import Page, Slot, State
+from pathlib import Path
+
+def loop(session, inside=lambda: None):
+    for step in session.steps(start=0, until=4, save=lambda step: None):
+        if step == 2:
+            return inside()
+
+def caught():
+    try:
+        with start_session() as session:
+            loop(session, lambda: 1 / 0)
+    except ZeroDivisionError:
+        pass
+
+def within(inside):
+    with start_session() as session:
+        loop(session, inside)
+
+ends = {
+    "left early": lambda: within(lambda: None),
+    "without a with": lambda: loop(start_session()),
+    "sys.exit(0)": lambda: within(lambda: sys.exit(0)),
+    "caught": caught,
+    "killed": lambda: within(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "os._exit": lambda: within(lambda: os._exit(0)),
+    "sys.exit(3)": lambda: within(lambda: sys.exit(3)),
+    "an exception": lambda: within(lambda: 1 / 0),
+}
+for name, end in ends.items():
+    os.environ["SLURMFT_PAGE"] = path = f"{sys.argv[1]}/{name.replace('/', '')}"
+    page = Page.create(Path(path), rank=0, generation=1)
+    pid = os.fork()
+    if pid == 0:
+        end()
+        sys.exit()
+    os.waitpid(pid, 0)
+    print(name, page[Slot.STATE] == State.CLOSED, sep=": ")
+"""
+
+
+def test_a_session_is_closed_where_its_process_ends_as_it_means_to(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, str(tmp_path)], capture_output=True, text=True, check=True, env=environment
+    )
+    closed = {name: told == "True" for name, told in (line.split(": ") for line in done.stdout.splitlines())}
+    orderly = {"left early", "without a with", "sys.exit(0)", "caught"}
+    assert {name for name, is_closed in closed.items() if is_closed} == orderly
+    assert len(closed) == 8

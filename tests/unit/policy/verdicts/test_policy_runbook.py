@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -426,3 +426,59 @@ def test_every_long_option_of_this_machines_sbatch_is_known(tmp_path):
     assert len(offered) > 80
     left_out = {"help", "usage", "version", "test-only", "wait", "parsable"}
     assert offered - SBATCH_OPTIONS - OWNED_OPTIONS.keys() - SECTION_KEYS - left_out == set()
+
+
+# a script's own bug
+
+TRACE = 'Traceback (most recent call last):\n  File "/w/train.py", line {}, in <module>\n    step()\n{}\n'
+BUG = TRACE.format(3, "ModuleNotFoundError: No module named 'x'")
+
+
+def ended(traceback: str, *, last: int = 0, seconds: int = 5, **more: object) -> list[Event]:
+    """An attempt that began with the epoch of this module, in the journal."""
+    began = event("workers started", world_size=1)
+    facts = {"cause": "worker error", "first_step": 0, "last_step": last, "traceback": traceback, **more}
+    end = replace(event("verdict", **facts), at=began.at + timedelta(seconds=seconds))
+    return [began, end, event("decision", action="restart")]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "stops"),
+    [
+        (ended(BUG), BUG, True),
+        (ended(BUG), TRACE.format(3, "ModuleNotFoundError: No module named 'y'"), True),
+        (ended(TRACE.format(9, "repo.Odd")), TRACE.format(9, "repo.Odd"), True),
+        (ended(BUG) + ended(""), BUG, False),
+        ([], BUG, False),
+        (ended(BUG), TRACE.format(4, "ModuleNotFoundError: No module named 'x'"), False),
+        (ended(BUG), TRACE.format(3, "ValueError: x"), False),
+        (ended(BUG, last=7), BUG, False),
+        (ended(BUG, seconds=3600), BUG, False),
+        ([*ended(BUG), event("decision", action="stop")], BUG, False),
+        (ended("killed"), "killed", False),
+        *(
+            (ended(TRACE.format(3, words)), TRACE.format(3, words), False)
+            for words in (
+                "FileNotFoundError: [Errno 2] No such file or directory: '/data'",
+                "requests.exceptions.ConnectionError: no route",
+                "RuntimeError: CUDA error: unspecified launch failure",
+                "TimeoutError",
+                "FloatingPointError: loss is nan",
+            )
+        ),
+    ],
+)
+def test_the_same_exception_twice_before_any_step_is_the_scripts_own(before, now, stops):
+    given = replace(verdict(Cause.WORKER_ERROR, code=1, first=0, last=0), traceback=now, saved_step=None)
+    spent = replace(budget_of(before, given, CONFIG, "1.0.1"), max_restarts=3)
+    decision = decide(given, spent)
+    assert (decision.action is STOP) is stops
+    assert decision.avoid == ()
+    if stops:
+        assert decision.exit_code == 1
+        assert decide(given, spent, {ExitAction.RESCHEDULE: "1"}).action is Action.RESTART
+
+
+def test_an_exception_behind_a_step_is_no_bug_of_the_start():
+    given = replace(verdict(Cause.WORKER_ERROR, code=1, first=0, last=1), traceback=BUG)
+    assert not budget_of(ended(BUG), given, CONFIG, "1.0.1").is_same_bug

@@ -579,3 +579,20 @@ def test_a_node_on_which_srun_could_not_start_an_agent_is_named_and_not_the_vict
     assert "srun: launch failed on n2: Communication connection failure" in found.evidence
     blameless = judged([], world_size=4, launch_error="2 of 4 agents did not report")
     assert (blameless.node, blameless.suspects) == ("", ())
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({}, Cause.FINISHED),
+        ({"unclosed": True, "error": "never closed"}, Cause.WORKER_ERROR),
+        ({"unclosed": True, "killed": True}, Cause.FINISHED),
+    ],
+)
+def test_exit_0_of_a_wrapper_counts_where_the_session_inside_was_closed(change, cause):
+    ends = [WorkerEnd(rank=0, node="n1", code=0, attached=True, step=20), WorkerEnd(rank=1, node="n1", code=0)]
+    ends[0] = replace(ends[0], **change)
+    found = judge(ends, world_size=2, seen=Circumstances(reached=(0, 20)))
+    assert (found.cause, found.suspects) == (cause, ())
+    is_failure = cause is not Cause.FINISHED
+    assert ends_attempt(ends[0], planned=False, complete_codes=frozenset(), only_lead=False) is is_failure
