@@ -379,6 +379,7 @@ class Workers:
         for worker in self.by_rank.values():
             if worker.alive:
                 worker.exit_code = -signal.SIGKILL
+                worker.starved = memory_kills() > self._memory_kills
                 self._on_exit(worker)
 
 

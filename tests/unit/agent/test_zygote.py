@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from slurmft.agent import workers as agent_workers
 from slurmft.agent.environment import worker_environment
 from slurmft.agent.workers import Worker, Workers, reserve_port, zygote_arguments
 from slurmft.agent.zygote import STOP_SIGNAL_VARIABLE, why_not_to_fork
@@ -668,6 +669,22 @@ def test_a_zygote_that_dies_takes_its_workers_along_and_is_noticed(tmp_path):
         psutil.Process(worker).parent().kill()
         assert await node.codes() == [-9]
         await node.until(lambda: gone(worker) and gone(child))
+
+    on_a_node(tmp_path, work)
+
+
+def test_a_zygote_that_the_kernel_kills_for_memory_is_no_crash_of_its_workers(tmp_path, monkeypatch):
+    kills = [3]
+    monkeypatch.setattr(agent_workers, "memory_kills", lambda: kills[0])
+
+    async def work(node: Node) -> None:
+        node.script(WAITING)
+        node.start([PYTHON, "train.py"])
+        await ready(node)
+        kills[0] = 4
+        psutil.Process(node.workers.by_rank[0].pid).parent().kill()
+        assert await node.codes() == [-9]
+        assert node.workers.by_rank[0].starved
 
     on_a_node(tmp_path, work)
 
