@@ -44,7 +44,7 @@ class Keeping:
             hosts: names and addresses at which other nodes find this one.
         """
         try:
-            replace_atomically(self._memory / GENERATION_FILE, str(generation), durable=False)
+            self._advance_fence(generation)
             if nodes < 2:
                 return
             if not (self._memory / KEY_FILE).exists():
@@ -56,11 +56,25 @@ class Keeping:
             self.look_after()
         except OSError as error:
             log.error("no copies of other nodes' snapshots are taken: %s", error)
+            self.close()  # it may know an older fence
             return
         where = {"hosts": list(hosts), "port": self._listener.getsockname()[1]}
         path = announcement(attempt_folder, place)
         # not waited for: a run folder that stalls must not keep the workers from starting
         threading.Thread(target=_announce, args=(path, where), daemon=True).start()
+
+    def _advance_fence(self, generation: int) -> None:
+        """On a full filesystem in place: the file's page is there already, and a generation never gets shorter.
+
+        Raises:
+            OSError: there is no room, and no such file yet.
+        """
+        path = self._memory / GENERATION_FILE
+        try:
+            replace_atomically(path, str(generation), durable=False)
+        except OSError:
+            with path.open("r+") as file:
+                file.write(str(generation))
 
     def look_after(self) -> None:
         """Start the keeper where it should run and does not.

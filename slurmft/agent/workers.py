@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmft.agent.flight_recorder import PIPE_VARIABLE, pipe_prefix
-from slurmft.agent.zygote import PACKET_BYTES
+from slurmft.agent.zygote import LEFT_S, PACKET_BYTES
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, STACKS_SUFFIX, Page, Slot, State
 from slurmft.ipc.pages.timing_page import TIMING_PAGE_VARIABLE, TimingPage
 from slurmft.ipc.worker_facts import WorkerFacts
@@ -26,7 +26,7 @@ from slurmft.policy.timing.stop import Look
 from slurmft.storage.memory_folder import MEMORY_VARIABLE
 from slurmft.system.kernel_view import memory_kills
 from slurmft.system.private_folder import make_private_folder
-from slurmft.system.processes import was_given
+from slurmft.system.processes import MARK_VARIABLE, kill_left, was_given
 
 END_LOOK_S = 0.005
 
@@ -44,6 +44,9 @@ class Worker:
 
     timings: TimingPage | None = None
     """Where it leaves how long its work takes; None where timings are off."""
+
+    mark: str = ""
+    """In the environment of all that it starts."""
 
     pid: int = 0
     forked_at: float | None = None
@@ -163,7 +166,7 @@ class Workers:
         self._zygote: Zygote | None = None
         self._socket: socket.socket | None = None
         self._signal_at_start: int | None = None
-        self._memory_kills = 0
+        self._memory_kills = self._forks = 0
         self.ready = asyncio.Event()
 
     def start_zygote(self, environment: Mapping[str, str], preload: Sequence[str], begun: Zygote | None = None) -> None:
@@ -213,10 +216,11 @@ class Workers:
         arguments = zygote_arguments(command)
         path = self.folder / f"rank-{rank}"
         page = Page.create(path, rank=rank, generation=generation)
-        worker = Worker(rank=rank, page=page, stacks=path.with_suffix(STACKS_SUFFIX))
+        self._forks += 1
+        worker = Worker(rank=rank, page=page, stacks=path.with_suffix(STACKS_SUFFIX), mark=f"{path}.{self._forks}")
         worker.stacks.unlink(missing_ok=True)
         self.by_rank[rank] = worker
-        pages = {PAGE_VARIABLE: str(path), MEMORY_VARIABLE: str(self.memory)}
+        pages = {PAGE_VARIABLE: str(path), MEMORY_VARIABLE: str(self.memory), MARK_VARIABLE: worker.mark}
         pages |= self._timing_page(worker, generation) if timed else {}
         pages[PIPE_VARIABLE] = environment.get(PIPE_VARIABLE) or pipe_prefix(self.folder)
         self._send(
@@ -307,7 +311,7 @@ class Workers:
     def _leave_zygote(self) -> None:
         self._hang_up()
         if self._zygote is not None:
-            self._zygote.end()
+            self._zygote.end(2 * LEFT_S if self.ready.is_set() else 0.0)
 
     def _timing_page(self, worker: Worker, generation: int) -> dict[str, str]:
         path = self.folder / f"rank-{worker.rank}.timings"
@@ -371,12 +375,11 @@ class Workers:
     def _zygote_is_gone(self) -> None:
         # its children died with it, the kernel sees to that; what these had started did not
         self._hang_up()
+        kill_left({worker.pid: worker.mark for worker in self.by_rank.values() if worker.pid})
         for worker in self.by_rank.values():
             if worker.alive:
-                if worker.pid:
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.killpg(worker.pid, signal.SIGKILL)
                 worker.exit_code = -signal.SIGKILL
+                worker.starved = memory_kills() > self._memory_kills
                 self._on_exit(worker)
 
 

@@ -2,8 +2,8 @@
 
 ``import torch`` and what optimizers pull in lazily cost two to three seconds; a fork costs milliseconds. The zygote
 stays single-threaded and never touches a GPU, so that its children can do both. It speaks with its agent over a
-socketpair, one JSON object per packet (a request names the file it lies in). It dies with its agent, and its children
-die with it.
+socketpair, one JSON object per packet (a request names the file it lies in). It ends with its agent, and its children
+with it; what an ended child has started is killed, whatever ended it.
 
 Run as ``python -m slurmft.agent.zygote FD PRELOAD...``.
 """
@@ -40,7 +40,7 @@ from slurmft.storage.verdicts import WorkerVerdict, read_verdict, write_verdict
 from slurmft.system.collecting import without_collections
 from slurmft.system.foreign_text import one_line
 from slurmft.system.opening import appending
-from slurmft.system.processes import die_with_parent
+from slurmft.system.processes import MARK_VARIABLE, die_with_parent, kill_left
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -51,6 +51,9 @@ MAX_LOSSES = 16
 
 AHEAD_AFTER_S = 2.0
 """Without work for so long, it forks one child more for each that works: a restart then finds its workers forked."""
+
+LEFT_S = 2.0
+"""How long the next fork, or the end, waits for what ended workers had started."""
 
 _CUDA_DEVICE = "/dev/nvidia-uvm"
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
@@ -70,6 +73,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     with without_collections():
         for module in arguments[1:]:
             _preload(module)
+    die_with_parent(number=signal.SIGCONT)  # from here on its socket shows the agent's end, and workers are cleaned up
     _send(agent, {"kind": "ready", "pid": os.getpid()})
     worker = _serve(agent, forks_ahead=len(arguments) > 1)
     if worker is None:
@@ -103,7 +107,7 @@ def _serve(agent: socket.socket, *, forks_ahead: bool) -> Callable[[], int] | No
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
-    children: set[int] = set()
+    children, ended = dict[int, str](), dict[int, str]()
     ahead: dict[int, int] = {}
     zygote, folder, losses = os.getpid(), Path(), 0
 
@@ -132,20 +136,23 @@ def _serve(agent: socket.socket, *, forks_ahead: bool) -> Callable[[], int] | No
         if wake_read in ready:
             os.read(wake_read, 4096)
             losses += _forget_ended(ahead)
-            _reap(agent, children)
+            ended |= _reap(agent, children)
         if agent.fileno() not in ready:
             continue
         packet = agent.recv(PACKET_BYTES)
         if not packet:
             _end({*children, *ahead})
+            kill_left(ended | children, LEFT_S)
             return None
         path = Path(json.loads(packet)["request"])
         request, folder = json.loads(path.read_text(encoding="utf-8")), path.parent
+        kill_left(ended, LEFT_S)
+        ended.clear()
         if not (pid := _handed_over(path, ahead)):
             gpu_in_use = why_not_to_fork()
             if (pid := forked()) == 0:
                 return functools.partial(_become, request, gpu_in_use)
-        children.add(pid)
+        children[pid] = request["environment"][MARK_VARIABLE]
         _send(agent, {"kind": "started", "rank": request["rank"], "pid": pid})
 
 
@@ -188,18 +195,19 @@ def _forget_ended(ahead: dict[int, int]) -> int:
     return len(ended)
 
 
-def _reap(agent: socket.socket, children: set[int]) -> None:
+def _reap(agent: socket.socket, children: dict[int, str]) -> dict[int, str]:
+    """Report children that have ended, and kill what they had started: it would hold their memory and their GPU."""
+    ended = dict[int, str]()
     for pid in list(children):
-        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if end is None:
-            continue
-        if end.si_code != os.CLD_EXITED:
-            # it could not end its children, which would hold its memory and its GPU; its id is not reused before it is
-            # reaped
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
-        children.discard(pid)
-        _send(agent, {"kind": "exited", "pid": pid, "code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])})
+        if (end := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+            ended[pid] = children.pop(pid)
+            _send(agent, {"kind": "exited", "pid": pid, "code": code})
+    if ended:
+        kill_left(ended)
+    for pid in ended:  # only now: until then their ids are not given to others
+        os.waitpid(pid, 0)
+    return ended
 
 
 def _end(children: set[int]) -> None:

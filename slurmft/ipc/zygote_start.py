@@ -7,6 +7,7 @@ process. Imports next to nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -60,9 +61,11 @@ class Zygote:
         """Whether it was begun with just these."""
         return (self.environment, self.preload) == (dict(environment), tuple(preload))
 
-    def end(self) -> None:
-        """Kill it; it holds nothing, and the kernel ends its children with it."""
+    def end(self, within_s: float = 0.0) -> None:
+        """Kill it, and with it its children; one that is ready does so itself, and cleans up, in so many seconds."""
         self.socket.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(within_s)
         self.process.kill()
         self.process.wait()
 

@@ -82,7 +82,12 @@ def purge(folder: Path) -> None:
     """End the lab and delete its folder, home and logs included. Its user stays: other labs share it."""
     down(folder)
     if folder.exists():
-        shutil.rmtree(folder)
+        with exclusive(
+            folder
+        ):  # its lock shows that it is a lab's: last, so that another purge ends one that was cut off
+            for path in set(folder.iterdir()) - {LabPaths(folder).lock}:
+                _delete(path)
+            shutil.rmtree(folder)
 
 
 def is_healthy(built: Built) -> bool:
@@ -130,8 +135,10 @@ def _rebuilt(paths: LabPaths) -> Sequence[Path]:
 
 
 def _delete(path: Path) -> None:
-    if path.exists():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _targets(exposed: Sequence[Mount]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ They find it as its own agents do, by the address and the secret in the run fold
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -13,16 +14,18 @@ from collections.abc import Mapping
 
 from slurmft.agent.environment import LENDER_VARIABLE
 from slurmft.config.config import RunConfig
-from slurmft.errors import SlurmUnavailable, UsageError
+from slurmft.errors import SlurmUnavailable, StorageError, UsageError
 from slurmft.operations.run_configuration import configuration_of
-from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
+from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY, Action
 from slurmft.scheduler.environment import SlurmJob, current_job
+from slurmft.storage.events import EventName
 from slurmft.storage.run_folder import Attempt, RunFolder
 from slurmft.supervisor.cluster import agents_argv
 from slurmft.supervisor.fleet.launch import environment_for
 from slurmft.supervisor.fleet.outliving import crew_of
 
 LOOK_S = 2.0
+_GOES_ON = (EventName.SUBMITTING, EventName.ATTEMPT_STARTED, EventName.REQUEUED_MEANWHILE)
 PATIENCE_S = 1800.0
 """How long a lending job waits for a run that is between two jobs, before it gives its nodes back."""
 
@@ -30,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def lend(run: RunFolder, environment: Mapping[str, str]) -> int:
-    """Keep agents for the run on this job's nodes; returns when the run is finished, or has not used them for long.
+    """Keep agents for the run on this job's nodes; returns when the run is over, or has not used them for long.
 
     Raises:
         UsageError: this is not a job, or not the run's user.
@@ -43,6 +46,8 @@ def lend(run: RunFolder, environment: Mapping[str, str]) -> int:
     wanted_s = time.monotonic()
     while run.done() is None and time.monotonic() - wanted_s < PATIENCE_S:
         if (crew := crew_of(run)) is None:
+            if _was_stopped(run):
+                return 0
             time.sleep(LOOK_S)
             continue
         code = _serve(config, crew, job, environment)
@@ -51,6 +56,14 @@ def lend(run: RunFolder, environment: Mapping[str, str]) -> int:
         wanted_s = time.monotonic()
         time.sleep(LOOK_S)
     return 0
+
+
+def _was_stopped(run: RunFolder) -> bool:
+    """Whether nothing follows the last attempt, and the run is not queued again; False where nobody can tell."""
+    with contextlib.suppress(StorageError):
+        told = [one for one in run.journal().read() if one.event in (EventName.DECISION, *_GOES_ON)]
+        return bool(told) and told[-1].event == EventName.DECISION and told[-1].details.get("action") == Action.STOP
+    return False
 
 
 def _serve(config: RunConfig, crew: Attempt, job: SlurmJob, environment: Mapping[str, str]) -> int:

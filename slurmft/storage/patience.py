@@ -102,6 +102,9 @@ class FolderThread:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self.unwritten: deque[tuple[Event, str]] = deque()
+        """Of the journal: what could not be written yet, over all attempts of this process."""
+
         threading.Thread(target=_work, args=[self._queue], daemon=True, name="run folder").start()
         weakref.finalize(self, self._queue.put, None).atexit = False
 
@@ -143,7 +146,7 @@ class PatientJournal(Journal):
     def __init__(self, run_folder: Path, thread: FolderThread, *, attempt: str = "") -> None:
         super().__init__(run_folder, attempt=attempt)
         self._thread = thread
-        self._pending: deque[tuple[Event, str]] = deque()
+        self._pending = thread.unwritten
         self._told = False
 
     def append(self, event: EventName, **details: Any) -> Event:
@@ -169,6 +172,16 @@ class PatientJournal(Journal):
         except TimeoutError:
             return False
         return not self._pending
+
+    def catch_up(self) -> None:
+        """Write what earlier attempts of this process could not; for the thread of the run folder.
+
+        Raises:
+            StorageUnavailable: it cannot be written yet.
+        """
+        self._write_pending()
+        if self._pending:
+            raise StorageUnavailable(f"{self.path} cannot be written", hint="free space or repair the filesystem")
 
     def unwritten(self) -> list[Event]:
         """Events that are not on disk."""

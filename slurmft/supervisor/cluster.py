@@ -146,9 +146,10 @@ class SlurmCluster:
         """The node's own name, then every address that is not of this machine alone."""
         addresses = [
             address.address
+            for family in (socket.AF_INET, socket.AF_INET6)
             for interface in psutil.net_if_addrs().values()
             for address in interface
-            if address.family == socket.AF_INET and not address.address.startswith("127.")
+            if address.family == family and not address.address.startswith(("127.", "::1", "fe80:"))
         ]
         return list(dict.fromkeys([os.environ.get("SLURMD_NODENAME") or socket.gethostname(), *addresses]))
 

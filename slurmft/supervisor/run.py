@@ -261,6 +261,7 @@ def _begin(
     if not run.config.exists():
         with writing(run.config):
             replace_atomically(run.config, config.as_yaml())
+    PatientJournal(run.path, thread).catch_up()  # budgets count what the attempt before has ended with
     history = run.journal().read_past()
     cluster.attempt = next_cycle(cluster.attempt, history)
     journal = PatientJournal(run.path, thread, attempt=str(cluster.attempt))

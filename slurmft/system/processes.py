@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import resource
 import signal
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+MARK_VARIABLE = "SLURMFT_PROCESS_MARK"
+"""In the environment of what a worker starts, and what ends with it in whatever session; empty for what outlives it."""
 
 _PR_SET_PDEATHSIG = 1
 _LISTENS = "0A"
@@ -37,11 +43,11 @@ def me() -> Process:
     return Process(os.uname().nodename, pid, birth_of(pid))
 
 
-def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel to kill this process when its parent dies; end here where ``parent`` has died already."""
+def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
+    """Ask the kernel for this signal when the parent dies; end here where ``parent`` has died already."""
     import ctypes  # verbs of a login node, which need none, start a millisecond sooner
 
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
 
@@ -117,6 +123,38 @@ def session_members(session: int) -> set[int]:
     """Process ids of a session's living processes; its leader may have ended (setsid(2))."""
     found = ((int(folder.name), _stat(folder)[1]) for folder in Path("/proc").glob("[0-9]*"))
     return {pid for pid, fields in found if fields and fields[_SESSION] == str(session)}
+
+
+def kill_left(ended: Mapping[int, str], within_s: float = 0.0) -> None:
+    """SIGKILL what is left of processes that led a session, and wait so many seconds at most until it is gone.
+
+    Args:
+        ended: their ids, and the marks that their children began with. A job of its own that one has submitted keeps
+            the mark and is spared.
+    """
+    until = time.monotonic() + within_s
+    while left := _left_of(ended):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() >= until:
+            return
+        time.sleep(0.005)
+
+
+def _left_of(ended: Mapping[int, str]) -> set[int]:
+    sessions, marks = {str(pid) for pid in ended}, {f"{MARK_VARIABLE}={mark}".encode() for mark in ended.values()}
+    job, found = f"SLURM_JOB_ID={os.environ.get('SLURM_JOB_ID', '')}".encode(), set[int]()
+    for folder in Path("/proc").glob("[0-9]*"):
+        _, fields = _stat(folder)
+        if fields and fields[_SESSION] in sessions:
+            found.add(int(folder.name))
+        elif fields:
+            with contextlib.suppress(OSError):  # another user's, or gone
+                words = (folder / "environ").read_bytes().split(b"\0")
+                if not marks.isdisjoint(words) and all(one == job for one in words if one.startswith(b"SLURM_JOB_ID=")):
+                    found.add(int(folder.name))
+    return found
 
 
 def words_of(pid: int) -> list[str]:

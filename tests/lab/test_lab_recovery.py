@@ -17,6 +17,7 @@ from slurmft.lab.cluster import Lab
 from slurmft.lab.daemons import processes_named
 from slurmft.lab.processes import lab_processes
 from slurmft.lab.settings import LabSettings
+from slurmft.lab.slurm_conf import LabPaths
 
 pytestmark = pytest.mark.slurm
 CHECKOUT = Path(building.slurmft.__file__).parent.parent
@@ -178,6 +179,29 @@ def test_a_folder_with_other_things_in_it_is_never_touched(tmp_path_factory, fol
             attempt()
     assert [path.name for path in folder.iterdir()] == ["precious"]
     (folder / "precious").unlink()
+
+
+def test_a_purge_that_was_interrupted_is_finished_by_the_next_one(folder, monkeypatch):
+    for name in ("home", "log", "zz"):
+        (folder / name).mkdir(parents=True)
+    (folder / "stray").touch()
+    LabPaths(folder).lock.touch()
+    removed: list[Path] = []
+    original = building._delete
+
+    def interrupted(path: Path) -> None:
+        if len([one for one in removed if one.name in ("home", "log", "zz", "stray")]) == 2:
+            raise KeyboardInterrupt
+        removed.append(path)
+        original(path)
+
+    monkeypatch.setattr(building, "_delete", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        building.purge(folder)
+    assert folder.exists()
+    monkeypatch.undo()
+    building.purge(folder)
+    assert not folder.exists()
 
 
 def test_commands_inside_the_lab_cannot_take_it_down(shared_lab):

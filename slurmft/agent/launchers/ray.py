@@ -44,7 +44,7 @@ from slurmft.storage.verdicts import EVIDENCE_VARIABLE, VERDICT_VARIABLE, Worker
 from slurmft.system import opening
 from slurmft.system.files import replace_atomically
 from slurmft.system.private_folder import PrivateFolder, make_private_folder
-from slurmft.system.processes import session_members
+from slurmft.system.processes import MARK_VARIABLE, session_members
 
 LOWEST = (2, 60)
 """Version of Ray. Before 2.52 it takes no token: every user who reaches its ports could run code in the cluster."""
@@ -282,7 +282,9 @@ def sweep(session: str, folder: str) -> int:
 @contextlib.contextmanager
 def _sweeper(private: PrivateFolder) -> Iterator[None]:
     argv = [sys.executable, "-P", "-m", "slurmft.agent.launchers.ray", "--sweep", str(os.getpid()), str(private.path)]
-    sweeper = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
+    sweeper = subprocess.Popen(
+        argv, env=os.environ | {MARK_VARIABLE: ""}, stdin=subprocess.PIPE, start_new_session=True
+    )
     try:
         yield
     finally:

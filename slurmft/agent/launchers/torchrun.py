@@ -34,6 +34,7 @@ from slurmft.ipc import stacks
 from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, STACKS_SUFFIX
 from slurmft.ipc.stacks import STACKS_SIGNAL
 from slurmft.storage.verdicts import VERDICT_VARIABLE
+from slurmft.system.processes import MARK_VARIABLE
 
 if TYPE_CHECKING:
     from slurmft.config.config import RunConfig  # a stand-in, of which each rank has one, must start at once
@@ -93,7 +94,8 @@ def hold(command: Sequence[str], shutdown_timeout_s: str, environment: Mapping[s
     torchrun = None
     with _listening(environment) as server, _Events(server) as events:
         if environment["LOCAL_RANK"] == "0":
-            told = {**environment, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": shutdown_timeout_s}
+            # torchrun is of all ranks: what ends with this one is its trainer
+            told = {**environment, MARK_VARIABLE: "", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": shutdown_timeout_s}
             torchrun = start_child(torchrun_argv(environment), told, signal.SIGTERM, new_session=True)
         stand_in: socket.socket | None = None
         while True:

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -42,6 +42,9 @@ CLOSE_S = 600.0
 
 FAILING_S = 20.0
 """The same for one that the disk refuses."""
+
+MAX_UNCOMMITTED = 2
+"""Saves of rank 0 that have not ended: one may be written while another one is committed."""
 
 LOOK_S = 0.5
 SOON_S = 2.0
@@ -126,7 +129,7 @@ class Snapshots:
         if not self._is_memory_chosen:
             self._is_memory_chosen = True
             self._choose_memory(self._layout.capacity_bytes(packed))
-        place = self.arena.free(self._taken())
+        place = self._free()
         return LaidOut(flat=flat, layout=self._layout, packed=packed, place=place)
 
     def take_place(self, rank: int, world_size: int) -> None:
@@ -137,7 +140,7 @@ class Snapshots:
 
     def again(self, prepared: LaidOut) -> LaidOut:
         """The same with a place, where one has become free meanwhile."""
-        place = self.arena.free(self._taken())
+        place = self._free()
         return LaidOut(flat=prepared.flat, layout=prepared.layout, packed=prepared.packed, place=place)
 
     def make_room(self) -> None:
@@ -266,7 +269,7 @@ class Snapshots:
         prepared = self.prepare(flat, rank=rank, world_size=world_size)
         if self.copies.problem:
             raise OSError(errno.ENOMEM, self.copies.problem)
-        place = self.stage(prepared, identity)
+        place = self.stage(replace(prepared, place=self.arena.free(self._taken())), identity)
         self.copies.begin(identity)
         self._writer_process().submit(
             WriteRequest(
@@ -408,6 +411,11 @@ class Snapshots:
         """Snapshots whose places the writer still reads."""
         with self._lock:
             return [one for one in self._unfinished() if not (known := self._known.get(one)) or not known.is_written]
+
+    def _free(self) -> Place | None:
+        """A place for a save; None while all are in use, or too many older ones wait for their commit."""
+        older = [one for one in self._unfinished() if one != self.copies.current]
+        return self.arena.free(self._taken()) if len(older) < MAX_UNCOMMITTED else None
 
     def _taken(self) -> list[Identity]:
         """Snapshots whose places are not free."""

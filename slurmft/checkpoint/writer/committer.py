@@ -5,6 +5,7 @@ No torch, and no worker: a save is committed although every process that trained
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -19,8 +20,8 @@ from pathlib import Path
 
 import xxhash
 
-from slurmft.checkpoint.catalog import Entry, FileRecord, read_entry, write_marker
-from slurmft.checkpoint.folders import Pruner
+from slurmft.checkpoint.catalog import Catalog, Entry, FileRecord, read_entry, write_marker
+from slurmft.checkpoint.folders import Pruner, remove_folder
 from slurmft.checkpoint.format.damage import Damaged
 from slurmft.checkpoint.format.dcp_metadata import METADATA_FILE, metadata_bytes
 from slurmft.checkpoint.format.image_writing import NewFile
@@ -44,6 +45,10 @@ from slurmft.system.files import fsync_folder
 from slurmft.system.opening import read_bytes
 
 RECEIPTS_TIMEOUT_S = 1800.0
+STILL_S, STILL_ELSEWHERE_S = 10.0, 60.0
+"""A save whose worker has ended is left when no rank writes any more for so long; a network filesystem may show other
+nodes' files only after a minute."""
+
 METADATA_BYTES, LATER_METADATA_BYTES = 4 << 20, 64 << 20
 """Of all indexes together. To parse them takes a second for a few MiB, and ``.metadata`` is for torch alone: slurmft
 never reads it. Beyond the first number it is written after the commit, and is not named by the marker; beyond the
@@ -92,7 +97,9 @@ class CommitLane:
         self._changed = threading.Condition()
         self._pending: list[_Pending] = []
         self._pruners: dict[Path, Pruner] = {}
-        self._is_pruning = False
+        self._is_pruning = self._is_alone = False
+        self._traces = set[tuple[object, ...]]()
+        self._moved_at = 0.0
 
     def add(self, task: Task) -> None:
         """Commit this one when it is complete."""
@@ -111,6 +118,11 @@ class CommitLane:
                     pending.task.stop("abandoned")
             self._changed.notify()
 
+    def left_alone(self) -> None:
+        """The worker has ended, and other ranks may have before they had written anything."""
+        with self._changed:
+            self._is_alone, self._moved_at = True, time.monotonic()
+
     def is_idle(self) -> bool:
         """Whether nothing is left to do."""
         with self._changed:
@@ -122,7 +134,8 @@ class CommitLane:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._pending)
-                pending = list(self._pending)
+                # stable: a stop waits for what is urgent, whose commit supersedes the older ones
+                pending = sorted(self._pending, key=lambda one: not one.task.request.urgent)
             self._page.begin(Lane.COMMIT)
             seen = sum(len(one.missing) for one in pending)
             for one in pending:
@@ -198,12 +211,29 @@ class CommitLane:
             self._page.tick(Lane.COMMIT)
         if index_file(task.request.shard) in pending.missing:
             raise Left("superseded", "its folder was removed", is_lost=True)
+        if pending.missing and self._is_alone:
+            self._check_that_others_write(task)
         if pending.missing and time.monotonic() - task.since > RECEIPTS_TIMEOUT_S:
             shards = sorted(pending.missing.values())
             listed = ", ".join(map(str, shards[:8])) + (f" and {len(shards) - 8} more" if len(shards) > 8 else "")
             raise OSError(errno.ETIME, f"nothing came from rank(s) {listed} in {RECEIPTS_TIMEOUT_S:.0f} s")
         pending.others = names
         return not pending.missing
+
+    def _check_that_others_write(self, task: Task) -> None:
+        """Return while the missing receipts may still come.
+
+        Raises:
+            Fenced: a newer attempt has begun.
+            OSError: nothing moves any more.
+        """
+        check_fence()
+        request, now = task.request, time.monotonic()
+        if (traces := _traces(request.folder.parent, request.identity.generation)) != self._traces:
+            self._traces, self._moved_at = traces, now
+        is_local = request.shards <= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if now - self._moved_at > (STILL_S if is_local else STILL_ELSEWHERE_S):
+            raise OSError(errno.ETIME, "the training has ended, and other ranks have not written their parts")
 
     def _commit(self, pending: _Pending) -> None:
         task = pending.task
@@ -272,12 +302,28 @@ class CommitLane:
 
     def _end(self, pending: _Pending, reason: str | None) -> None:
         """It will not be committed; with a reason, its folder is cleared, too."""
-        with self._changed:
-            self._pending.remove(pending)
+        request = pending.task.request
         pending.task.end_claim()
         pending.indexes.clear()
         if reason is not None:
-            give_up(pending.task.request.folder, pending.task.request.shard, reason)
+            give_up(request.folder, request.shard, reason)
+            if self._is_alone:  # no later commit removes what is left of it
+                remove_folder(request.folder)
+        with self._changed:  # last: a writer that is idle may end
+            self._pending.remove(pending)
+
+
+def _traces(directory: Path, generation: int) -> set[tuple[object, ...]]:
+    """The files of all uncommitted saves: who writes, here or at an older save first, changes them."""
+    found = set[tuple[object, ...]]()
+    for identity in Catalog(directory).identities():
+        folder = directory / identity.folder_name
+        if identity.generation == generation and not (folder / MANIFEST).exists():
+            for path in folder.glob("*"):
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.lstat()
+                    found.add((str(path), status.st_size, status.st_mtime_ns))
+    return found
 
 
 _Receipt = tuple[ShardIndex | None, Mapping[str, FileRecord]]

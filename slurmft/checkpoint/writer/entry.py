@@ -68,6 +68,8 @@ class Writer:
             if ends_at is None:
                 ends_at = time.monotonic() + lifetime_s
                 self._steps.end_within(_STEP_COPY_S)
+                if self._commits is not None:
+                    self._commits.left_alone()
             lanes = (self._images, self._commits, self._copies, self._steps)
             if all(lane is None or lane.is_idle() for lane in lanes):
                 self._send()
@@ -131,6 +133,8 @@ class Writer:
 
                 self._commits = CommitLane(self._page)
                 threading.Thread(target=self._commits.run, daemon=True).start()
+                if self._is_closing:
+                    self._commits.left_alone()
         self._commits.add(task)
 
     def _copy(self, request: WriteRequest) -> None:

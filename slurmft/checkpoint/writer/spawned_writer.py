@@ -15,6 +15,7 @@ from pathlib import Path
 from slurmft.checkpoint.writer.priority import IGNORED
 from slurmft.checkpoint.writer.progress_page import ProgressPage
 from slurmft.system.opening import UnsafeFile, open_regular
+from slurmft.system.processes import MARK_VARIABLE
 
 _START = (
     "import sys; sys.path.append(sys.argv.pop(1)); from slurmft.checkpoint.writer.entry import main; main(sys.argv[1:])"
@@ -55,8 +56,9 @@ class SpawnedWriter:
             output = subprocess.DEVNULL if log is None else _appending(log, stack)
             stack.enter_context(_blocked())
             process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, pass_fds=numbers
-            )
+                argv, env=os.environ | {MARK_VARIABLE: ""}, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True, pass_fds=numbers,
+            )  # fmt: skip
         process.returncode = 0  # reaped below; no warning that it outlives its worker, which is its purpose
         return process.pid
 

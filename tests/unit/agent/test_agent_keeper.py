@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 from made_snapshots import stage
 
+from slurmft.agent import keeper as agent_keeper
 from slurmft.agent.keeper import Keeping
 from slurmft.checkpoint.replicas.offers import holdings_in
 from slurmft.checkpoint.replicas.replication import Peer, send_copy
 from slurmft.policy.checkpoints.tiers import Tier
-from slurmft.storage.memory_folder import GENERATION_FILE, KEY_FILE, announcement, copies_key
+from slurmft.storage.memory_folder import GENERATION_FILE, KEY_FILE, announcement, copies_key, read_generation
 from slurmft.system.files import read_json
 
 
@@ -82,6 +84,22 @@ def test_a_run_without_copies_has_no_keeper(tmp_path, memory, copies, nodes):
     key = [KEY_FILE] if nodes > 1 else []  # shards travel between nodes at a restart all the same
     assert sorted(path.name for path in memory.iterdir()) == [*key, GENERATION_FILE]
     keeping.close()
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["later attempt", "first attempt"])
+def test_on_a_full_filesystem_no_copy_of_an_older_attempt_is_taken(tmp_path, keeping, memory, monkeypatch, known):
+    def full(path, *_args, **_options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    begin(keeping, tmp_path / "7.0.0", generation=9)
+    assert copy_to(tmp_path / "7.0.0", memory, tmp_path, identity=(40, 9, 4)) == ""
+    monkeypatch.setattr(agent_keeper, "replace_atomically", full)
+    if not known:
+        (memory / GENERATION_FILE).unlink()
+    keeping.begin(tmp_path, generation=10, place=1, nodes=2, hosts=["127.0.0.1"], secret=b"secret")
+    problem = copy_to(tmp_path / "7.0.0", memory, tmp_path, identity=(50, 9, 5))
+    assert ("generation 9 is over" if known else "Connection refused") in problem
+    assert (read_generation(memory) == 10) == (keeping.pid is not None) == known
 
 
 def test_a_folder_that_is_gone_keeps_nothing_from_starting(tmp_path, keeping, memory, caplog):

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from slurmft.agent import workers as agent_workers
 from slurmft.agent.environment import worker_environment
 from slurmft.agent.workers import Worker, Workers, reserve_port, zygote_arguments
 from slurmft.agent.zygote import why_not_to_fork
@@ -554,14 +555,13 @@ async def ready(node: Node) -> int:
 
 def test_a_signal_reaches_the_worker_and_not_its_children(tmp_path):
     async def work(node: Node) -> None:
-        node.script(WAITING)
+        node.script(WAITING.replace("sys.exit(4)", "sys.exit(4 if child.wait(300) == -9 else 5)"))
         node.start([PYTHON, "train.py"])
         child = await ready(node)
         node.workers.signal(signal.SIGTERM)
+        await node.until(lambda: "term" in node.log())
+        os.kill(child, signal.SIGKILL)  # what a TERM had ended before would end it with 5
         assert await node.codes() == [4]
-        assert "term" in node.log()
-        assert not gone(child)
-        os.kill(child, signal.SIGKILL)
 
     on_a_node(tmp_path, work)
 
@@ -588,6 +588,67 @@ def test_a_worker_that_a_signal_ends_leaves_no_children_to_the_next_attempt(tmp_
         os.kill(node.workers.by_rank[0].pid, number)
         assert await node.codes() == [-number]
         await node.until(lambda: gone(child))
+
+    on_a_node(tmp_path, work)
+
+
+CHILDREN = {
+    "child": "subprocess.Popen(['sleep', '300'])",
+    "own session": "subprocess.Popen(['sleep', '300'], start_new_session=True)",
+    "daemon": "subprocess.Popen(['sh', '-c', 'setsid sleep 300 & echo $!'], stdout=subprocess.PIPE)",
+    "fork": "types.SimpleNamespace(pid=os.fork() or time.sleep(300))",
+}
+LEAVING = """
+import os, subprocess, sys, time, types
+child = {child}
+print("ready", getattr(child, "stdout", None) and child.stdout.readline().decode() or child.pid, flush=True)
+{end}
+"""
+ENDS = {0: "", 1: "raise RuntimeError('an ordinary failure')", 3: "sys.exit(3)"}
+
+
+@pytest.mark.parametrize("child", CHILDREN)
+@pytest.mark.parametrize("code", ENDS)
+def test_a_worker_that_ends_by_itself_leaves_no_processes_to_the_next_attempt(tmp_path, child, code):
+    async def work(node: Node) -> None:
+        node.script(LEAVING.format(child=CHILDREN[child], end=ENDS[code]))
+        node.start([PYTHON, "train.py"])
+        await node.until(lambda: node.log().startswith("ready"))
+        left = int(node.log().split()[1])
+        assert await node.codes() == [code]
+        node.ended.clear()
+        gone_at_start = []
+        node.script("print('next', flush=True)", "next.py")
+        node.start([PYTHON, "next.py"])
+        await node.until(lambda: node.workers.by_rank[0].pid)
+        gone_at_start.append(gone(left))
+        assert await node.codes() == [0]
+        assert gone_at_start == [True]
+
+    on_a_node(tmp_path, work)
+
+
+def test_what_a_living_rank_has_started_and_a_job_of_its_own_are_spared(tmp_path):
+    text = """
+    import os, subprocess, sys, time
+    own = dict(os.environ, SLURM_JOB_ID="123456789")
+    pids = [subprocess.Popen(["sleep", "300"], start_new_session=True, env=env).pid for env in (own, os.environ)]
+    print("ready", *pids, flush=True)
+    time.sleep(0 if os.environ["RANK"] == "0" else 300)
+    """
+
+    async def work(node: Node) -> None:
+        node.script(text)
+        node.start([PYTHON, "train.py"], ranks=2)
+        await node.until(lambda: node.ended and node.log(1).startswith("ready"))
+        jobs, children = zip(*(map(int, node.log(rank).split()[1:]) for rank in (0, 1)), strict=True)
+        await node.until(lambda: gone(children[0]))
+        assert [gone(pid) for pid in (*jobs, children[1])] == [False] * 3
+        node.workers.kill()
+        await node.codes()
+        await node.until(lambda: gone(children[1]))
+        for pid in jobs:
+            os.kill(pid, signal.SIGKILL)
 
     on_a_node(tmp_path, work)
 
@@ -653,8 +714,24 @@ def test_a_zygote_that_dies_takes_its_workers_along_and_is_noticed(tmp_path):
     on_a_node(tmp_path, work)
 
 
+def test_a_zygote_that_the_kernel_kills_for_memory_is_no_crash_of_its_workers(tmp_path, monkeypatch):
+    kills = [3]
+    monkeypatch.setattr(agent_workers, "memory_kills", lambda: kills[0])
+
+    async def work(node: Node) -> None:
+        node.script(WAITING)
+        node.start([PYTHON, "train.py"])
+        await ready(node)
+        kills[0] = 4
+        psutil.Process(node.workers.by_rank[0].pid).parent().kill()
+        assert await node.codes() == [-9]
+        assert node.workers.by_rank[0].starved
+
+    on_a_node(tmp_path, work)
+
+
 def test_an_agent_that_is_killed_takes_its_workers_along(tmp_path):
-    (tmp_path / "train.py").write_text(WAITING)
+    (tmp_path / "train.py").write_text(WAITING.replace('"300"]', '"300"], start_new_session=True'))
     (tmp_path / "agent.py").write_text(
         textwrap.dedent(
             """
@@ -670,9 +747,10 @@ def test_an_agent_that_is_killed_takes_its_workers_along(tmp_path):
                 node.start_zygote(dict(os.environ), preload=())
                 node.start([0], [dict(os.environ)], command=["python", "train.py"], folder=here, logs=here,
                            verdicts=[here / "v"], generation=1)
-                while not node.by_rank[0].pid:
+                log = here / "rank-0.log"
+                while not node.by_rank[0].pid or "ready" not in log.read_text():
                     await asyncio.sleep(0.01)
-                print(node.by_rank[0].pid, node._zygote.process.pid, flush=True)
+                print(node.by_rank[0].pid, node._zygote.process.pid, log.read_text().split()[1], flush=True)
                 await asyncio.sleep(300)
 
             asyncio.run(main())
@@ -685,7 +763,7 @@ def test_an_agent_that_is_killed_takes_its_workers_along(tmp_path):
     try:
         assert agent.stdout is not None
         pids = [int(word) for word in agent.stdout.readline().split()]
-        assert len(pids) == 2
+        assert len(pids) == 3  # the worker, the zygote, and a process that the worker has started
         assert not any(gone(pid) for pid in pids)
     finally:
         agent.kill()

@@ -85,6 +85,29 @@ def test_a_finished_run_wants_no_nodes(tmp_path):
     assert lend(run, {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n9"}) == 0, "nor does it when the job begins later"
 
 
+@pytest.mark.parametrize(
+    ("events", "is_over"),
+    [
+        (["stop"], True),
+        (["continue", "attempt started", "stop"], True),
+        (["continue"], False),
+        (["stop", "submitting"], False),
+        (["stop", "submitting", "attempt started"], False),
+        ([], False),
+    ],
+)
+def test_a_run_that_was_stopped_wants_no_nodes_until_it_is_queued_again(tmp_path, monkeypatch, events, is_over):
+    run, _ = run_of(tmp_path)
+    for event in events:
+        decision = {"action": event} if event in ("stop", "continue") else {}
+        run.journal().append("decision" if decision else event, **decision)
+    looks: list[float] = []
+    monkeypatch.setattr("slurmft.operations.join.time.sleep", looks.append)
+    monkeypatch.setattr("slurmft.operations.join.PATIENCE_S", 0.2)
+    assert lend(run, {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n9"}) == 0
+    assert bool(looks) != is_over
+
+
 def test_agents_find_the_supervisor_of_the_newest_crew(tmp_path):
     run, _ = run_of(tmp_path)
     assert crew_of(run) is None, "nobody has ever trained"

@@ -189,3 +189,25 @@ def test_a_thread_ends_with_whoever_had_it() -> None:
         thread.join(10)
         assert not thread.is_alive()
     assert done == [[1]] * 8, "what had been handed in was done"
+
+
+def test_what_one_attempt_could_not_write_the_next_one_writes_first(tmp_path, disk):
+    thread = FolderThread()
+    earlier = PatientJournal(tmp_path, thread, attempt="7.0.0")
+    disk.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    earlier.append("verdict")
+    assert not earlier.flush(10)
+    with pytest.raises(StorageUnavailable, match="cannot be written"):
+        thread.call(PatientJournal(tmp_path, thread).catch_up, timeout_s=10)
+    disk.error = None
+    thread.call(PatientJournal(tmp_path, thread).catch_up, timeout_s=10)
+    assert names(earlier) == ["verdict"], "before the next attempt reads the journal"
+    disk.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    earlier.append("decision")
+    later = PatientJournal(tmp_path, thread, attempt="7.0.1")
+    disk.error = None
+    later.append("attempt started")
+    assert later.flush(10)
+    assert [(event.event, event.attempt) for event in later.read()] == [
+        ("verdict", "7.0.0"), ("decision", "7.0.0"), ("attempt started", "7.0.1"),
+    ]  # fmt: skip

@@ -7,6 +7,7 @@ import json
 import select
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import stored_state
@@ -22,6 +23,7 @@ from slurmft.checkpoint.writer.committer import CommitLane
 from slurmft.checkpoint.writer.progress_page import ProgressPage
 from slurmft.checkpoint.writer.write_requests import CommitOrder, WriteRequest
 from slurmft.checkpoint.writer.writer_task import Outbox, Task
+from slurmft.system.files import write_json
 
 SHARDS = 20
 WAIT_S = 30.0
@@ -36,7 +38,7 @@ def receipts(folder) -> list:
     return [read_index(folder / index_file(shard)) for shard in range(SHARDS)]
 
 
-def committed(folder) -> list[dict]:
+def committed(folder, prepare=lambda lane: None) -> list[dict]:
     """The reports until the newest says that old checkpoints were looked at."""
     outbox, lane = Outbox(), CommitLane(ProgressPage.new())
     request = WriteRequest(
@@ -44,9 +46,14 @@ def committed(folder) -> list[dict]:
         folder=folder, commit=CommitOrder(),
     )  # fmt: skip
     lane.add(Task(request, outbox))
+    prepare(lane)
     threading.Thread(target=lane.run, daemon=True).start()
     reports, deadline = list[dict](), time.monotonic() + WAIT_S
-    while not (lane.is_idle() and reports and reports[-1]["kind"] in ("pruned", "failed")):
+    while not (
+        lane.is_idle()
+        and reports
+        and (reports[-1]["kind"] == "pruned" or (reports[-1]["kind"] == "failed" and reports[-1]["final"]))
+    ):
         assert time.monotonic() < deadline, reports
         select.select([outbox.wake], [], [], 0.01)
         reports += map(json.loads, outbox.take().splitlines())
@@ -105,3 +112,78 @@ def test_a_receipt_that_is_none_is_never_committed(tmp_path, monkeypatch, limit,
     assert newest["kind"] == "failed"
     assert text in newest["text"]
     assert read_entry(folder) is None
+
+
+def incomplete(folder) -> None:
+    """Rank 3 has not written its part."""
+    receipts(folder)
+    for name in (image_file(3), index_file(3)):
+        (folder / name).unlink()
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_without_its_worker_a_save_is_left_when_nobody_writes_any_more(tmp_path, monkeypatch, where):
+    monkeypatch.setattr(committer, "STILL_S" if where == "here" else "STILL_ELSEWHERE_S", 0.1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(SHARDS if where == "here" else SHARDS - 1))
+    folder = tmp_path / stored_state.IDENTITY.folder_name
+    incomplete(folder)
+    began = time.monotonic()
+    [report] = committed(folder, CommitLane.left_alone)
+    assert report["kind"] == "failed" and report["final"] and "have not written" in report["text"]
+    assert time.monotonic() - began < 9.0
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("writes", ["into the same save", "into an older one"])
+def test_without_its_worker_a_save_waits_for_whoever_writes(tmp_path, monkeypatch, writes):
+    monkeypatch.setattr(committer, "STILL_S", 2.0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(SHARDS))
+    folder = tmp_path / stored_state.IDENTITY.folder_name
+    older = tmp_path / replace(stored_state.IDENTITY, step=1).folder_name
+    receipts(folder)
+    older.mkdir()
+    (folder / index_file(3)).rename(tmp_path / "receipt")
+
+    def write() -> None:
+        until = time.monotonic() + 5.0
+        while time.monotonic() < until:
+            with (folder if writes == "into the same save" else older).joinpath(".part.tmp").open("ab") as file:
+                file.write(b"more")
+            time.sleep(0.1)
+        (tmp_path / "receipt").rename(folder / index_file(3))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert "committed" in [report["kind"] for report in committed(folder, CommitLane.left_alone)]
+    thread.join()
+
+
+def test_without_its_worker_a_save_is_left_to_a_newer_attempt(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints" / stored_state.IDENTITY.folder_name
+    folder.parent.mkdir()
+    incomplete(folder)
+    write_json(tmp_path / "owner.json", {"generation": 8})
+    monkeypatch.setenv("SLURMFT_RUN_FOLDER", str(tmp_path))
+    monkeypatch.setenv("SLURMFT_GENERATION", "7")
+    [report] = committed(folder, CommitLane.left_alone)
+    assert report["fenced"] and report["final"] and folder.exists()
+
+
+def test_what_a_stop_waits_for_is_committed_first(tmp_path, monkeypatch):
+    identities = [replace(stored_state.IDENTITY, step=step, commit=step) for step in (1, 2, 3)]
+    outbox, lane = Outbox(), CommitLane(ProgressPage.new())
+    for identity in identities:
+        folder = tmp_path / identity.folder_name
+        memory, index = stored_state.stage(FlatState(tensors={"w": torch.ones(3)}))
+        stored_state.write(folder, memory, replace(index, identity=identity))
+        request = WriteRequest(identity=identity, shard=0, shards=1, snapshot=folder, image=folder, folder=folder,
+                               commit=CommitOrder(), urgent=identity.step == 3)  # fmt: skip
+        lane.add(Task(request, outbox))
+    threading.Thread(target=lane.run, daemon=True).start()
+    deadline, ends = time.monotonic() + WAIT_S, list[tuple[int, str]]()
+    while len(ends) < 3:
+        assert time.monotonic() < deadline, ends
+        select.select([outbox.wake], [], [], 0.01)
+        reports = map(json.loads, outbox.take().splitlines())
+        ends += [(report["identity"][0], report["kind"]) for report in reports if report["final"]]
+    assert ends == [(3, "committed"), (1, "superseded"), (2, "superseded")]
