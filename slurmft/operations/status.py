@@ -163,7 +163,7 @@ def overview(run: RunFolder, records: Mapping[OwnJob, JobRecord] | None) -> Over
     if failed:
         detail = f"{detail}; SAVES FAIL: {failed} in a row, {progress.save_problem or 'reason unknown'}"
     return Overview(
-        run=run.path.name,
+        run=run.name,
         folder=str(run.path),
         state=state,
         detail=detail,
@@ -254,9 +254,7 @@ def _overview_or_damage(run: RunFolder, records: Mapping[OwnJob, JobRecord] | No
     except OSError as error:
         why = f"{error.filename or run.path}: {error.strerror}; {_permission_hint(run)}"
     nothing: dict[str, Any] = dict.fromkeys(("job", "step", "until", "saved", "metric", "at"))
-    return Overview(
-        run=run.path.name, folder=str(run.path), state="damaged", detail=why, jobs=(), attempts=0, **nothing
-    )
+    return Overview(run=run.name, folder=str(run.path), state="damaged", detail=why, jobs=(), attempts=0, **nothing)
 
 
 def _state(

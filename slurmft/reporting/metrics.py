@@ -174,7 +174,7 @@ def looks_at(runs: Iterable[RunFolder]) -> tuple[list[Look], list[str]]:
         try:
             look = RunMetrics(run).look()
         except (OSError, StorageError) as error:
-            problems.append(f"{run.path.name}: {getattr(error, 'strerror', None) or error}")
+            problems.append(f"{run.name}: {getattr(error, 'strerror', None) or error}")
             continue
         if looks.setdefault(tuple(look.labels.values()), look) is not look:
             problems.append(f"{run.path}: another run of this user has this name")
