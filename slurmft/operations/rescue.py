@@ -64,7 +64,8 @@ def rescue_below(root: Path, who: str, *, limit_s: float = LIMIT_S) -> Rescued:
     """
     owners = _owners_below(root, MAX_DEPTH) if root.exists() else {}
     own = [RunFolder(root.absolute() / name) for name in owners.pop(os.getuid(), [])]
-    once = {run.path.resolve(): run for run in reversed(own) if run.may_exist()}  # links to folders lead to some twice
+    # links to folders lead to some twice
+    once = {os.path.realpath(run.path): run for run in reversed(own) if run.may_exist()}
     done = rescue(list(once.values())[::-1], who)
     if os.getuid() != 0:
         return Rescued(done=done, left_alone=left_alone(owners, "only their owners may rescue them"))

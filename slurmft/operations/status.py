@@ -284,24 +284,22 @@ def _state(
 
 
 def _ended(run: RunFolder) -> tuple[str, str]:
-    for event in reversed(run.journal().read()):
-        if event.event == EventName.ATTEMPT_STARTED:
-            return "stopped", "it left no verdict; slurmft submit continues it, or requeue --rescue"
-        if event.event in (
-            EventName.DECISION,
-            EventName.CANCELLED,
-            EventName.ENDED_FROM_OUTSIDE,
-            EventName.SUBMISSION_FAILED,
-        ):
-            return "stopped", str(event.details.get("reason", event.event))
-    return "new", ""
+    event = run.journal().newest(
+        EventName.ATTEMPT_STARTED, EventName.DECISION, EventName.CANCELLED, EventName.ENDED_FROM_OUTSIDE,
+        EventName.SUBMISSION_FAILED,
+    )  # fmt: skip
+    if event is None:
+        return "new", ""
+    if event.event == EventName.ATTEMPT_STARTED:
+        return "stopped", "it left no verdict; slurmft submit continues it, or requeue --rescue"
+    return "stopped", str(event.details.get("reason", event.event))
 
 
 def who_cancelled(run: RunFolder) -> str:
     """The user who cancelled the run's newest job, from the accounting; empty where it is not known. One command."""
     jobs = run.own_jobs(newest=1)
-    verdicts = [event for event in run.journal().read() if event.event == EventName.VERDICT]
-    if not jobs or not verdicts or verdicts[-1].details.get("cause") != Cause.CANCELLED:
+    verdict = run.journal().newest(EventName.VERDICT) if jobs else None
+    if verdict is None or verdict.details.get("cause") != Cause.CANCELLED:
         return ""
     user_id = own_jobs.cancelled_by(jobs[-1])
     if user_id is None:

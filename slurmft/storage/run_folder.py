@@ -318,14 +318,13 @@ class RunFolder:
     def _jobs_in_journal(self) -> dict[str, JobIdentity]:
         """The jobs in the folder of an earlier version."""
         found: dict[str, JobIdentity] = {}
-        for event in self.journal().read():
-            job = (
-                event.attempt.partition(".")[0]
-                if event.event == EventName.ATTEMPT_STARTED
-                else event.details.get("job")
-            )
-            if event.event in (EventName.ATTEMPT_STARTED, EventName.SUBMITTED, EventName.RESUBMITTED):
-                found.setdefault(str(job), JobIdentity(begun=event.seconds()))
+        begin = (EventName.ATTEMPT_STARTED, EventName.SUBMITTED, EventName.RESUBMITTED)
+        with contextlib.suppress(FileNotFoundError):
+            for event in self.journal().each(frozenset(name.encode() for name in begin)):
+                if event is not None and event.event in begin:
+                    started = event.event == EventName.ATTEMPT_STARTED
+                    job = event.attempt.partition(".")[0] if started else event.details.get("job")
+                    found.setdefault(str(job), JobIdentity(begun=event.seconds()))
         return found
 
     def add_job(self, job: str, seen: JobIdentity | None = None) -> None:

@@ -160,3 +160,30 @@ def test_the_verb(tmp_path: Path):
     assert "exists" in again.stderr
     assert slurmft("convert", str(tmp_path)).returncode == 2
     assert "dry-run" not in slurmft("submit", str(output), "--dry-run", "--cluster", "local").stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "export WANDB_API_KEY=s3cr3t-value\nsrun train.py --key $WANDB_API_KEY",
+        'HF_TOKEN="s3cr3t-value"\nsrun train.py --hf-token $HF_TOKEN',
+        "srun train.py --hf_token=s3cr3t-value",
+        "srun train.py --db-password s3cr3t-value",
+        "srun train.py --url https://me:s3cr3t-value@host/x",
+        "export GITHUB=ghp_s3cr3t-value\nsrun train.py",
+        "export DB=postgres://me:s3cr3t-value@host/x\nsrun train.py",
+        "huggingface-cli login --token s3cr3t-value\nsrun train.py",
+        "WANDB_API_KEY=s3cr3t-value wandb login\nsrun train.py",
+        'curl -H "Authorization: Bearer s3cr3t-value" http://x\nsrun train.py',
+    ],
+)
+def test_secrets_reach_neither_the_configuration_nor_the_remarks(line):
+    found = convert(f"#!/bin/bash\n#SBATCH --nodes=2\n{line}\n", "job")
+    assert "s3cr3t" not in str(found)
+
+
+def test_what_only_looks_like_a_secret_stays():
+    text = "export TOKENIZERS_PARALLELISM=false\nsrun python train.py --max_tokens 5 --tokenizer gpt2 --pad_token_id=3"
+    found = convert(text, "job").settings
+    assert found["environment"] == {"TOKENIZERS_PARALLELISM": "false"}
+    assert found["command"][-5:] == ["--max_tokens", "5", "--tokenizer", "gpt2", "--pad_token_id=3"]
