@@ -359,7 +359,7 @@ class CheckpointManager(NamedStates):
     def _of_this_directory(self) -> list[CheckpointManager]:
         """The managers of this directory in this process, in the same order on all ranks."""
         managers = [one for one in SAVERS.savers if isinstance(one, CheckpointManager)]
-        return [one for one in managers if one.directory.resolve() == self.directory.resolve()]
+        return [one for one in managers if os.path.realpath(one.directory) == os.path.realpath(self.directory)]
 
     def _stage(self, team: Team, prepared: LaidOut, identity: Identity, *, urgent: bool) -> None:
         """Copy, and hand over to the writer. All ranks get errors of it at the next save or ``wait``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -151,7 +152,7 @@ class NamedStates(ABC):
         place = directory or self.directory
         loading = Loading(place, trainee, tolerance or Tolerance.of((), allow_cast=False))
         loaded = loading.chosen(chosen)
-        return self._loaded(loading, loaded) if place.resolve() == self.directory.resolve() else loaded
+        return self._loaded(loading, loaded) if os.path.realpath(place) == os.path.realpath(self.directory) else loaded
 
     def _newest_step(self) -> int:
         """Of all checkpoints, also of one that is still being written; the same on all ranks."""

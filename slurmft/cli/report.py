@@ -103,7 +103,7 @@ def _read(
         except (StorageError, OSError) as error:
             if not is_fleet:
                 raise
-            problems.append((run.path.name, getattr(error, "what", "") or str(error)))
+            problems.append((run.name, getattr(error, "what", "") or str(error)))
     return found, problems
 
 

@@ -29,7 +29,12 @@ _OURS_IN_SRUN = {*_SIZES, "label", "l", "unbuffered", "u", "kill-on-bad-exit", "
 _OTHER_LAUNCHERS = {"accelerate", "deepspeed", "mpirun", "horovodrun", "composer", "colossalai"}
 _PROFILERS = {"nsys", "ncu"}
 _SET_HERE = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "LOCAL_WORLD_SIZE"}
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_?KEY|CREDENTIAL", re.IGNORECASE)
+_SECRET = re.compile(r"TOKEN(?!IZ|S|_?ID)|SECRET|PASS(WORD|WD|PHRASE)|CREDENTIAL"
+                     r"|(^|[_-])(API|ACCESS|PRIVATE|AUTH|SSH)[_-]?KEY", re.IGNORECASE)  # fmt: skip
+_NAMED_SECRET = re.compile(r"(?P<name>[A-Za-z_-][\w-]*)(?P<by>=|\s+)(?P<value>\"[^\"]*\"|'[^']*'|[^\s\"']+)")
+_SECRET_VALUE = re.compile(r"(?<![\w-])(hf_|sk-|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|AKIA)[\w-]{10,}"
+                           r"|(?<=://)[^/\s@]+:[^/\s@]+(?=@)|(?<=[Bb]earer )[^\s\"']+")  # fmt: skip
+_HIDDEN = "SECRET"
 _ASSIGNMENT = re.compile(r"(?P<export>export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<value>.*)", re.DOTALL)
 _COMMAND = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`|(?<=\S)#")
 """What stands for itself: command substitutions, and a # inside of a word, which begins no comment."""
@@ -62,7 +67,7 @@ class _Script:
     """The line of the command that was taken."""
 
     def remark(self, line: int, text: str) -> None:
-        self.remarks.append(f"line {line}: {text}")
+        self.remarks.append(f"line {line}: {_without_secrets(text)}")
 
 
 def convert(text: str, name: str) -> Converted:
@@ -255,11 +260,11 @@ def _assign(script: _Script, line: int, found: re.Match[str]) -> None:
     name = found["name"]
     value = "".join(_split(line, _known(script, found["value"])))
     is_plain = "$" not in value and "`" not in value
-    if is_plain:
+    if is_plain and not _SECRET.search(name):
         script.variables[name] = value
     if not found["export"] or name in _SET_HERE:
         return
-    if _SECRET.search(name):
+    if _SECRET.search(name) or _SECRET_VALUE.search(value):
         script.remark(line, f"{name} is not stored in a configuration: export it before slurmft submit")
     elif is_plain:
         script.settings.setdefault("environment", {})[name] = value
@@ -358,8 +363,33 @@ def _srun(script: _Script, line: int, words: Sequence[str]) -> list[str]:
     return list(words[rest:])
 
 
+def _without_secrets(text: str) -> str:
+    """The text, with the values of what is named like a secret, and what looks like one, replaced."""
+
+    def hidden(match: re.Match[str]) -> str:
+        option = match["by"] == "=" or match["name"].startswith("--")
+        is_secret = option and match["value"][:1] != "$" and _SECRET.search(match["name"])
+        return f"{match['name']}{match['by']}{_HIDDEN}" if is_secret else match[0]
+
+    return _SECRET_VALUE.sub(_HIDDEN, _NAMED_SECRET.sub(hidden, text))
+
+
+def _words_without_secrets(words: Sequence[str]) -> list[str]:
+    found = [_without_secrets(word) for word in words]
+    for at in range(1, len(words)):
+        option = words[at - 1]
+        if option.startswith("--") and "=" not in option and _SECRET.search(option) and words[at][:1] not in "-$":
+            found[at] = _HIDDEN
+    return found
+
+
 def _finished(script: _Script) -> Converted:
     """The keys in the order of the reference, with a run folder."""
+    command = script.settings["command"]
+    script.settings["command"] = _words_without_secrets(command)
+    if command != script.settings["command"]:
+        script.remark(script.launched, f"a secret in the command is not stored in a configuration ({_HIDDEN} stands "
+                      "there): have the trainer read it from the environment")  # fmt: skip
     settings, name = script.settings, str(script.slurm.get("job_name") or script.name)
     name = re.sub(r"[^\w.-]", "-", name).strip("-.")[:100] or "run"
     settings.setdefault("nodes", 1)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import ConfigDict, model_validator
 
 from slurmft.config.types import Positive, Section, Text
 from slurmft.policy.site.sbatch_section import option_value
+
+_HOSTLIST = re.compile(r"([^\[\]]|\[\d+(-\d+)?(,\d+(-\d+)?)*\])*", re.ASCII)
 
 
 class SlurmConfig(Section):
@@ -20,6 +23,10 @@ class SlurmConfig(Section):
     def _options_are_words(cls, section: Any) -> Any:
         if not isinstance(section, dict):
             return section
+        for key in ("exclude", "nodelist"):
+            text = str(section.get(key) or "")
+            if "/" not in text and not _HOSTLIST.fullmatch(text):  # sbatch reads a file of that name
+                raise ValueError(f"{key}: {text[:80]!r} is no list of nodes, such as n[1-3,7],login1")
         return {key: value if key == "srun_args" else option_value(key, value) for key, value in section.items()}
 
     partition: Text | None = None

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from slurmft.config.types import Count, Fraction, Positive, Seconds, Section, Text
+from slurmft.config.types import Count, Positive, Score, Seconds, Section, Text
 
 
 class StragglerDetectionConfig(Section):
@@ -19,18 +19,19 @@ class StragglerDetectionConfig(Section):
     """Seconds of one window; there is one report for each."""
 
     calc_relative_gpu_perf: bool = True
-    """Compare each rank with the median of its cohort, the ranks of equal role."""
+    """Compare each rank with the median of its cohort, the ranks of equal role; where one half of it takes twice as
+    long as the other, with the faster half."""
 
     calc_individual_gpu_perf: bool = True
     """Compare each rank with the best that it ever did on this node."""
 
     num_gpu_perf_scores_to_print: Count = Field(default=5, ge=0, le=1000)
-    """Ranks that a report names: so many of the worst, and so many of the best."""
+    """Ranks that a report names: so many of the worst, and so many of the best; 0: only warnings are reported."""
 
-    gpu_relative_perf_threshold: Fraction = 0.7
+    gpu_relative_perf_threshold: Score = 0.7
     """Relative score below which a rank is slow; 1 is as fast as the median."""
 
-    gpu_individual_perf_threshold: Fraction = 0.7
+    gpu_individual_perf_threshold: Score = 0.7
     """Individual score below which a rank is slow; 1 is as fast as it ever was."""
 
     stop_if_detected: bool = False
@@ -43,7 +44,7 @@ class StragglerDetectionConfig(Section):
     """Time every n-th step, and every n-th entry of a named section."""
 
     logger_name: Text = "slurmft.stragglers"
-    """Logger of the reports."""
+    """Logger of the reports; another name than this one stands in front of them in the log."""
 
     windows_needed: Positive = 3
     """Windows that must accuse a node before there is a verdict, ..."""

@@ -37,6 +37,9 @@ Minutes = Annotated[float, BeforeValidator(plain.no_bool), AfterValidator(plain.
 Fraction = Annotated[float, Field(ge=0, lt=1), BeforeValidator(plain.no_bool)]
 
 
+Score = Annotated[float, Field(ge=0, le=1), BeforeValidator(plain.no_bool)]
+
+
 Folder = Annotated[Path, BeforeValidator(plain.usable_path)]
 """A path that can be one; whether it is there is another question."""
 

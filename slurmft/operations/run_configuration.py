@@ -63,7 +63,8 @@ def refuse_shared(run: RunFolder, directory: Path) -> None:
         StorageError: its records cannot be read.
     """
     original = original_of(run)
-    if directory.resolve().is_relative_to(run.path.resolve()) and not _is_mounted_from(original, directory):
+    real = Path(os.path.realpath(directory))  # of links in a circle, resolve() raises RuntimeError
+    if real.is_relative_to(os.path.realpath(run.path)) and not _is_mounted_from(original, directory):
         return
     if _is_as_recorded(run):
         return

@@ -163,7 +163,7 @@ def overview(run: RunFolder, records: Mapping[OwnJob, JobRecord] | None) -> Over
     if failed:
         detail = f"{detail}; SAVES FAIL: {failed} in a row, {progress.save_problem or 'reason unknown'}"
     return Overview(
-        run=run.path.name,
+        run=run.name,
         folder=str(run.path),
         state=state,
         detail=detail,
@@ -254,9 +254,7 @@ def _overview_or_damage(run: RunFolder, records: Mapping[OwnJob, JobRecord] | No
     except OSError as error:
         why = f"{error.filename or run.path}: {error.strerror}; {_permission_hint(run)}"
     nothing: dict[str, Any] = dict.fromkeys(("job", "step", "until", "saved", "metric", "at"))
-    return Overview(
-        run=run.path.name, folder=str(run.path), state="damaged", detail=why, jobs=(), attempts=0, **nothing
-    )
+    return Overview(run=run.name, folder=str(run.path), state="damaged", detail=why, jobs=(), attempts=0, **nothing)
 
 
 def _state(
@@ -286,24 +284,22 @@ def _state(
 
 
 def _ended(run: RunFolder) -> tuple[str, str]:
-    for event in reversed(run.journal().read()):
-        if event.event == EventName.ATTEMPT_STARTED:
-            return "stopped", "it left no verdict; slurmft submit continues it, or requeue --rescue"
-        if event.event in (
-            EventName.DECISION,
-            EventName.CANCELLED,
-            EventName.ENDED_FROM_OUTSIDE,
-            EventName.SUBMISSION_FAILED,
-        ):
-            return "stopped", str(event.details.get("reason", event.event))
-    return "new", ""
+    event = run.journal().newest(
+        EventName.ATTEMPT_STARTED, EventName.DECISION, EventName.CANCELLED, EventName.ENDED_FROM_OUTSIDE,
+        EventName.SUBMISSION_FAILED,
+    )  # fmt: skip
+    if event is None:
+        return "new", ""
+    if event.event == EventName.ATTEMPT_STARTED:
+        return "stopped", "it left no verdict; slurmft submit continues it, or requeue --rescue"
+    return "stopped", str(event.details.get("reason", event.event))
 
 
 def who_cancelled(run: RunFolder) -> str:
     """The user who cancelled the run's newest job, from the accounting; empty where it is not known. One command."""
     jobs = run.own_jobs(newest=1)
-    verdicts = [event for event in run.journal().read() if event.event == EventName.VERDICT]
-    if not jobs or not verdicts or verdicts[-1].details.get("cause") != Cause.CANCELLED:
+    verdict = run.journal().newest(EventName.VERDICT) if jobs else None
+    if verdict is None or verdict.details.get("cause") != Cause.CANCELLED:
         return ""
     user_id = own_jobs.cancelled_by(jobs[-1])
     if user_id is None:

@@ -8,12 +8,12 @@ from slurmft.errors import ConfigError, SlurmError, SlurmUnavailable
 from slurmft.operations.run_configuration import configuration_of
 from slurmft.policy.site.job_identity import OwnJob
 from slurmft.scheduler import own_jobs, queueing
-from slurmft.scheduler.nodes import compress, expand
+from slurmft.scheduler.nodes import compress
 from slurmft.scheduler.parsing.parsing import JobRecord, is_held_by_requeue
 from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
 from slurmft.storage.run_folder import RunFolder
-from slurmft.supervisor.recovery.place_elsewhere import Placement, duty_of, next_placement, ours
+from slurmft.supervisor.recovery.place_elsewhere import Placement, duty_of, expanded, next_placement, ours
 
 _TRANSACTION = frozenset({EventName.REQUEUEING, EventName.REQUEUED, EventName.PLACED, EventName.REQUEUE_FAILED})
 
@@ -41,7 +41,7 @@ def complete(run: RunFolder, job: OwnJob, record: JobRecord, who: str) -> str | 
     began = mine[-1] if mine and mine[-1].event == EventName.REQUEUEING else None
     if began is not None:
         excluded = began.details.get("excluded")
-        avoid = None if excluded is None else expand(str(excluded))
+        avoid = None if excluded is None else expanded(excluded)
         done = queueing.place(job, queueing.SOONEST_S, avoid=avoid)
         if is_held_by_requeue(record.reason):  # by ``requeue_ended``; a job that a user holds stays held
             own_jobs.release(job)

@@ -9,7 +9,6 @@ text, and jobs and nodes are labels of the one ``slurmft_run_info``.
 
 from __future__ import annotations
 
-import getpass
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from slurmft.storage.history import live_view
 from slurmft.storage.history.journal_tail import JournalTail
 from slurmft.storage.history.progress import Progress, progress_of
 from slurmft.storage.jobs_file import LOCAL_PREFIX
+from slurmft.storage.ownership import user_name
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.exposition import COUNTER, GAUGE, Family, Sample
 
@@ -174,7 +174,7 @@ def looks_at(runs: Iterable[RunFolder]) -> tuple[list[Look], list[str]]:
         try:
             look = RunMetrics(run).look()
         except (OSError, StorageError) as error:
-            problems.append(f"{run.path.name}: {getattr(error, 'strerror', None) or error}")
+            problems.append(f"{run.name}: {getattr(error, 'strerror', None) or error}")
             continue
         if looks.setdefault(tuple(look.labels.values()), look) is not look:
             problems.append(f"{run.path}: another run of this user has this name")
@@ -187,9 +187,9 @@ def _labels(run: RunFolder, attempt: str) -> dict[str, str]:
 
 def _user_of(path: Path) -> str:
     try:
-        return path.owner()
-    except (OSError, KeyError):
-        return getpass.getuser()
+        return user_name(path.stat().st_uid)
+    except OSError:
+        return user_name(os.getuid())
 
 
 def _cluster_of(run: RunFolder, attempt: str) -> str:

@@ -35,4 +35,4 @@ def report_of(run: RunFolder, *, now_s: float, since_s: float = 0.0) -> Report:
         damage = f": none of its {unreadable} lines can be read" if unreadable else " is empty"
         raise StorageError(f"{journal.path}{damage}", hint=f"see also {run.logs}")
     account = accounting.finish(now_s=now_s, seen=asdict(progress_of(run)))
-    return Report(name=run.path.name, account=account, unreadable=unreadable)
+    return Report(name=run.name, account=account, unreadable=unreadable)

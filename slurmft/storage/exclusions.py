@@ -27,7 +27,7 @@ from slurmft.storage import exclusion_values as values
 from slurmft.storage.ownership import followed
 from slurmft.storage.patience import translated, writing
 from slurmft.storage.soft_lock import SoftLock
-from slurmft.system.files import FORMAT, replace_atomically
+from slurmft.system.files import FORMAT, parse_json, replace_atomically
 from slurmft.system.opening import LOG_LIMIT_BYTES, UnsafeFile, read_bytes, trusted_owners
 
 LOCK_TIMEOUT_S = 20.0
@@ -262,7 +262,7 @@ class ExclusionList:
             except OSError as error:
                 raise translated(f"cannot read {path}", error) from error
             try:
-                value = json.loads(content)
+                value = parse_json(content)
                 if value["format"] > FORMAT:
                     raise _newer(path, value["format"])
                 observations = values.rows(value["observations"])
@@ -295,7 +295,7 @@ class ExclusionList:
         if zlib.crc32(memoryview(content)[match.end() :]) != int(match[2]):
             return Exclusions(found, damage=self._damage("its checksum is wrong"))
         try:
-            facts = json.loads(b"{" + content[match.end() : content.index(b"\n", match.end())] + b"]}")
+            facts = parse_json(b"{" + content[match.end() : content.index(b"\n", match.end())] + b"]}")
             entries, revision = facts["manual"], facts["revision"]
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             return Exclusions(found, damage=self._damage("it has no head"))
@@ -308,7 +308,7 @@ class ExclusionList:
     def _stored(self, content: bytes) -> tuple[list[Observation], str]:
         """The observations in the list, and its damage."""
         try:
-            rows = json.loads(content)["observations"]
+            rows = parse_json(content)["observations"]
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             return [], self._damage("its observations cannot be read")
         try:
@@ -333,7 +333,7 @@ class ExclusionList:
 
     def _refuse_newer(self, content: bytes, version: int | None) -> None:
         with contextlib.suppress(ValueError, RecursionError, AttributeError):
-            version = json.loads(content).get("format") if version is None else version
+            version = parse_json(content).get("format") if version is None else version
         if type(version) is int and version > FORMAT:
             raise _newer(self.path, version)
 

@@ -14,12 +14,15 @@ from typing import Any
 from slurmft.errors import NewerFormat, StorageError
 from slurmft.storage.events import EventName
 from slurmft.storage.history.past import Past
-from slurmft.system.files import FORMAT, MOVE_AWAY
-from slurmft.system.opening import LOG_LIMIT_BYTES, UnsafeFile, append_line, read_lines
+from slurmft.system.files import FORMAT, MOVE_AWAY, parse_json
+from slurmft.system.opening import LOG_LIMIT_BYTES, UnsafeFile, append_line, last_lines, read_lines
 
 JOURNAL_FILE = "journal.jsonl"
 MAX_LINES = 500_000
 """Lines that a journal may have: an event every five seconds for a month. More would take too long to read."""
+
+TAIL_BYTES = 32 << 20
+"""From its end that ``newest`` looks at: what anybody may write into it costs a second and no more."""
 
 MAX_LINE_BYTES = 4 << 20
 """Of one event; a traceback is cut long before that. Longer lines are damage."""
@@ -133,6 +136,27 @@ class Journal:
         except FileNotFoundError:
             return []
 
+    def newest(self, *names: EventName) -> Event | None:
+        """The newest of the events of these names, read from the end; None where there is none.
+
+        Raises:
+            NewerFormat, StorageError: as ``read``, and where none is in the last TAIL_BYTES of a longer journal.
+        """
+        wanted = {name.encode() for name in names}
+        try:
+            with self._errors_named():
+                for line in last_lines(self.path, limit_bytes=TAIL_BYTES):
+                    known = _NAME.match(line)
+                    if known is not None and known[3] not in wanted:
+                        continue
+                    if (event := _parse(line, self.path)) is not None and event.event in names:
+                        return event
+                if self.path.stat().st_size > TAIL_BYTES:
+                    raise StorageError(f"{self.path}: its newest {TAIL_BYTES >> 20} MiB do not say what the run does")
+        except FileNotFoundError:
+            pass
+        return None
+
     def read_past(self) -> list[Event]:
         """As ``read``, for a start of the run: without PASSED_OVER, whose lines are neither parsed nor counted.
 
@@ -223,7 +247,7 @@ def _without_details(line: bytes, wanted: frozenset[bytes]) -> Event | None:
 
 def _parse(line: bytes, path: Path) -> Event | None:
     try:
-        value = json.loads(line.decode())  # of bytes, the encoding would be guessed first
+        value = parse_json(line.decode())  # of bytes, the encoding would be guessed first
         version, at = value.pop("format"), datetime.fromisoformat(value.pop("at"))
         if at.tzinfo is not UTC:
             at = at.astimezone(UTC)

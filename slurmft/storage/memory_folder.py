@@ -28,7 +28,7 @@ def own_memory_folder() -> Path | None:
 def is_the_runs(directory: Path, environment: Mapping[str, str] = os.environ) -> bool:
     """Whether checkpoints there are those of the run, and not of something else that a worker saves beside them."""
     told = environment.get("SLURMFT_CHECKPOINT_DIR")
-    return not told or Path(told).absolute() == directory.absolute() or Path(told).resolve() == directory.resolve()
+    return not told or os.path.realpath(told) == os.path.realpath(directory)
 
 
 def memory_folder_of(directory: Path) -> Path | None:

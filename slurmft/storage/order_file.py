@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 from slurmft.errors import StorageError
 from slurmft.storage.patience import writing
-from slurmft.system.files import FORMAT, write_json
+from slurmft.system.files import FORMAT, parse_json, write_json
 from slurmft.system.opening import open_regular
 
 ORDER_FILE = "INJECT"
@@ -70,7 +69,7 @@ def take_order(run: Path) -> dict[str, Any] | None:
 
 def _parsed(text: bytes, path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise StorageError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict) or type(value.get("format")) is not int or value["format"] > FORMAT:

@@ -7,7 +7,9 @@ import errno
 import logging
 import os
 import secrets
+import stat
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +35,12 @@ LOCK_TIMEOUT_S = 20.0
 LOCK_PAUSE_S = 0.05
 SOFT_STALE_S = 600.0
 """Age from which on a run's lock of another host is a dead holder's, where the filesystem has no flock."""
+
+MAX_DEPTH = 2
+"""Folders between the root of all runs and a run: of a user, and of a project."""
+
+MAX_FOLDERS = 20_000
+"""Folders below the root that are no runs, and are looked into."""
 
 MAX_NAMES = 30
 """Runs that an error names."""
@@ -97,8 +105,10 @@ class Owner:
 class RunFolder:
     """Paths and small state files of one run. Creating one changes nothing on disk."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, name: str = "") -> None:
         self.path = path
+        self.name = name or path.name
+        """By which a person names it: the path below the root of all runs, where it was found there."""
         self.config = path / "config.yaml"
         self.script = path / "job.sh"
         self.attempts = path / "attempts"
@@ -308,14 +318,13 @@ class RunFolder:
     def _jobs_in_journal(self) -> dict[str, JobIdentity]:
         """The jobs in the folder of an earlier version."""
         found: dict[str, JobIdentity] = {}
-        for event in self.journal().read():
-            job = (
-                event.attempt.partition(".")[0]
-                if event.event == EventName.ATTEMPT_STARTED
-                else event.details.get("job")
-            )
-            if event.event in (EventName.ATTEMPT_STARTED, EventName.SUBMITTED, EventName.RESUBMITTED):
-                found.setdefault(str(job), JobIdentity(begun=event.seconds()))
+        begin = (EventName.ATTEMPT_STARTED, EventName.SUBMITTED, EventName.RESUBMITTED)
+        with contextlib.suppress(FileNotFoundError):
+            for event in self.journal().each(frozenset(name.encode() for name in begin)):
+                if event is not None and event.event in begin:
+                    started = event.event == EventName.ATTEMPT_STARTED
+                    job = event.attempt.partition(".")[0] if started else event.details.get("job")
+                    found.setdefault(str(job), JobIdentity(begun=event.seconds()))
         return found
 
     def add_job(self, job: str, seen: JobIdentity | None = None) -> None:
@@ -387,7 +396,7 @@ def find_run(name: str, root: Path) -> RunFolder:
     for path in (Path(name), root / name):
         if (run := RunFolder(path.absolute())).exists():
             return run
-    names = [run.path.name for run in list_runs(root)]
+    names = [run.name for run in list_runs(root)]
     known = ", ".join(names[:MAX_NAMES]) + f" and {len(names) - MAX_NAMES} more" * (len(names) > MAX_NAMES) or "none"
     raise StorageError(f"there is no run {name!r} here or in {root}", hint=f"runs in {root}: {known}")
 
@@ -401,14 +410,54 @@ def may_exist(path: Path) -> bool:
 
 
 def list_runs(root: Path) -> list[RunFolder]:
-    """Every run below ``root``, by name; also folders that cannot be looked into, which may be runs.
+    """Every run below ``root``, by name: in it, and in folders that are no runs, such as one for each user or project,
+    up to MAX_DEPTH of them deep. Also folders that cannot be looked into, which may be runs.
 
     Raises:
         OSError: ``root`` itself cannot be listed.
     """
     if not root.exists():
         return []
-    return [run for path in sorted(root.iterdir()) if (run := RunFolder(path.absolute())).may_exist()]
+    found, seen, waiting = list[RunFolder](), {_identity(root)}, deque([root])
+    for depth in range(1 + MAX_DEPTH):
+        for _ in range(len(waiting)):
+            folder = waiting.popleft()
+            try:
+                entries = sorted(folder.iterdir(), key=lambda path: (path.is_symlink(), path.name))
+            except OSError:
+                if depth == 0:
+                    raise
+                continue  # gone meanwhile; one that is not to be looked into was found as a run that may be there
+            for path in entries:
+                if (identity := group_of_runs(path)) in seen:
+                    continue  # a link to what was found already
+                if (run := RunFolder(path.absolute(), name=str(path.relative_to(root)))).may_exist():
+                    found.append(run)
+                if identity is not None:
+                    seen.add(identity)
+                    waiting.append(path)
+            if len(seen) > MAX_FOLDERS:
+                log.warning("%s has more than %d folders: runs may be missing here", root, MAX_FOLDERS)
+                waiting.clear()
+                break
+    return sorted(found, key=lambda run: run.path)
+
+
+def group_of_runs(path: Path) -> tuple[int, int] | None:
+    """The identity of a folder that is no run and may hold some; None for anything else. What is inside of a run is
+    none, nor is what lies behind a link that another user than the caller, root or its target's owner made."""
+    try:
+        link, status = path.lstat(), path.stat()
+        if not stat.S_ISDIR(status.st_mode) or link.st_uid not in (0, os.getuid(), status.st_uid):
+            return None
+        return None if RunFolder(path).has_records() else _identity(path)
+    except OSError:
+        return None
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def _lies_there(path: Path) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 from slurmft.errors import StorageError, StorageUnavailable
 from slurmft.storage.patience import translated
-from slurmft.system.files import FORMAT
+from slurmft.system.files import FORMAT, parse_json
 from slurmft.system.opening import UnsafeFile, check_regular, read_bytes, trusted_owners
 from slurmft.system.processes import birth_of, lives
 
@@ -152,7 +152,7 @@ class SoftLock:
             OSError: it cannot be read.
         """
         try:
-            value = json.loads(read_bytes(self.path, limit_bytes=MAX_BYTES, follow=False, owners=self._owners()))
+            value = parse_json(read_bytes(self.path, limit_bytes=MAX_BYTES, follow=False, owners=self._owners()))
         except (FileNotFoundError, ValueError, RecursionError):
             return {}
         except UnsafeFile as error:

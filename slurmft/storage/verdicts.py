@@ -7,14 +7,13 @@ override exit codes, which do not survive srun and torchrun.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slurmft.policy.nodes.evidence import Evidence, Kind, Suspect
-from slurmft.system.files import FORMAT, read_json, write_json
+from slurmft.system.files import FORMAT, number, parse_json, read_json, write_json
 from slurmft.system.opening import append_line, read_text
 
 VERDICT_VARIABLE = "SLURMFT_VERDICT_FILE"
@@ -109,9 +108,9 @@ def read_evidence(path: Path) -> list[Evidence | None]:
 def parse_evidence(line: str) -> Evidence | None:
     """The evidence in one line; None when it is damaged, or of an unknown kind."""
     try:
-        value = json.loads(line)
-        step, at = value.get("step"), float(value["at"])
-        if not math.isfinite(at):
+        value = parse_json(line)
+        step, at = value.get("step"), number(value["at"])
+        if at is None:
             return None
         suspect = next(iter(_suspects([value])))
         return Evidence(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import stat
 import tempfile
@@ -106,6 +107,39 @@ def replace_link(path: Path, target: str) -> None:
         link.replace(path)
 
 
+def parse_json(text: str | bytes) -> Any:
+    """The value in ``text``. A whole number of more than 20 digits comes as NaN: no reader believes it, and no
+    arithmetic fails because of its size.
+
+    Raises:
+        ValueError, RecursionError: it is not JSON.
+    """
+    return _DECODER.decode(text if isinstance(text, str) else text.decode())
+
+
+def _whole_number(digits: str) -> int | float:
+    return int(digits) if len(digits) <= 20 else math.nan
+
+
+_DECODER = json.JSONDecoder(parse_int=_whole_number)
+
+
+def number(value: Any, *, limit: float = 1e15) -> float | None:
+    """A number from a state file: finite and not beyond ``limit``; None for anything else."""
+    return float(value) if type(value) in (int, float) and -limit <= value <= limit else None
+
+
+def duration(value: Any) -> float:
+    """A duration, or a Unix time, from a state file.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if (found := number(value)) is None or found < 0:
+        raise ValueError(f"{str(value)[:40]!r} is not a number of seconds")
+    return found
+
+
 def write_json(path: Path, value: Mapping[str, Any], *, mode: int = 0o600, durable: bool = True) -> None:
     """Replace ``path`` by ``value`` with the format version added; atomic, and durable unless that is not asked for.
 
@@ -138,7 +172,7 @@ def read_json(
     except (OSError, UnicodeDecodeError) as error:
         raise StorageError(f"cannot read {path}: {error}") from error
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise StorageError(f"{path} is not JSON: {error}", hint=MOVE_AWAY) from error
     if not isinstance(value, dict):

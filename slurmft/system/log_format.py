@@ -19,8 +19,11 @@ class LogFormatter(logging.Formatter):
         self._indent = indent
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record."""
-        return block(super().format(record), MAX_TEXT).replace("\n", f"\n{self._indent}")
+        """One record; that of a logger which is not ours begins with its name."""
+        text = super().format(record)
+        if not record.name.startswith(("slurmft", "root", "__main__")):
+            text = text.replace(record.message, f"{record.name}: {record.message}", 1)
+        return block(text, MAX_TEXT).replace("\n", f"\n{self._indent}")
 
 
 def log_to_stderr(

@@ -203,6 +203,26 @@ def read_lines(path: str | Path, *, limit_bytes: int, line_limit_bytes: int, sta
         os.close(descriptor)
 
 
+def last_lines(path: str | Path, *, limit_bytes: int) -> Iterator[bytes]:
+    """The lines in the last ``limit_bytes`` of the regular file at ``path``, without their ends, the newest first.
+
+    Raises:
+        UnsafeFile: it is not a regular file, or is longer than LOG_LIMIT_BYTES.
+        OSError: it cannot be read.
+    """
+    with opened(path) as descriptor:
+        if (at := os.fstat(descriptor).st_size) > LOG_LIMIT_BYTES:
+            raise UnsafeFile(errno.EFBIG, f"is longer than {LOG_LIMIT_BYTES} bytes", str(path))
+        floor, held = max(0, at - limit_bytes), b""
+        while at > floor:
+            begin = max(floor, at - _CHUNK_BYTES)
+            held, *lines = (os.pread(descriptor, at - begin, begin) + held).split(b"\n")
+            yield from reversed(lines)
+            at = begin
+        if floor == 0:
+            yield held
+
+
 def read_text(
     path: str | Path, *, limit_bytes: int = STATE_LIMIT_BYTES, errors: str = "strict", follow: bool = True,
     owners: Collection[int] | None = None,

@@ -341,6 +341,7 @@ def _be(argv: list[str], world: World, caller: int, said: Path) -> int:
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     for handler in logging.getLogger().handlers[:]:
         logging.getLogger().removeHandler(handler)
+    sys.set_int_max_str_digits(4300)  # as every reader has it
     try:
         command_line.main()
     except SystemExit as end:

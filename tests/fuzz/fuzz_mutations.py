@@ -6,11 +6,14 @@ import json
 import os
 import random
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fuzz_world import CALLER, STRANGER, World
+
+sys.set_int_max_str_digits(0)  # only here: a file may hold any number, and its readers keep Python's own limit
 
 VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, -(2**63), 10**309, 0.5, -0.0, 1e-320, 1e308, float("inf"),
@@ -18,7 +21,9 @@ VALUES: list[Any] = [
     "../..", "/", "/dev/zero", "/dev/full", "/proc/self/mem", "~", "~root", "a\nb", "a\0b", "\x1b]0;owned\x07\x1b[2J",
     "\u202egpj.exe", "\udcff", "\U0001f600", "n[1-99999999]", "n1,n1", "n[1-", "$(touch executed)", "`touch executed`",
     "; touch executed", "--help", "-", "%s%n{0}", [], {}, [[]], [None], {"": None}, {"a": {"b": {"c": []}}},
-    list(range(1000)), {"format": 999}, "local-1", "7", "7.0.0", "0001-01-01", "9999-12-31T23:59:59+00:00",
+    list(range(1000)), [[0.5] * 50] * 50, [10**309] * 3, [float("nan"), None, True], 10**4400,
+    -(10**309), 10**15, 1 << 50, {"node": "n1", "rank": 10**309, "at": 1e308}, {"at": 10**20, "node": ["n1"]},
+    "9" * 5000, {"format": 999}, "local-1", "7", "7.0.0", "0001-01-01", "9999-12-31T23:59:59+00:00",
 ]  # fmt: skip
 ARGUMENTS = [value for value in VALUES if isinstance(value, str) and "\0" not in value and len(value) < 10_000]
 
@@ -100,6 +105,14 @@ def mutate_file(path: Path, chance: random.Random, world: World) -> str:
                 changed[chance.randrange(len(changed))] = chance.randrange(256)
         path.write_bytes(bytes(changed))
     return f"{path.relative_to(world.folder)}: {how}"
+
+
+def mutate_state(path: Path, chance: random.Random) -> str:
+    """Other values in a small file of state, or in a line of the journal; the file stays JSON."""
+    if (changed := _other_json(path.read_bytes(), chance)) is None:
+        return "nothing"
+    path.write_bytes(changed)
+    return f"{path}: {changed[:300]!a}"
 
 
 def mutate_value(value: Any, chance: random.Random) -> Any:

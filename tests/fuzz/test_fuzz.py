@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ from pathlib import Path
 import fuzz_campaign
 import pytest
 from fuzz_campaign import Outcome, run_input
-from fuzz_world import World, build
+from fuzz_state import leave_state, odd_state
+from fuzz_world import LOST, World, build
 
 QUICK = 250
 """Inputs in `make test`: a minute on two busy cores."""
@@ -48,6 +50,27 @@ def _campaign(worlds: tuple[World, World], first: int, count: int) -> None:
 def test_inputs_of_every_kind_are_answered_or_refused(worlds):
     start, _, count = os.environ.get("SLURMFT_FUZZ", f"0:{QUICK}").partition(":")
     _campaign(worlds, int(start), int(count or 1))
+
+
+def _odd_states(worlds: tuple[World, World], first: int, count: int) -> None:
+    _, world = worlds
+    if not (world.runs / LOST / "live.json").exists():
+        shutil.rmtree(world.folder, ignore_errors=True)
+        shutil.copytree(worlds[0].folder, world.folder, symlinks=True)
+        leave_state(world.runs / LOST)
+    wrong = [each for seed in range(first, first + count) for each in odd_state(seed, world)]
+    assert not wrong, f"{len(wrong)} of {count} inputs:\n" + "\n".join(wrong[:20])
+
+
+@pytest.mark.timeout(560)
+def test_odd_values_in_files_of_state_are_read_or_refused(worlds):
+    _odd_states(worlds, 0, 2 * QUICK)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_ten_thousand_odd_values_in_files_of_state(worlds):
+    _odd_states(worlds, 1_000_000, 10_000)
 
 
 @pytest.mark.soak

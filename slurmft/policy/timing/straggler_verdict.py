@@ -66,6 +66,8 @@ class ReportShape:
     relative: bool = True
     individual: bool = True
     worst: int = 5
+    """Ranks that are named at either end; with 0 only warnings are left."""
+
     device: str = "GPU"
 
 
@@ -77,12 +79,15 @@ def report(scores: Scores, nodes: Sequence[str], sections: Sequence[str], shape:
         (shape.individual, "individual", scores.individual, scores.slow_individual),
     ):
         if wanted and np.isfinite(values).any():
-            lines += [f"{shape.device} {name} performance:", *_extremes(values, nodes, shape.worst)]
+            if shape.worst:
+                lines += [f"{shape.device} {name} performance:", *_extremes(values, nodes, shape.worst)]
             if slow.any():
                 lines.append(
                     f"STRAGGLER DETECTION WARNING: Some {shape.device}s {_COMPLAINTS[name]}. "
                     f"Affected ranks: {_named(_by_score(values, slow))}"
                 )
+    if not shape.worst:
+        return "\n".join(lines)
     lines += _worst_sections(scores, nodes, sections)
     if (missing := np.flatnonzero(~scores.covered)).size:
         covered = len(scores.covered) - len(missing)

@@ -18,8 +18,10 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Integers = NDArray[np.int64]
 
-MIN_COHORT = 3
-"""Of two that differ it is unknown which one is wrong."""
+MIN_COHORT = 2
+HALVES_APART = 2.0
+"""Where one half of a cohort, such as one of two nodes, takes more than so many times as long as the other, it is the
+slow one; of halves that differ by less, it is unknown which one is wrong."""
 
 SPREADS = 4.0
 """A straggler lies this many median deviations above its cohort, in logarithms: where all differ, none stands out.
@@ -128,14 +130,17 @@ def score(window: Window, limits: Limits) -> Scores:
 def _references(times: Floats) -> Floats:
     """[sections] The cohort's reference: a time that more than half of it keep up with; NaN where fewer were measured.
 
-    The upper one of the two in the middle: a half that is slower than the other half is not outvoted by it.
+    The upper one of the two in the middle, so that a half that is a little slower is not outvoted by the other one; the
+    lower one where the halves are HALVES_APART.
     """
     found = np.full(times.shape[1], np.nan)
     for column in range(times.shape[1]):
         values = times[:, column]
         values = values[~np.isnan(values)]
         if len(values) >= MIN_COHORT and 2 * len(values) > len(times):
-            found[column] = _upper_median(values)
+            middle = len(values) // 2
+            low, high = np.partition(values, (middle - 1, middle))[middle - 1 : middle + 1]
+            found[column] = low if len(values) % 2 == 0 and high / HALVES_APART > low else high
     return found
 
 
@@ -164,10 +169,12 @@ def _slow_by_cohort(scores: Floats, behind_s: Floats, work_s: Floats, limits: Li
     told = late[np.isfinite(late)]
     if len(told) < MIN_COHORT:
         return np.zeros(len(scores), np.bool_)
-    stands_out = late > SPREADS * _upper_median(np.abs(told))
+    near = told[told <= math.log(HALVES_APART) + 1e-9]
+    is_half = 2 * len(near) == len(told) == len(scores)
+    stands_out = late > SPREADS * _upper_median(np.abs(near if is_half else told))
     slow = (scores < limits.relative) & (behind_s > limits.min_difference_s) & stands_out  # with NaN it is false
     # ranks that were measured in different sections may each stand out; a half of them is no exception
-    return slow if 2 * int(slow.sum()) < len(slow) else np.zeros_like(slow)
+    return slow if 2 * int(slow.sum()) < len(slow) + is_half else np.zeros_like(slow)
 
 
 def _slow_by_past(individual: Floats, work_s: Floats, best_s: Floats, limits: Limits) -> Flags:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from datetime import datetime
@@ -222,19 +223,25 @@ def job_pairs(text: str) -> dict[str, str]:
     Job name and comment are the user's text and may look like fields: the first stands before all others, the
     other behind them.
     """
-    facts = re.search(r"UserId=\S+\(\d+\) GroupId=.*", text, re.DOTALL)
-    return parse_pairs(facts.group() if facts else text)
+    users = _users(text)
+    return parse_pairs(text[users[-1].start() :] if users else text)
+
+
+def _users(text: str) -> list[re.Match[str]]:
+    """Where the job's user may stand, before its command: once, unless the job's name looks like it, too."""
+    before, command, _ = text.rpartition(" Command=")
+    return list(re.finditer(r"\bUserId=\S*?\((\d+)\) GroupId=", before if command else text))
 
 
 def parse_identity(text: str) -> JobIdentity:
     """The job's identity in ``scontrol -o show job``; of several parts of a job, the first."""
     line = text.strip().split("\nJobId=", maxsplit=1)[0]
-    user = re.search(r"\bUserId=\S*?\((\d+)\) GroupId=", line)
-    name = re.search(r"\bJobName=(.*?) (?:\w+=\S* )?UserId=\S*?\(\d+\) GroupId=", line, re.DOTALL)
+    users = _users(line)
+    name = re.search(r"\bJobName=(.*?) (?:\w+=\S* )?$", line[: users[-1].start()] if users else "", re.DOTALL)
     pairs = job_pairs(line)
     at, restarts = parse_time(pairs.get("SubmitTime", "")), pairs.get("Restarts", "")
     return JobIdentity(
-        user=int(user[1]) if user else None,
+        user=int(users[0][1]) if len({user[1] for user in users}) == 1 else None,
         name=name[1] if name else "",
         script=_long_value(line, "Command"),
         folder=_long_value(line, "WorkDir"),
@@ -264,7 +271,9 @@ def parse_named(text: str) -> NamedNodes:
 
     def names(key: str) -> frozenset[str]:
         value = pairs.get(key, "")
-        return frozenset() if value in _NOTHING else frozenset(expand_hostlist(value))
+        with contextlib.suppress(ValueError):  # what the user wrote need not be one
+            return frozenset() if value in _NOTHING else frozenset(expand_hostlist(value))
+        return frozenset()
 
     return NamedNodes(excluded=names("ExcNodeList"), required=names("ReqNodeList"))
 

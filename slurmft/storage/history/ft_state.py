@@ -6,14 +6,12 @@ An invalid file counts as missing: limits are learned anew then. A file of a new
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from slurmft.errors import NewerFormat, StorageError
 from slurmft.policy.timing.learned_timeouts import MAX_SAMPLES
-from slurmft.system.files import read_json, write_json
+from slurmft.system.files import duration, read_json, write_json
 
 FT_STATE_FILE = "ft_state.json"
 MAX_BYTES = 4 << 20
@@ -48,8 +46,8 @@ def write(run_folder: Path, workload: str, samples: Samples) -> None:
     kept: list[tuple[str, Samples]] = [(name, each) for name, each in _read_all(run_folder).items() if name != workload]
     kept = [*kept, (workload, samples)][-MAX_WORKLOADS:]
     workloads = [  # a list: their order is when they were last written
-        [name, {section: [round(each, 3) for each in seconds[-MAX_SAMPLES:]]
-                for section, seconds in list(sections.items())[:MAX_SECTIONS]}]
+        [name, {section: [round(each, 3) for each in durations[-MAX_SAMPLES:]]
+                for section, durations in list(sections.items())[:MAX_SECTIONS]}]
         for name, sections in kept
     ]  # fmt: skip
     write_json(path, {"workloads": workloads}, durable=False)
@@ -61,16 +59,10 @@ def _read_all(run_folder: Path) -> dict[str, dict[str, list[float]]]:
         if (value := read_json(path, limit_bytes=MAX_BYTES)) is None:
             return {}
         return {
-            str(name): {str(section): _seconds(each) for section, each in list(sections.items())[:MAX_SECTIONS]}
+            str(name): {str(section): [duration(value) for value in each][-MAX_SAMPLES:]
+                        for section, each in list(sections.items())[:MAX_SECTIONS]}
             for name, sections in value["workloads"][-MAX_WORKLOADS:]
-        }
+        }  # fmt: skip
     except (StorageError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         log.warning("the learned timeouts in %s are ignored: %s", path, getattr(error, "what", repr(error)))
         return {}
-
-
-def _seconds(values: Any) -> list[float]:
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-            raise ValueError(f"{value!r} is not a number of seconds")
-    return [float(value) for value in values][-MAX_SAMPLES:]

@@ -6,7 +6,6 @@ for entry in tail.news(): ...
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.storage.journal import JOURNAL_FILE, MAX_LINE_BYTES
-from slurmft.system.files import FORMAT
+from slurmft.system.files import FORMAT, parse_json
 from slurmft.system.opening import opened
 
 _BEGIN = re.compile(rb'\{"format": \d+, "at": "[^"\\]*", "attempt": "[^"\\]*", "event": "([^"\\]*)"')
@@ -108,7 +107,7 @@ class JournalTail:
 
 def _parse(line: bytes) -> Entry | None:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
         version, at = value.pop("format"), datetime.fromisoformat(value.pop("at")).timestamp()
         name, attempt = str(value.pop("event")), str(value.pop("attempt", ""))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):

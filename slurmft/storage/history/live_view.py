@@ -5,7 +5,6 @@ It is not part of the run's state. Lists have one value for each rank; it is bel
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.errors import StorageError
-from slurmft.system.files import read_json, write_json
+from slurmft.system.files import number, read_json, write_json
 
 LIVE_FILE = "live.json"
 MAX_RANKS = 100_000
@@ -64,12 +63,12 @@ def read(run_folder: Path) -> LiveView:
         return LiveView()
     tiers = facts.get("tiers")
     return LiveView(
-        at=_number(facts.get("at")) or 0.0,
+        at=number(facts.get("at")) or 0.0,
         attempt=str(facts.get("attempt") or "")[:MAX_NAME],
         steps=_numbers(facts.get("steps")), step_s=_numbers(facts.get("step_s")),
         section_s=_numbers(facts.get("section_s")),
         nodes=_texts(facts.get("nodes")), sections=_texts(facts.get("sections")),
-        heartbeat_s=_number(facts.get("heartbeat_s")), hang_used=_number(facts.get("hang_used")),
+        heartbeat_s=number(facts.get("heartbeat_s")), hang_used=number(facts.get("hang_used")),
         restarts_left=_count(facts.get("restarts_left")), save_interval_steps=_count(facts.get("save_interval_steps")),
         tiers={str(name)[:MAX_NAME]: str(text)[:MAX_NAME] for name, text in list(tiers.items())[:8]}
         if isinstance(tiers, dict) else {},
@@ -87,16 +86,12 @@ def write(run_folder: Path, view: LiveView) -> None:
                durable=False)  # fmt: skip
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
-
-
 def _count(value: Any) -> int | None:
     return value if type(value) is int and 0 <= value < 10**15 else None
 
 
 def _numbers(value: Any) -> tuple[float | None, ...]:
-    return tuple(_number(each) for each in value[:MAX_RANKS]) if isinstance(value, list) else ()
+    return tuple(number(each) for each in value[:MAX_RANKS]) if isinstance(value, list) else ()
 
 
 def _texts(value: Any) -> tuple[str, ...]:

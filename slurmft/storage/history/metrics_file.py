@@ -6,10 +6,10 @@ so only the end is read for that: what is going to be done again, and no more.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
+from slurmft.system.files import parse_json
 from slurmft.system.opening import naming, open_regular, write_bytes
 
 METRICS_FILE = "metrics.jsonl"
@@ -69,7 +69,7 @@ def _end_before(descriptor: int, size: int, step: int) -> int:
 def _step_of(line: bytes) -> float:
     """The line's step; endless for one that cannot be read, which is removed."""
     try:
-        step = json.loads(line)["step"]
+        step = parse_json(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return float("inf")
     return step if type(step) is int and step >= 0 else float("inf")

@@ -13,7 +13,7 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from slurmft.system.files import replace_atomically
+from slurmft.system.files import parse_json, replace_atomically
 from slurmft.system.opening import opened, read_bytes, read_lines
 
 PAST_SUFFIX = ".past"
@@ -82,7 +82,7 @@ class Past:
         try:
             content = read_bytes(self._path, limit_bytes=2 * MAX_KEPT_BYTES, owners={os.geteuid()})
             first, _, body = content.partition(b"\n")
-            header = json.loads(first)
+            header = parse_json(first)
             end = header["end"]
             if type(end) is not int or end <= 0 or header["body"] != hashlib.sha256(body).hexdigest():
                 return []

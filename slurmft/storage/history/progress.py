@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from slurmft.errors import StorageError
 from slurmft.storage.run_folder import RunFolder
+from slurmft.system.files import number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,10 +57,10 @@ def progress_of(run: RunFolder) -> Progress:
     except StorageError as error:
         return Progress(problem=error.what)
     given = {name: facts[name] for name in _KINDS if facts.get(name) is not None}
-    fit = {name: value for name, value in given.items() if type(value) in _KINDS[name] and _is_finite(value)}
+    fit = {name: value for name, value in given.items() if type(value) in _KINDS[name] and _is_fit(value)}
     wrong = ", ".join(f"{name}={str(given[name])[:20]!r}" for name in given.keys() - fit.keys())
     return Progress(**fit, problem=f"progress.json has {wrong}" if wrong else "")
 
 
-def _is_finite(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
+def _is_fit(value: Any) -> bool:
+    return isinstance(value, str) or number(value, limit=1e300 if isinstance(value, float) else 1e15) is not None

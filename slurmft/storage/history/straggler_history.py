@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slurmft.errors import StorageError
-from slurmft.system.files import read_json, write_json
+from slurmft.system.files import duration, read_json, write_json
 
 HISTORY_FILE = "stragglers.json"
 MAX_BYTES = 32 << 20
@@ -102,21 +101,15 @@ def write(run_folder: Path, workload: str, history: History) -> None:
 
 def _node(facts: Mapping[str, Any]) -> NodeHistory:
     best = {
-        int(place): Best(role=str(role), seconds=tuple(sorted(_seconds(each) for each in seconds))[:KEPT])
+        int(place): Best(role=str(role), seconds=tuple(sorted(duration(each) for each in seconds))[:KEPT])
         for place, (role, seconds) in facts["best"].items()
     }
-    outcomes = [(_seconds(at), bool(slow)) for at, slow in facts["outcomes"]]
+    outcomes = [(duration(at), bool(slow)) for at, slow in facts["outcomes"]]
     return NodeHistory(best=best, outcomes=outcomes[-MAX_OUTCOMES:])
 
 
 def _conviction(facts: Mapping[str, Any]) -> Conviction:
     return Conviction(
         nodes=tuple(str(node) for node in facts["nodes"]), ranks=tuple(int(rank) for rank in facts["ranks"]),
-        at=_seconds(facts["at"]),
+        at=duration(facts["at"]),
     )  # fmt: skip
-
-
-def _seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{value!r} is not a time")
-    return float(value)

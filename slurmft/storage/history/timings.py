@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.errors import StorageError
-from slurmft.system.files import read_json, write_json
+from slurmft.system.files import duration, read_json, write_json
 
 TIMINGS_FILE = "timings.json"
 MAX_SAVES = 1000
@@ -143,14 +143,8 @@ def p99_save_s(measured: Sequence[Timings]) -> float | None:
 
 def _timings(facts: Mapping[str, Any]) -> Timings:
     return Timings(
-        **{name: None if facts.get(name) is None else _seconds(facts[name])
+        **{name: None if facts.get(name) is None else duration(facts[name])
            for name in ("longest_step_s", "first_step_s", "start_s", "step_s", "unfinished_save_s")},
-        saves_s=tuple(_seconds(value) for value in facts.get("saves_s", ()))[-MAX_SAVES:],
-        costs_s=tuple(_seconds(value) for value in facts.get("costs_s", ()))[-MAX_COSTS:],
+        saves_s=tuple(duration(value) for value in facts.get("saves_s", ()))[-MAX_SAVES:],
+        costs_s=tuple(duration(value) for value in facts.get("costs_s", ()))[-MAX_COSTS:],
     )  # fmt: skip
-
-
-def _seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{value!r} is not a number of seconds")
-    return float(value)

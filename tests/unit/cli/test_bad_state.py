@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -136,6 +137,9 @@ def test_a_job_that_is_no_number_is_not_asked_for(runs, monkeypatch):
         ({"format": 1, "step": True, "until": [], "saved": {}}, "progress.json has "),
         ({"format": 1, "metric": "nan"}, "progress.json has metric='nan'"),
         (b'{"format": 1, "metric": NaN}', "progress.json has metric='nan'"),
+        (b'{"format": 1, "step": ' + b"9" * 309 + b"}", "progress.json has step='nan'"),
+        (b'{"format": 1, "metric": ' + b"9" * 5000 + b"}", "progress.json has metric='nan'"),
+        ({"format": 1, "step": 10**16}, "progress.json has step='10000000000000000'"),
         (b'{"format": 1, "at": 1e999}', "progress.json has at='inf'"),
         (b"\xff\xfe", "cannot read"),
         (b'{"format": 1, "st', "progress.json is not JSON"),
@@ -510,7 +514,7 @@ def changed(**keys: object) -> object:
         (changed(step=True), "step is 'True'"),
         (changed(step=2.0), "step is '2.0'"),
         (changed(step=3), "it belongs to step-00000003"),
-        (changed(commit=10**400), "it belongs to"),
+        (changed(commit=10**400), "commit is 'nan'"),
         (changed(world_size=None), "world_size is 'None'"),
         (changed(world_size=-1), "world_size is '-1'"),
         (changed(committed_at=5), "is not a checkpoint's marker"),
@@ -554,3 +558,42 @@ def test_a_marker_that_is_no_file_is_listed_with_its_reason(tmp_path, put, reaso
     put(bad / "manifest.json")
     ((_, why),) = Catalog(tmp_path).scan().unreadable
     assert reason in why
+
+
+@pytest.mark.parametrize("verb", [["status"], ["metrics"], ["watch", "--once"], ["watch", "bad", "--once"]])
+@pytest.mark.parametrize("name", ["progress.json", "live.json"])
+def test_a_number_without_limits_ends_nobodys_view(runs, verb, name):
+    huge = b"9" * 309
+    for run in ("good", "bad"):
+        make(runs / run, "journal.jsonl", EVENT)
+    content = b'{"format": 1, "metric": ' + huge + b', "at": 1' + huge + b', "step_s": [' + huge + b", 0.1]}"
+    make(runs / "bad", name, content)
+    code, output = slurmft(*verb)
+    assert code == 0, output
+    assert "good" in output or "bad" in verb
+
+
+def test_a_journal_of_half_a_million_lines_costs_status_little(runs):
+    line = EVENT.replace(b"attempt started", b"odd")
+    path = make(runs / "good", "journal.jsonl", EVENT).path / "journal.jsonl"
+    path.write_bytes(line * 500_000 + path.read_bytes())
+    began_s = time.process_time()
+    (entry,) = overviews([RunFolder(runs / "good")])
+    assert time.process_time() - began_s < 3
+    assert entry.detail.startswith("it left no verdict")
+    path.write_bytes(path.read_bytes() + (line[:-2] + b', "x": "' + b"y" * 200 + b'"}\n') * 120_000)
+    began_s = time.process_time()
+    (entry,) = overviews([RunFolder(runs / "good")])
+    assert time.process_time() - began_s < 3
+    assert entry.state in ("damaged", "stopped")
+
+
+@pytest.mark.parametrize("verb", [["checkpoint", "rm", "bad", "4"], ["submit", "--dry-run"]])
+def test_links_in_a_circle_are_no_internal_error(runs, tmp_path, verb):
+    config = tmp_path / "bad.yaml"
+    config.write_text(json.dumps({"command": ["true"], "nodes": 1, "run_folder": str(runs / "bad")}))
+    make(runs / "bad", "journal.jsonl", EVENT)
+    (runs / "bad" / "config.yaml").write_text(config.read_text())
+    (runs / "bad" / "checkpoints").symlink_to("checkpoints")
+    code, output = slurmft(*verb, *([str(config)] if verb[0] == "submit" else []))
+    assert code != 70 and "internal error" not in output, output

@@ -176,3 +176,30 @@ def test_a_profiler_in_front_is_left_out_with_a_remark(line):
     assert (found.settings["command"], found.settings["nproc_per_node"]) == (["python", "train.py", "--lr", "1"], 8)
     (remark,) = found.remarks
     assert "is left out" in remark and "write it in front of command" in remark
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "export WANDB_API_KEY=s3cr3t-value\nsrun train.py --key $WANDB_API_KEY",
+        'HF_TOKEN="s3cr3t-value"\nsrun train.py --hf-token $HF_TOKEN',
+        "srun train.py --hf_token=s3cr3t-value",
+        "srun train.py --db-password s3cr3t-value",
+        "srun train.py --url https://me:s3cr3t-value@host/x",
+        "export GITHUB=ghp_s3cr3t-value\nsrun train.py",
+        "export DB=postgres://me:s3cr3t-value@host/x\nsrun train.py",
+        "huggingface-cli login --token s3cr3t-value\nsrun train.py",
+        "WANDB_API_KEY=s3cr3t-value wandb login\nsrun train.py",
+        'curl -H "Authorization: Bearer s3cr3t-value" http://x\nsrun train.py',
+    ],
+)
+def test_secrets_reach_neither_the_configuration_nor_the_remarks(line):
+    found = convert(f"#!/bin/bash\n#SBATCH --nodes=2\n{line}\n", "job")
+    assert "s3cr3t" not in str(found)
+
+
+def test_what_only_looks_like_a_secret_stays():
+    text = "export TOKENIZERS_PARALLELISM=false\nsrun python train.py --max_tokens 5 --tokenizer gpt2 --pad_token_id=3"
+    found = convert(text, "job").settings
+    assert found["environment"] == {"TOKENIZERS_PARALLELISM": "false"}
+    assert found["command"][-5:] == ["--max_tokens", "5", "--tokenizer", "gpt2", "--pad_token_id=3"]

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.plugin import _loader
 
 from slurmft.cli.schema import configuration_schema
-from slurmft.config.config import RunConfig, load, validate
+from slurmft.config.config import RunConfig, from_values, load, validate
 from slurmft.config.types import Section, section_of
 from slurmft.errors import ConfigError
 
@@ -529,3 +529,18 @@ def test_no_plugin_of_pydantics_is_looked_for(before, monkeypatch):
         monkeypatch.setenv("PYDANTIC_DISABLE_PLUGINS", before)
     assert Own.model_validate({"number": 2}).number == 2
     assert os.environ.get("PYDANTIC_DISABLE_PLUGINS") == before
+
+
+@pytest.mark.parametrize("key", ["exclude", "nodelist"])
+@pytest.mark.parametrize("nodes", ["n[1-3", "n]1", "n[1-3]]", "n[a-b]", "n[]"])
+def test_a_list_of_nodes_that_is_none_is_refused_at_once(key, nodes):
+    with pytest.raises(ConfigError, match=f"{key}: .*is no list of nodes"):
+        from_values({"command": ["x"], "run_folder": "r", "slurm": {key: nodes}}, source="x.yaml")
+    for good in ("n1", "n[1-3,7],login1", "r[1-2]n[01-04]", "/home/ann/nodes"):
+        from_values({"command": ["x"], "run_folder": "r", "slurm": {key: good}}, source="x.yaml")
+
+
+def test_a_threshold_of_one_is_taken():
+    section = {"gpu_relative_perf_threshold": 1.0, "gpu_individual_perf_threshold": 1}
+    found = from_values({"command": ["x"], "run_folder": "r", "straggler_detection": section}, source="x.yaml")
+    assert found.straggler_detection.gpu_relative_perf_threshold == 1.0

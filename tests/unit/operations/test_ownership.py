@@ -194,6 +194,20 @@ def test_folders_are_told_apart_by_owner_without_looking_inside(run, tmp_path):
     assert owners_below(root) == {ME: ["a", "b", "mine"], OTHER: ["bait", "by-admin", "forged"], 0: ["roots"]}
 
 
+@pytest.mark.parametrize("owner_of_folder", [0, OTHER])
+def test_root_has_every_owner_look_after_runs_in_a_folder_of_each_user(tmp_path, monkeypatch, owner_of_folder):
+    """Root looks only into its own folders: the process of another owner looks into that owner's."""
+    root = tmp_path / "runs"
+    (root / "other" / "lost").mkdir(parents=True)
+    os.chown(root / "other", owner_of_folder, owner_of_folder)
+    os.chown(root / "other" / "lost", OTHER, OTHER)
+    asked: list[dict[int, list[str]]] = []
+    monkeypatch.setattr(rescue, "rescue_on_behalf",
+                        lambda owners, *_, **__: asked.append(owners) or on_behalf.Rescued())  # fmt: skip
+    rescue.rescue_below(root, "root")
+    assert asked == [{OTHER: ["other/lost" if owner_of_folder == 0 else "other"]}]
+
+
 def test_ten_thousand_folders_of_others_cost_little_and_one_line(run, monkeypatch):
     for number in range(10_000):
         path = run.path.parent / f"x{number}"

@@ -406,6 +406,20 @@ def test_a_lost_run_of_the_callers_own_is_submitted_again(site, monkeypatch):
     assert site.calls("sbatch")[-1].endswith("own/job.sh")
 
 
+@pytest.mark.parametrize("below", ["me", "me/project"])
+def test_a_lost_run_in_a_folder_of_its_user_is_submitted_again(site, monkeypatch, below):
+    forge_lost_run(site.folder / "runs" / below / "own", os.getuid())
+    (site.folder / "runs" / "me" / "myself").symlink_to(".")
+    monkeypatch.setattr(RunFolder, "refuse_replaceable", lambda _run: None)
+    monkeypatch.setenv("PATH", f"{site.bin}:/usr/bin:/bin")
+    found = rescue_below(site.folder / "runs", "me")
+    assert [line.rpartition(" ")[2] for line in found.done] == ["77"]
+    assert [call.rpartition(" ")[2] for call in site.calls("sbatch")] == [
+        str(site.folder / "runs" / below / "own/job.sh")
+    ]
+    assert f'"run": "{below}/own"' in site.run("status", "--json").stdout
+
+
 @pytest.mark.parametrize(("user_id", "is_submitted"), [(os.getuid(), False), (os.getuid() + 1, True)])
 def test_another_users_job_with_the_same_id_is_not_the_runs(site, monkeypatch, user_id, is_submitted):
     """Slurm gives ids again after its state was lost."""

@@ -509,6 +509,23 @@ def test_runs_are_found_by_name_and_by_path(run, monkeypatch):
     assert list_runs(root / "gone") == []
 
 
+def test_runs_in_folders_of_users_and_projects_are_found(tmp_path):
+    root = tmp_path / "runs"
+    for name in ("a", "alice/b", "alice/vision/c", "alice/vision/old/too deep", "bob/d"):
+        RunFolder(root / name).create()
+        RunFolder(root / name).journal().append("submitting")
+    (root / "alice" / "config.yaml").write_text("{}")  # of no run, and lies in the way
+    (root / "a" / "attempts" / "1.0.0").mkdir()
+    (root / "a" / "attempts" / "1.0.0" / "journal.jsonl").write_text("inside of a run there is none")
+    (root / "alice" / "myself").symlink_to(".")
+    (root / "elsewhere").symlink_to(root)
+    found = [run.name for run in list_runs(root)]
+    assert found == ["a", "alice", "alice/b", "alice/vision/c", "bob/d"]
+    assert find_run("alice/vision/c", root).path == root / "alice" / "vision" / "c"
+    with pytest.raises(StorageError, match="alice/b, alice/vision/c"):
+        find_run("b", root)
+
+
 # fence
 
 

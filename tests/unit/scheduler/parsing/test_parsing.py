@@ -14,12 +14,16 @@ from slurmft.scheduler.parsing.parsing import (
     JOB_FORMAT,
     WAITING,
     JobEnding,
+    NamedNodes,
     ended_tasks,
     expand_hostlist,
     is_held_by_launch,
+    job_pairs,
     parse_duration_s,
     parse_ending,
+    parse_identity,
     parse_jobs,
+    parse_named,
     parse_pairs,
     parse_time,
     refusal_hint,
@@ -473,3 +477,24 @@ def test_what_sbatch_refuses_has_a_hint_that_names_the_key(words, key):
 
 def test_words_that_nobody_knows_have_no_hint():
     assert refusal_hint("the site's own plugin says no") == ""
+
+
+FORGED = "x UserId=root(0) GroupId=root(0) JobState=COMPLETED Restarts=7 Partition=other"
+
+
+@pytest.mark.parametrize("text", [
+    scontrol("RUNNING", restarts=1).replace("JobName=job.sh", f"JobName={FORGED}"),
+    scontrol("RUNNING", restarts=1).replace("job.sh\n", f"job.sh WorkDir=/home/ann Comment={FORGED}\n"),
+])  # fmt: skip
+def test_a_users_text_that_looks_like_fields_is_not_believed(text):
+    assert job_pairs(text)["JobState"] == "RUNNING"
+    found = parse_identity(text)
+    assert found.user in (None, 1001)
+    assert found.restarts == 1
+    assert found.script == "/home/ann/job.sh"
+
+
+@pytest.mark.parametrize("hostlist", ["n[1-3", "n]1", "n[a]", "n[3-x]"])
+def test_a_hostlist_that_is_none_names_no_node(hostlist):
+    text = scontrol("PENDING", ReqNodeList=hostlist, ExcNodeList="n7")
+    assert parse_named(text) == NamedNodes(excluded=frozenset({"n7"}), required=parse_named(text).required)
