@@ -11,7 +11,8 @@ from slurmft.errors import LaunchError
 from slurmft.ipc.calls import Ping, Rehearse, Shutdown
 from slurmft.ipc.reports import LimitReport, RehearsalReport
 from slurmft.ipc.sync import SyncReport
-from slurmft.policy.nodes.membership import TooFew, Wait
+from slurmft.policy.nodes.membership import TooFew, Wait, lost_after_s
+from slurmft.policy.timing.fleet import longest_silence_s
 from slurmft.storage.events import EventName
 from slurmft.supervisor.attempt_folder import AttemptFolder
 from slurmft.supervisor.cluster import Cluster
@@ -42,7 +43,9 @@ class Crew:
     def __init__(self, config: RunConfig, start: Start, outlived: Outlived | None = None) -> None:
         self._config, self._outlived = config, outlived
         self.secret = start.secret
-        self.pool = AgentPool(start.secret, start.cluster.size(config))
+        size = start.cluster.size(config)
+        silence_s = max(config.fault_tolerance.agent_timeout_s, longest_silence_s(size))
+        self.pool = AgentPool(start.secret, size, patience_s=2 * lost_after_s(silence_s, replaceable=False))
         self.roster = Roster(self.pool, config.size)
         self.folder = AttemptFolder(start, of=outlived.attempt if outlived else None)
         self.reviver = Reviver(config, start, self.pool, self.roster, self.folder)

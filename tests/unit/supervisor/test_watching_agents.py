@@ -38,6 +38,7 @@ def test_the_silence_that_is_allowed_follows_the_agents_that_have_connected() ->
         parts: dict[str, Any] = {
             "_config": SimpleNamespace(fault_tolerance=FaultToleranceConfig(agent_timeout_s=1.0)),
             "_pool": pool, "_over": asyncio.Event(), "_hangs": SimpleNamespace(limits=dict),
+            "_keeping": None,
         }  # fmt: skip
         for name, part in parts.items():
             setattr(runner, name, part)
