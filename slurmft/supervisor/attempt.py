@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from slurmft.config.config import RunConfig
@@ -66,9 +66,6 @@ START_S = 40.0
 """How long an agent may take to start its workers; it may have to ask for its GPUs."""
 
 LOOKS_PER_TIMEOUT = 12
-BROKEN_S = 1.0
-"""How long an agent that has closed its connection may take to reconnect: it tries again every 0.2 s."""
-
 ENDED_BY_TERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 log = logging.getLogger(__name__)
@@ -306,10 +303,22 @@ class AttemptRunner:
 
     async def _on_disconnect(self, link: AgentLink) -> None:
         """Give a connection that broke the time to come back; an agent that is gone takes its workers with it."""
-        await asyncio.sleep(BROKEN_S)
+        await self._crew.reconnected(link)
         if self._over.is_set() or self._pool.links.get(link.node) is not link:
             return
-        await self._lose(link, f"the agent on {link.host} is gone", hung_up=True)
+        own = [each for each in self._pool.links.values() if not each.lender and not each.dropped]
+        if self.stops.began and len(own) > 1 and not any(each.channel for each in own):
+            self._end_of_step(own)
+        else:
+            await self._lose(link, f"the agent on {link.host} is gone", hung_up=True)
+
+    def _end_of_step(self, links: Sequence[AgentLink]) -> None:
+        """All agents have gone together: their step was ended, which says nothing about any node."""
+        self._journal.append(EventName.AGENTS_GONE, exit_codes=[])
+        for link in links:
+            self._pool.drop(link)
+            self._crew.reviver.lost(link, hung_up=True)
+        self._over.set()
 
     async def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
         """Go on without this agent: at once where it is a spare, else with the next attempt."""
