@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import signal
@@ -253,9 +252,9 @@ class Agent:
             is_for_replicas = self._replicas is not None and await self._replicas.handle(call)
             return Done() if is_for_replicas else await self._handle(call)
         except (OSError, SlurmftError, RuntimeError, ValueError) as error:
-            what = getattr(call, "kind", "an unknown call")
-            log.error("%s: %s", what, error, exc_info=not isinstance(error, OSError | SlurmftError))
-            return Failed(error=failure_text(error, self._workers.folder))
+            log.error("%s: %s", getattr(call, "kind", "an unknown call"), error, exc_info=error)
+            place = f"{self._workers.folder}: " if isinstance(error, OSError) and not error.filename else ""
+            return Failed(error=f"{place}{error}"[:500])
 
     async def _handle(self, call: Call[Any] | None) -> Fields:
         match call:
@@ -441,14 +440,6 @@ class Agent:
                 self._report_digests(list(self._workers.by_rank.values()))
                 if (durations := self._hangs.durations()) is not None:
                     self._channel.send(replace(durations, generation=own).as_mapping())
-
-
-def failure_text(error: Exception, folder: Path) -> str:
-    """Why a call failed; an error that names no file was one of the node's folder in memory."""
-    text = str(error) or type(error).__name__
-    if isinstance(error, OSError) and not error.filename and error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
-        return f"{folder}: {error.strerror}"
-    return text[:500]
 
 
 def _tell_error(task: asyncio.Task[None]) -> None:

@@ -113,11 +113,7 @@ async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sec
 
 
 def keep_alive(writer: asyncio.StreamWriter, patience_s: float = LEAST_PATIENCE_S) -> None:
-    """Let the kernel detect that the peer's node is gone, also on an idle connection.
-
-    Args:
-        patience_s: for how long the peer may be silent; the connection is not given up before.
-    """
+    """Let the kernel detect that the peer's node is gone, also on an idle connection, but not before ``patience_s``."""
     connection: socket.socket = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in keep_alive_options(patience_s).items():

@@ -150,9 +150,7 @@ class AttemptRunner:
             if link.channel is None:  # the agent disconnected meanwhile
                 self._background.start(self._on_disconnect(link))
         await self._wait_for_agents()
-        if (
-            takes_over and self._config.checkpoint.just_in_time
-        ):  # workers of the supervisor before may wait for dead ones
+        if takes_over and self._config.checkpoint.just_in_time:  # its workers may wait for dead ones
             await rescue(list(self._pool.links.values()), self._journal)
         if self._over.is_set():
             return
@@ -373,7 +371,8 @@ class AttemptRunner:
     async def _watch_agents(self) -> None:
         """Agents stop their workers when they hear nothing for the lease; so ping them, and expect their reports."""
         section, pinged_s = self._config.fault_tolerance, 0.0
-        while not self._over.is_set() or self._is_keeping:  # which waits for all that are not silent
+        # state is kept even when it is over, and that waits for all that are not silent
+        while not self._over.is_set() or (self._keeping is not None and not self._keeping.done()):
             agents = len(self._pool.links)  # none of them is there yet at the first look
             timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
             ping_s = ping_interval_s(agents, lease_s=section.ping_lease_s)
@@ -421,10 +420,6 @@ class AttemptRunner:
             if self._keeping is None:
                 self._keeping = asyncio.ensure_future(rescue(self._pool.members, self._journal))
             await asyncio.shield(self._keeping)
-
-    @property
-    def _is_keeping(self) -> bool:
-        return self._keeping is not None and not self._keeping.done()
 
     # The end
 

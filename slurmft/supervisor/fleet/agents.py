@@ -15,16 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slurmft.ipc.calls import Answer, Call, Ping, Shutdown
-from slurmft.ipc.channel import (
-    LEAST_PATIENCE_S,
-    MAX_LINE_BYTES,
-    UNANSWERED,
-    BadMessage,
-    Body,
-    Channel,
-    accept,
-    keep_alive,
-)
+from slurmft.ipc.channel import MAX_LINE_BYTES, UNANSWERED, BadMessage, Body, Channel, accept, keep_alive
 from slurmft.ipc.replies import Failed
 from slurmft.ipc.reports import (
     Connected,
@@ -241,7 +232,7 @@ async def _replies(
 class AgentPool:
     """Listens for the attempt's agents. Reports go to ``events``, each with its link."""
 
-    def __init__(self, secret: bytes, expected: int, *, patience_s: float = LEAST_PATIENCE_S) -> None:
+    def __init__(self, secret: bytes, expected: int, *, patience_s: float = 0.0) -> None:
         self._secret, self._expected, self._patience_s = secret, expected, patience_s
         self._server: asyncio.Server | None = None
         self._strangers: Strangers[asyncio.StreamWriter] = Strangers(MAX_STRANGERS, STRANGERS_PER_ADDRESS)
