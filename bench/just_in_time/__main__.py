@@ -64,6 +64,8 @@ class Case:
     """Settings of this section, beside the interval."""
 
     with_agent: bool = False
+    silent: bool = False
+    """The node falls silent and closes no connection, as without power or network; there is a spare one."""
 
 
 CASES = (
@@ -78,6 +80,7 @@ CASES = (
     Case("DDP: a node with its agent, no copies", (2,), with_agent=True),
     Case("DDP: a node with its agent, `peer_copies: 1`", (2,), checkpoint=COPIES, with_agent=True),
     Case("DDP: rank 0's node with its agent, `peer_copies: 1`", (0,), checkpoint=COPIES, with_agent=True),
+    Case("DDP: a node that falls silent, `peer_copies: 1`", (2,), checkpoint=COPIES, with_agent=True, silent=True),
     Case("FSDP: a rank", (3,), FSDP),
     Case("FSDP: a rank, `peer_copies: 1`", (3,), FSDP, COPIES),
     Case("FSDP: a rank, `peer_copies: 1`, `peer_interval: 1`", (3,), FSDP, EACH_STEP),
@@ -116,13 +119,18 @@ class Result:
 class Run:
     """One run without Slurm."""
 
-    def __init__(self, path: Path, options: Sequence[str], checkpoint: Mapping[str, Any], delay_s: float) -> None:
+    def __init__(
+        self, path: Path, options: Sequence[str], checkpoint: Mapping[str, Any], delay_s: float, *,
+        spares: int = 0,
+    ) -> None:  # fmt: skip
         self.folder, self._config, self._diary = RunFolder(path), path.with_suffix(".yaml"), path.with_suffix(".diary")
         self._diary.mkdir()
+        self._frozen: list[psutil.Process] = []
         command = [sys.executable, str(TRAINER), "--steps", str(STEPS), "--step-delay", str(delay_s),
                    "--diary", str(self._diary), *options]  # fmt: skip
         settings = {
             "command": command, "run_folder": str(path), "nodes": 2, "nproc_per_node": 2,
+            "spare_nodes": spares,
             "checkpoint": {"interval_steps": EVERY, **checkpoint},
             "fault_tolerance": {"num_in_job_restarts": 3},
         }  # fmt: skip
@@ -134,6 +142,9 @@ class Run:
 
     def stop(self) -> None:
         """Leave nothing behind of a run that has not ended by itself."""
+        for process in self._frozen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         if self.folder.done() is None:
             self.folder.request("KILL", "bench/just_in_time")
             with contextlib.suppress(TimeoutError):
@@ -170,7 +181,8 @@ class Run:
             victims = [*agent.children(recursive=True), agent]
         for process in victims:
             with contextlib.suppress(psutil.NoSuchProcess):  # some end with the one before
-                process.kill()
+                process.suspend() if case.silent else process.kill()
+        self._frozen = victims if case.silent else []
 
     def resumption(self) -> tuple[int, str]:
         """Where the restart began, and from what."""
@@ -192,7 +204,7 @@ def wait(condition: Callable[[], object], what: str) -> None:
 
 
 def trial(path: Path, case: Case, calm: str, chance: random.Random) -> Result:
-    run = Run(path, case.options, case.checkpoint, STEP_S)
+    run = Run(path, case.options, case.checkpoint, STEP_S, spares=int(case.silent))
     try:
         run.submit()
         at = chance.choice(AT)

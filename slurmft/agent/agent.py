@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from slurmft.agent.rehearsal import SpareRehearsal
 from slurmft.agent.stragglers import TimingReports
 from slurmft.agent.workers import Worker, Workers, reserve_port
 from slurmft.config.config import RunConfig
-from slurmft.errors import LaunchError, StorageError
+from slurmft.errors import LaunchError, SlurmftError, StorageError
 from slurmft.ipc.calls import (
     AskSections,
     Call,
@@ -53,10 +54,11 @@ from slurmft.ipc.calls import (
 )
 from slurmft.ipc.channel import UNANSWERED, BadMessage, Channel, connect
 from slurmft.ipc.pages.heartbeat import NOTHING, Slot
-from slurmft.ipc.replies import Done, EvidenceReply, Looks, Rescued, ReservedPort, Started, Synced, as_reply
+from slurmft.ipc.replies import Done, EvidenceReply, Failed, Looks, Rescued, ReservedPort, Started, Synced, as_reply
 from slurmft.ipc.reports import (
     HangReport,
     Hello,
+    Lasting,
     LimitReport,
     ProgressReport,
     Sent,
@@ -82,6 +84,9 @@ LEASE_CHECK_S = 1.0
 KEEPER_LOOK_S = 5.0
 STOPPED_GRACE_S = 20.0
 """Time for a worker's finalizers after it has stopped at the agreed step."""
+
+MAX_LASTING = 1024
+"""Ends, signals, hangs and notices that each connection begins with."""
 
 LAST_FILES_S = 1.0
 """How long the end waits for files of evidence that are still being written."""
@@ -112,6 +117,7 @@ class Agent:
         self._term_count = 0
         self._passed_on: set[signal.Signals] = set()
         self._unreported: list[Sent] = []
+        self._lasting: deque[Lasting] = deque(maxlen=MAX_LASTING)
         self._shutdown = False
         self._last_heard = time.monotonic()
         self._timings: TimingReports | None = None
@@ -212,7 +218,7 @@ class Agent:
         )  # fmt: skip
         channel.send(hello.as_mapping())
         self._channel = channel
-        for report in self._unreported:
+        for report in (*self._unreported, *self._lasting):
             channel.send(report.as_mapping())
         self._unreported = []
         try:
@@ -222,8 +228,7 @@ class Agent:
                     return
                 self._last_heard = time.monotonic()
                 number, call = parse_call(message)
-                is_for_replicas = self._replicas is not None and await self._replicas.handle(call)
-                answer = Done() if is_for_replicas else await self._handle(call)
+                answer = await self._answer(call)
                 if number != UNANSWERED:
                     channel.send(as_reply(number, answer))
             await channel.drain()
@@ -240,6 +245,16 @@ class Agent:
             except (OSError, BadMessage) as error:
                 errors.append(error)
         raise errors[-1] if errors else OSError("the supervisor has left no address")
+
+    async def _answer(self, call: Call[Any] | None) -> Fields:
+        """The reply to a call; what goes wrong with it is no error of the connection."""
+        try:
+            is_for_replicas = self._replicas is not None and await self._replicas.handle(call)
+            return Done() if is_for_replicas else await self._handle(call)
+        except (OSError, SlurmftError, RuntimeError, ValueError) as error:
+            log.error("%s: %s", getattr(call, "kind", "an unknown call"), error, exc_info=error)
+            place = f"{self._workers.folder}: " if isinstance(error, OSError) and not error.filename else ""
+            return Failed(error=f"{place}{error}"[:500])
 
     async def _handle(self, call: Call[Any] | None) -> Fields:
         match call:
@@ -407,9 +422,11 @@ class Agent:
         self._report(replace(report, generation=self._generation))
 
     def _report(self, report: Sent) -> None:
-        if self._channel is None:
+        if isinstance(report, Lasting):
+            self._lasting.append(report)
+        elif self._channel is None:
             self._unreported.append(report)
-        else:
+        if self._channel is not None:
             self._channel.send(report.as_mapping())
 
     async def _report_regularly(self) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import math
 import secrets
 import socket
 from typing import Any
@@ -21,8 +22,8 @@ UNANSWERED = 0
 """The id of a message without a reply."""
 
 HANDSHAKE_TIMEOUT_S = 10.0
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
-"""Names of the socket's options; seconds, but for the last one."""
+LEAST_PATIENCE_S, LONGEST_PATIENCE_S = 20.0, 86_400.0
+PROBE_S, MAX_PROBES = 5, 100
 
 Body = dict[str, Any]
 """A message as JSON: an object with its kind (``reports``, ``calls``)."""
@@ -111,13 +112,23 @@ async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sec
         return channel, first
 
 
-def keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Let the kernel detect that the peer's node is gone, in about 20 s, also on an idle connection."""
+def keep_alive(writer: asyncio.StreamWriter, patience_s: float = LEAST_PATIENCE_S) -> None:
+    """Let the kernel detect that the peer's node is gone, also on an idle connection, but not before ``patience_s``."""
     connection: socket.socket = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEP_ALIVE.items():
+    for option, value in keep_alive_options(patience_s).items():
         if (number := getattr(socket, option, None)) is not None:
             connection.setsockopt(socket.IPPROTO_TCP, number, value)
+
+
+def keep_alive_options(patience_s: float) -> dict[str, int]:
+    """Names of the socket's options and their values; seconds, but for the time-out of what was sent."""
+    patience_s = min(max(patience_s, LEAST_PATIENCE_S), LONGEST_PATIENCE_S)
+    probe_s = max(PROBE_S, math.ceil(patience_s / MAX_PROBES))
+    return {
+        "TCP_KEEPIDLE": probe_s, "TCP_KEEPINTVL": probe_s, "TCP_KEEPCNT": math.ceil(patience_s / probe_s),
+        "TCP_USER_TIMEOUT": math.ceil(patience_s * 1000),
+    }  # fmt: skip
 
 
 async def connect(host: str, port: int, secret: bytes) -> Channel:

@@ -219,6 +219,13 @@ class Injected(Fields):
     refused: Annotated[tuple[str, ...], Shape(fits=texts(4096, 300), read=tuple, write=list)]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failed(Fields):
+    """In place of a reply: the agent could not do what it was asked for."""
+
+    error: Words
+
+
 def as_reply(number: int, reply: Fields) -> Body:
     """The reply to the call of this number, as the channel takes it."""
     return {"kind": "reply", "id": number, **reply.as_mapping()}

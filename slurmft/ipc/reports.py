@@ -248,6 +248,10 @@ class NoticeReport(Sent):
     at: SentAt = None
 
 
+Lasting = WorkerExited | HangReport | SignalReport | NoticeReport
+"""What stays true: sent again on each connection, as the one before may have lost it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LimitReport(Sent):
     """Something does not work in the agent's container as it does outside."""

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from slurmft.config.config import RunConfig
@@ -67,9 +67,6 @@ START_S = 40.0
 """How long an agent may take to start its workers; it may have to ask for its GPUs."""
 
 LOOKS_PER_TIMEOUT = 12
-BROKEN_S = 1.0
-"""How long an agent that has closed its connection may take to reconnect: it tries again every 0.2 s."""
-
 ENDED_BY_TERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 log = logging.getLogger(__name__)
@@ -109,8 +106,9 @@ class AttemptRunner:
         self._digests = Digests(config, start, self._seen, self.stops, accuser, over=self._over)
         self._live = Live(config, start, self._seen, self._hangs, self._slow)
         self._complete_codes = codes_of(ExitAction.COMPLETE, config.exit_actions)
-        self._failed = self._rescued = False
+        self._failed = False
         self._look: asyncio.Future[LastLook] | None = None
+        self._keeping: asyncio.Future[None] | None = None
         self._node_states: Mapping[str, str] = {}
         self._escaped: Verdict | None = None
         self._order: StartWorkers | None = None
@@ -143,6 +141,7 @@ class AttemptRunner:
         return self._escaped or self._verdict()
 
     async def _launch(self) -> None:
+        takes_over = self._crew.has_outlived
         await self._crew.muster(self._cluster)
         self._background.start(self._slurm.read_terms())
         own = (self._watch_processes, self._watch_requests, self._handle_events, self._watch_agents, self._folder.watch)
@@ -152,6 +151,8 @@ class AttemptRunner:
             if link.channel is None:  # the agent disconnected meanwhile
                 self._background.start(self._on_disconnect(link))
         await self._wait_for_agents()
+        if takes_over and self._config.checkpoint.just_in_time:  # its workers may wait for dead ones
+            await rescue(list(self._pool.links.values()), self._journal)
         if self._over.is_set():
             return
         await self._start_workers()
@@ -302,10 +303,22 @@ class AttemptRunner:
 
     async def _on_disconnect(self, link: AgentLink) -> None:
         """Give a connection that broke the time to come back; an agent that is gone takes its workers with it."""
-        await asyncio.sleep(BROKEN_S)
+        await self._crew.reconnected(link)
         if self._over.is_set() or self._pool.links.get(link.node) is not link:
             return
-        await self._lose(link, f"the agent on {link.host} is gone", hung_up=True)
+        own = [each for each in self._pool.links.values() if not each.lender and not each.dropped]
+        if self.stops.began and len(own) > 1 and not any(each.channel for each in own):
+            self._end_of_step(own)
+        else:
+            await self._lose(link, f"the agent on {link.host} is gone", hung_up=True)
+
+    def _end_of_step(self, links: Sequence[AgentLink]) -> None:
+        """All agents have gone together: their step was ended, which says nothing about any node."""
+        self._journal.append(EventName.AGENTS_GONE, exit_codes=[])
+        for link in links:
+            self._pool.drop(link)
+            self._crew.reviver.lost(link, hung_up=True)
+        self._over.set()
 
     async def _lose(self, link: AgentLink, reason: str, *, hung_up: bool) -> None:
         """Go on without this agent: at once where it is a spare, else with the next attempt."""
@@ -324,10 +337,15 @@ class AttemptRunner:
         )
         if is_member:
             self.lost.append(link.host)
-            self._over.set()  # first: another node may be silent too, and would be waited for
-            await kill_workers(self._pool, self._journal, reason)  # all of them victims, whose errors say nothing
+            if not self._over.is_set():
+                self._over.set()  # first: from now on the errors of the others say nothing
+                self._background.start(self._kill_victims(reason))
         elif not self.stops.began:
             self._lost_early.append(link.host)
+
+    async def _kill_victims(self, reason: str) -> None:
+        await self._rescue()
+        await kill_workers(self._pool, self._journal, reason)
 
     async def _lose_the_gone(self, reason: str) -> None:
         """An agent did not take part in the start: its node was lost, unless it is still connected."""
@@ -355,7 +373,8 @@ class AttemptRunner:
     async def _watch_agents(self) -> None:
         """Agents stop their workers when they hear nothing for the lease; so ping them, and expect their reports."""
         section, pinged_s = self._config.fault_tolerance, 0.0
-        while not self._over.is_set():
+        # state is kept even when it is over, and that waits for all that are not silent
+        while not self._over.is_set() or (self._keeping is not None and not self._keeping.done()):
             agents = len(self._pool.links)  # none of them is there yet at the first look
             timeout_s = max(section.agent_timeout_s, longest_silence_s(agents))
             ping_s = ping_interval_s(agents, lease_s=section.ping_lease_s)
@@ -369,7 +388,7 @@ class AttemptRunner:
                 self._pool.ping(Ping(limits=self._hangs.limits()))
             for link in self._pool.silent_for(timeout_s, now_s):
                 silent_s = now_s - link.last_heard
-                if silent_s > self._crew.roster.patience_s(link, timeout_s) and not self._over.is_set():
+                if silent_s > self._crew.roster.patience_s(link, timeout_s):
                     await self._lose(link, f"nothing was heard from {link.host} for {silent_s:.1f} s", hung_up=False)
 
     async def _watch_requests(self) -> None:
@@ -398,15 +417,19 @@ class AttemptRunner:
         return look.conclude(self._journal)
 
     async def _rescue(self) -> None:
-        if self._config.checkpoint.just_in_time and not self._rescued and self._digests.found is None:
-            self._rescued = True
-            await rescue(self._pool, self._journal)
+        """Have the nodes keep their newest step, once; whoever is about to kill workers waits for it."""
+        if self._config.checkpoint.just_in_time and self._digests.found is None:
+            if self._keeping is None:
+                self._keeping = asyncio.ensure_future(rescue(self._pool.members, self._journal))
+            await asyncio.shield(self._keeping)
 
     # The end
 
     async def _wind_down(self) -> None:
         self._over.set()
         if self.stops.began and not self._seen.all_ended:
+            if self.lost:
+                await self._rescue()
             await self._pool.tell_all(Kill())
             await end_of_workers(self._pool, self._seen.ends, per_node=self._config.nproc_per_node)
         await self._crew.kept.upload(self.stops.time_is_up_s)

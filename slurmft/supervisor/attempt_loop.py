@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from slurmft.config.config import RunConfig
+from slurmft.ipc.calls import Ping
+from slurmft.policy.timing.fleet import ping_interval_s
 from slurmft.policy.verdicts.final_ends import End
 from slurmft.policy.verdicts.verdict import EXIT_TEMPORARY
 from slurmft.storage.events import EventName
@@ -20,12 +24,14 @@ from slurmft.supervisor.recovery.act import Ending
 from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.recovery.node_choice import settle
 from slurmft.supervisor.signals import log_signal
-from slurmft.supervisor.start import Start
+from slurmft.supervisor.start import LeaseHolder, Start
 from slurmft.system.logs import BackgroundLog
 
 if TYPE_CHECKING:
     from slurmft.supervisor.inference.attempt import InferenceAttempt
     from slurmft.supervisor.inference.serving import ServingAttempt
+
+Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +68,8 @@ class Attempts:
         self._runner = asyncio.Runner()  # one loop for all of them: the agents' connections live in it
         self._crew: Crew | None = None
         self._lost = False
+        self._lease: LeaseHolder | None = None
+        self._between = contextlib.ExitStack()
         self.generation: int | None = None
         """As which this process owned the run in the last attempt; None while it has never."""
 
@@ -78,7 +86,7 @@ class Attempts:
         Raises:
             SlurmftError: nothing could be started.
         """
-        accuser = Accuser(self._config, start)
+        accuser, self._lease = Accuser(self._config, start), start.lease
         ending = Ending(self._config, start, accuser, self._log_file, dismiss=self.dismiss, has_nodes=self._has_nodes,
                         abandon=self.abandon)  # fmt: skip
         if (escape := settle(self._config, start)) is not None:
@@ -92,7 +100,7 @@ class Attempts:
         if self._crew is None:
             self._crew, self._outlived = Crew(self._config, start, self._outlived), None
         supervisor = _runner_of(self._config)(self._config, start, accuser, self._crew)
-        verdict = self._runner.run(supervisor.run())
+        verdict = self._run_in_loop(supervisor.run())
         self._lost = bool(start.cluster.lost)
         serves = self._config.inference is not None and self._config.inference.serving is not None
         if serves:
@@ -111,6 +119,25 @@ class Attempts:
             call_off_for_good(start.run, start.cluster, start.journal, verdict.reason)
         return code
 
+    def _run_in_loop(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run ``work``; until the next one, agents hear of this supervisor by a thread: decisions and waits may take
+        longer than its lease."""
+        self._between.close()
+        try:
+            return self._runner.run(work)
+        finally:
+            over = threading.Event()
+            pings = threading.Thread(target=self._ping, args=[over], daemon=True, name="pings")
+            pings.start()
+            self._between.callback(pings.join)
+            self._between.callback(over.set)
+
+    def _ping(self, over: threading.Event) -> None:
+        crew, lease_s = self._crew, self._config.fault_tolerance.ping_lease_s
+        while crew is not None and not over.wait(ping_interval_s(len(crew.pool.links), lease_s=lease_s)):
+            if self._lease is None or not self._lease.is_lost:
+                crew.pool.ping(Ping())
+
     def _leave(self, ending: Ending, reason: str, *, called_off: bool) -> int:
         """End a candidate, which decides nothing for the run."""
         log.warning("this job does not take the run over: %s", reason)
@@ -127,7 +154,7 @@ class Attempts:
             return
         if self._crew is not None:
             crew, self._crew = self._crew, None
-            self._runner.run(crew.dismiss(node_lost=self._lost))
+            self._run_in_loop(crew.dismiss(node_lost=self._lost))
         if self._outlived is not None:  # nothing came to the point of taking them over
             self._outlived.end()
             self._outlived = None
@@ -136,7 +163,7 @@ class Attempts:
         """Leave the agents to a supervisor that has taken the run over; those out of its reach end by themselves."""
         if self._crew is not None:
             crew, self._crew = self._crew, None
-            self._runner.run(crew.abandon())
+            self._run_in_loop(crew.abandon())
 
     def __enter__(self) -> Self:
         return self
@@ -145,4 +172,5 @@ class Attempts:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.dismiss()
+        self._between.close()
         self._runner.close()

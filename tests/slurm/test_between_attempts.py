@@ -22,8 +22,8 @@ FAILING = Path(__file__).parent / "trainers" / "fails.py"
 class FailingRun:
     """A run whose rank 1 fails ``times`` times; from its second restart on it waits for seconds."""
 
-    def __init__(self, path: Path, times: int) -> None:
-        faults = {"num_in_job_restarts": 5, "retry_delay_s": 2.0}
+    def __init__(self, path: Path, times: int, **settings: float) -> None:
+        faults = {"num_in_job_restarts": 5, "retry_delay_s": 2.0, **settings}
         command = ["python", str(FAILING), "--rank", "1", "--times", str(times), "--step-delay", "0.3"]
         self.run = LocalRun(path, nproc_per_node=1, command=command, fault_tolerance=faults)
         self.process = subprocess.Popen([*SLURMFT, "run", str(self.run.config)], stderr=subprocess.DEVNULL)
@@ -84,3 +84,18 @@ def test_a_request_before_a_restart_is_heard_after_it(failing: FailingRun) -> No
     assert failing.process.wait(90) == 0, failing.run.story()
     assert failing.events("verdict")[2].details["reason"].startswith("requeued by somebody"), failing.run.story()
     assert not failing.events("dropped a stale request")
+
+
+def test_agents_outlive_a_wait_that_is_longer_than_the_lease(tmp_path: Path) -> None:
+    failing = FailingRun(tmp_path / "failing", 2, retry_delay_s=8.0, supervisor_lease_s=2.0)
+    try:
+        failing.wait_for("decision", 2)
+        agents = failing.agents()
+        assert len(agents) == 2
+        failing.wait_for("workers started", 3)
+        began, waited = failing.events("workers started")[2], failing.events("decision")[1]
+        assert (began.at - waited.at).total_seconds() > 6, "too short to show anything"
+        assert failing.agents() == agents, failing.run.story()
+    finally:
+        failing.process.terminate()
+        failing.process.wait(60)

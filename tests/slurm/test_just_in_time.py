@@ -11,7 +11,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,12 +34,13 @@ NO_REPLICA = [*FULL, "--shards", "4"]
 
 def new_run(
     path: Path, options: Sequence[str] = FULL, *, delay: float = 0.1, copies: int = 0, every: int = 0,
-    hang_after: float | None = None,
+    hang_after: float | None = None, spares: int = 0,
 ) -> LocalRun:  # fmt: skip
     hangs = {} if hang_after is None else {"rank_section_timeouts": {"step": hang_after}, "num_warmup_iterations": 1}
     return LocalRun(
         path,
         command=[*TRAINER, "--steps", str(STEPS), "--step-delay", str(delay), *options],
+        spare_nodes=spares,
         checkpoint={"interval_steps": 10, "peer_copies": copies, "peer_interval": every},
         fault_tolerance={"num_in_job_restarts": 30, **hangs},
     )
@@ -246,3 +247,34 @@ def test_faults_at_random_moments_change_nothing(
             pass  # gone already
     run.wait_until_done()
     assert run.digest() == undisturbed_shards(options)
+
+
+@contextlib.contextmanager
+def silent_node(run: LocalRun, rank: int) -> Iterator[None]:
+    """Stop all processes of that rank's node: as with a node that has no power, or no network, nothing is closed."""
+    agent = workers(run)[rank].parents()[1]
+    frozen = [agent, *agent.children(recursive=True)]
+    for process in frozen:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in frozen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@pytest.mark.parametrize("rank", [2, pytest.param(0, marks=pytest.mark.soak)])
+def test_with_peer_copies_no_step_is_lost_with_a_node_that_falls_silent(
+    tmp_path: Path, undisturbed: str, rank: int
+) -> None:
+    run = new_run(tmp_path / "run", copies=1, spares=1)
+    run.submit()
+    run.wait_for_step(16)
+    between_steps(run, rank)
+    with silent_node(run, rank):
+        run.wait_until_done()
+    assert resumed_from(run, 1) >= 16, run.story()
+    told = [one.event for one in run.folder.journal().read()]
+    assert told.index(EventName.STATE_KEPT) < told.index(EventName.KILLING_WORKERS), run.story()
+    assert run.digest() == undisturbed

@@ -16,7 +16,17 @@ from typing import Any
 
 from slurmft.ipc.calls import Answer, Call, Ping, Shutdown
 from slurmft.ipc.channel import MAX_LINE_BYTES, UNANSWERED, BadMessage, Body, Channel, accept, keep_alive
-from slurmft.ipc.reports import Connected, Disconnected, Hello, ProgressReport, Report, parse_hello, parse_report
+from slurmft.ipc.replies import Failed
+from slurmft.ipc.reports import (
+    Connected,
+    Disconnected,
+    Hello,
+    Lasting,
+    ProgressReport,
+    Report,
+    parse_hello,
+    parse_report,
+)
 from slurmft.policy.strangers import Strangers
 
 CALL_TIMEOUT_S = 10.0
@@ -35,6 +45,10 @@ log = logging.getLogger(__name__)
 
 class AgentLost(Exception):
     """The agent's connection is gone, or it does not answer."""
+
+
+class CallFailed(AgentLost):
+    """The agent is there, but could not do what it was asked for; its own words."""
 
 
 def open_port(host: str | None, port: int = 0) -> socket.socket:
@@ -65,6 +79,9 @@ class AgentLink:
         self.leaving = self.dropped = self.ready = False
         """leaving: its job is ending. dropped: it counts as lost for good. ready: torch is imported."""
 
+        self.told: set[str] = set()
+        """What has come already of the reports that each connection repeats."""
+
         self.last_heard = time.monotonic()
         self._next_id = 0
         self._waiting: dict[int, tuple[Callable[[Body], Any], asyncio.Future[Any]]] = {}
@@ -72,6 +89,14 @@ class AgentLink:
     def is_same(self, other: AgentLink) -> bool:
         """Whether both are connections of one agent."""
         return (self.pid, self.birth) == (other.pid, other.birth)
+
+    def has_told(self, report: Report) -> bool:
+        """Whether this report has come by an earlier connection of the agent; remembers it."""
+        if not isinstance(report, Lasting):
+            return False
+        words, before = repr(report), len(self.told)  # not its value: one with a NaN equals no other
+        self.told.add(words)
+        return len(self.told) == before
 
     async def call(self, call: Call[Answer], *, timeout_s: float = CALL_TIMEOUT_S) -> Answer:
         """Ask the agent for something and wait for its reply.
@@ -129,6 +154,12 @@ class AgentLink:
         if call_id not in self._waiting:  # its caller no longer waits
             return
         read, future = self._waiting[call_id]
+        if "error" in message:
+            failed = Failed.parse(message, "an error").error
+            del self._waiting[call_id]
+            if not future.done():
+                future.set_exception(CallFailed(f"the agent on {self.host}: {failed}"))
+            return
         reply = read(message)  # before it is taken off: the end of the connection fails the call
         del self._waiting[call_id]
         if not future.done():
@@ -201,8 +232,8 @@ async def _replies(
 class AgentPool:
     """Listens for the attempt's agents. Reports go to ``events``, each with its link."""
 
-    def __init__(self, secret: bytes, expected: int) -> None:
-        self._secret, self._expected = secret, expected
+    def __init__(self, secret: bytes, expected: int, *, patience_s: float = 0.0) -> None:
+        self._secret, self._expected, self._patience_s = secret, expected, patience_s
         self._server: asyncio.Server | None = None
         self._strangers: Strangers[asyncio.StreamWriter] = Strangers(MAX_STRANGERS, STRANGERS_PER_ADDRESS)
         self._refused = 0
@@ -299,7 +330,7 @@ class AgentPool:
         try:
             channel, hello = await accept(reader, writer, self._secret)
             self._strangers.forget(writer)
-            keep_alive(writer)
+            keep_alive(writer, self._patience_s)
             link = AgentLink(channel, parse_hello(hello))
             if link.lender:  # nodes of another job come behind our own
                 link.node = self._lent.setdefault((link.lender, link.node), self._expected + len(self._lent))
@@ -321,6 +352,7 @@ class AgentPool:
         if old is not None:
             if old.channel is not None:
                 old.channel.close()
+            link.told = old.told if old.is_same(link) else link.told
             if not old.dropped:
                 self.members = [link if member is old else member for member in self.members]
         if link.lender or (old is not None and old.dropped):
@@ -344,7 +376,8 @@ class AgentPool:
                 else:
                     report = parse_report(message)
                     link.ready = link.ready or (isinstance(report, ProgressReport) and report.ready)
-                    self.events.put_nowait((link, report))
+                    if not link.has_told(report):
+                        self.events.put_nowait((link, report))
         except BadMessage as error:
             log.warning("closed the connection of %s: %s", link.host, error)
         finally:

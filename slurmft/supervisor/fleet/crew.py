@@ -11,7 +11,8 @@ from slurmft.errors import LaunchError
 from slurmft.ipc.calls import Ping, Rehearse, Shutdown
 from slurmft.ipc.reports import LimitReport, RehearsalReport
 from slurmft.ipc.sync import SyncReport
-from slurmft.policy.nodes.membership import TooFew, Wait
+from slurmft.policy.nodes.membership import TooFew, Wait, lost_after_s
+from slurmft.policy.timing.fleet import longest_silence_s
 from slurmft.storage.events import EventName
 from slurmft.supervisor.attempt_folder import AttemptFolder
 from slurmft.supervisor.cluster import Cluster
@@ -25,7 +26,10 @@ from slurmft.supervisor.start import Start
 from slurmft.system.processes import allow_descriptors
 
 LOOK_S = 0.05
-FOLLOW_S = 3.0
+BROKEN_S = 1.0
+"""How long an agent that has closed its connection may take to reconnect: it tries again every 0.2 s."""
+
+FOLLOW_S = 10.0
 """How long agents have to find a supervisor that has moved; they look for it every half second."""
 
 SPARE_DESCRIPTORS = 200
@@ -42,14 +46,27 @@ class Crew:
     def __init__(self, config: RunConfig, start: Start, outlived: Outlived | None = None) -> None:
         self._config, self._outlived = config, outlived
         self.secret = start.secret
-        self.pool = AgentPool(start.secret, start.cluster.size(config))
+        size = start.cluster.size(config)
+        silence_s = max(config.fault_tolerance.agent_timeout_s, longest_silence_s(size))
+        self.pool = AgentPool(start.secret, size, patience_s=2 * lost_after_s(silence_s, replaceable=False))
         self.roster = Roster(self.pool, config.size)
         self.folder = AttemptFolder(start, of=outlived.attempt if outlived else None)
         self.reviver = Reviver(config, start, self.pool, self.roster, self.folder)
         self.processes: list[asyncio.subprocess.Process | Orphan] = []
         self.kept = KeptFolders(config, start, self.pool)
         self._journal = start.journal
-        self._mustered = False
+        self._mustered, self._settled_s = False, 0.0
+
+    @property
+    def reconnect_s(self) -> float:
+        """The time to reconnect; those that have outlived a supervisor have its lease, since a restart costs more."""
+        return max(BROKEN_S, self._settled_s - time.monotonic())
+
+    async def reconnected(self, link: AgentLink) -> None:
+        """Return when another connection has taken the place of this broken one, or its agent is given up."""
+        deadline_s = time.monotonic() + self.reconnect_s
+        while self.pool.links.get(link.node) is link and not link.dropped and time.monotonic() < deadline_s:
+            await asyncio.sleep(LOOK_S)
 
     @property
     def is_complete(self) -> bool:
@@ -75,7 +92,9 @@ class Crew:
                 await self.folder.tell_agents({"hosts": cluster.control_hosts(), "port": port})
                 self.reviver.expect(cluster, FOLLOW_S, count_out=True)
             else:
-                self.reviver.expect(cluster, self._config.fault_tolerance.supervisor_lease_s)
+                lease_s = self._config.fault_tolerance.supervisor_lease_s
+                self._settled_s = time.monotonic() + lease_s
+                self.reviver.expect(cluster, lease_s)
             return
         port = await self.pool.listen(cluster.listen_host)
         await self.folder.tell_agents({"hosts": cluster.control_hosts(), "port": port})
@@ -88,6 +107,8 @@ class Crew:
 
     def _muster_again(self) -> None:
         """Where every srun has ended, each agent has, too, or will: one by one they are started again."""
+        for link in self.pool.links.values():
+            link.last_heard = time.monotonic()  # nobody has listened since the last attempt
         if any(process.returncode is None for process in (*self.processes, *self.reviver.processes)):
             return
         for link in self.pool.links.values():

@@ -41,7 +41,7 @@ from slurmft.storage import signs_of_life
 from slurmft.storage.events import EventName
 from slurmft.supervisor.attempt_folder import AttemptFolder
 from slurmft.supervisor.cluster import Cluster
-from slurmft.supervisor.fleet.agents import AgentLink, AgentLost
+from slurmft.supervisor.fleet.agents import AgentLink, AgentLost, CallFailed
 from slurmft.supervisor.fleet.crew import Crew
 from slurmft.supervisor.inference.stops import COMMIT_MARGIN_S, InferenceStops
 from slurmft.supervisor.job_state import SlurmsWord
@@ -54,7 +54,6 @@ from slurmft.system.sleeping import overslept_s
 POLL_S = 0.25
 PROGRESS_S = 1.0
 PARTS_S = 2.0
-BROKEN_S = 1.0
 BEGIN_S = 40.0
 LOOKS_PER_TIMEOUT = 12
 LENT_S = 20.0
@@ -215,8 +214,8 @@ class InferenceAttempt:
         pinged_s = 0.0
         while not self._over.is_set():
             for node, link in list(self._pool.links.items()):
-                if link.channel is not None and not link.dropped and node not in self._joined:
-                    self._joined[node] = link
+                if link.channel is not None and not link.dropped and self._joined.get(node) is not link:
+                    self._joined[node] = link  # also on a new connection: the one before may have lost reports
                     # an agent may be slow to answer, or be cut off: the others are taken in, and their leases go on
                     self._background.start(self._take_in(link))
             if asleep_s := await overslept_s(pause_s):
@@ -226,7 +225,7 @@ class InferenceAttempt:
             if now_s - pinged_s > ping_s:
                 pinged_s = now_s
                 self._pool.ping(Ping())
-            for link in self._pool.silent_for(timeout_s, now_s):
+            for link in self._pool.silent_for(max(timeout_s, self._crew.reconnect_s), now_s):
                 self._lose(link, f"nothing was heard from {link.host} for {now_s - link.last_heard:.1f} s",
                            hung_up=False)  # fmt: skip
 
@@ -244,9 +243,16 @@ class InferenceAttempt:
             begin = BeginReplicas(attempt=str(self._cluster.attempt), epoch=epoch, generation=self._start.generation,
                                   node=link.node)  # fmt: skip
             await link.call(begin, timeout_s=BEGIN_S)
+        except CallFailed as error:  # this node takes no part
+            self._problem = str(error)
+            log.error("%s", error)
+            self._coordinator.lose(link.node)
+            if not self._coordinator.agents:
+                self._over.set()
+            return
         except AgentLost as error:
-            # a connection that was closed says that the agent has ended, and can be started again on its node
-            self._lose(link, str(error), hung_up=link.channel is None)
+            if link.channel is not None:  # else it may come back by another connection, which is waited for
+                self._lose(link, str(error), hung_up=False)
             return
         if link.dropped:
             return
@@ -286,11 +292,10 @@ class InferenceAttempt:
 
     async def _on_disconnect(self, link: AgentLink) -> None:
         """Give a connection that broke the time to come back."""
-        await asyncio.sleep(BROKEN_S)
+        await self._crew.reconnected(link)
         current = self._pool.links.get(link.node)
-        if current is not link and current is not None and link.node in self._joined and current.is_same(link):
-            self._joined[link.node] = current
-            return
+        if current is not link and current is not None and current.is_same(link):
+            return  # it is taken in by its new connection
         if not self._over.is_set():  # another process may be connected by now: it is taken in as a new agent
             self._lose(link, f"the agent on {link.host} is gone", hung_up=True)
 

@@ -1,0 +1,101 @@
+"""The control connection between agent and supervisor breaks, or an agent cannot do what it is asked for; no Slurm."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slurm.conftest import eventually
+from slurm.test_just_in_time import TRAINER, workers
+from slurm.test_local import LocalRun
+from slurmft.storage.events import EventName
+from slurmft.storage.run_folder import RunFolder
+from slurmft.system.files import write_json
+
+pytestmark = pytest.mark.timeout(200)
+
+
+class Between:
+    """Stands between the agents and the supervisor of a run; ``lose`` swallows what agents send."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder, self._loop = folder, asyncio.new_event_loop()
+        self._port = 0
+        self._pairs: list[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = []
+        self.loses = False
+        self.ready = threading.Event()
+        threading.Thread(target=self._loop.run_until_complete, args=[self._main()], daemon=True).start()
+
+    def reset(self) -> None:
+        """Reset every connection, and take further ones."""
+
+        def work() -> None:
+            for writer in (each for pair in self._pairs for each in pair):
+                writer.transport.abort()
+            self._pairs, self.loses = [], False
+
+        self._loop.call_soon_threadsafe(work)
+
+    @property
+    def connections(self) -> int:
+        return len(self._pairs)
+
+    async def _main(self) -> None:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        while not (found := list(self._folder.attempts.glob("*/control.json"))):
+            await asyncio.sleep(0.002)
+        where = json.loads(found[0].read_text())
+        self._port = where["port"]
+        write_json(found[0], where | {"port": server.sockets[0].getsockname()[1]})
+        self.ready.set()
+        await asyncio.Event().wait()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, onward = await asyncio.open_connection("127.0.0.1", self._port)
+        self._pairs.append((writer, onward))
+        await asyncio.gather(self._pass(reader, onward, up=True), self._pass(there, writer, up=False))
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, up: bool) -> None:
+        try:
+            while data := await reader.read(65536):
+                if not (up and self.loses):
+                    writer.write(data)
+        except OSError:
+            pass
+        writer.close()
+
+
+@pytest.fixture
+def proxied(tmp_path: Path) -> Iterator[tuple[LocalRun, Between]]:
+    run = LocalRun(
+        tmp_path / "run",
+        command=[*TRAINER, "--steps", "60", "--step-delay", "0.1"],
+        nodes=1,
+        checkpoint={"interval_steps": 10},
+        fault_tolerance={"num_in_job_restarts": 3},
+    )
+    between = Between(run.folder)
+    run.submit()
+    yield run, between
+    if run.folder.done() is None:
+        run.slurmft("stop", str(run.folder.path), check=False)
+
+
+def test_the_end_of_a_worker_survives_the_connection_that_lost_it(proxied: tuple[LocalRun, Between]) -> None:
+    run, between = proxied
+    run.wait_for_step(12)
+    assert between.connections == 1, "the agent does not come by the proxy"
+    between.loses = True
+    for process in workers(run).values():
+        process.kill()
+    eventually(lambda: not workers(run), 20, "the workers' ends")
+    between.reset()
+    run.wait_until_done()
+    events = [one for one in run.folder.journal().read() if one.event == EventName.WORKER_FAILED]
+    assert sorted(one.details["rank"] for one in events) == [0, 1], run.story()
+    assert len([one for one in run.folder.journal().read() if one.event == EventName.VERDICT]) == 2
