@@ -195,3 +195,19 @@ def test_what_a_trainer_raises_reaches_no_terminal_and_no_log_as_it_is(tmp_path)
     for name, text in {"terminal": said.stdout + said.stderr, **logs}.items():
         assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", text), (name, text)
         assert not re.search(r"^slurmft: all is well", text, re.M), (name, text)
+
+
+def test_gradients_that_are_accumulated_over_steps_are_not_lost_and_the_first_steps_are_kept(tmp_path: Path) -> None:
+    """Killed in the middle of a window, and long before the first checkpoint that the interval asks for."""
+    starts, digests = list[list[str]](), set[str]()
+    for die_at in (-1, 30):
+        trainer = Path(__file__).parent / "trainers" / "accumulates.py"
+        run = LocalRun(
+            tmp_path / f"die{die_at}", command=[sys.executable, str(trainer), str(die_at)], nodes=1,
+            checkpoint={"interval_steps": 1000},
+        )  # fmt: skip
+        run.submit("--wait")
+        logs = "".join(path.read_text() for path in sorted(run.folder.path.glob("attempts/*/*rank*")))
+        starts.append(sorted({*re.findall(r"starts at (\d+)", logs)}))
+        digests |= {*re.findall(r"digest (\w+)", logs)}
+    assert starts == [["0"], ["0", "28"]] and len(digests) == 1
