@@ -24,7 +24,7 @@ import torch
 from slurmft.checkpoint.agreement import Guard, failure
 from slurmft.checkpoint.catalog import Catalog
 from slurmft.checkpoint.folders import own_generation, remove_left_overs
-from slurmft.checkpoint.format.flat_state import FACTS, FlatState, for_save
+from slurmft.checkpoint.format.flat_state import FACTS, FlatState, for_save, is_plain, number_of
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.loading import LoadedCheckpoint, Loading
 from slurmft.checkpoint.named_states import NamedStates
@@ -54,6 +54,7 @@ ROOM_S = 60.0
 """How long a save that must not be skipped waits for one of its two places."""
 
 LOOK_S = 0.05
+COMPARISONS = 2
 
 
 class CheckpointManager(NamedStates):
@@ -99,6 +100,7 @@ class CheckpointManager(NamedStates):
         self.directory = Path(checkpoint_dir)
         self._extra = extra
         self._distrusted: set[Path] = set()
+        self._compared: set[int] = set()
         self._turn = Turn()
         self._snapshots = Snapshots(
             self.settings, memory=memory_folder_of(self.directory), spill=self.directory / STAGING,
@@ -128,26 +130,33 @@ class CheckpointManager(NamedStates):
         With ``async_save`` this returns as soon as the state is copied, and ``wait`` returns when it is durable; else
         it is on return, and every rank knows it. Random number generators are saved and not disturbed. ``extra`` (rank
         0's) takes plain values and tensors, or a function that returns them: rank 0 calls that one now and at the end
-        of every step from now on, so that a failure loses none (``checkpoint.just_in_time``). None: the save was
-        skipped, as two earlier ones are still under way (``checkpoint.when_busy``).
+        of every step from now on, so that a failure loses none (``checkpoint.just_in_time``). None: it was the
+        session that saved, as it was time to, and two earlier saves are still under way (``checkpoint.when_busy``); any
+        other save waits for them, and after half a minute takes the place of the one that has not begun.
 
         Raises:
             CheckpointError: nothing was saved, older checkpoints are untouched; raised by all ranks alike, with the
                 ranks that failed and why.
             DirectoryInUse: another manager of this process saves in this directory.
             Fenced: a newer attempt owns the run; nothing was committed.
+            UsageError: the caller is a signal handler. Where the session saves for that signal at the end of the step,
+                this only says so, and returns None.
         """
+        if SAVERS.is_left_to_the_session():
+            return None
         trainee = Trainee(model, optimizer, scheduler=scheduler, scaler=scaler, loader=loader)
         SAVERS.trains(model, optimizer)
         team, extra = Team(), self._extra if extra is None else extra
         is_async = self.settings.async_save if async_save is None else async_save
         urgent = SAVERS.is_urgent or not is_async
+        may_skip = SAVERS.is_periodic and not urgent and self.settings.when_busy == "skip"
         self._turn.extra = OfLead.of(extra)
         now = functools.partial(for_save, trainee, extra, metrics or {}, rank=team.rank, world_size=team.world_size)
-        prepared = self._agree(team, now, step, urgent=urgent)
+        prepared = self._agree(team, now, step, urgent=urgent, may_skip=may_skip)
         if prepared is None:
             SAVERS.outcome = Outcome.SKIPPED
             return None
+        self._compare(team, prepared.flat, step)
         identity = Identity(step, own_generation(), self._turn.commit)
         folder = self.directory / identity.folder_name
         self._arm(trainee, extra, step=step, safe=step)  # first: a rank that dies in the copy must not lose the step
@@ -279,7 +288,7 @@ class CheckpointManager(NamedStates):
 
     def at_boundary(self, step: int) -> None:
         """``step`` steps are complete."""
-        if self._rescue is not None:
+        if self._rescue is not None and not SAVERS.gradients.are_waiting:  # the weights are the last boundary's
             self._rescue.at_boundary(step)
         self._steps.at_boundary(step)
 
@@ -290,7 +299,9 @@ class CheckpointManager(NamedStates):
 
     # Saving
 
-    def _agree(self, team: Team, captured: Callable[[], FlatState], step: int, *, urgent: bool) -> LaidOut | None:
+    def _agree(
+        self, team: Team, captured: Callable[[], FlatState], step: int, *, urgent: bool, may_skip: bool
+    ) -> LaidOut | None:
         """The state, ready to be copied on every rank; None when it is not to be copied now.
 
         Raises:
@@ -316,11 +327,11 @@ class CheckpointManager(NamedStates):
                 self._snapshots.leave_spill()
             if prepared is None or not any(row[Row.IS_BUSY] for row in rows):
                 return prepared
-            if not self._steps.give_way() and not urgent and self.settings.when_busy == "skip":
+            if not self._steps.give_way() and may_skip:
                 if team.is_lead:
                     log.warning("step %d is not saved: two earlier saves are still being written", step)
                 return None
-            if urgent:
+            if urgent or time.monotonic() > deadline_s - ROOM_S / 2:  # an older one that waits is worth less than this
                 self._snapshots.make_room()
             time.sleep(LOOK_S)
             with guard:
@@ -329,6 +340,27 @@ class CheckpointManager(NamedStates):
                     raise TimeoutError(
                         errno.ETIMEDOUT, f"two earlier saves are still being written after {ROOM_S:.0f} s"
                     )
+
+    def _compare(self, team: Team, flat: FlatState, step: int) -> None:
+        """At two steps of a manager; at the first one, state that will differ may be zero still.
+
+        Raises:
+            CheckpointError: a tensor that is saved once, as all ranks have it alike, is another one on some rank.
+        """
+        if team.world_size == 1 or step in self._compared or len(self._compared) == COMPARISONS:
+            return
+        self._compared.add(step)
+        shared = {key: one for key, one in flat.tensors.items() if key not in flat.of_lead and is_plain(one)}
+        numbers = [number_of(one) for one in shared.values()]
+        least = team.least([*numbers, *(-one for one in numbers)])
+        unequal = [key for at, key in enumerate(shared) if least[at] != -least[len(shared) + at]]
+        if unequal:
+            more = f" and {len(unequal) - 1} more" if unequal[1:] else ""
+            raise CheckpointError(
+                f"step {step} was not saved to {self.directory}: {unequal[0]}{more} differs from rank to rank, and a "
+                "tensor that is no DTensor is saved once for all",
+                hint="state of each rank's own is saved where it is a DTensor (fully_shard, DTensor.from_local)",
+            )
 
     def _begin(self, team: Team) -> None:
         """Before the first save: check the directory's owner; on rank 0, clean up, and find the newest number.

@@ -22,6 +22,7 @@ from slurmft.checkpoint.team import Team
 from slurmft.checkpoint.writer.write_requests import order_of
 from slurmft.errors import CheckpointError, UsageError
 from slurmft.storage.checkpoint_names import MAX_STEP
+from slurmft.trainer.savers import SAVERS
 
 _ID = "checkpoint_id: "
 """Beginning of the metric that an id which is no number is kept as: markers hold metrics, and can be read cheaply."""
@@ -45,8 +46,10 @@ class NamedStates(ABC):
 
         Raises:
             CheckpointError: nothing was saved, older checkpoints are untouched.
-            UsageError: the id is neither a number of a step nor a name.
+            UsageError: the id is neither a number of a step nor a name, or this is a signal handler (see ``save``).
         """
+        if SAVERS.is_left_to_the_session():
+            return None
         step, name = _numbered(checkpoint_id)
         metrics = {f"{_ID}{name}": 0.0} if name else {}
         if step is None:

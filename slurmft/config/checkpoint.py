@@ -72,8 +72,8 @@ class CheckpointConfig(Section):
     durable."""
 
     when_busy: Literal["skip", "wait"] = "skip"
-    """When the writer is still busy with the two saves before: leave a periodic save out, or wait. Saves of a stop and
-    at the end always wait."""
+    """When the writer is still busy with the two saves before: leave a periodic save out, or wait. Saves of a stop,
+    at the end, and of the script's own always wait."""
 
     max_failed_saves: Positive = 3
     """Failed saves in a row after which the run warns loudly: journal, status, explain and the log."""

@@ -1,4 +1,5 @@
-"""Deliver a blocked signal to the calling thread as it came: with its first sender, which C handlers may ask for.
+"""Deliver a blocked signal to the calling thread as it came: with its first sender, which C handlers may ask for; and
+which signal is being handled.
 
 torch's handler in data-loader workers does: one that its parent ends exits with 0, others die of the signal. Python has
 no call for it, so the kernel's record is laid out here, for rt_tgsigqueueinfo(2), the only system call that takes a
@@ -9,12 +10,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import logging
 import os
 import signal
 import struct
+import sys
 import threading
 from collections.abc import Callable
+from itertools import pairwise
+from types import FrameType
 
 log = logging.getLogger(__name__)
 
@@ -70,3 +75,20 @@ def _plainly(number: signal.Signals, _came: signal.struct_siginfo) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     signal.raise_signal(number)
     signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+
+
+def handled_signal() -> int | None:
+    """The signal in whose Python handler this thread runs, by its arguments: its number, and the frame below it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code, below = frame.f_code, frame.f_back
+        positional, has_rest = code.co_argcount, bool(code.co_flags & inspect.CO_VARARGS)
+        if below is not None and (positional > 1 or has_rest):
+            given = [frame.f_locals.get(name) for name in code.co_varnames[:positional]]
+            if has_rest:
+                given += frame.f_locals.get(code.co_varnames[positional + code.co_kwonlyargcount]) or ()
+            found = next((one for one, other in pairwise(given) if other is below and isinstance(one, int)), None)
+            if found is not None:
+                return found
+        frame = below
+    return None

@@ -45,6 +45,15 @@ def host_group(timeout: timedelta | None = None) -> Any:
     return dist.new_group(backend=BACKEND, timeout=timeout, group_desc=DESCRIPTION)
 
 
+def any_rank(mine: bool) -> bool:
+    """Whether it is so on some rank; a collective where there are several."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return mine
+    flag = torch.tensor([int(mine)])
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=host_group())
+    return bool(flag.item())
+
+
 def timeout_of(group: Any) -> timedelta | None:
     """After how long a collective of ``group`` times out, as the group itself says; None where it cannot be asked.
 

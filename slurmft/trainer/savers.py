@@ -6,6 +6,8 @@ to save, and when a save in the background has become durable.
 
 from __future__ import annotations
 
+import logging
+import signal
 import weakref
 from collections.abc import Callable
 from enum import Enum
@@ -13,6 +15,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+from slurmft.errors import UsageError
+from slurmft.system.siginfo import handled_signal
+from slurmft.trainer.gradients import OpenGradients
+
+log = logging.getLogger(__name__)
 
 
 class Outcome(Enum):
@@ -89,11 +97,17 @@ class Savers:
         self._trained: tuple[weakref.ref[nn.Module], weakref.ref[torch.optim.Optimizer]] | None = None
         self.listener: Listener | None = None
         self.outcome = Outcome.DONE
-        self.is_urgent = False
-        """A stop waits for the next save: it is not skipped, and goes before all others."""
+        self.is_urgent = self.is_periodic = False
+        """A stop waits for the next save: it goes before all others. Or its time has come, and it may be skipped."""
+
+        self.on_stop_signal: Callable[[int], bool] = lambda _number: False
+        """Tells the session of a signal that came; whether it saves at the end of the step because of it."""
 
         self.is_armed = False
         """Some saver needs a call at every step."""
+
+        self.gradients = OpenGradients()
+        """No state is kept, copied or saved by the session while some wait for an optimizer."""
 
         self.loads = 0
         """How often a state was loaded, alike on all ranks: notes on a step before a load are not of the step of the
@@ -115,6 +129,7 @@ class Savers:
     def trains(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """These are what the process trains; does not hold them alive."""
         self._trained = weakref.ref(model), weakref.ref(optimizer)
+        self.gradients.follow(optimizer)
 
     def join(self, saver: Saver) -> None:
         """Pass the session's events to ``saver``, for as long as it is in use."""
@@ -130,8 +145,29 @@ class Savers:
         self._savers = []
 
     def save_begins(self, *, urgent: bool) -> None:
-        """The session is about to call the trainer's ``save``."""
-        self.outcome, self.is_urgent = Outcome.DONE, urgent
+        """The session is about to call the trainer's ``save``, for a stop or as its time has come."""
+        self.outcome, self.is_urgent, self.is_periodic = Outcome.DONE, urgent, not urgent
+
+    def save_ended(self) -> None:
+        """Any other call of ``save`` is the trainer's own wish."""
+        self.is_urgent = self.is_periodic = False
+
+    def is_left_to_the_session(self) -> bool:
+        """Whether the caller's caller, which saves, runs in a handler of a signal for which the session saves itself.
+
+        Raises:
+            UsageError: in one of another signal: an update, a save or a collective may be half done below it.
+        """
+        if (number := handled_signal()) is None:
+            return False
+        name = signal.Signals(number).name
+        if self.listener is None or not self.on_stop_signal(number):
+            raise UsageError(
+                f"nothing is saved in a handler of {name}, which may have come in the middle of an update or a save",
+                hint="only remember the signal there, and save in the loop: slurmft.DistributedSignalHandler does both",
+            )
+        log.warning("not saved in the handler of %s: the session saves at the end of this step", name)
+        return True
 
     def wait(self) -> None:
         """``Saver.wait`` of all, in the same order on every rank."""
@@ -139,8 +175,9 @@ class Savers:
             saver.wait()
 
     def at_boundary(self, step: int) -> None:
-        """``Saver.at_boundary`` of all."""
-        for saver in self.savers:
+        """``Saver.at_boundary`` of all, where one needs it."""
+        self.gradients.at_boundary(self.trained[0] if self.trained is not None else None)
+        for saver in self.savers if self.is_armed else ():
             saver.at_boundary(step)
 
     def rescue(self) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
 from slurmft.ipc.pages.heartbeat import Page, Slot, StopAction
 from slurmft.policy.timing.stop import END, step_of, tick_of
-from slurmft.trainer.host_group import host_group
+from slurmft.trainer.host_group import any_rank
 from slurmft.worker.signals import StopSignal
 
 HOLD_PAUSE_S = 0.0005
@@ -69,9 +68,7 @@ class AgreementByCollective:
         step = step_of(tick)  # only boundaries are the same on all ranks; evaluations may differ in length
         if tick >= END or tick != tick_of(step) or step % COLLECTIVE_EVERY_STEPS:
             return StopAction.NONE
-        seen = torch.tensor([int(self._stop.seen)])
-        dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=host_group())
-        return StopAction.SAVE_AND_STOP if int(seen.item()) else StopAction.NONE
+        return StopAction.SAVE_AND_STOP if any_rank(self._stop.seen) else StopAction.NONE
 
     def answered(self, tick: int) -> None:
         """Nothing to do: there is no agent."""

@@ -16,7 +16,7 @@ import time
 
 from slurmft.ipc.pages.heartbeat import NOTHING, Slot, State, StopAction
 from slurmft.ipc.pages.section_stack import Phase
-from slurmft.policy.timing.stop import END, tick_of
+from slurmft.policy.timing.stop import END
 from slurmft.trainer.savers import SAVERS
 from slurmft.worker.saves import SAVE_RETRY_S, SaveFunction
 from slurmft.worker.session import PlannedStop, Session
@@ -38,7 +38,7 @@ class FrameworkLoop:
         """
         self._session, self._page = session, session._page
         self._step = self._start = session._start = session._step = start
-        self._is_busy, self._tick = False, tick_of(start)
+        self._is_busy, self._tick = False, session._tick(start)
         self.until, self.pending = until, StopAction.NONE
         page = self._page
         page[Slot.RESUMED] = page[Slot.STEP] = start
@@ -46,7 +46,7 @@ class FrameworkLoop:
         page[Slot.SAVED] = NOTHING
         self.training()
         session._end_rehearsal(start + 1, start, until)
-        self._ask(tick_of(start))
+        self._ask(session._tick(start))
         self.answer()
 
     @property
@@ -82,7 +82,7 @@ class FrameworkLoop:
         if step >= self.until:
             page[Slot.TICK] = END
             return self.pending
-        return self._ask(tick_of(step))
+        return self._ask(session._tick(step))
 
     def evaluating(self) -> None:
         """An evaluation begins, or goes on to its next batch: each may take as long as the section's limit."""

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
 from slurmft.policy.timing import checkpoint_interval
 from slurmft.policy.worker_settings import WorkerSettings
+from slurmft.storage.memory_folder import MEMORY_VARIABLE
 from slurmft.trainer.host_group import host_group
+from slurmft.trainer.savers import SAVERS
 from slurmft.worker.schedule import Automatic, EverySeconds, SaveSchedule, SaveTimer, Spacing, ToldSchedule
 
 Tell = Callable[[Sequence[int]], Sequence[int]]
@@ -30,16 +32,18 @@ class SavePace:
         tell: broadcasts rank 0's integers to all ranks; used only where the interval is not a number of steps.
         is_writing: whether a checkpoint is being written beside the training, as far as this rank knows.
         on_cost: on rank 0, called with the seconds that each save has cost the training.
+        keeps_steps: whether steps can be kept just in time.
     """
 
     def __init__(
         self, settings: CheckpointSettings, start: int, *, nodes: int = 1, is_lead: bool = True,
         tell: Tell = lambda row: row, is_writing: Callable[[], bool] = lambda: False,
         on_cost: Callable[[float], None] = lambda _: None, now_ns: Callable[[], int] = time.monotonic_ns,
+        keeps_steps: bool = False,
     ) -> None:  # fmt: skip
         self._tell, self._is_writing, self._now_ns = tell, is_writing, now_ns
         self._step = start
-        self._first = 1 if settings.peer_interval and not start else None
+        self._first = 1 if (settings.peer_interval or keeps_steps) and not start else None
         self._by_steps = SaveSchedule(settings.interval_steps, start) if settings.interval == "steps" else None
         self._told = ToldSchedule(start)
         spacing = _spacing(settings, nodes)
@@ -55,9 +59,11 @@ class SavePace:
         Raises:
             ConfigError: the settings cannot be read.
         """
+        settings = WorkerSettings.from_environment(environment).checkpoint
         return cls(
-            WorkerSettings.from_environment(environment).checkpoint,
+            settings,
             start,
+            keeps_steps=settings.just_in_time and MEMORY_VARIABLE in environment and bool(SAVERS.savers),
             nodes=_count(environment.get("GROUP_WORLD_SIZE", "")),
             is_lead=not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0,
             tell=_from_rank_0,
@@ -70,7 +76,7 @@ class SavePace:
         if self._timer is not None and step > self._step:
             self._timer.step_done(self._now_ns(), is_writing=self._is_writing())
         self._step = step
-        if step == self._first:  # copies of steps begin with a save, from which they know what belongs to the state
+        if step == self._first:  # steps are copied and kept after a save, from which it is known what their state is
             return True
         if self._by_steps is not None:
             return self._by_steps.is_due(step)

@@ -70,6 +70,7 @@ class Saves:
             self._failed(step, error)
             return self._ended(step, began_ns, worked=False)
         finally:
+            SAVERS.save_ended()
             page[Slot.SAVE_BEGAN_NS] = 0
             self.stalled_ns += time.monotonic_ns() - began_ns
             self._sections.phase(phase)

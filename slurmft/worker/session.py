@@ -31,11 +31,12 @@ from torch.nn.parallel import DistributedDataParallel
 from slurmft.ipc.pages.heartbeat import NOTHING, PAGE_VARIABLE, Page, Slot, State, StopAction
 from slurmft.ipc.pages.section_stack import Phase, SectionStack
 from slurmft.policy.checkpoints.batches import BatchSplit
-from slurmft.policy.timing.stop import END, end_of_evaluation, tick_of
+from slurmft.policy.timing.stop import END, NOT_STARTED, base_of, end_of_evaluation, inside_an_evaluation, tick_of
 from slurmft.policy.verdicts.verdict import EXIT_RERUN_ELSEWHERE, EXIT_TEMPORARY, EXIT_VALIDATION_FAILED
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import MAX_STEP
 from slurmft.trainer import rng
+from slurmft.trainer.host_group import any_rank
 from slurmft.trainer.savers import SAVERS
 from slurmft.worker.agreement import AgreementByAgent, AgreementByCollective
 from slurmft.worker.batches import Batches
@@ -55,6 +56,7 @@ from slurmft.worker.stragglers.stragglers import StragglerDetector
 
 Batch = TypeVar("Batch")
 SAVE_TRIES_BEFORE_EXIT = 60
+NO_ACTION = StopAction.NONE, NOT_STARTED
 REHEARSED_STEPS = 2
 """The first one compiles, and may compile again for the second."""
 
@@ -133,6 +135,7 @@ class Session(Sections):
         self._metrics = MetricsLog.from_environment(is_lead=self.is_lead)
         self._reruns: RerunStateMachine | None = None
         self._step = self._start = self._evaluations = self._safe_at_ns = 0
+        self._deferred, self._is_over = NO_ACTION, False
         self._page[Slot.STATE] = State.SETUP
         if page is not None:
             atexit.register(self._close_at_exit)
@@ -155,7 +158,7 @@ class Session(Sections):
             ValueError: ``start`` or ``until`` is not a whole number of steps, or more than 10^15 - 1.
         """
         start, until = _steps("start", start), _steps("until", until)
-        self._start, page = start, self._page
+        self._start, self._is_over, page = start, False, self._page
         page.touch(Slot.LOOP_AT)
         page[Slot.RESUMED] = page[Slot.STEP] = start
         page[Slot.UNTIL] = until
@@ -168,18 +171,18 @@ class Session(Sections):
             self._metrics.flush()  # a state that is on disk has its curve there, too
             return self.is_rehearsal or save(at)
 
-        pace = self._saves.begin(start, save_all)
+        pace, is_due = self._saves.begin(start, save_all), False
         self._digests.begin(start)
-        if SAVERS.is_armed:
-            SAVERS.at_boundary(start)
+        SAVERS.at_boundary(start)
         for step in range(start, until):
             self._step, self._evaluations = step, 0
             self._end_rehearsal(step, start, until)
             self._digests.at_boundary(step)
-            if pace.is_due(step) and saved != step:
-                worked = self._saves.now(step, is_periodic=True)
+            is_due = (pace.is_due(step) or is_due) and saved != step
+            if is_due and not any_rank(SAVERS.gradients.are_waiting):
+                worked, is_due = self._saves.now(step, is_periodic=True), False
                 saved = step if worked else saved
-            self._at_tick(tick_of(step), saved)
+            self._at_tick(self._tick(step), saved)
             self._sections.phase(Phase.STEP)
             self.stragglers.begin_step()
             if page[Slot.FAULT] != self._faults.seen:
@@ -199,8 +202,8 @@ class Session(Sections):
                 page[Slot.UNTIL] = until = step + 1
                 break
         if until > start:
-            self._step = until
-            self._saves.at_end(until, lambda tries: self._at_tick(tick_of(until, 0, tries), None))
+            self._step, self._is_over = until, True
+            self._saves.at_end(until, lambda tries: self._at_tick(self._tick(until, 0, tries), None))
         self._sections.phase(Phase.NONE)
         page[Slot.TICK] = END
         page[Slot.STATE] = State.FINISHED
@@ -216,7 +219,7 @@ class Session(Sections):
         Raises:
             PlannedStop: the run was asked to stop, and its state is saved.
         """
-        before = rng.capture()
+        before, base = rng.capture(), base_of(self._start)
         step, number, self._evaluations = self._step, self._evaluations, self._evaluations + 1
         state, phase = self._page[Slot.STATE], self._sections.current_phase
         if state == State.EVALUATING:  # another one that was left early
@@ -226,16 +229,16 @@ class Session(Sections):
         try:
             for index, batch in enumerate(batches, start=1):
                 self._note_span()
-                self._at_tick(tick_of(step, number, index), None, before)
+                self._at_tick(self._tick(step, number, index), None, before)
                 self._sections.phase(Phase.EVALUATION)  # anew: an evaluation may take as long as it has batches
                 yield batch
             self._note_span()
-            self._at_tick(end_of_evaluation(step, number), None, before)
+            self._at_tick(end_of_evaluation(step - base, number), None, before)
         finally:
             # an iterator that the trainer keeps may end much later, when neither page nor generators are its own
             is_current = (self._step, self._evaluations) == (step, number + 1)
             if is_current and self._page[Slot.STATE] == State.EVALUATING:
-                self._page[Slot.TICK] = END if state == State.FINISHED else end_of_evaluation(step, number)
+                self._page[Slot.TICK] = END if state == State.FINISHED else end_of_evaluation(step - base, number)
                 rng.restore(before)
                 self._page[Slot.STATE] = state
                 self._sections.phase(phase)
@@ -347,18 +350,25 @@ class Session(Sections):
         page[Slot.STEP] = step
         page.touch(Slot.PROGRESS_AT)
         page[Slot.STALL_NS] = self._saves.stalled_ns  # only with a step that follows: not of the save of a stop
-        if SAVERS.is_armed:
-            SAVERS.at_boundary(step)
+        SAVERS.at_boundary(step)
         if step == start + 1:
             page.touch(Slot.FIRST_STEP_AT)
             self._groups.after_first_step()
 
+    def _tick(self, step: int, evaluation: int = 0, batch: int = 0) -> int:
+        return tick_of(step - base_of(self._start), evaluation, batch)
+
     def _at_tick(self, tick: int, saved: int | None, randomness: dict[str, Any] | None = None) -> None:
-        action = self._agreement.at(tick)
-        if action is StopAction.NONE:
-            self._safe_at_ns = time.monotonic_ns()
+        action, is_waiting = self._agreement.at(tick), SAVERS.gradients.are_waiting and not self._is_over
+        if action is not StopAction.NONE:
+            self._deferred = action, tick
+        elif not inside_an_evaluation(tick):  # where ranks may have different numbers of batches
+            action, tick = self._deferred
+        if action is StopAction.NONE or any_rank(is_waiting):
+            if not is_waiting:
+                self._safe_at_ns = time.monotonic_ns()
             return
-        step = self._step
+        step, self._deferred = self._step, NO_ACTION
         if saved != step or not self._saves.is_durable(step):
             if randomness is not None:
                 now = rng.capture()

@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any
 
 from slurmft.system.siginfo import redelivery
+from slurmft.trainer.savers import SAVERS
 
 _TERM = frozenset({signal.SIGTERM})
 _getsignal: Callable[[int], Any] = importlib.import_module("_signal").getsignal
@@ -57,6 +58,7 @@ class StopSignal:
             stop.chain_again()
             util.register_after_fork(stop, lambda _stop: _heed_only())
             _shield_children()
+        SAVERS.on_stop_signal = cls._installed.takes
         return cls._installed
 
     def chain_again(self) -> None:
@@ -67,6 +69,11 @@ class StopSignal:
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, self._note)
             self._chained = current
+
+    def takes(self, number: int) -> bool:
+        """Remember it, where it is one that stops the run at the end of a step."""
+        self.seen = self.seen or number in _TERM
+        return number in _TERM
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:

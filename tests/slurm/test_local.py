@@ -270,3 +270,19 @@ time.sleep(300)
     (log,) = run.folder.attempts.glob("*/rank-0.log")
     said = [line for line in log.read_text().splitlines() if line.startswith("got")]
     assert said == (["got SIGUSR1"] if handles else ["got SIGUSR1", "got SIGTERM"])
+
+
+def test_gradients_that_are_accumulated_over_steps_are_not_lost_and_the_first_steps_are_kept(tmp_path: Path) -> None:
+    """Killed in the middle of a window, and long before the first checkpoint that the interval asks for."""
+    starts, digests = list[list[str]](), set[str]()
+    for die_at in (-1, 30):
+        trainer = Path(__file__).parent / "trainers" / "accumulates.py"
+        run = LocalRun(
+            tmp_path / f"die{die_at}", command=[sys.executable, str(trainer), str(die_at)], nodes=1,
+            checkpoint={"interval_steps": 1000},
+        )  # fmt: skip
+        run.submit("--wait")
+        logs = "".join(path.read_text() for path in sorted(run.folder.path.glob("attempts/*/*rank*")))
+        starts.append(sorted({*re.findall(r"starts at (\d+)", logs)}))
+        digests |= {*re.findall(r"digest (\w+)", logs)}
+    assert starts == [["0"], ["0", "28"]] and len(digests) == 1

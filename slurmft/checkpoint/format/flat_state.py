@@ -169,6 +169,17 @@ def is_dense(value: Any) -> bool:
     return isinstance(value, DTensor) and is_dense(value._local_tensor)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a checkpoint has it once, for all ranks."""
+    return not isinstance(tensor, DTensor)
+
+
+def number_of(tensor: torch.Tensor) -> int:
+    """The sum of its bits, word by word: equal for equal values, computed where they lie."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return int(raw.view(torch.int32 if raw.numel() % 4 == 0 else torch.uint8).sum(dtype=torch.int64).item())
+
+
 def model_leaves(model: torch.nn.Module) -> Iterator[tuple[Path, Any]]:
     """Every value of the model's state with its path."""
     for name, value in unwrapped(model).state_dict().items():

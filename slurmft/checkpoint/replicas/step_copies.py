@@ -3,7 +3,7 @@
 Without a folder and without a commit: a restart finds them where it finds what saves have left in memory. With sharded
 weights no other rank has what a lost one had, so this alone keeps the steps since the newest save.
 
-At every N-th boundary the ranks exchange eight integers, once. A copy begins on all of them or on none, when the one
+At every N-th boundary the ranks exchange nine integers, once. A copy begins on all of them or on none, when the one
 before it has ended everywhere; and the newest one that is whole on all ranks, and with all their peers, stays until
 there is another. So the loss of a node in the middle of a copy costs that copy and nothing more.
 """
@@ -62,6 +62,9 @@ class _Row(IntEnum):
     NO_STEP = 7
     """Less the step: ranks at different ones are found."""
 
+    IS_PLACE_TO_COPY = 8
+    """No gradients wait for an optimizer."""
+
 
 class StepCopies:
     """One rank's part. ``arm`` it with the objects that are trained; without that it does nothing.
@@ -83,6 +86,9 @@ class StepCopies:
         self._extra: Extra | None = None
         self._since = 0
         self._pending: Identity | None = None
+        self._is_late = False
+        """The one that was due waits for gradients to be used."""
+
         self._problem = self._off = ""
         """What keeps this rank from copying; and all ranks, for good."""
 
@@ -132,13 +138,15 @@ class StepCopies:
         Raises:
             RuntimeError: of torch, where another rank has gone.
         """
-        if self._trainee is None or self._spacing is None or step <= self._since or not self._spacing.is_due(step):
+        if self._trainee is None or self._spacing is None or step <= self._since:
+            return
+        if not self._is_late and not self._spacing.is_due(step):
             return
         began_ns = time.perf_counter_ns()
         team, ended, is_whole = Team(), self._has_ended(), self._is_whole()
         least = team.least([
             ended, is_whole, self._has_place() if ended else True, self._costs[_Row.AGREEING], -self._costs[_Row.COPY],
-            began_ns - self._boundary_ns + self._waited_ns, step, -step,
+            began_ns - self._boundary_ns + self._waited_ns, step, -step, not SAVERS.gradients.are_waiting,
         ])  # fmt: skip
         agreed_ns = time.perf_counter_ns()
         self._costs, self._waited_ns = {_Row.AGREEING: agreed_ns - began_ns, _Row.COPY: 0}, 0
@@ -161,7 +169,8 @@ class StepCopies:
                         100 * share)  # fmt: skip
             if SAVERS.listener is not None:
                 SAVERS.listener.on_spaced(spacing.interval, share)
-        if not spacing.is_due(step):
+        is_due, self._is_late = self._is_late or spacing.is_due(step), not least[_Row.IS_PLACE_TO_COPY]
+        if not is_due or self._is_late:
             return
         if not least[_Row.HAS_ENDED]:
             self.skipped += 1

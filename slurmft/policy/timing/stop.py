@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-BATCH_BITS = 20
-SUB_BITS = 32
+BATCH_BITS = 18
+SUB_BITS = 26
 NOT_STARTED = -1
 """The worker has not reached its first step boundary."""
 
 END = 1 << 61
-"""The worker has left its training loop for good; steps stay below 2**29."""
+"""The worker has left its training loop for good; steps, counted from ``base_of`` the first, stay below 2**35."""
 
 NEVER = 1 << 62
 """No stop is proposed."""
@@ -27,10 +27,18 @@ LAST_BATCH = (1 << BATCH_BITS) - 1
 LAST_EVALUATION = (1 << (SUB_BITS - BATCH_BITS)) - 1
 
 
+def base_of(start: int) -> int:
+    """What an attempt that begins at step ``start`` subtracts from steps before it makes ticks of them: 0 below 2**34.
+
+    So it has a year of a thousand steps a second before it, wherever it begins. All its ranks begin at the same step.
+    """
+    return start >> 34 << 34
+
+
 def tick_of(step: int, evaluation: int = 0, batch: int = 0) -> int:
     """The tick of a step's boundary, or of a batch (from 1) of one of its evaluations (from 0).
 
-    Beyond 2**20 batches or 2**12 evaluations ticks do not advance: no stop is possible there before the end.
+    Beyond 2**18 batches or 2**8 evaluations ticks do not advance: no stop is possible there before the end.
     """
     sub = min(evaluation, LAST_EVALUATION) << BATCH_BITS | min(batch, LAST_BATCH - 1)
     return step << SUB_BITS | sub

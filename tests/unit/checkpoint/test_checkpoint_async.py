@@ -19,13 +19,13 @@ import pytest
 import torch
 from worker_variable import set_settings
 
-from slurmft.checkpoint import Catalog, CheckpointManager
+from slurmft.checkpoint import Catalog, CheckpointManager, DistributedCheckpointManager
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.staging import arena, snapshots
 from slurmft.checkpoint.staging.arena import Arena, Place
 from slurmft.checkpoint.staging.rank_records import RankRecord, read_record
 from slurmft.checkpoint.writer.fault_points import ONCE_VARIABLE, VARIABLE
-from slurmft.errors import CheckpointError
+from slurmft.errors import CheckpointError, UsageError
 from slurmft.trainer.savers import SAVERS, Outcome
 from slurmft.worker.data.loader import ByteCorpus, WindowLoader
 
@@ -119,7 +119,7 @@ def listener():
 def in_background(monkeypatch, synchronous_saves):
     set_settings(monkeypatch, checkpoint={"async_save": True})
     yield
-    SAVERS.save_begins(urgent=False)
+    SAVERS.save_ended()
 
 
 @pytest.fixture
@@ -237,7 +237,9 @@ def test_with_both_places_in_use_a_save_is_skipped(folder, run, writer, caplog):
     assert checkpoints.save(*run.objects, step=1)
     writer.await_stop()
     assert checkpoints.save(*run.objects, step=2)
+    SAVERS.save_begins(urgent=False)
     assert checkpoints.save(*run.objects, step=3) is None
+    SAVERS.save_ended()
     assert SAVERS.outcome is Outcome.SKIPPED and "step 3 is not saved" in caplog.text
     writer.go_on()
     checkpoints.wait()
@@ -247,7 +249,7 @@ def test_with_both_places_in_use_a_save_is_skipped(folder, run, writer, caplog):
     assert steps(folder)[0] == 4
 
 
-@pytest.mark.parametrize("why", ["when_busy", "urgent", "synchronous"])
+@pytest.mark.parametrize("why", ["when_busy", "urgent", "synchronous", "the trainer's own wish"])
 def test_a_save_that_must_not_be_skipped_waits(folder, run, writer, monkeypatch, why):
     if why == "when_busy":
         set_settings(monkeypatch, checkpoint={"when_busy": "wait"})
@@ -256,11 +258,49 @@ def test_a_save_that_must_not_be_skipped_waits(folder, run, writer, monkeypatch,
     writer.await_stop()
     checkpoints.save(*run.objects, step=2)
     thread = writer.go_on_soon()
-    SAVERS.save_begins(urgent=why == "urgent")
+    if why != "the trainer's own wish":
+        SAVERS.save_begins(urgent=why == "urgent")
     path = checkpoints.save(*run.objects, step=3, async_save=why != "synchronous")
     thread.join()
     checkpoints.wait()
     assert path is not None and steps(folder)[0] == 3
+
+
+def test_of_saves_in_a_loop_of_epochs_none_is_missing_at_the_end(folder, run, writer):
+    checkpoints = DistributedCheckpointManager(folder, keep_last_n=9)
+    checkpoints.save_checkpoint(*run.objects, epoch=1)
+    writer.await_stop()
+    thread = writer.go_on_soon()
+    assert all(checkpoints.save_checkpoint(*run.objects, epoch=epoch) for epoch in range(2, 6))
+    thread.join()
+    checkpoints.wait()
+    assert steps(folder) == [5, 4, 3, 2, 1]
+
+
+def test_a_save_in_a_signal_handler_is_refused_with_the_way_to_write_it(folder, run):
+    checkpoints, caught = CheckpointManager(folder), list[Exception]()
+
+    def handler(*_: object) -> None:
+        for save in (
+            lambda: checkpoints.save(*run.objects, step=1),
+            lambda: checkpoints.save_checkpoint({"a": 1}, "b"),
+        ):
+            try:
+                save()
+            except UsageError as error:
+                caught.append(error)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(caught) == 2
+    assert all("handler of SIGUSR1" in str(one) and "DistributedSignalHandler" in str(one.hint) for one in caught)
+    assert steps(folder) == []
+    handler(signal.SIGUSR1, None)  # the same function as an ordinary call
+    checkpoints.wait()
+    assert len(caught) == 2 and steps(folder)[-1] == 1
 
 
 def test_a_disk_that_is_full_for_long_is_told_and_training_goes_on(

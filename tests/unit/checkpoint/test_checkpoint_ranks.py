@@ -76,6 +76,23 @@ def _(checkpoints, folder):
     return result | {"same": bool((plain.weight == weights).all()), "position": loader.position == position,
                      "rng": [random.random(), float(torch.rand(()))] == random_now, "draw": random_now}
 
+@scenario("own")
+def _(checkpoints, folder):
+    # a weight outside of DDP, as an expert of each rank's own; equal at the first save
+    expert = torch.nn.Linear(2, 2)
+    both = torch.nn.ModuleDict({"shared": torch.nn.Linear(2, 2), "expert": expert})
+    for one in both.parameters():
+        torch.nn.init.zeros_(one)
+    both.register_buffer("noise", torch.tensor(float(rank)))  # rank 0's counts
+    own = torch.optim.SGD(both.parameters(), lr=0.1)
+    checkpoints.save(both, own, step=1)
+    expert.weight.data.fill_(rank)
+    try:
+        checkpoints.save(both, own, step=2)
+    finally:
+        checkpoints.wait()
+        report["own steps"] = [one.step for one in Catalog(folder).committed()]
+
 def failing(bad_rank, fault, folder, checkpoints, **parts):
     # a save of step 2 that meets the fault on one rank, and one of step 3 that does not
     save(checkpoints, 1)
@@ -427,3 +444,9 @@ def test_fewer_ranks_than_saved_go_on_at_the_global_position(reports, root, capl
     loaded = CheckpointManager(root / "plain").load_latest(model, torch.optim.AdamW(model.parameters()), loader=loader)
     assert (loaded.step, loaded.world_size, loader.position) == (1, 2, 4)
     assert "2 ranks saved, 1 go on" in caplog.text
+
+
+def test_a_plain_tensor_that_differs_between_ranks_is_refused_by_its_name(reports):
+    for rank in reports:
+        assert rank["own"]["error"] == "CheckpointError" and rank["own steps"] == [1]
+        assert "model.expert.weight differs from rank to rank" in rank["own"]["text"]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import signal
 import subprocess
 import sys
 
 import pytest
+
+from slurmft.system.siginfo import handled_signal
 
 PROGRAM = """
 import logging, os, signal, sys
@@ -54,3 +58,25 @@ def test_another_call_under_that_number_is_noticed():
     broken = PROGRAM.replace("TERM = {", "from slurmft.system import siginfo; siginfo.CALLS['odd'] = 39\nTERM = {")
     done = subprocess.run([sys.executable, "-c", broken, "odd"], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.startswith("a forwarded SIGTERM will have this process as its sender")
+
+
+def test_a_handler_is_known_by_its_frame_and_nothing_else_is():
+    seen = list[int | None]()
+
+    class Handler:
+        def method(self, number, frame):
+            self.inner(number, frame)
+
+        def inner(self, *_arguments):
+            seen.append(handled_signal())
+
+    one = Handler()
+    for handler in (one.method, one.inner, functools.partial(Handler.method, one)):
+        before = signal.signal(signal.SIGUSR2, handler)
+        try:
+            signal.raise_signal(signal.SIGUSR2)
+        finally:
+            signal.signal(signal.SIGUSR2, before)
+    assert seen == [signal.SIGUSR2] * 3
+    one.method(signal.SIGUSR2, None)
+    assert seen[3:] == [None] and handled_signal() is None

@@ -195,3 +195,12 @@ def test_with_copies_of_steps_a_run_that_begins_anew_saves_after_its_first_step(
     assert all(step != 6 for step, _ in Ranks(given, start=5).train(3).tried)
     without = Ranks(CheckpointSettings(interval=interval, interval_steps=0, interval_seconds=1e6)).train(3)
     assert [step for step, _ in without.tried] == []
+
+
+@pytest.mark.parametrize("interval", ["steps", "seconds"])
+def test_where_steps_can_be_kept_a_run_that_begins_anew_saves_after_its_first_step(interval):
+    given = CheckpointSettings(interval=interval, interval_steps=0, interval_seconds=1e6)
+    anew, resumed = (SavePace(given, start, keeps_steps=True) for start in (0, 5))
+    assert [step for step in range(4) if anew.is_due(step)] == [1]
+    assert not any(resumed.is_due(step) for step in range(5, 9))
+    assert not any(SavePace(given, 0).is_due(step) for step in range(4))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import random
 import signal
@@ -16,8 +18,11 @@ import pytest
 import torch
 from worker_variable import set_settings
 
+from slurmft.checkpoint import Catalog, CheckpointManager
 from slurmft.ipc.pages.heartbeat import NOTHING, Page, Slot, State, StopAction
-from slurmft.policy.timing.stop import END, NEVER, NOT_STARTED, tick_of
+from slurmft.policy.timing.stop import END, NEVER, NOT_STARTED, base_of, tick_of
+from slurmft.trainer.gradients import OpenGradients
+from slurmft.trainer.savers import SAVERS
 from slurmft.worker.session import PlannedStop, Session, start_session
 
 WAIT_S = 10.0
@@ -467,3 +472,93 @@ def test_a_session_is_closed_where_its_process_ends_as_it_means_to(tmp_path):
     orderly = {"left early", "without a with", "sys.exit(0)", "caught"}
     assert {name for name, is_closed in closed.items() if is_closed} == orderly
     assert len(closed) == 8
+
+
+# gradients that wait for an optimizer
+
+
+@pytest.fixture
+def trained():
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before, SAVERS.gradients = SAVERS.gradients, OpenGradients()
+    SAVERS.trains(model, optimizer)
+    yield model, optimizer
+    SAVERS.gradients = before
+
+
+def accumulate(model, optimizer, step: int, window: int = 4) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+    if (step + 1) % window == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("action", [StopAction.SAVE, StopAction.SAVE_AND_STOP])
+def test_within_an_accumulation_a_stop_waits_for_the_optimizer(page, trained, action):
+    with start_session() as session:
+        training = Training(session)
+        during = {step: functools.partial(accumulate, *trained, step) for step in range(30)}
+        during[5] = lambda: (accumulate(*trained, 5), ask(page, tick_of(6), action))
+        set_off = contextlib.nullcontext() if action is StopAction.SAVE else pytest.raises(PlannedStop)
+        with set_off:
+            training.run(12, during=during)
+    assert 8 in training.saves and not {6, 7} & {*training.saves}
+    assert page[Slot.ANSWERED] == tick_of(6) and page[Slot.SAVED] == training.saves[-1]
+    assert training.done[-1] == (11 if action is StopAction.SAVE else 7)
+
+
+def test_within_an_accumulation_a_periodic_save_waits_for_the_optimizer_and_the_last_one_does_not(page, trained):
+    during = {step: functools.partial(accumulate, *trained, step) for step in range(30)}
+    with start_session() as session:
+        training = Training(session).run(18, during=during)
+    assert training.saves == [8, 12, 16, 18]  # every fifth is due: 5, 10 and 15
+
+
+def test_a_stop_within_an_evaluation_behind_half_an_accumulation_waits_for_its_end(page, trained):
+    with pytest.raises(PlannedStop), start_session() as session:
+        training = Training(session)
+        for step in session.steps(start=0, until=9, save=training.saves.append):
+            training.done.append(step)
+            if step == 2:
+                for batch in session.evaluating(range(6)):
+                    if batch == 1:
+                        ask(page, tick_of(2, 0, 3))
+            accumulate(*trained, step)
+    assert (training.saves, training.done[-1], page[Slot.ANSWERED]) == ([4], 3, tick_of(2, 0, 3))
+
+
+# large numbers
+
+
+@pytest.mark.parametrize("start", [2**29 - 1, 2**29, 2**30, 2**31, 2**34 - 1, 2**40 + 7, 10**15 - 20])
+def test_a_run_stops_at_any_step(page, start):
+    first = start - base_of(start)
+    with pytest.raises(PlannedStop) as stopped, start_session() as session:
+        training = Training(session)
+        training.run(start + 12, start, during={start + 2: lambda: ask(page, tick_of(first + 4))})
+    assert stopped.value.step == training.saves[-1] == start + 4 and training.done[-1] == start + 3
+    with start_session() as session:
+        assert Training(session).run(start + 3, start).done == [start, start + 1, start + 2]
+    assert page[Slot.TICK] == END
+
+
+def test_a_save_in_a_handler_of_the_stop_signal_is_left_to_the_session(page, trained, tmp_path, monkeypatch):
+    for name in ("SLURMFT_PAGE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    checkpoints, answers = CheckpointManager(tmp_path), list[object]()
+
+    def save(step: int) -> None:
+        checkpoints.save(*trained, step=step)
+
+    with pytest.raises(PlannedStop), start_session() as session:
+        before = signal.signal(signal.SIGTERM, lambda *_: answers.append(save(99)))
+        try:
+            for step in session.steps(start=0, until=9, save=save):
+                accumulate(*trained, step, window=1)
+                if step == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            session._signal.seen = False
+    assert answers == [None] and [one.step for one in Catalog(tmp_path).committed()][:1] == [3]

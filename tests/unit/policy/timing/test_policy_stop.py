@@ -30,6 +30,7 @@ from slurmft.policy.timing.stop import (
     Look,
     NothingToSave,
     StopAt,
+    base_of,
     end_of_evaluation,
     passed,
     plan_stop,
@@ -49,12 +50,12 @@ def looks(*ticks: int) -> list[Look]:
     ("place", "tick"),
     [
         ((0,), 0),
-        ((1,), 1 << 32),
-        ((3, 0, 5), (3 << 32) + 5),
-        ((3, 2, 5), (3 << 32) + (2 << 20) + 5),
-        ((3, 0, 1 << 30), (3 << 32) + LAST_BATCH - 1),
-        ((3, 1 << 30, 1 << 30), (4 << 32) - 2),
-        ((10**8,), 10**8 << 32),
+        ((1,), 1 << 26),
+        ((3, 0, 5), (3 << 26) + 5),
+        ((3, 2, 5), (3 << 26) + (2 << 18) + 5),
+        ((3, 0, 1 << 30), (3 << 26) + LAST_BATCH - 1),
+        ((3, 1 << 30, 1 << 30), (4 << 26) - 2),
+        ((10**8,), 10**8 << 26),
     ],
 )
 def test_a_tick_is_a_step_and_a_place_in_it(place, tick):
@@ -62,7 +63,14 @@ def test_a_tick_is_a_step_and_a_place_in_it(place, tick):
     assert step_of(tick) == place[0]
 
 
-PLACES = st.tuples(st.integers(0, 1 << 28), st.integers(0, 4000), st.integers(0, LAST_BATCH - 1))
+@given(st.integers(0, 10**15 - 1))
+def test_an_attempt_may_begin_at_any_step_and_has_a_year_before_it(start):
+    base = base_of(start)
+    assert 0 <= base <= start and (start < 1 << 34) == (base == 0)
+    assert NOT_STARTED < tick_of(start - base) < end_of_evaluation(start - base + (1 << 34) - 1, 1 << 30) < END
+
+
+PLACES = st.tuples(st.integers(0, (1 << 35) - 1), st.integers(0, 250), st.integers(0, LAST_BATCH - 1))
 
 
 @given(PLACES, PLACES)
