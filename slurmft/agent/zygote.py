@@ -247,6 +247,8 @@ def _become(request: dict[str, Any], gpu_in_use: str = "") -> int:
     os.close(nothing)
     os.environ.clear()
     os.environ.update(request["environment"])
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        numpy.seed()  # else all workers draw alike, after every start; Python's own generator does so by itself
     if os.environ.get(STOP_SIGNAL_VARIABLE) == "SIGINT":  # some sites send it to every process of a step
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     if gpu_in_use and request["python"]:
