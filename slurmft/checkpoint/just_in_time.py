@@ -377,8 +377,7 @@ class JustInTime:
             self._on_device.update_ends()
 
     def _loader_state(self) -> dict[str, Any] | None:
-        loader = self._trainee.loader if self._trainee is not None else None
-        return None if loader is None else as_json(loader.state_dict())
+        return None if self._trainee is None else as_json(self._trainee.loader_state())
 
     def _copy_buffers(self) -> None:
         if self._buffers and self._trainee is not None:

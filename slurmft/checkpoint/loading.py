@@ -40,6 +40,8 @@ from slurmft.storage.checkpoint_names import MANIFEST, Identity, read_quarantine
 from slurmft.storage.digest_record import Doubt, read_digests
 from slurmft.storage.memory_folder import memory_folder_of
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
+from slurmft.trainer import rng
+from slurmft.trainer.savers import SAVERS, Loaded
 from slurmft.trainer.streams import settle
 
 _QUARANTINE = frozenset({Damage.NONE, Damage.QUARANTINED, Damage.GIVEN_UP})
@@ -98,7 +100,7 @@ class Loading:
     """
 
     def __init__(self, directory: Path, trainee: Trainee, tolerance: Tolerance | None = None) -> None:
-        self._directory, self._trainee, self._tolerance = directory, trainee, tolerance
+        self._directory, self.trainee, self._tolerance = directory, trainee, tolerance
         self._team = Team()
         self._skipped: list[tuple[Path, str]] = []
         self._found: set[int] = set()
@@ -224,7 +226,7 @@ class Loading:
     def _prepared(self, stored: Stored, notes: OwnNotes) -> restore.Prepared:
         team = self._team
         return restore.prepare(
-            self._trainee, stored, rank=team.rank, world_size=team.world_size, tolerance=self._tolerance, notes=notes
+            self.trainee, stored, rank=team.rank, world_size=team.world_size, tolerance=self._tolerance, notes=notes
         )
 
     def _exchange(self, guard: Guard, prepared: restore.Prepared | None) -> list[list[int]]:
@@ -333,8 +335,9 @@ class Loading:
         self, path: Path, prepared: restore.Prepared, identity: Identity, facts: Mapping[str, Any], source: str, *,
         is_durable: bool = True,
     ) -> LoadedCheckpoint:  # fmt: skip
-        settle(self._trainee.model.parameters())  # an update on another stream would come on top of what is loaded
+        settle(self.trainee.model.parameters())  # an update on another stream would come on top of what is loaded
         prepared.apply()
+        SAVERS.loaded = Loaded(identity.step, self.trainee.loader, prepared.loader_state, rng.capture())
         team, world_size = self._team, int(facts.get("world_size", 0))
         self.newest_commit = max(self.newest_commit, identity.commit)
         if not prepared.is_own:

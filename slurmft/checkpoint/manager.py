@@ -44,7 +44,8 @@ from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import MAX_STEP, STAGING, Identity
 from slurmft.storage.fence import check_fence
 from slurmft.storage.memory_folder import memory_folder_of, ranks_of_this_node
-from slurmft.trainer.savers import SAVERS, Outcome, weakly
+from slurmft.trainer import rng, stateful_loader
+from slurmft.trainer.savers import SAVERS, Loaded, Outcome, weakly
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ class CheckpointManager(NamedStates):
         if self.settings.best_mode not in ("min", "max"):
             raise UsageError(f"best_mode is {best_mode!r}; it is 'min' or 'max'")
         self.directory = Path(checkpoint_dir)
+        stateful_loader.mend()
         self._extra = extra
         self._distrusted: set[Path] = set()
         self._compared: set[int] = set()
@@ -242,10 +244,11 @@ class CheckpointManager(NamedStates):
         loading = Loading(self.directory, trainee, Tolerance.of(allow_missing, allow_cast=allow_cast))
         loaded = self._loaded(loading, loading.newest())
         if loaded.found and not loaded.is_durable and not self._is_guest and not loaded.is_of_this_attempt:
-            again = self.save(
-                model, optimizer, step=loaded.step, metrics=loaded.metrics, scheduler=scheduler, scaler=scaler,
-                loader=loader, extra=loaded.extra, async_save=True,
-            )  # fmt: skip
+            with SAVERS.before_step(loaded.step):
+                again = self.save(
+                    model, optimizer, step=loaded.step, metrics=loaded.metrics, scheduler=scheduler, scaler=scaler,
+                    loader=loader, extra=loaded.extra, async_save=True,
+                )  # fmt: skip
             if loaded.path is not None and again is not None:
                 same_state(self.directory, loaded.path.name, again.name)
         if loaded.found:
@@ -469,6 +472,8 @@ class CheckpointManager(NamedStates):
         team = Team()
         self._snapshots.take_place(team.rank, team.world_size)
         SAVERS.loads += 1
+        if not loaded.found:
+            SAVERS.loaded = Loaded(0, loading.trainee.loader, {}, rng.capture())
         if self._rescue is not None:
             self._rescue.loaded()
         in_memory_only = Identity.parse(loaded.path.name) if loaded.path and not loaded.is_durable else None

@@ -68,6 +68,11 @@ class Prepared:
     """Parameters whose dtype is another one in the checkpoint."""
 
     @property
+    def loader_state(self) -> Any:
+        """What the loader is given; None where it is given nothing, or a part of another rank's."""
+        return self.own.get(LOADER) if self.is_own else None
+
+    @property
     def facts(self) -> Mapping[str, Any]:
         """The facts that rank 0 stored about the whole state."""
         value: Mapping[str, Any] = self.shared.get(FACTS, {})

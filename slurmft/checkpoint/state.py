@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -14,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slurmft.checkpoint.format.plain_state import as_json, as_plain, original
 from slurmft.errors import CheckpointError, UsageError
-from slurmft.trainer import rng
+from slurmft.trainer import rng, stateful_loader
+from slurmft.trainer.savers import SAVERS
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,18 @@ class Trainee:
     scaler: Stateful | None = None
     loader: Stateful | None = None
 
+    def __post_init__(self) -> None:
+        """Raises UsageError where one of the parts has no state that could be saved."""
+        stateful_loader.mend()
+        for name, part in self.parts.items():
+            if part is not None and not all(hasattr(part, one) for one in ("state_dict", "load_state_dict")):
+                raise UsageError(
+                    f"{name}= is a {type(part).__name__}, which has no state_dict() and load_state_dict()",
+                    hint="pass torchdata's StatefulDataLoader, or an ElasticLoader around this one"
+                    if name == LOADER
+                    else f"leave {name}= out, or pass an object that has both",
+                )
+
     @property
     def parts(self) -> dict[str, Stateful | None]:
         """All objects beside model and optimizer, by the name that their state is stored under."""
@@ -54,8 +68,22 @@ class Trainee:
         """Each rank's own state."""
         payload: dict[str, Any] = {"rng": rng.capture()}
         if self.loader is not None:
-            payload[LOADER] = as_plain(self.loader.state_dict())
+            payload[LOADER] = as_plain(self.loader_state())
         return payload
+
+    def loader_state(self) -> Any:
+        """Where the loader is. Until the first step after a load that is what was loaded, and empty at step 0: some
+        loaders that are asked make their iterator, in the order of an epoch that the script has not set yet.
+        """
+        if self.loader is None:
+            return None
+        if SAVERS.first_step is not None:
+            if (loaded := SAVERS.loaded) is None or loaded.loader is not self.loader:
+                if SAVERS.first_step == 0:
+                    return {}
+            elif loaded.state is not None and loaded.step == SAVERS.first_step:
+                return original(copy.deepcopy(loaded.state))
+        return self.loader.state_dict()
 
     def restore_rng(self, own: Mapping[str, Any]) -> None:
         """Put the random number generators back to where ``rank_payload`` saw them."""
@@ -110,6 +138,8 @@ def position_number(loader: Stateful | None, own: Mapping[str, Any]) -> int:
 
 def shared_position(loader: Stateful | None, own: Mapping[str, Any]) -> Any:
     """The part of the loader's state in ``own`` that is the same on every rank; None where there is none."""
+    if own.get(LOADER) == {}:  # saved before the first batch
+        return {}
     of = getattr(loader, "shared_position", None)
     return of(original(own[LOADER])) if of is not None and LOADER in own else None
 
@@ -121,8 +151,10 @@ def load_part(name: str, part: Stateful | None, payload: Mapping[str, Any]) -> N
         CheckpointError: it cannot take that state.
     """
     if part is not None and name in payload:
+        if name == LOADER and payload[name] == {}:  # saved before the first batch: it is as it was made
+            return
         try:
-            part.load_state_dict(original(payload[name]))
+            part.load_state_dict(original(copy.deepcopy(payload[name])))
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"the {name} cannot take up the state that the checkpoint has for it: {error!r}",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from slurmft.trainer import rng
+from slurmft.trainer import rng, stateful_loader
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ class EpochData:
     def state(self, *, between_epochs: bool) -> dict[str, Any]:
         """To save: batches of the epoch that are done, generators before it, and states of loaders that have one."""
         batches = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        stateful_loader.mend()
         loaders = [] if between_epochs else self._trainer.fit_loop._combined_loader._state_dicts()
         return {"batches": 0 if between_epochs else batches, "epoch_rng": self._epoch_rng, "loaders": loaders}
 
@@ -50,9 +51,11 @@ class EpochData:
         if saved:
             rng.restore(saved["epoch_rng"])
         self._epoch_rng = rng.capture()
-        if is_first and not data_fetcher.combined_loader._state_dicts():
+        if is_first:
+            stateful_loader.mend()
+            data_fetcher.combined_loader._load_state_dicts(loaders := saved.get("loaders", []))
             iter(data_fetcher)
-            if saved:
+            if saved and not loaders:
                 self._skip(data_fetcher, saved["batches"])
         if saved:
             rng.restore(saved["rng"])

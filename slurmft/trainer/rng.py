@@ -54,6 +54,15 @@ def restore(state: Mapping[str, Any]) -> None:
             log.warning("the saved GPU generator is not restored: this process has no GPU")
 
 
+def has_drawn(since: Mapping[str, Any]) -> bool:
+    """Whether a generator of ``since``, which ``capture`` has returned, is in another state now."""
+    now = capture()
+    return any(
+        not torch.equal(state, now[name]) if isinstance(state, torch.Tensor) else state != now[name]
+        for name, state in since.items()
+    )
+
+
 def _restore_numpy(state: Mapping[str, Any]) -> None:
     try:
         import numpy

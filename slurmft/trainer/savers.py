@@ -6,10 +6,12 @@ to save, and when a save in the background has become durable.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
@@ -19,6 +21,7 @@ from torch import nn
 from slurmft.errors import UsageError
 from slurmft.system.siginfo import handled_signal
 from slurmft.trainer.gradients import OpenGradients
+from slurmft.trainer.rng import RandomState
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +87,19 @@ class Listener(Protocol):
         """Steps are copied every ``interval`` steps from now on; at the former one it took ``share`` of their time."""
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The outcome of a load, as long as nothing was trained since."""
+
+    step: int
+    loader: object
+    state: Any
+    """Of the loader; empty where nothing was found, None where it is not known."""
+
+    random: RandomState
+    """The generators at the end of the load."""
+
+
 class Savers:
     """The managers of one process, and its session: ``SAVERS``.
 
@@ -113,6 +129,12 @@ class Savers:
         """How often a state was loaded, alike on all ranks: notes on a step before a load are not of the step of the
         same number after it."""
 
+        self.loaded: Loaded | None = None
+        """What was loaded last, until the first step after it."""
+
+        self.first_step: int | None = None
+        """Steps that are complete, where none has begun in this process: loaders are where they were put."""
+
     @property
     def savers(self) -> list[Saver]:
         """Those in use, in the order in which they joined."""
@@ -130,6 +152,15 @@ class Savers:
         """These are what the process trains; does not hold them alive."""
         self._trained = weakref.ref(model), weakref.ref(optimizer)
         self.gradients.follow(optimizer)
+
+    @contextlib.contextmanager
+    def before_step(self, step: int) -> Iterator[None]:
+        """Within, no step has begun since a load of the state after ``step`` steps, or since the start."""
+        self.first_step = step
+        try:
+            yield
+        finally:
+            self.first_step = None
 
     def join(self, saver: Saver) -> None:
         """Pass the session's events to ``saver``, for as long as it is in use."""

@@ -12,6 +12,8 @@ srun, torchrun or python.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import importlib
 import json
 import logging
 import operator
@@ -35,7 +37,7 @@ from slurmft.policy.timing.stop import END, NOT_STARTED, base_of, end_of_evaluat
 from slurmft.policy.verdicts.verdict import EXIT_RERUN_ELSEWHERE, EXIT_TEMPORARY, EXIT_VALIDATION_FAILED
 from slurmft.policy.worker_settings import WorkerSettings
 from slurmft.storage.checkpoint_names import MAX_STEP
-from slurmft.trainer import rng
+from slurmft.trainer import rng, stateful_loader
 from slurmft.trainer.host_group import any_rank
 from slurmft.trainer.savers import SAVERS
 from slurmft.worker.agreement import AgreementByAgent, AgreementByCollective
@@ -136,6 +138,7 @@ class Session(Sections):
         self._reruns: RerunStateMachine | None = None
         self._step = self._start = self._evaluations = self._safe_at_ns = 0
         self._deferred, self._is_over = NO_ACTION, False
+        self._unfinished: tuple[int, int] | None = None
         self._page[Slot.STATE] = State.SETUP
         if page is not None:
             atexit.register(self._close_at_exit)
@@ -158,6 +161,13 @@ class Session(Sections):
             ValueError: ``start`` or ``until`` is not a whole number of steps, or more than 10^15 - 1.
         """
         start, until = _steps("start", start), _steps("until", until)
+        self._unfinished = (start, until)
+        _warn_of_steps_ahead()
+        with SAVERS.before_step(start):
+            yield from self._walk(start, until, save)
+        self._unfinished = None
+
+    def _walk(self, start: int, until: int, save: SaveFunction) -> Generator[int, bool | None, None]:
         self._start, self._is_over, page = start, False, self._page
         page.touch(Slot.LOOP_AT)
         page[Slot.RESUMED] = page[Slot.STEP] = start
@@ -187,6 +197,7 @@ class Session(Sections):
             self.stragglers.begin_step()
             if page[Slot.FAULT] != self._faults.seen:
                 self._faults.strike(step)
+            SAVERS.first_step = SAVERS.loaded = None
             try:
                 was_last = yield step
             except GeneratorExit:  # the loop was left early: later code belongs to no step
@@ -319,6 +330,13 @@ class Session(Sections):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
+        if self._unfinished is not None and (error is None or (isinstance(error, SystemExit) and not error.code)):
+            log.warning(
+                "the loop over session.steps(until=%d) was left in step %d: that step counts as unfinished, and what "
+                "was trained since the newest checkpoint is not saved. To end early, call send(True) on what "
+                "session.steps() has returned, after the last step and on every rank, and then leave the loop",
+                self._unfinished[1], self._step,
+            )  # fmt: skip
         if error is not None and not isinstance(error, PlannedStop | SystemExit):
             self._page[Slot.STATE] = State.FAILED
         if isinstance(error, Exception):
@@ -412,6 +430,23 @@ class Session(Sections):
         self._page[slot] = max(self._page[slot], span_ns)
 
 
+def _warn_of_steps_ahead() -> None:
+    """A resumed run does again, or skips, what a script does of a step between the load and its loop."""
+    if (loaded := SAVERS.loaded) is None:
+        return
+    what = ""
+    if stateful_loader.has_handed_out(loaded.loader):
+        what = "a batch was taken from the data loader"
+    elif rng.has_drawn(loaded.random):
+        what = "random numbers were drawn"
+    if what:
+        log.warning(
+            "%s between the load of the checkpoint and session.steps(): each resume does so again, and goes on with "
+            "other data or random numbers than an undisturbed run. Take each batch inside of its own step, and do what "
+            "else draws before the load", what,
+        )  # fmt: skip
+
+
 def _steps(name: str, value: Any) -> int:
     """A number of steps; also one of numpy's, or a tensor of one."""
     try:
@@ -428,8 +463,8 @@ def start_session(*, seed: int | None = None, backend: str | None = None) -> Ses
 
     The rank is that of torchrun's variables, or that of the task that srun has started.
 
-    ``seed`` seeds python and torch (and numpy where it is imported) the same way on every start; a checkpoint's own
-    random state replaces it. ``backend`` overrides ``nccl.backend``.
+    ``seed`` seeds python, torch and numpy's global generator (where numpy is installed) the same way on every rank and
+    start; a checkpoint's own random state replaces it. ``backend`` overrides ``nccl.backend``.
 
     Raises:
         torch.distributed.DistError: the process group cannot be joined.
@@ -445,6 +480,8 @@ def start_session(*, seed: int | None = None, backend: str | None = None) -> Ses
     if seed is not None:
         random.seed(seed)
         torch.manual_seed(seed)
+        with contextlib.suppress(ImportError):
+            importlib.import_module("numpy.random").seed(seed % 2**32)
     groups = ProcessGroups.join(backend)
     session = Session(page, groups, sections)
     if session.is_lead:

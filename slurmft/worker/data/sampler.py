@@ -238,6 +238,11 @@ class ElasticLoader(Iterator[Batch], Generic[Batch]):
             return batch
         raise UsageError("the loader has no batches", hint="pass the sampler to it as batch_sampler")
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a batch was handed out since it was made, or given a state."""
+        return self._batches is not None
+
     def state_dict(self) -> dict[str, Any]:
         """The position behind the batches handed out so far."""
         return self.sampler.state_dict()
