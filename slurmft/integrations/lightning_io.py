@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from io import BytesIO
+from io import BufferedReader, BytesIO, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ class SlurmftCheckpointIO:
             if isinstance(error, OSError) and error.errno != errno.EPERM:
                 raise
             raise CheckpointError(f"{place} is not loaded: {error}", hint="copy it, if you trust it") from error
-        with os.fdopen(descriptor, "rb") as stream:
+        with BufferedReader(FileIO(descriptor)) as stream:
             status = os.fstat(descriptor)
             if not safe and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
                 raise CheckpointError(

@@ -95,8 +95,9 @@ async def texts(endpoint: Endpoint, model: Path, begun: list[int]) -> list[Text]
         return text, reason
 
     async with openai.AsyncOpenAI(
-        base_url=f"{url}/v1", api_key=token_of(endpoint.folder.path), max_retries=0
-    ) as client:
+        base_url=f"{url}/v1", api_key=token_of(endpoint.folder.path), max_retries=0,
+        http_client=openai.DefaultAsyncHttpxClient(verify=endpoint.trusted),
+    ) as client:  # fmt: skip
         return await asyncio.gather(*(one(client, number) for number in range(STREAMS)))
 
 
