@@ -57,8 +57,8 @@ def test_a_message_of_the_troubleshooting_page_is_one(message: str):
     "line", re.findall(r"^\| `(.+)` \| (?:nvidia|Mega)", text_of("how-to/coming-from.md"), re.MULTILINE)
 )
 def test_a_line_that_other_packages_users_search_for_is_logged_here_too(line: str):
-    # the device in a warning is filled in
-    parts = [line] if "WARNING" not in line else re.split(r"GPUs |\. (?=Affected)", line)
+    # the device in a warning, signals and seconds are filled in
+    parts = re.split(r"GPUs |\. (?=Affected)" if "WARNING" in line else r"\b(?:15|N|SIGTERM)\b", line)
     assert [part for part in parts if not any(part in known for known in strings())] == []
 
 

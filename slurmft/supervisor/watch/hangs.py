@@ -118,8 +118,10 @@ class Hangs:
             looks.append(WorkerLook(rank=first.rank, node=link.host))
         self.found = find_culprit(looks, first, self.limits_now())
         self._start.journal.append(EventName.WORKER_HUNG, **_story(self.found))
-        if (which := {HEARTBEAT: "subsequent", START_UP: "initial"}.get(first.section)) is not None:
-            log.warning("Did not get %s heartbeat. Waited %.2f seconds.", which, first.held_s)
+        if first.section == HEARTBEAT:
+            log.warning("Did not get subsequent heartbeat. Waited %.2f seconds.", first.held_s)
+        elif first.section == START_UP:
+            log.warning("Did not get initial heartbeat. Waited %.2f seconds.", first.held_s)
         return self.found
 
     def limits_now(self) -> Limits:

@@ -14,6 +14,7 @@ from slurmft.config.config import validate
 from slurmft.policy.timing.grace import NOTICE_S, JobTimes, SlurmClock, Terms
 from slurmft.policy.verdicts.verdict import Cause
 from slurmft.storage.run_folder import Attempt
+from slurmft.supervisor.signals import log_signal
 from slurmft.supervisor.stops import Stops
 
 LEAD_S, NOW = 120.0, 50_000.0
@@ -101,3 +102,10 @@ def test_a_limit_that_was_extended_counts(tmp_path: Path) -> None:
 
 def test_without_a_standby_the_notice_is_relied_on(tmp_path: Path) -> None:
     assert asked(tmp_path, ending_in(1.0), lease=None) == []
+
+
+@pytest.mark.parametrize(("name", "number"), [("SIGTERM", 15), ("SIGUSR1", 10), ("no signal", 0)])
+def test_a_signal_is_logged_in_megatrons_words_whatever_its_name(name: str, number: int, caplog) -> None:
+    with caplog.at_level("INFO"):
+        log_signal("Received signal %d, initiating graceful stop", name)
+    assert f"Received signal {number}, initiating graceful stop" in caplog.text
