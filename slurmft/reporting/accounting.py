@@ -49,6 +49,8 @@ _WORKING = frozenset({Category.TRAINING, Category.REDONE})
 _FIRST_CAUSE = "first start"
 _OTHERS = "other causes"
 _MAX_RANKS = 1 << 24
+IMPORT_S = 600.0
+"""A script that says nothing of its steps, and fails earlier than this, has not come to its training."""
 
 
 class Accounting:
@@ -71,6 +73,7 @@ class Accounting:
         self._stop_s: float | None = None
         self._measured: Mapping[str, Any] = {}
         self._is_judged = True
+        self._is_injected = False
         self._reached = 0
         self._resumed = 0
         self._stalled_s = 0.0
@@ -180,6 +183,12 @@ class Accounting:
             self._begin_anew()
             self._turn(at_s, Category.LAUNCH if is_local else Category.QUEUE)
 
+    def _refused(self, _event: Event, at_s: float) -> None:
+        """A submission that sbatch refused never was in the queue."""
+        if self._is_judged:
+            self._phase = Category.IDLE
+            self._turn(at_s, Category.IDLE)
+
     def _begin_anew(self) -> None:
         if self._phase is Category.IDLE:
             self._close(self._end)
@@ -199,7 +208,7 @@ class Accounting:
         self._row = AttemptRow(event.attempt, at_s, ranks=self._ranks)
         account.rows.append(self._row)
         self._noticed_s = self._stop_s = None
-        self._measured, self._is_judged, self._has_stepped = {}, False, False
+        self._measured, self._is_judged, self._has_stepped, self._is_injected = {}, False, False, False
         self._stalled_s = self._loop_s = 0.0
 
     def _lost(self, event: Event, at_s: float) -> None:
@@ -258,6 +267,9 @@ class Accounting:
 
     # Ends
 
+    def _injected(self, _event: Event, _at_s: float) -> None:
+        self._is_injected = not self._is_judged
+
     def _stop_requested(self, _event: Event, at_s: float) -> None:
         if self._stop_s is None and not self._is_judged:
             self._stop_s = at_s
@@ -277,15 +289,17 @@ class Accounting:
     def _judge(self, facts: Mapping[str, Any], at_s: float, attempt: str) -> None:
         cause, reason = str(facts.get("cause") or "unknown")[:60], str(facts.get("reason") or "")[:300]
         last = max(_whole(facts.get("last_step")), self._resumed if self._has_stepped else 0)
-        if self._measured.get("attached") is False and self._phase is Category.IMPORT:
-            self._phase = Category.TRAINING  # a script that says nothing of its steps
         is_failure = cause in _FAILURES
+        died_early = is_failure and (self._noticed_s or at_s) - self._cursor_s < IMPORT_S
+        if self._measured.get("attached") is False and self._phase is Category.IMPORT and not died_early:
+            self._phase = Category.TRAINING  # a script that says nothing of its steps
         noticed_s = min(at_s, self._noticed_s or at_s)
         is_sudden = is_failure or (self._noticed_s is not None and noticed_s < (self._stop_s or at_s))
         was_working = self._phase in _WORKING
         self._end_attempt(last, at_s, noticed_s if is_sudden else None)
         self._close(self._end)
-        self._end = End(attempt, at_s, cause, reason, is_failure, _nodes_of(facts), self._ranks)
+        self._end = End(attempt, at_s, cause, reason, is_failure, () if self._is_injected else _nodes_of(facts),
+                        self._ranks)  # fmt: skip
         if is_sudden:
             self._phase = Category.DETECTION if was_working else self._phase
             self._turn(noticed_s, Category.EVIDENCE)
@@ -398,6 +412,8 @@ class Accounting:
 
 _HANDLERS: Mapping[str, Callable[[Accounting, Event, float], None]] = {
     EventName.SUBMITTING: Accounting._submitting,
+    EventName.SUBMISSION_FAILED: Accounting._refused,
+    EventName.FAULT_INJECTED: Accounting._injected,
     EventName.ATTEMPT_STARTED: Accounting._attempt_started,
     EventName.AGENTS_READY: Accounting._agents_ready,
     EventName.WORKERS_STARTED: Accounting._workers_started,

@@ -259,3 +259,42 @@ def test_any_events_in_any_order_sum_to_the_wall_time(events: list[Event], since
 
 def test_every_category_but_new_work_has_a_name_of_googles() -> None:
     assert set(ALIASES) == set(Category) - {Category.TRAINING}
+
+
+def test_a_submission_that_was_refused_is_not_in_the_queue(tmp_path: Path) -> None:
+    folder = written(tmp_path / "run", ("submitting", 0, {"cluster": "slurm"}),
+                     ("submission failed", 3, {"reason": "sbatch refused"}))  # fmt: skip
+    account = account_of(folder)
+    assert account.seconds[Category.QUEUE] == 0 and not account.is_open
+    assert account.wall_s < 10
+
+
+@pytest.mark.parametrize(("lived_s", "cause", "category"), [
+    (160, "worker error", Category.IMPORT),
+    (160, "finished", Category.TRAINING),
+    (5000, "worker error", Category.TRAINING),
+])  # fmt: skip
+def test_a_script_that_died_at_its_imports_has_not_trained(tmp_path, lived_s, cause, category) -> None:
+    folder = written(
+        tmp_path / "run",
+        ("submitting", 0, {"cluster": "local"}),
+        ("attempt started", 1, {}),
+        ("workers started", 1, {"world_size": 2}),
+        ("measured", lived_s, {"step_at": 0.0, "stall_s": 0.0, "saves_done": 0, "attached": False}),
+        ("verdict", 0, {"cause": cause, "reason": "ImportError", "last_step": 0}),
+        ("decision", 0, {"action": "stop"}),
+    )
+    seconds = account_of(folder).seconds
+    assert seconds[category] == lived_s
+    assert seconds[Category.TRAINING] + seconds[Category.IMPORT] == lived_s
+
+
+def test_an_injected_fault_makes_no_lemon(tmp_path: Path) -> None:
+    blamed = {"cause": "hang", "reason": "rank 1", "first_step": 0, "last_step": 5, "node": "n1"}
+    begin = [("attempt started", 1, {}), ("workers started", 1, {"world_size": 2}),
+             ("first step", 9, {"resumed_from": 0})]  # fmt: skip
+    end = [("verdict", 5, dict(blamed)), ("decision", 0, {"action": "restart"})]
+    folder = written(tmp_path / "run", *begin, ("fault injected", 5, {"fault": "hang"}), *end)
+    assert account_of(folder).by_node == {}
+    real = written(tmp_path / "real", *[(name, at, dict(facts)) for name, at, facts in (*begin, *end)])
+    assert set(account_of(real).by_node) == {"n1"}
