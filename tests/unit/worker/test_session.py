@@ -18,7 +18,7 @@ from worker_variable import set_settings
 
 from slurmft.ipc.pages.heartbeat import NOTHING, Page, Slot, State, StopAction
 from slurmft.policy.timing.stop import END, NEVER, NOT_STARTED, tick_of
-from slurmft.worker.session import PlannedStop, Session, start_session
+from slurmft.worker.session import PlannedStop, Session, checkpoint_dir_of, start_session
 
 WAIT_S = 10.0
 INTERVAL_STEPS = 5
@@ -467,3 +467,18 @@ def test_a_session_is_closed_where_its_process_ends_as_it_means_to(tmp_path):
     orderly = {"left early", "without a with", "sys.exit(0)", "caught"}
     assert {name for name, is_closed in closed.items() if is_closed} == orderly
     assert len(closed) == 8
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({}, "checkpoints"),
+        ({"SLURM_JOB_ID": "7"}, "checkpoints"),
+        ({"SLURM_JOB_ID": "7", "SUBMITIT_EXECUTOR": "slurm"}, "checkpoints/7"),
+        ({"SUBMITIT_LOCAL_JOB_ID": "9", "SUBMITIT_EXECUTOR": "local"}, "checkpoints/9"),
+        ({"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}, "checkpoints/7_0"),
+        ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURMFT_CHECKPOINT_DIR": "/c"}, "/c"),
+    ],
+)
+def test_points_of_a_sweep_do_not_share_their_checkpoints(environment, folder):
+    assert str(checkpoint_dir_of(environment)) == folder
