@@ -56,6 +56,7 @@ def save_state(accelerator: Any, directory: Path | str, step: int, *, keep: int 
     """
     folder, began_s = Path(directory) / f"checkpoint-{step}", time.monotonic()
     if accelerator.is_main_process:
+        finished_folders.about_to_save(folder.parent)
         finished_folders.withdraw(folder)
     accelerator.save_state(str(folder))
     wait_for_all()  # a rank writes files of its own, which are synced too

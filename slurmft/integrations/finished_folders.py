@@ -85,8 +85,21 @@ def begin(parent: Path, start: int) -> None:
                 )
             with contextlib.suppress(FileNotFoundError):
                 (folder / MARKER).unlink()
+    if not folders and not (parent / LIST).exists():
+        return  # scripts up to transformers 4.56 refuse a folder that is not empty: until the first save
     kept = sorted(older & {folder.name for step, folder in folders.items() if step <= start})
     write_json(parent / LIST, {"unmarked": kept}, mode=0o644)
+
+
+def about_to_save(parent: Path) -> None:
+    """Before the first save of a folder that ``begin`` has left empty: what is there from now on needs a marker.
+
+    Raises:
+        OSError: it cannot be written there.
+    """
+    if not (parent / LIST).exists():
+        parent.mkdir(parents=True, exist_ok=True)
+        write_json(parent / LIST, {"unmarked": []}, mode=0o644)
 
 
 def make_durable(folder: Path) -> None:

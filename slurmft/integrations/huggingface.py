@@ -131,13 +131,13 @@ class SlurmftCallback(transformers.TrainerCallback):  # type: ignore[misc]
         pending = loop.step_done(state.global_step)
         if self._own is not None:
             self._own.take_over(control)
-            self._announce(control)
+            self._announce(args, control)
             return
         # what is due at an epoch's end belongs to this step, and comes right after it
         self._is_at_epochs_end = float(state.epoch).is_integer()
         if pending is not StopAction.NONE and not self._is_at_epochs_end:
             control.should_save = True
-        self._announce(control)
+        self._announce(args, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         loop = self._loop
@@ -145,7 +145,7 @@ class SlurmftCallback(transformers.TrainerCallback):  # type: ignore[misc]
             return
         if self._own is not None:
             self._own.take_over(control)
-            self._announce(control)
+            self._announce(args, control)
             return
         self._is_at_epochs_end = False
         is_saved = self._committed == state.global_step
@@ -156,7 +156,7 @@ class SlurmftCallback(transformers.TrainerCallback):  # type: ignore[misc]
             control.should_save = True
         if is_saved and control.should_save and args.should_save:
             finished_folders.withdraw(_folder(args, state))
-        self._announce(control)
+        self._announce(args, control)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._loop is not None and self._loop.is_busy:
@@ -203,9 +203,11 @@ class SlurmftCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self._loop, SlurmftCallback._in_charge = None, None
         args.save_total_limit, self._limit = self._limit, None
 
-    def _announce(self, control: Any) -> None:
+    def _announce(self, args: Any, control: Any) -> None:
         """Say what the Trainer does before its next step."""
         assert self._loop is not None
+        if control.should_save and args.should_save:
+            finished_folders.about_to_save(Path(args.output_dir))
         if control.should_evaluate:
             self._loop.evaluating()
         elif control.should_save:

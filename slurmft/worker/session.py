@@ -21,7 +21,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
@@ -120,7 +120,7 @@ class Session(Sections):
         self.local_rank = int(environment.get("LOCAL_RANK", "0"))
         self.world_size = int(environment.get("WORLD_SIZE", "1"))
         self.device = groups.device
-        self.checkpoint_dir = Path(environment.get("SLURMFT_CHECKPOINT_DIR", "checkpoints"))
+        self.checkpoint_dir = checkpoint_dir_of(environment)
         self.is_rehearsal = WorkerSettings.from_environment(environment).rehearsal
         self._groups = groups
         self._batches = Batches()
@@ -456,6 +456,16 @@ def _steps(name: str, value: Any) -> int:
     if not 0 <= number <= MAX_STEP:
         raise ValueError(f"{name}={value!r:.40} is not a number of completed steps")
     return number
+
+
+def checkpoint_dir_of(environment: Mapping[str, str]) -> Path:
+    """The run's; without a run ``checkpoints``, in which each task of an array and each job of submitit has its own."""
+    if given := environment.get("SLURMFT_CHECKPOINT_DIR"):
+        return Path(given)
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    job = environment.get("SLURM_JOB_ID") or environment.get("SUBMITIT_LOCAL_JOB_ID", "")
+    own = f"{array}_{task}" if array and task else job if "SUBMITIT_EXECUTOR" in environment else ""
+    return Path("checkpoints") / own
 
 
 def start_session(*, seed: int | None = None, backend: str | None = None) -> Session:

@@ -179,3 +179,17 @@ def test_a_stale_attempt_marks_and_removes_nothing(tmp_path: Path, monkeypatch: 
         with pytest.raises(Fenced):
             forbidden()
     assert not (folder / folders.MARKER).exists()
+
+
+def test_an_empty_folder_stays_empty_until_the_first_save(tmp_path):
+    """Scripts up to transformers 4.56 refuse one that is not, and so would each restart before it."""
+    out = tmp_path / "out"
+    for _ in range(2):
+        folders.begin(out, 0)
+        assert list(out.iterdir()) == []
+    folders.about_to_save(out)
+    half = out / "checkpoint-5"
+    half.mkdir()
+    (half / "trainer_state.json").write_text("{}")
+    folders.begin(out, 5)
+    assert folders.finished_steps(out) == []

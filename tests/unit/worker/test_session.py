@@ -23,7 +23,7 @@ from slurmft.ipc.pages.heartbeat import NOTHING, Page, Slot, State, StopAction
 from slurmft.policy.timing.stop import END, NEVER, NOT_STARTED, base_of, tick_of
 from slurmft.trainer.gradients import OpenGradients
 from slurmft.trainer.savers import SAVERS
-from slurmft.worker.session import PlannedStop, Session, start_session
+from slurmft.worker.session import PlannedStop, Session, checkpoint_dir_of, start_session
 
 WAIT_S = 10.0
 INTERVAL_STEPS = 5
@@ -562,3 +562,18 @@ def test_a_save_in_a_handler_of_the_stop_signal_is_left_to_the_session(page, tra
             signal.signal(signal.SIGTERM, before)
             session._signal.seen = False
     assert answers == [None] and [one.step for one in Catalog(tmp_path).committed()][:1] == [3]
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({}, "checkpoints"),
+        ({"SLURM_JOB_ID": "7"}, "checkpoints"),
+        ({"SLURM_JOB_ID": "7", "SUBMITIT_EXECUTOR": "slurm"}, "checkpoints/7"),
+        ({"SUBMITIT_LOCAL_JOB_ID": "9", "SUBMITIT_EXECUTOR": "local"}, "checkpoints/9"),
+        ({"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}, "checkpoints/7_0"),
+        ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURMFT_CHECKPOINT_DIR": "/c"}, "/c"),
+    ],
+)
+def test_points_of_a_sweep_do_not_share_their_checkpoints(environment, folder):
+    assert str(checkpoint_dir_of(environment)) == folder
