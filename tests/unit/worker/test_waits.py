@@ -77,7 +77,7 @@ WAITS = {
         "                prepared = self._snapshots.prepare(captured(),",
         RESCUE, "test_a_save_that_hangs_on_the_device_does_not_keep_a_rescue_waiting"),
     "a load waits for the device": (
-        "checkpoint/loading.py", "        settle(self._trainee.model.parameters())", "        ",
+        "checkpoint/loading.py", "        settle(self.trainee.model.parameters())", "        ",
         DEVICE, "test_an_update_that_was_asked_for_before_a_load_does_not_change_what_is_loaded"),
     "a digest waits for the device": (
         "worker/checks/digest.py", "    settle(model.parameters())", "    ",

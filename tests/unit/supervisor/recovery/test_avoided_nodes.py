@@ -199,7 +199,7 @@ def test_a_submission_avoids_what_the_list_excludes(cluster, tmp_path):
         ({}, {"exclude": "n[3-4]"}, {}, [], ["n2", "n1"]),
         ({"slurm": {"exclude": "n3"}}, {}, {}, ["n2"], ["n1"]),
         ({}, {}, {"SBATCH_EXCLUDE": "n3"}, ["n2"], ["n1"]),
-        ({"slurm": {"exclude": "n[3-"}}, {}, {}, ["n1", "n2"], []),
+        ({}, {"exclude": "n[3-"}, {}, ["n1", "n2"], []),
         ({}, {"nodelist": "n[1,3]"}, {}, ["n2"], ["n1"]),
         ({"slurm": {"nodelist": "n2"}}, {}, {}, ["n1"], ["n2"]),
         ({"slurm": {"partition": "big"}}, {}, {}, [], []),

@@ -187,7 +187,7 @@ def test_a_failure_that_was_mapped_to_the_end_is_the_end(tmp_path):
 @pytest.mark.parametrize("from_scratch", [False, True])
 def test_the_last_checkpoint(tmp_path, from_scratch):
     case = Case(tmp_path, history=[tried("n2", OLD)], fault_tolerance={"poison_from_scratch": from_scratch})
-    (case.config.checkpoint_dir / NEW / "quarantined.json").write_text("damaged")
+    (case.config.checkpoint_dir / NEW / "quarantined.json").write_text('{"format": 1, "reason": "damaged"}')
     note_resuming(case.attempt, OLD)
     found = case.after(death("n1"))
     if from_scratch:
