@@ -9,6 +9,7 @@ wrappers that hold such loaders need no line of their own, and states that were 
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,12 +25,22 @@ OURS = "slurmft"
 """The key of what is added to a loader's state, and in a worker to its data set's."""
 
 _MODULE = "torchdata.stateful_dataloader.stateful_dataloader"
+_WORKER_MODULE = "torchdata.stateful_dataloader.worker"
+
+log = logging.getLogger(__name__)
 
 
 def mend() -> None:
     """From now on, all such loaders of this process; nothing where torchdata is not in use."""
     kind: Any = getattr(sys.modules.get(_MODULE), "StatefulDataLoader", None)
     if kind is None or hasattr(kind, OURS):
+        return
+    worker = importlib.import_module(_WORKER_MODULE)
+    needed = [(kind, "_get_iterator"), *((worker, name) for name in ("try_to_serialize", "try_to_deserialize"))]
+    if unknown := [name for owner, name in needed if not hasattr(owner, name)]:
+        log.warning("this torchdata has no %s: StatefulDataLoader is left as it is, and may read a resumed epoch in "
+                    "another order", ", ".join(unknown))  # fmt: skip
+        setattr(kind, OURS, False)
         return
     make, ask = kind._get_iterator, kind.state_dict
 
@@ -117,7 +128,7 @@ class _WorkerInit:
         self._given = given
 
     def __call__(self, worker_id: int) -> None:
-        worker: Any = importlib.import_module("torchdata.stateful_dataloader.worker")
+        worker: Any = importlib.import_module(_WORKER_MODULE)
         if self._given is not None:
             self._given(worker_id)
         serialize, deserialize, fresh = worker.try_to_serialize, worker.try_to_deserialize, _draws()

@@ -67,7 +67,9 @@ WAITS = {
 }
 """Seconds for each fault since the last step that the job may be seen in a state; in force means: no limit of ours."""
 
-OURS = re.compile(r"^(slurmft\.[\w.]+|KeyError|AttributeError|TypeError|AssertionError|NameError|IndexError)\b", re.M)
+OURS = re.compile(
+    r"^(slurmft\.[\w.]++(?! FAILED)|KeyError|AttributeError|TypeError|AssertionError|NameError|IndexError)\b", re.M
+)
 """How the last line of an exception begins that neither a fault nor a lost peer explains."""
 
 

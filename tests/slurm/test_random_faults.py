@@ -54,6 +54,8 @@ def drawn(seed: int) -> dict[str, Any]:
     """The settings of a run, by their dotted names."""
     chance = random.Random(f"settings of {seed}")
     settings = {name: chance.choice(values) for name, values in MATRIX.items()}
+    if settings["checkpoint.interval"] == "seconds":
+        settings["checkpoint.interval_seconds"] = 2.0
     if settings["launcher"] != "agent" or settings["spare_nodes"] == 0:
         settings["spares"] = "import"  # nobody to rehearse, or a trainer that the agent does not start
     return settings
@@ -189,7 +191,7 @@ def weather(
     """
     config: dict[str, Any] = {
         "spare_nodes": 1,
-        "checkpoint": {"interval_steps": 5, "interval_seconds": 2.0, "peer_copies": 1, "keep_last_n": KEPT},
+        "checkpoint": {"interval_steps": 5, "peer_copies": 1, "keep_last_n": KEPT},
         "digests": {},
         "fault_tolerance": {
             "num_in_job_restarts": 100, "num_job_retries_on_failure": 100, "max_no_progress_cycles": 100,

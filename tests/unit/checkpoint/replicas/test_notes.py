@@ -23,6 +23,7 @@ from slurmft.checkpoint.staging.rank_records import RankRecord, read_record
 from slurmft.storage.checkpoint_names import Identity
 from slurmft.storage.memory_folder import GENERATION_FILE, KEY_FILE, PEERS, announcement
 from slurmft.system.files import write_json
+from slurmft.trainer.savers import SAVERS
 
 
 class Node:
@@ -168,7 +169,7 @@ def memories(tmp_path: Path) -> list[Path]:
 
 def test_a_rank_on_another_node_gets_its_notes_from_the_peer_of_the_lost_one(memories):
     found = gathered(memories, 40)
-    assert [found[rank].of(0).own["loader"]["rank"] for rank in range(4)] == [0, 1, 2, 3]
+    assert [found[rank].of(SAVERS.loads).own["loader"]["rank"] for rank in range(4)] == [0, 1, 2, 3]
     assert all(found[rank].lead.extra == {"seen": 40} for rank in range(4))
     assert all(found[rank].of(1).own is None for rank in range(4)), "a note from before another load"
     assert read_record(memories[1], 2, 40, 5) is None
