@@ -132,7 +132,7 @@ def stormy(lab: Lab, request: pytest.FixtureRequest) -> EndpointRun:
         "engine": {"command": ["python", str(folder / "word_engine.py"), "{port}", "0.1", "/dev/null"],
                    "continue_from_prefix": "always"},
         "replicas_per_node": 2, "concurrency": 64, "hang_timeout_s": 6, "max_restarts": 50, "max_retries": 20,
-        "serving": {"restart_window_s": 15, "client_timeout_s": 5},
+        "serving": {"restart_window_s": 15, "client_timeout_s": 5, "tls_own": False},
     }  # fmt: skip
     config = {
         "run_folder": str(run.path), "nodes": NODES, "inference": section, "slurm": {"partition": "low"},
