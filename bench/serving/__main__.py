@@ -75,7 +75,8 @@ class Endpoint:
         self.path = folder / "endpoint"
         config = folder / "serve.yaml"
         engine = {"command": [sys.executable, str(ENGINE), "--socket", "{socket}"]}
-        section = {"engine": engine, "replicas_per_node": 2, "concurrency": 256, "serving": {"routers": 1, "tls_own": False}}
+        serving = {"routers": 1, "tls_own": False}
+        section = {"engine": engine, "replicas_per_node": 2, "concurrency": 256, "serving": serving}
         config.write_text(yaml.safe_dump({"run_folder": str(self.path), "nodes": 1, "inference": section}))
         subprocess.run([*SLURMFT, "serve", str(config), "--cluster", "local"], check=True, capture_output=True)
         wait(lambda: HighAvailabilityCluster.read(self.path).available, "router")
