@@ -24,12 +24,16 @@ def sizes(run: Run) -> list[int]:
 
 
 def wait_for_size(run: Run, size: int, count: int) -> None:
-    """The ``count``-th attempt trains, on ``size`` ranks, from where the one before had saved."""
+    """The ``count``-th attempt trains, on ``size`` ranks, from what the one before had saved or kept."""
     run.wait_for("first step", count, within_s=120)
     assert sizes(run)[count - 1] == size, run.story()
     if count > 1:
-        saved = run.events("verdict")[count - 2].details["saved_step"]
-        assert run.events("first step")[count - 1].details["resumed_from"] == saved, run.story()
+        ended = run.events("verdict")[count - 2]
+        kept = [
+            event.details["step"] for event in run.events("state kept just in time") if event.attempt == ended.attempt
+        ]
+        expected = max(ended.details["saved_step"], *kept, 0)
+        assert run.events("first step")[count - 1].details["resumed_from"] == expected, run.story()
 
 
 def test_four_then_three_then_five(lab: Lab, new_run: NewRun) -> None:

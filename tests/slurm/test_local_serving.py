@@ -139,7 +139,7 @@ def test_what_a_user_does(endpoint: Endpoint) -> None:
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "BAD"}])
     with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
+        client.with_options(api_key="wrong").models.list()
     client.close()
     with Client.of_run(endpoint.folder.path) as own:
         assert own.get("/v1/models").json()["data"][0]["id"] == "m"
