@@ -116,6 +116,8 @@ class SlurmftCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self._loop = FrameworkLoop(session, start=step, until=int(state.max_steps))
         if self._own is not None:
             self._own.begin(self._loop)
+        if step >= int(state.max_steps):
+            _end_before_the_next_step()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         loop = self._loop
@@ -234,6 +236,19 @@ def last_good_checkpoint(output_dir: str | Path) -> str | None:
     if engine is None and huggingface_engine.has_folders(output):
         log.warning("%s was trained with engine='slurmft', and what that has saved is not looked at now", output)
     return str(Path(output_dir) / f"checkpoint-{steps[-1]}") if steps else None
+
+
+def _end_before_the_next_step() -> None:
+    """A Trainer that resumes at its last step trains another one before it looks: from now on it gets no batch."""
+    draw = transformers.Trainer.get_batch_samples
+
+    def get_batch_samples(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        if trainer.state.global_step < trainer.state.max_steps:
+            return draw(trainer, *args, **kwargs)
+        trainer.control.should_training_stop = True
+        return [], None
+
+    transformers.Trainer.get_batch_samples = get_batch_samples
 
 
 def _folder(args: Any, state: Any) -> Path:

@@ -6,13 +6,14 @@ import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slurmft.errors import UsageError
-from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, Page
+from slurmft.ipc.pages.heartbeat import PAGE_VARIABLE, Page, Slot, State
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -29,7 +30,14 @@ def huggingface(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("_resumed", None),
     ):
         monkeypatch.setattr(module.SlurmftCallback, name, value)
+    monkeypatch.setattr(transformers.Trainer, "get_batch_samples", transformers.Trainer.get_batch_samples)
     return module
+
+
+def forget_the_training(huggingface: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a new process does."""
+    monkeypatch.setattr(huggingface.SlurmftCallback, "_engine", None)
+    monkeypatch.setattr(huggingface.SlurmftCallback, "_resumed", None)
 
 
 @pytest.fixture
@@ -50,7 +58,7 @@ class OneNumber:
         return {"x": torch.tensor([float(index)]), "labels": torch.tensor([1.0])}
 
 
-def trainer(folder: Path, *callbacks: Any, **settings: Any) -> Any:
+def trainer(folder: Path, *callbacks: Any, data: Any = None, **settings: Any) -> Any:
     import torch
 
     class Line(torch.nn.Module):
@@ -65,7 +73,8 @@ def trainer(folder: Path, *callbacks: Any, **settings: Any) -> Any:
         output_dir=str(folder), save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True,
         per_device_train_batch_size=2, **({"max_steps": 3} | settings),
     )  # fmt: skip
-    return transformers.Trainer(model=Line(), args=args, train_dataset=OneNumber(), callbacks=list(callbacks))
+    return transformers.Trainer(model=Line(), args=args, train_dataset=data or OneNumber(),
+                                eval_dataset=OneNumber(), callbacks=list(callbacks))  # fmt: skip
 
 
 def test_outside_of_a_run_it_says_once_that_it_does_nothing(
@@ -93,6 +102,57 @@ def test_two_trainers_one_after_the_other_are_fine(tmp_path: Path, huggingface: 
         one.train()
         assert one.args.save_total_limit == 1, "it is given back"
         assert huggingface.finished_folders.finished_steps(tmp_path / name) == [3]
+
+
+def streamed() -> Any:
+    import torch
+
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter([OneNumber()[index] for index in range(16)])
+
+    return Stream()
+
+
+@pytest.mark.parametrize("engine", [None, "slurmft"])
+@pytest.mark.parametrize(
+    ("settings", "end"),
+    [
+        ({}, 3),
+        ({"max_steps": 8}, 8),
+        ({"max_steps": 11}, 11),
+        ({"max_steps": -1, "num_train_epochs": 1.4}, 12),
+        ({"gradient_accumulation_steps": 3}, 3),
+        ({"save_strategy": "epoch", "eval_strategy": "epoch"}, 3),
+        ({"data": streamed}, 3),
+    ],
+    ids=repr,
+)
+def test_a_training_that_was_over_trains_no_further_step(
+    tmp_path: Path, huggingface: Any, page: Page, monkeypatch: pytest.MonkeyPatch,
+    engine: Any, settings: dict[str, Any], end: int,
+) -> None:  # fmt: skip
+    """It failed behind ``train``, such as in a final evaluation."""
+    monkeypatch.setenv("SLURMFT_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
+    weights = []
+    for resumes in (False, True, True):
+        forget_the_training(huggingface, monkeypatch)
+        own = settings | ({"data": settings["data"]()} if "data" in settings else {})
+        one = trainer(tmp_path / "out", huggingface.SlurmftCallback(engine), **own)
+        folder = huggingface.last_good_checkpoint(tmp_path / "out")
+        assert (folder is not None) is resumes
+        one.train(resume_from_checkpoint=folder)
+        assert one.state.global_step == end == page[Slot.STEP]
+        assert page[Slot.STATE] == State.FINISHED
+        weights.append({name: value.tolist() for name, value in one.model.state_dict().items()})
+    assert weights[0] == weights[1] == weights[2]
+
+
+def test_a_longer_training_goes_on_where_one_was_over(tmp_path: Path, huggingface: Any, page: Page) -> None:
+    for last in (3, 3, 5):
+        one = trainer(tmp_path / "out", huggingface.SlurmftCallback(), max_steps=last)
+        one.train(resume_from_checkpoint=huggingface.last_good_checkpoint(tmp_path / "out"))
+        assert one.state.global_step == last
 
 
 @pytest.mark.parametrize(
@@ -156,8 +216,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, huggingface: Any, pa
     """The folder of a training that has ended at step 3; of a run whose process has one training."""
     monkeypatch.setenv("SLURMFT_CHECKPOINT_DIR", str(tmp_path / "checkpoints"))
     trainer(tmp_path / "out", huggingface.SlurmftCallback("slurmft")).train()
-    monkeypatch.setattr(huggingface.SlurmftCallback, "_engine", None)
-    monkeypatch.setattr(huggingface.SlurmftCallback, "_resumed", None)
+    forget_the_training(huggingface, monkeypatch)
     return tmp_path / "out"
 
 
