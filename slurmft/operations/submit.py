@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ def plan(settings: RunConfig, sbatch_options: tuple[str, ...], *, strict: bool, 
     refuse_shared(run, settings.checkpoint_dir)
     _make_checkpoint_dir(settings, only_look=True)
     text = submission.script_text(settings, run, options, frozenset(avoiding.nodes))
-    return text if where == "slurm" else _local_plan(run)
+    return text if where == "slurm" else " ".join(submission.RunSupervisor(run.config).argv())
 
 
 def submit_run(
@@ -71,14 +72,12 @@ def submit_run(
         call: a pickled callable that the workers run (``slurmft.worker.call``).
 
     Raises:
-        SlurmftError: it was refused; nothing was submitted.
+        SlurmftError: it was refused; nothing was submitted. What sbatch refuses leaves no new folder behind.
     """
     run, where, named, options, avoiding = _considered(
         settings, sbatch_options, strict=strict, cluster=cluster, tell=tell
     )
-    run.create()
-    _warn_if_replaceable(run, tell)
-    with run.lock():  # two submissions at once: the second one must find the first one's job
+    with _new_or_kept(run, settings, tell):
         _refuse_if_finished_or_busy(run, where)
         refuse_shared(run, settings.checkpoint_dir)
         _prepare(run, settings, tell, call)
@@ -147,17 +146,15 @@ def _considered(
         tell(f"{'warning' if finding.severity is Severity.WARNING else 'grace'}: {finding.text}")
     if strict:
         grace.refuse_warnings(findings)
-    suspects = _undecided_suspects(run) if run.exists() else ()
+    suspects: frozenset[str] = frozenset()
+    if run.exists():
+        from slurmft.supervisor.recovery.place_elsewhere import duty_of  # not for a new run: 10 ms
+
+        suspects = duty_of(run.journal().read()).undecided
     avoiding = avoided_nodes.for_submission(settings, options, os.environ, suspects)
     for line in avoiding.lines():
         tell(line)
     return run, where, named, options, avoiding
-
-
-def _undecided_suspects(run: RunFolder) -> frozenset[str]:
-    from slurmft.supervisor.recovery.place_elsewhere import duty_of  # not for a new run: 10 ms
-
-    return duty_of(run.journal().read()).undecided
 
 
 def _where(cluster: str) -> str:
@@ -166,10 +163,6 @@ def _where(cluster: str) -> str:
     if cluster == "slurm" and not slurm.available():
         raise SlurmUnavailable("there is no sbatch on this machine", hint="use --cluster local, or a login node")
     return cluster
-
-
-def _local_plan(run: RunFolder) -> str:
-    return " ".join(submission.RunSupervisor(run.config).argv())
 
 
 def _refuse_if_finished_or_busy(run: RunFolder, where: str) -> None:
@@ -213,11 +206,30 @@ def _started_here(run: RunFolder) -> int | None:
     return pid if isinstance(pid, int) and isinstance(birth, str) and processes.lives(pid, birth) else None
 
 
-def _warn_if_replaceable(run: RunFolder, tell: Tell) -> None:
+@contextlib.contextmanager
+def _new_or_kept(run: RunFolder, settings: RunConfig, tell: Tell) -> Iterator[None]:
+    """Hold the run folder, which exists; nothing that is made for it is left where sbatch refuses the job."""
+    made = [each for folder in (settings.checkpoint_dir, run.path) for each in (folder, *folder.parents)]
+    made = [each for each in made if not os.path.lexists(each)]
+    run.create()
     try:
         run.refuse_replaceable()
     except StorageError as error:
         tell(f"warning: {error.what}; requeue --rescue will leave the run alone ({error.hint})")
+    try:
+        with run.lock():  # two submissions at once: the second one must find the first one's job
+            run.create()  # a submission that was refused meanwhile has removed the parts of its folder
+            try:
+                yield
+            except SlurmError as error:
+                made = [] if isinstance(error, SlurmUnavailable) else made  # a job may have arrived
+                run.empty(made)
+                raise
+    except SlurmError:
+        for folder in made:  # without the lock: NFS keeps the name of an open file
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def _prepare(run: RunFolder, settings: RunConfig, tell: Tell, call: bytes | None) -> None:

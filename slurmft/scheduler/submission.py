@@ -289,7 +289,7 @@ def changed_by_site(record: JobRecord, asked: Asked) -> list[str]:
 
 def _refusal(error: Exception) -> SlurmError:
     words = _last_words(error)
-    if any(text in words for text in command.NOT_ANSWERING):
+    if isinstance(error, FailedSubmissionError) or any(text in words for text in command.NOT_ANSWERING):
         hint = "try again; if it did arrive, squeue --me shows the job, and it keeps a second one from starting"
         return SlurmUnavailable(f"sbatch got no answer: {words}", hint=hint)
     return SlurmError(f"sbatch refused the job: {words}", hint=refusal_hint(words))

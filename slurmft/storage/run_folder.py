@@ -10,7 +10,7 @@ import secrets
 import stat
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,20 @@ class RunFolder:
                 hint="run_folder must lie on a filesystem that you can write to and that every node sees",
             ) from error
 
+    def empty(self, made: Sequence[Path]) -> None:
+        """Remove what a refused submission has put here; nothing unless it ``made`` the folder, and if more is in it.
+
+        Call with the lock held. The folder itself stays.
+        """
+        files = {self.config, self.call, self.journal().path, self.path / ".lock"}
+        own = {EventName.SUBMITTING, EventName.AVOIDING, EventName.SUBMISSION_FAILED}
+        with contextlib.suppress(OSError, StorageError):
+            found = {*self.path.rglob("*")} if self.path in made else {self.path}
+            is_own = {each.event for each in self.journal().read()} <= own
+            if is_own and found <= {*files, *self._folders, *made} - {self.path}:
+                for path in sorted(found, reverse=True):  # the lock last
+                    path.unlink() if path in files else path.rmdir()
+
     def exists(self) -> bool:
         """Whether this is the folder of a run."""
         return any(map(_lies_there, (self.config, Journal(self.path).path)))
@@ -191,6 +205,8 @@ class RunFolder:
                 if time.monotonic() > deadline:
                     raise RunBusy(f"another process holds {path} for more than {LOCK_TIMEOUT_S:.0f} s")
                 time.sleep(LOCK_PAUSE_S)
+            if not (os.path.lexists(path) and os.path.samestat(os.fstat(descriptor), os.lstat(path))):
+                raise RunBusy(f"{self.path} was removed, as its submission was refused", hint="try again")
             yield
 
     def owner(self) -> Owner | None:

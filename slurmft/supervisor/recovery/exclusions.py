@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import SlurmError, StorageError
-from slurmft.policy.nodes.evidence import Evidence
+from slurmft.policy.nodes.evidence import Evidence, Kind
 from slurmft.policy.nodes.suspicion import observed
 from slurmft.policy.verdicts.judge import held_against
 from slurmft.policy.verdicts.verdict import Verdict
@@ -24,6 +25,8 @@ from slurmft.supervisor.start import Start
 EVERY_S = 10.0
 LIST_S = 5.0
 """How long the exclusion list's filesystem may delay the end of an attempt."""
+
+ON_PURPOSE = "a fault was injected on purpose; the exclusion list is not told"
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +64,8 @@ class Accuser:
 
         def work() -> None:
             self._collect()
-            self._convict(verdict)
+            added = held_against(verdict, self._own, at=time.time())[len(self._own) :]
+            self._hand_in(added, str(self._attempt))
 
         if not wait:
             self._thread.submit(work)
@@ -80,19 +84,16 @@ class Accuser:
                 return
             del self._waiting[0]
 
-    def _convict(self, verdict: Verdict) -> None:
-        """Observations of the suspects, unless their own evidence contains them."""
-        added = held_against(verdict, self._own, at=time.time())[len(self._own) :]
-        self._hand_in(added, str(self._attempt))
-
     def _hand_in(self, evidence: Sequence[Evidence], attempt: str, *, file: str = "") -> bool:
         if not evidence:
             return True
         run, job = str(self._run.path), attempt.split(".", maxsplit=1)[0]
         where = str(self._run.verdicts / file) if file else ""
-        observations = [observed(each, source=attempt, run=run, job=job, where=where) for each in evidence]
         try:
+            on_purpose = self._on_purpose(attempt)
             if not self._is_local:  # a local machine is on no list
+                real = [each for each in evidence if each.kind not in on_purpose]
+                observations = [observed(each, source=attempt, run=run, job=job, where=where) for each in real]
                 self._list = self._list or avoided_nodes.exclusion_list(self._config, os.environ)
                 self._list.observe(observations)
         except (StorageError, SlurmError, OSError) as error:
@@ -101,9 +102,25 @@ class Accuser:
         for each in evidence:
             if attempt == str(self._attempt):
                 self._own.append(each)
-            facts = {"gpu": each.suspect.gpu, "rank": each.suspect.rank, "step": each.step, "file": file}
+            facts = {"gpu": each.suspect.gpu, "rank": each.suspect.rank, "step": each.step, "file": file,
+                     "reason": ON_PURPOSE if each.kind in on_purpose else ""}  # fmt: skip
             self._journal.append(
                 EventName.EVIDENCE, kind=each.kind.value, node=each.suspect.node, message=each.message, seen_at=each.at,
                 **{key: value for key, value in facts.items() if value not in ("", None)},
             )  # fmt: skip
         return True
+
+    def _on_purpose(self, attempt: str) -> Collection[Kind]:
+        """The kinds of its evidence that may come from a fault which ``slurmft inject`` or a simulation has ordered."""
+        faults: dict[str, int] = {}
+        with contextlib.suppress(OSError):  # of a full disk
+            self._journal.flush(1.0)
+        for event in self._journal.each(frozenset([EventName.FAULT_NOT_INJECTED.encode()])):
+            if event is not None and event.attempt:
+                missed = event.event == EventName.FAULT_NOT_INJECTED and {"ranks", "node"} & event.details.keys()
+                faults.setdefault(event.attempt, 0)
+                faults[event.attempt] += (event.event == EventName.FAULT_INJECTED) - bool(missed)
+        before = [count for each, count in faults.items() if each != attempt][-1:]
+        if faults.get(attempt):
+            return tuple(Kind)
+        return (Kind.REPLICA_DIFFERS, Kind.REPEATED_DEATH) if any(before) else ()  # they look back
