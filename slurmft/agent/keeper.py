@@ -75,8 +75,11 @@ class Keeping:
         try:
             replace_atomically(path, str(generation), durable=False)
         except OSError:
-            with os.fdopen(open_regular(path, os.O_WRONLY), "w") as file:
-                file.write(str(generation))
+            descriptor = open_regular(path, os.O_WRONLY)
+            try:
+                os.write(descriptor, str(generation).encode())
+            finally:
+                os.close(descriptor)
 
     def look_after(self) -> None:
         """Start the keeper where it should run and does not.
