@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from slurmft.errors import StorageError
 from slurmft.storage.memory_folder import GENERATION_FILE, KEY_FILE, announcement, copies_key
 from slurmft.system.files import replace_atomically, write_json
+from slurmft.system.opening import open_regular
 
 BACKLOG = 64
 
@@ -73,8 +75,11 @@ class Keeping:
         try:
             replace_atomically(path, str(generation), durable=False)
         except OSError:
-            with path.open("r+") as file:
-                file.write(str(generation))
+            descriptor = open_regular(path, os.O_WRONLY)
+            try:
+                os.write(descriptor, str(generation).encode())
+            finally:
+                os.close(descriptor)
 
     def look_after(self) -> None:
         """Start the keeper where it should run and does not.

@@ -64,7 +64,7 @@ def start_slurmctld(controller: Member, paths: LabPaths) -> None:
     """
     with log_on_failure(paths.log / "slurmctld.log"):
         argv = ["slurmctld", "-f", str(paths.slurm_conf)]
-        if (paths.state / "job_state").exists() and not (paths.state / "assoc_usage").exists():
+        if (paths.state / "clustername").exists() and not (paths.state / "assoc_usage").exists():
             argv.append("-i")  # first written after five minutes; without it, 26.05 does not start again after a crash
         run_inside(controller, paths, argv, doing="starting slurmctld")
         wait_until(lambda: answers(controller, paths), doing="waiting for slurmctld", within_s=20)

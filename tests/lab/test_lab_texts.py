@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from slurmft.errors import UsageError
+from slurmft.lab import daemons
 from slurmft.lab.members import Member, enter_argv, mounts_of, unshare_argv
 from slurmft.lab.processes import mark_source, member_of
 from slurmft.lab.settings import LabSettings, default_folder
@@ -158,3 +159,21 @@ def test_a_node_gets_every_namespace_and_login_shares_the_controllers_network():
 def test_entering_login_needs_no_fork_so_that_signals_and_exit_codes_pass():
     assert "--pid" not in enter_argv(Member("login", 5))
     assert "--pid" in enter_argv(Member("n1", 5))
+
+
+@pytest.mark.parametrize(
+    ("files", "is_forgiving"),
+    [((), False), (("clustername",), True), (("clustername", "assoc_usage"), False)],
+    ids=["first start", "crashed within five minutes", "later"],
+)
+def test_a_controller_that_crashed_young_starts_without_the_file_it_never_wrote(
+    tmp_path, monkeypatch, files, is_forgiving
+):
+    paths, started = LabPaths(tmp_path), list[list[str]]()
+    paths.state.mkdir(parents=True)
+    for name in files:
+        (paths.state / name).touch()
+    monkeypatch.setattr(daemons, "run_inside", lambda member, paths, argv, **_: started.append(argv))
+    monkeypatch.setattr(daemons, "answers", lambda controller, paths: True)
+    daemons.start_slurmctld(Member("ctl", 1), paths)
+    assert ("-i" in started[0]) == is_forgiving
