@@ -39,7 +39,7 @@ class Endpoint:
         engine = [sys.executable, str(HERE / "serving_engine.py"), "--socket", "{socket}"]
         section = {"engine": {"command": engine}, "replicas_per_node": 2, "concurrency": 64, "hang_timeout_s": 3,
                    "serving": {}, **changes}  # fmt: skip
-        faults = {"agent_timeout_s": 3, "supervisor_lease_s": 6, "retry_delay_s": 0}
+        faults = {"agent_timeout_s": 3, "supervisor_lease_s": 30, "retry_delay_s": 0}
         self.config.write_text(yaml.safe_dump({"run_folder": str(path), "nodes": 2, "inference": section,
                                                "fault_tolerance": faults}))  # fmt: skip
 
