@@ -931,3 +931,20 @@ def test_the_fabrics_variables_reach_a_forked_worker(tmp_path):
         assert "None" in node.log(), "what is for the zygote alone"
 
     on_a_node(tmp_path, work)
+
+
+def test_forked_workers_draw_other_random_numbers_each_and_after_each_start(tmp_path):
+    async def work(node: Node) -> tuple[list[int | None], list[str]]:
+        script = node.script("import random, numpy\nprint(numpy.random.rand(), random.random())")
+        drawn: list[str] = []
+        codes: list[int | None] = []
+        for _ in range(2):
+            node.ended.clear()
+            node.start([PYTHON, str(script)], ranks=2)
+            codes += await node.codes()
+            drawn += [number for rank in range(2) for number in node.log(rank).split()[-2:]]
+        return codes, drawn
+
+    codes, drawn = on_a_node(tmp_path, work, "numpy.random")
+    assert codes == [0] * 4
+    assert len(set(drawn)) == 8

@@ -6,10 +6,12 @@ Runs end in an epoch after the first: the order of epoch 0 is that of a sampler 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import logging
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,9 @@ from slurmft import CheckpointManager, start_session
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.state import Trainee
 from slurmft.errors import UsageError
+from slurmft.integrations.lightning_data import EpochData
 from slurmft.ipc.pages.heartbeat import StopAction
+from slurmft.trainer import rng
 from slurmft.trainer.savers import SAVERS
 from slurmft.worker.data.loader import ElasticLoader, ElasticSampler
 from slurmft.worker.session import PlannedStop
@@ -291,3 +295,32 @@ def test_a_seed_seeds_all_generators(tmp_path):
         with start_session(seed=2**40 + 1):
             drawn.append((np.random.rand(), random.random(), torch.rand(1).item()))
     assert drawn[0] == drawn[1]
+
+
+def in_lightning(script: Script, saved: dict[str, Any], epoch: int) -> tuple[Any, Any]:
+    """Its fetcher at the begin of an epoch, as Lightning gets there: the iterator is made before the epoch is set."""
+    fetchers = pytest.importorskip("lightning.pytorch.loops.fetchers")
+    combined = importlib.import_module("lightning.pytorch.utilities.combined_loader").CombinedLoader([script.loader])
+    fetcher = fetchers._PrefetchDataFetcher()
+    fetcher.setup(combined)
+    combined._load_state_dicts(saved.get("loaders", []))
+    iter(fetcher)
+    script.sampler.set_epoch(epoch)
+    current = SimpleNamespace(current=SimpleNamespace(ready=saved.get("batches", 0)))
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=current), _combined_loader=combined)
+    data = EpochData(SimpleNamespace(fit_loop=loop, is_global_zero=False))
+    data.resume(saved)
+    data.begin_epoch(lambda _fetcher: None, fetcher)
+    return data, fetcher
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_lightning_reads_on_in_the_order_of_the_epoch(workers, tmp_path):
+    data, batches = in_lightning(first := Script(tmp_path, workers=workers, own=False), {}, 2)
+    read = [next(batches)[0][0][:, 0].tolist() for _ in range(3)]
+    assert len(first.loader) == PER_EPOCH
+    saved = {**data.state(between_epochs=False), "batches": 3, "rng": rng.capture()}
+    read += [next(batches)[0][0].tolist() for _ in range(2)]
+    _, again = in_lightning(Script(tmp_path, workers=workers, own=False), saved, 2)
+    assert [next(again)[0][0].tolist() for _ in range(2)] == read[3:]
