@@ -84,9 +84,12 @@ def handled_signal() -> int | None:
         code, below = frame.f_code, frame.f_back
         positional, has_rest = code.co_argcount, bool(code.co_flags & inspect.CO_VARARGS)
         if below is not None and (positional > 1 or has_rest):
-            given = [frame.f_locals.get(name) for name in code.co_varnames[:positional]]
+            variables = frame.f_locals
+            given = [variables.get(name) for name in code.co_varnames[:positional]]
             if has_rest:
-                given += frame.f_locals.get(code.co_varnames[positional + code.co_kwonlyargcount]) or ()
+                given += variables.get(code.co_varnames[positional + code.co_kwonlyargcount]) or ()
+            if sys.version_info < (3, 13):  # else this copy would keep what the caller deletes, such as a model, alive
+                variables.clear()
             found = next((one for one, other in pairwise(given) if other is below and isinstance(one, int)), None)
             if found is not None:
                 return found

@@ -116,7 +116,7 @@ def assert_one_stop(run: Run, job: str, digest: str, *, saved: set[int]) -> int:
     assert len(run.events("attempt started")) == 2, story
     assert run.folder.jobs() == [job], story
     assert run.events("first step")[1].details["resumed_from"] == verdict["saved_step"], story
-    assert saves(run) == sorted({5, 10, STEPS, verdict["saved_step"]}), run.output()
+    assert saves(run) == sorted({1, 5, 10, STEPS, verdict["saved_step"]}), run.output()
     assert run.digest() == digest
     return int(verdict["saved_step"])
 
@@ -163,7 +163,7 @@ def test_a_term_when_a_rank_has_not_come_to_the_rendezvous(catch: Callable[..., 
     assert (verdict["cause"], verdict["last_step"], verdict.get("saved_step")) == ("signalled", 0, None)
     assert not caught.run.events("stop without a save"), "there was nothing to lose"
     assert len(caught.run.events("requeued")) == 1
-    assert saves(caught.run) == [5, 10, STEPS]
+    assert saves(caught.run) == [1, 5, 10, STEPS]
     assert caught.run.digest() == alone
 
 
@@ -176,7 +176,7 @@ def test_a_term_before_there_are_workers(catch: Callable[..., Caught], alone: st
     run.wait_until_done()
     assert run.events("verdict")[0].details["cause"] == "signalled", run.story()
     assert len(run.events("requeued")) == 1, run.story()
-    assert saves(run) == [5, 10, STEPS]
+    assert saves(run) == [1, 5, 10, STEPS]
     assert run.digest() == alone
 
 
@@ -202,7 +202,7 @@ def test_a_term_in_the_last_save_lets_it_finish(catch: Callable[..., Caught], al
     run.wait_until_out_of_queue(caught.job)
     assert run.events("verdict")[-1].details["cause"] == "finished", run.story()
     assert not run.events("requeued"), run.story()
-    assert saves(run) == [5, 10, STEPS]
+    assert saves(run) == [1, 5, 10, STEPS]
     assert run.digest() == alone
 
 
@@ -270,7 +270,8 @@ def test_a_kill_inside_a_save(
     run = caught.run
     caught.wait_until_reached(ranks)
     checkpoints = run.path / "checkpoints"
-    assert [path.parent.name[:13] for path in checkpoints.glob("step-*/manifest.json")] == ["step-00000005"]
+    committed = {path.parent.name[:13] for path in checkpoints.glob("step-*/manifest.json")}
+    assert committed == {"step-00000001", "step-00000005"}
     kill(caught)
     caught.go_on()
     run.wait_until_done()
@@ -278,7 +279,7 @@ def test_a_kill_inside_a_save(
     assert (verdict["cause"], verdict["saved_step"]) == ("signal crash", 5), run.story()
     assert len(run.events("requeued")) == 1, run.story()
     assert run.events("first step")[1].details["resumed_from"] == 5
-    assert saves(run) == [5, 10, STEPS]
+    assert saves(run) == [1, 5, 10, STEPS]
     assert all((path / "manifest.json").exists() for path in checkpoints.glob("step-*"))
     assert run.digest() == alone
     assert_nothing_is_left(run)

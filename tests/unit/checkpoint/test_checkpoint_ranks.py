@@ -284,6 +284,9 @@ class OwnPosition:
     def state_dict(self):
         return {"taken": 7}
 
+    def load_state_dict(self, state):
+        raise AssertionError("it is never loaded")
+
 
 @pytest.fixture(scope="module")
 def reports(root):

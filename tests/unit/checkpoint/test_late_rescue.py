@@ -486,6 +486,8 @@ def test_communicators_are_aborted_only_after_the_step_was_kept(monkeypatch, err
     monkeypatch.setattr(SAVERS, "rescue", lambda: happened.append("kept"))
     groups = SimpleNamespace(close=lambda *, orderly: happened.append("left in order" if orderly else "aborted"))
     metrics = SimpleNamespace(close=lambda: None)
-    leaving = SimpleNamespace(_page={}, _reruns=None, _groups=groups, _metrics=metrics)
+    leaving = SimpleNamespace(
+        _page={}, _reruns=None, _unfinished=None, _close=lambda **_: None, _groups=groups, _metrics=metrics
+    )
     Session.__exit__(leaving, type(error) if error else None, error, None)
     assert happened == what_happens

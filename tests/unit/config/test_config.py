@@ -284,7 +284,7 @@ def test_a_command_with_an_open_quote_is_refused(file):
         ("a: !!python/object/apply:os.system ['true']\n", "is not YAML"),
         ("a:\tb\n\tc: d", "is not YAML"),
     ],
-    ids=["empty", "a list", "an open bracket", "code", "tabs"],
+    ids=["empty", "a list", "an open bracket", "a template", "a template of an input", "code", "tabs"],
 )
 def test_what_is_no_configuration(file, text, message):
     with pytest.raises(ConfigError, match=message):

@@ -126,7 +126,7 @@ def streamed() -> Any:
         ({"save_strategy": "epoch", "eval_strategy": "epoch"}, 3),
         ({"data": streamed}, 3),
     ],
-    ids=repr,
+    ids=["epochs", "8 steps", "11 steps", "a part of an epoch", "accumulation", "by epochs", "streamed"],
 )
 def test_a_training_that_was_over_trains_no_further_step(
     tmp_path: Path, huggingface: Any, page: Page, monkeypatch: pytest.MonkeyPatch,

@@ -387,7 +387,7 @@ def test_lengths_of_a_sender_who_has_the_key_are_bounded_too(tmp_path, node):
         with known(node) as one:
             one.send({"index_bytes": len(blob)})
             one.send_blob(blob)
-            assert one.receive()["answer"].startswith("no room: ")
+            assert one.receive()["answer"].startswith(("no room: ", "not an index: "))
     assert node.held() == []
     assert node.peak_bytes() - peak < MAX_GROWTH_BYTES
     assert "Traceback" not in node.log.read_text()
