@@ -129,7 +129,7 @@ def test_the_cluster_of_routers_is_read_as_it_was_written(tmp_path: Path) -> Non
     found = cluster.roster.cluster
     found.write(tmp_path)
     assert HighAvailabilityCluster.read(tmp_path) == found
-    assert [each.urls for each in found.routers] == [["http://n0:80"], ["http://n1:80"]]
+    assert [each.urls for each in found.routers] == [["https://n0:80"], ["https://n1:80"]]
     assert [found.after(place) for place in (0, 1, 2)] == [*found.routers, found.routers[0]]
 
 
