@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _USED_UP = "_slurmft_used_up"
-"""Attribute of a gradient that waits for nobody any more: how often it had been written to then."""
+"""Attribute of a gradient that an optimizer has used: how often it had been written to then."""
 
 log = logging.getLogger(__name__)
 
