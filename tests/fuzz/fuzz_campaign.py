@@ -424,4 +424,5 @@ def _bad_calls(world: World, caller: int) -> list[str]:
 
 
 if __name__ == "__main__":
+    sys.set_int_max_str_digits(0)  # here, not in what reads: a file may hold any number
     main(*sys.argv[1:])

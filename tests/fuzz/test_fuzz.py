@@ -26,6 +26,15 @@ LONG = 20_000
 PARTS = 20
 
 
+@pytest.fixture(autouse=True)
+def any_number():
+    """A file may hold any number; its readers keep Python's own limit, and so do the tests that come after."""
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    yield
+    sys.set_int_max_str_digits(limit)
+
+
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, World]:
     """The world as it is before an input, and where inputs run: its files name the second place."""

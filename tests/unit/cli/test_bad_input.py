@@ -44,6 +44,7 @@ VALUES = st.recursive(
 WORDS = st.text(st.characters(exclude_categories=["C", "Zl", "Zp"]), min_size=1, max_size=15)
 ARGUMENTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=15)
 PLACES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,9}(,[a-z]{1,9})?", fullmatch=True)
+NODES = WORDS.filter(lambda word: not {"[", "]"} & set(word)) | st.sampled_from(["n[1-3,7],m[01-20]", "./a["])
 VARIABLES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,9}", fullmatch=True)
 NAMES = WORDS.map(str.strip).filter(lambda name: name.strip(".~/ ") and "%" not in name and not name.startswith("~"))
 
@@ -61,7 +62,7 @@ GOOD = st.fixed_dictionaries(
         "working_directory": NAMES,
         "slurm": some(
             partition=PLACES, time=st.sampled_from(["1:30:00", "2-0", "UNLIMITED"]) | st.integers(1, 999),
-            mem=st.from_regex(r"[0-9]{1,9}[KMGT]?", fullmatch=True), exclude=WORDS, comment=WORDS,
+            mem=st.from_regex(r"[0-9]{1,9}[KMGT]?", fullmatch=True), exclude=NODES, comment=WORDS,
             gpus_per_node=st.integers(0, 8),
             cpus_per_task=st.integers(1, 999),
             requeue=st.booleans(), no_kill=st.booleans(), hold=st.booleans(),
