@@ -17,7 +17,7 @@ from slurmft.checkpoint.catalog import Catalog, Entry, is_newer_format, read_ent
 from slurmft.checkpoint.retention import KEPT_QUARANTINED, NEVER_REMOVED, Retention, by_merit, decide
 from slurmft.checkpoint.staging.holding import alone, is_claimed
 from slurmft.checkpoint.writer.write_requests import LIFETIME_S, Keep
-from slurmft.errors import StorageError
+from slurmft.errors import NewerFormat, StorageError
 from slurmft.storage.checkpoint_names import MANIFEST, Identity, newest_first, read_quarantine
 from slurmft.storage.digest_record import read_digests
 from slurmft.storage.fence import GENERATION_VARIABLE, check_fence
@@ -143,12 +143,12 @@ class Pruner:
         )
 
     def _verified(self, entries: Iterable[Entry]) -> set[Path]:
-        """Those on which all replicas agreed; all of them where that cannot be read, so that none is removed for it."""
+        """Those on which all replicas agreed."""
         try:
             record = read_digests(self._directory)
-        except StorageError as error:
+        except NewerFormat as error:
             log.warning("%s", error.what)
-            return {entry.path for entry in entries}
+            return set()
         return {entry.path for entry in entries if record.is_verified(entry.step, entry.generation)}
 
     def _look_at_marks(self, identities: Iterable[Identity]) -> bool:

@@ -303,7 +303,7 @@ class Loading:
         states, also in memory alone, are in doubt."""
         row, marked, doubted = [0, 0, 0, 0], list[int](), list[int]()
         if self._team.is_lead:
-            with contextlib.suppress(StorageError):  # what cannot be believed says nothing
+            with contextlib.suppress(NewerFormat):
                 doubted = [
                     number
                     for each in read_digests(self._directory).doubts

@@ -25,8 +25,7 @@ from slurmft.storage import signs_of_life
 from slurmft.storage.claim import SUPERVISOR, EndingClaim
 from slurmft.storage.events import EventName
 from slurmft.storage.journal import Event
-from slurmft.storage.ownership import owners_below
-from slurmft.storage.run_folder import MAX_DEPTH, Attempt, Owner, RunFolder, group_of_runs
+from slurmft.storage.run_folder import Attempt, Owner, RunFolder, walk_runs
 from slurmft.supervisor.budget import progressed
 from slurmft.supervisor.recovery.place_elsewhere import Placement
 from slurmft.supervisor.standby.lease import Lease
@@ -62,31 +61,18 @@ def rescue_below(root: Path, who: str, *, limit_s: float = LIMIT_S) -> Rescued:
         SlurmUnavailable: Slurm did not answer; nothing was changed.
         OSError: ``root`` cannot be listed.
     """
-    owners = _owners_below(root, MAX_DEPTH) if root.exists() else {}
-    own = [RunFolder(root.absolute() / name) for name in owners.pop(os.getuid(), [])]
-    # links to folders lead to some twice
-    once = {os.path.realpath(run.path): run for run in reversed(own) if run.may_exist()}
-    done = rescue(list(once.values())[::-1], who)
+    owners: dict[int, list[str]] = {}
+    once: dict[str, RunFolder] = {}
+    for path, owner in walk_runs(root, owners={0, os.getuid()}):  # each other owner's process looks into the owner's
+        if owner == os.getuid():
+            once.setdefault(os.path.realpath(path), RunFolder(path.absolute()))  # links lead to some twice
+        elif owner is not None:
+            owners.setdefault(owner, []).append(str(path.relative_to(root)))
+    done = rescue(list(once.values()), who)
     if os.getuid() != 0:
         return Rescued(done=done, left_alone=left_alone(owners, "only their owners may rescue them"))
     found = rescue_on_behalf(owners, root, limit_s=limit_s)
     return Rescued(done=[*done, *found.done], problems=found.problems, left_alone=found.left_alone)
-
-
-def _owners_below(root: Path, depth: int) -> dict[int, list[str]]:
-    """As ``owners_below``, with what lies in folders of the caller's and root's that are no runs; the process of each
-    other owner looks into the owner's folders itself."""
-    found = owners_below(root)
-    for owner in {0, os.getuid()} & found.keys() if depth else ():
-        for name in list(found[owner]):
-            if group_of_runs(root / name) is None:
-                continue
-            if not RunFolder(root / name).may_exist():
-                found[owner].remove(name)
-            with contextlib.suppress(OSError):
-                for inner, names in _owners_below(root / name, depth - 1).items():
-                    found.setdefault(inner, []).extend(f"{name}/{each}" for each in names)
-    return {owner: names for owner, names in found.items() if names}
 
 
 def rescue_one(run: RunFolder, who: str) -> Rescued:

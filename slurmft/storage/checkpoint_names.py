@@ -13,14 +13,13 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from slurmft.errors import StorageError
-from slurmft.storage.digest_record import Doubt, read_digests
-from slurmft.system.files import read_json, write_json
+from slurmft.errors import NewerFormat
+from slurmft.storage.digest_record import read_digests, read_mark
+from slurmft.system.files import write_json
 from slurmft.system.opening import trusted_owners
 
 log = logging.getLogger(__name__)
@@ -100,23 +99,17 @@ def write_quarantine(checkpoint: Path, quarantine: Quarantine) -> None:
 
 
 def read_quarantine(checkpoint: Path) -> Quarantine | None:
-    """The mark, or a doubt of its replicas; None where there is neither. What cannot be believed says nothing: a mark
-    lets a checkpoint be removed."""
-    value: Mapping[str, Any] | None = None
-    doubt: Doubt | None = None
+    """The mark, or a doubt of its replicas; None where there is neither that can be believed."""
     try:
-        if (checkpoint / QUARANTINE).is_symlink() or (checkpoint / QUARANTINE).exists():
-            value = read_json(checkpoint / QUARANTINE, owners=trusted_owners(checkpoint.parent))
-    except (OSError, StorageError) as error:
-        log.warning("%s says nothing: %s", checkpoint / QUARANTINE, error)
-    if value is None:
-        try:
-            if (identity := Identity.parse(checkpoint.name)) is not None:
-                doubt = read_digests(checkpoint.parent).doubt(identity.step, identity.generation)
-        except StorageError as error:
-            log.warning("it says nothing: %s", error.what)
-        return None if doubt is None else Quarantine(reason=doubt.reason, from_scratch=True)
-    return Quarantine(reason=str(value.get("reason", "")), from_scratch=value.get("from_scratch") is True)
+        if mark := read_mark(checkpoint / QUARANTINE, checkpoint.parent):
+            return Quarantine(reason=str(mark.get("reason", "")), from_scratch=mark.get("from_scratch") is True)
+        if (identity := Identity.parse(checkpoint.name)) is None:
+            return None
+        doubt = read_digests(checkpoint.parent).doubt(identity.step, identity.generation)
+    except NewerFormat as error:
+        log.warning("it says nothing: %s", error.what)
+        return None
+    return None if doubt is None else Quarantine(reason=doubt.reason, from_scratch=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,26 +52,32 @@ class DigestRecord:
         return (step, generation) in self.verified and self.doubt(step, generation) is None
 
 
-def read_digests(directory: Path) -> DigestRecord:
-    """The record of a checkpoint directory; an empty one where there is none.
+def read_mark(path: Path, directory: Path) -> dict[str, Any]:
+    """What a mark in a checkpoint directory says; nothing where there is none, or none that can be believed.
 
-    What another user has put there says nothing.
+    A mark lets checkpoints be removed, so only those of the owner of ``directory``, of root and of this user count.
 
     Raises:
-        StorageError: there is one, and it cannot be read.
+        NewerFormat: a newer slurmft wrote it.
     """
     try:
-        owners = trusted_owners(directory)
-        if (owner := (directory / DIGESTS).lstat().st_uid) not in owners:
-            log.warning("%s is of user id %d, and ignored", directory / DIGESTS, owner)
-            return DigestRecord()
-        value = read_json(directory / DIGESTS, owners=owners)
+        return read_json(path, owners=trusted_owners(directory)) or {}
     except FileNotFoundError:
-        return DigestRecord()
-    except OSError as error:
-        raise StorageError(f"{directory / DIGESTS} cannot be read: {error.strerror or error}") from error
-    if value is None:
-        return DigestRecord()
+        return {}
+    except NewerFormat:
+        raise
+    except (OSError, StorageError) as error:
+        log.warning("%s says nothing: %s", path, error)
+        return {}
+
+
+def read_digests(directory: Path) -> DigestRecord:
+    """The record of a checkpoint directory; an empty one where there is none that can be believed.
+
+    Raises:
+        NewerFormat: a newer slurmft wrote it.
+    """
+    value = read_mark(directory / DIGESTS, directory)
     try:
         return DigestRecord(
             verified=tuple((_number(step), _number(generation)) for step, generation in value.get("verified", [])),
@@ -85,16 +91,17 @@ def read_digests(directory: Path) -> DigestRecord:
             ),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StorageError(f"{directory / DIGESTS} is damaged: {error}", hint="move it away") from error
+        log.warning("%s is damaged and says nothing: %s", directory / DIGESTS, error)
+        return DigestRecord()
 
 
 def note_verified(directory: Path, step: int, generation: int) -> None:
     """All replicas agreed on the state that this generation has saved after ``step`` steps.
 
     Raises:
-        OSError, StorageError: it is not noted.
+        OSError, NewerFormat: it is not noted.
     """
-    record = _believed(directory)
+    record = read_digests(directory)
     others = [each for each in record.verified if each != (step, generation)]
     _write(directory, replace(record, verified=(*others, (step, generation))[-KEPT:]))
 
@@ -103,26 +110,15 @@ def note_doubt(directory: Path, doubt: Doubt) -> None:
     """Replicas differed: later states than ``doubt.after_step`` may be spoilt.
 
     Raises:
-        OSError, StorageError: it is not noted.
+        OSError, NewerFormat: it is not noted.
     """
-    record = _believed(directory)
+    record = read_digests(directory)
     others = [
         each
         for each in record.doubts
         if each.generation > doubt.generation or each.after_step < doubt.after_step
     ]  # fmt: skip
     _write(directory, replace(record, doubts=(*others, doubt)[-KEPT:]))
-
-
-def _believed(directory: Path) -> DigestRecord:
-    """For a change: a damaged record says nothing, and is replaced."""
-    try:
-        return read_digests(directory)
-    except NewerFormat:
-        raise
-    except StorageError as error:
-        log.warning("%s", error.what)
-        return DigestRecord()
 
 
 def _write(directory: Path, record: DigestRecord) -> None:

@@ -21,31 +21,6 @@ MAX_LINKS = 40
 """Symbolic links in one path, as the kernel counts."""
 
 
-def owners_below(root: Path) -> dict[int, list[str]]:
-    """The names of the folders in ``root`` by the user id of their owner; nothing inside of them is looked at.
-
-    A symbolic link counts as its target only when the caller or root made it, else as its maker's.
-
-    Raises:
-        OSError: ``root`` cannot be listed.
-    """
-    found: dict[int, list[str]] = {}
-    with os.scandir(root) as entries:
-        for entry in entries:
-            try:
-                if not entry.is_dir(follow_symlinks=False) and not entry.is_symlink():
-                    continue
-                status = entry.stat(follow_symlinks=False)
-                if entry.is_symlink() and status.st_uid in (0, os.getuid()):
-                    status = entry.stat()
-                    if not stat.S_ISDIR(status.st_mode):
-                        continue
-            except OSError:
-                continue  # gone meanwhile, or a link to nothing
-            found.setdefault(status.st_uid, []).append(entry.name)
-    return {owner: sorted(names) for owner, names in found.items()}
-
-
 def user_name(user_id: int) -> str:
     """The user's name, or the number where there is none."""
     try:

@@ -10,7 +10,7 @@ import secrets
 import stat
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -426,15 +426,28 @@ def may_exist(path: Path) -> bool:
 
 
 def list_runs(root: Path) -> list[RunFolder]:
-    """Every run below ``root``, by name: in it, and in folders that are no runs, such as one for each user or project,
-    up to MAX_DEPTH of them deep. Also folders that cannot be looked into, which may be runs.
+    """Every run below ``root``, by name.
+
+    Raises:
+        OSError: ``root`` itself cannot be listed.
+    """
+    found = (RunFolder(path.absolute(), name=str(path.relative_to(root))) for path, _ in walk_runs(root))
+    return sorted(found, key=lambda run: run.path)
+
+
+def walk_runs(root: Path, owners: Collection[int] | None = None) -> Iterator[tuple[Path, int | None]]:
+    """Every run below ``root`` and its owner: in it, and in folders that are no runs, such as one for each user or
+    project, up to MAX_DEPTH of them deep. Also folders that cannot be looked into, which may be runs.
+
+    Args:
+        owners: user ids whose folders are looked into; those of others are all given, as what they are is not seen.
 
     Raises:
         OSError: ``root`` itself cannot be listed.
     """
     if not root.exists():
-        return []
-    found, seen, waiting = list[RunFolder](), {_identity(root)}, deque([root])
+        return
+    seen, waiting = {_identity(root)}, deque([root])
     for depth in range(1 + MAX_DEPTH):
         for _ in range(len(waiting)):
             folder = waiting.popleft()
@@ -445,21 +458,36 @@ def list_runs(root: Path) -> list[RunFolder]:
                     raise
                 continue  # gone meanwhile; one that is not to be looked into was found as a run that may be there
             for path in entries:
-                if (identity := group_of_runs(path)) in seen:
+                owner = _owner_of(path)
+                if owners is not None and owner not in owners:
+                    if owner is not None:
+                        yield path, owner
+                    continue
+                if (identity := _group_of_runs(path)) in seen:
                     continue  # a link to what was found already
-                if (run := RunFolder(path.absolute(), name=str(path.relative_to(root)))).may_exist():
-                    found.append(run)
+                if RunFolder(path).may_exist():
+                    yield path, owner
                 if identity is not None:
                     seen.add(identity)
                     waiting.append(path)
             if len(seen) > MAX_FOLDERS:
                 log.warning("%s has more than %d folders: runs may be missing here", root, MAX_FOLDERS)
-                waiting.clear()
-                break
-    return sorted(found, key=lambda run: run.path)
+                return
 
 
-def group_of_runs(path: Path) -> tuple[int, int] | None:
+def _owner_of(path: Path) -> int | None:
+    """A folder's owner; a symbolic link counts as its target only where the caller or root made it, else as its
+    maker's. None for anything else."""
+    try:
+        status = path.lstat()
+        if stat.S_ISLNK(status.st_mode) and status.st_uid in (0, os.getuid()):
+            status = path.stat()
+    except OSError:
+        return None
+    return status.st_uid if stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode) else None
+
+
+def _group_of_runs(path: Path) -> tuple[int, int] | None:
     """The identity of a folder that is no run and may hold some; None for anything else. What is inside of a run is
     none, nor is what lies behind a link that another user than the caller, root or its target's owner made."""
     try:

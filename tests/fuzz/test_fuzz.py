@@ -78,8 +78,9 @@ def test_odd_values_in_files_of_state_are_read_or_refused(worlds):
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_ten_thousand_odd_values_in_files_of_state(worlds):
-    _odd_states(worlds, 1_000_000, 10_000)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_ten_thousand_odd_values_in_files_of_state(worlds, part):
+    _odd_states(worlds, 1_000_000 + part * 500, 500)
 
 
 @pytest.mark.soak

@@ -21,8 +21,8 @@ from slurmft.errors import StorageError, UsageError
 from slurmft.operations import on_behalf, rescue
 from slurmft.operations.run_configuration import refuse_foreign_configuration
 from slurmft.storage import ownership
-from slurmft.storage.ownership import owners_below, refuse_replaceable
-from slurmft.storage.run_folder import RunFolder
+from slurmft.storage.ownership import refuse_replaceable
+from slurmft.storage.run_folder import RunFolder, walk_runs
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's files")
 
@@ -187,11 +187,12 @@ def test_folders_are_told_apart_by_owner_without_looking_inside(run, tmp_path):
     for name, owner in (("forged", OTHER), ("roots", 0), ("b", ME)):
         (root / name).mkdir(mode=0)
         os.chown(root / name, owner, owner)
-    for name, target, owner in (("mine", "b", ME), ("bait", "b", OTHER), ("by-admin", "forged", 0), ("gone", "x", ME)):
+    for name, target, owner in (("mine", "a", ME), ("bait", "a", OTHER), ("by-admin", "forged", 0), ("gone", "x", ME)):
         (root / name).symlink_to(target)
         os.chown(root / name, owner, owner, follow_symlinks=False)
     (root / "a.yaml").touch()
-    assert owners_below(root) == {ME: ["a", "b", "mine"], OTHER: ["bait", "by-admin", "forged"], 0: ["roots"]}
+    found = [(path.name, owner) for path, owner in walk_runs(root, owners={0, ME})]
+    assert found == [("a", ME), ("forged", OTHER), ("bait", OTHER), ("by-admin", OTHER), ("mine", ME)]
 
 
 @pytest.mark.parametrize("owner_of_folder", [0, OTHER])

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from another_user import OTHER, as_user, needs_root, sticky_folder
 
-from slurmft.errors import StorageError
+from slurmft.errors import NewerFormat
 from slurmft.storage.checkpoint_names import QUARANTINE, Quarantine, read_quarantine, write_quarantine
-from slurmft.storage.digest_record import DIGESTS, KEPT, Doubt, note_doubt, note_verified, read_digests
+from slurmft.storage.digest_record import DIGESTS, KEPT, DigestRecord, Doubt, note_doubt, note_verified, read_digests
 
 
 def test_a_doubt_covers_later_steps_of_its_generation_and_older_ones(tmp_path: Path) -> None:
@@ -51,13 +51,23 @@ def test_so_many_verified_steps_are_kept_and_a_doubt_beats_them(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"format": 1, "doubts": [{}]}', '{"format": 1, "verified": [[1, "x"]]}'])
-def test_a_damaged_record_is_an_error_marks_nothing_and_is_replaced(tmp_path: Path, text: str) -> None:
+def test_a_damaged_record_marks_nothing_and_is_replaced(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / DIGESTS).write_text(text)
-    with pytest.raises(StorageError, match=DIGESTS):
-        read_digests(tmp_path)
+    assert read_digests(tmp_path) == DigestRecord()
+    assert f"{DIGESTS} " in caplog.text and "says nothing" in caplog.text
     assert read_quarantine(tmp_path / "step-00000031.g4.c4") is None
     note_verified(tmp_path, 31, 4)
     assert read_digests(tmp_path).is_verified(31, 4)
+
+
+def test_a_record_of_a_newer_version_marks_nothing_and_is_kept(tmp_path: Path) -> None:
+    (tmp_path / DIGESTS).write_text(text := '{"format": 2, "doubts": [{"generation": 9, "after_step": 0}]}')
+    assert read_quarantine(tmp_path / "step-00000031.g4.c4") is None
+    with pytest.raises(NewerFormat):
+        note_verified(tmp_path, 31, 4)
+    assert (tmp_path / DIGESTS).read_text() == text
 
 
 def _plants(folder: Path) -> dict[str, Callable[[], object]]:
