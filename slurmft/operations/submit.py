@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurmft.config.config import RunConfig
-from slurmft.errors import RunBusy, SlurmError, SlurmUnavailable, StorageError, UsageError
+from slurmft.errors import RunBusy, SlurmError, SlurmftError, SlurmUnavailable, StorageError, UsageError
 from slurmft.operations.run_configuration import refuse_shared
 from slurmft.policy.site.job_identity import OwnJob
 from slurmft.policy.timing.grace import Severity
@@ -208,7 +208,7 @@ def _started_here(run: RunFolder) -> int | None:
 
 @contextlib.contextmanager
 def _new_or_kept(run: RunFolder, settings: RunConfig, tell: Tell) -> Iterator[None]:
-    """Hold the run folder, which exists; nothing that is made for it is left where sbatch refuses the job."""
+    """Hold the run folder, which exists; nothing that is made for it is left where the submission is refused."""
     made = [each for folder in (settings.checkpoint_dir, run.path) for each in (folder, *folder.parents)]
     made = [each for each in made if not os.path.lexists(each)]
     run.create()
@@ -221,11 +221,11 @@ def _new_or_kept(run: RunFolder, settings: RunConfig, tell: Tell) -> Iterator[No
             run.create()  # a submission that was refused meanwhile has removed the parts of its folder
             try:
                 yield
-            except SlurmError as error:
+            except SlurmftError as error:
                 made = [] if isinstance(error, SlurmUnavailable) else made  # a job may have arrived
                 run.empty(made)
                 raise
-    except SlurmError:
+    except SlurmftError:
         for folder in made:  # without the lock: NFS keeps the name of an open file
             with contextlib.suppress(OSError):
                 folder.rmdir()

@@ -158,10 +158,12 @@ class RunFolder:
         Call with the lock held. The folder itself stays.
         """
         files = {self.config, self.call, self.journal().path, self.path / ".lock"}
-        own = {EventName.SUBMITTING, EventName.AVOIDING, EventName.SUBMISSION_FAILED}
+        failed = EventName.SUBMISSION_FAILED
+        own = {EventName.SUBMITTING, EventName.AVOIDING, failed}
         with contextlib.suppress(OSError, StorageError):
             found = {*self.path.rglob("*")} if self.path in made else {self.path}
-            is_own = {each.event for each in self.journal().read()} <= own
+            events = [each.event for each in self.journal().read()]
+            is_own = {*events} <= own and events[-1:] in ([], [failed])  # else a job may have arrived
             if is_own and found <= {*files, *self._folders, *made} - {self.path}:
                 for path in sorted(found, reverse=True):  # the lock last
                     path.unlink() if path in files else path.rmdir()

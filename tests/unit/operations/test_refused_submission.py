@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slurmft.config.config import RunConfig, validate
-from slurmft.errors import RunBusy, SlurmError, SlurmUnavailable
+from slurmft.errors import RunBusy, SlurmError, SlurmUnavailable, StorageError
 from slurmft.operations import control, submit
 from slurmft.storage.run_folder import RunFolder
 from slurmft.supervisor.recovery.avoided_nodes import Avoidance
@@ -61,6 +61,31 @@ def test_a_refused_submission_leaves_nothing(tmp_path, sbatch, elsewhere, call):
     with pytest.raises(SlurmError, match="Invalid account"):
         submitted(settings(tmp_path / "runs" / "me" / "run", **changes), call)
     assert below(tmp_path) == before
+
+
+def test_one_that_is_refused_before_sbatch_leaves_nothing_either(tmp_path, sbatch):
+    sbatch("touch called")
+    (tmp_path / "file").touch()
+    given = settings(tmp_path / "runs" / "a", checkpoint={"directory": str(tmp_path / "file" / "checkpoints")})
+    before = below(tmp_path)
+    with pytest.raises(StorageError, match="cannot create the folder of the checkpoints"):
+        submitted(given)
+    assert below(tmp_path) == before
+
+
+@pytest.mark.parametrize("cancels", [True, False])
+def test_a_job_that_could_not_be_noted_keeps_its_folder(tmp_path, sbatch, monkeypatch, cancels):
+    sbatch("echo Submitted batch job 77")
+
+    def fails(*_):
+        raise StorageError("cannot write jobs.json")
+
+    monkeypatch.setattr(submit.submission, "look_at_submitted", lambda *_: None)
+    monkeypatch.setattr(RunFolder, "add_job", fails)
+    monkeypatch.setattr(submit.own_jobs, "cancel", fails if not cancels else lambda _job: None)
+    with pytest.raises(StorageError, match=r"jobs\.json"):
+        submitted(settings(tmp_path / "run"))
+    assert [event.event for event in RunFolder(tmp_path / "run").journal().read()] == ["submitting"]
 
 
 @pytest.mark.parametrize("lines", [SILENT, GARBLED], ids=["no answer", "an answer without a job"])
