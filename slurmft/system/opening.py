@@ -141,6 +141,17 @@ def check_regular(path: str | Path, status: os.stat_result, *, owners: Collectio
         raise UnsafeFile(errno.EPERM, f"belongs to user id {status.st_uid}", str(path))
 
 
+def check_length(path: str | Path, descriptor: int, limit_bytes: int) -> int:
+    """The size of the open file in bytes, before anything of it is read: a hole of a terabyte costs nothing to make.
+
+    Raises:
+        UnsafeFile: it is longer than ``limit_bytes``.
+    """
+    if (size := os.fstat(descriptor).st_size) > limit_bytes:
+        raise UnsafeFile(errno.EFBIG, f"is longer than {limit_bytes} bytes", str(path))
+    return size
+
+
 def trusted_owners(folder: Path) -> set[int]:
     """Users whose files in ``folder`` are believed: its owner, root and this one.
 
@@ -186,8 +197,7 @@ def read_lines(path: str | Path, *, limit_bytes: int, line_limit_bytes: int, sta
     """
     descriptor = open_regular(path)
     try:
-        if os.fstat(descriptor).st_size > limit_bytes:
-            raise UnsafeFile(errno.EFBIG, f"is longer than {limit_bytes} bytes", str(path))
+        check_length(path, descriptor, limit_bytes)
         os.lseek(descriptor, start, os.SEEK_SET)
         line, left = b"", limit_bytes - start
         while left > 0 and (part := os.read(descriptor, min(left, _CHUNK_BYTES))):
@@ -211,8 +221,7 @@ def last_lines(path: str | Path, *, limit_bytes: int) -> Iterator[bytes]:
         OSError: it cannot be read.
     """
     with opened(path) as descriptor:
-        if (at := os.fstat(descriptor).st_size) > LOG_LIMIT_BYTES:
-            raise UnsafeFile(errno.EFBIG, f"is longer than {LOG_LIMIT_BYTES} bytes", str(path))
+        at = check_length(path, descriptor, LOG_LIMIT_BYTES)
         floor, held = max(0, at - limit_bytes), b""
         while at > floor:
             begin = max(floor, at - _CHUNK_BYTES)

@@ -16,7 +16,7 @@ from typing import Any
 
 from slurmft.storage.journal import JOURNAL_FILE, MAX_LINE_BYTES
 from slurmft.system.files import FORMAT, parse_json
-from slurmft.system.opening import opened
+from slurmft.system.opening import LOG_LIMIT_BYTES, check_length, opened
 
 _BEGIN = re.compile(rb'\{"format": \d+, "at": "[^"\\]*", "attempt": "[^"\\]*", "event": "([^"\\]*)"')
 _CHUNK_BYTES = 1 << 20
@@ -68,27 +68,29 @@ class JournalTail:
         The last line counts once it has its end: its writer may be in the middle of it.
 
         Raises:
+            UnsafeFile: it is no regular file, or longer than LOG_LIMIT_BYTES.
             OSError: the journal cannot be read.
         """
         try:
             with opened(self.path) as descriptor:
-                self._find_place(descriptor)
-                yield from self._read(descriptor)
+                size = check_length(self.path, descriptor, LOG_LIMIT_BYTES)
+                self._find_place(descriptor, size)
+                yield from self._read(descriptor, size)
         except FileNotFoundError:
             return
 
-    def _find_place(self, descriptor: int) -> None:
-        place, size = self.place, os.fstat(descriptor).st_size
+    def _find_place(self, descriptor: int, size: int) -> None:
+        place = self.place
         head = os.pread(descriptor, _HEAD_BYTES, 0).decode("latin-1")
         if size < place.offset or not head.startswith(place.head):
             self.place = place = Place()
             self.begun += 1
         place.head = max(place.head, head, key=len)
 
-    def _read(self, descriptor: int) -> Iterator[Entry]:
+    def _read(self, descriptor: int, size: int) -> Iterator[Entry]:
         place, held, skipping = self.place, b"", False
         at = place.offset
-        while part := os.pread(descriptor, _CHUNK_BYTES, at):
+        while at < size and (part := os.pread(descriptor, _CHUNK_BYTES, at)):
             at += len(part)
             *lines, held = (held + part).split(b"\n")
             for line in lines:

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families as old_famil
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster, RouterAddress
 from slurmft.policy.verdicts.verdict import Cause
 from slurmft.reporting import publishing
+from slurmft.reporting.live import Watcher
 from slurmft.reporting.metrics import MAX_SERIES, RunMetrics, families, looks_at
 from slurmft.storage.events import EventName
 from slurmft.storage.history import live_view
@@ -26,6 +27,7 @@ from slurmft.storage.history.live_view import LiveView
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.exposition import encoded, text
 from slurmft.system.files import write_json
+from slurmft.system.opening import LOG_LIMIT_BYTES
 
 
 def line(event: str, at: float = 0.0, attempt: str = "7.0.0", **details: object) -> str:
@@ -141,6 +143,14 @@ def test_a_line_without_an_end_is_no_burden(run: RunFolder):
     assert len(list(tail.news())) == len(LIFE)
     append(run, ["\n", line("worker hung", 300)])
     assert [entry.name for entry in tail.news()][-1:] == ["worker hung"]
+
+
+def test_a_journal_that_is_mostly_a_hole_is_not_read(run: RunFolder) -> None:
+    """It costs whoever makes it nothing, and would keep every look at all runs busy for hours."""
+    os.truncate(run.journal().path, LOG_LIMIT_BYTES + 1)
+    looks, problems = looks_at([run])
+    assert (looks, problems) == ([], [f"{run.name}: is longer than {LOG_LIMIT_BYTES} bytes"])
+    assert Watcher([run], run).look().problem.startswith("the journal cannot be read: is longer than")
 
 
 def living(run: RunFolder) -> None:

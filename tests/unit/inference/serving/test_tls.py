@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ssl
 import subprocess
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -35,24 +36,37 @@ def config(tmp_path: Path) -> InferenceConfig:
     return InferenceConfig.model_validate({"engine": {"command": ["e", "{port}"]}, "serving": paths})
 
 
-def test_a_client_that_trusts_the_certificate_gets_in_and_plain_http_does_not(config: InferenceConfig) -> None:
+@contextlib.asynccontextmanager
+async def listening(config: InferenceConfig) -> AsyncIterator[tuple[RouterServer, int]]:
+    """A router of the configuration, and its port."""
+    router = Router(config, node="n0", token=TOKEN, engine_token="", key=KEY)
+    server = RouterServer(router, config)
+    yield server, await server.listen("127.0.0.1", 0)
+    await asyncio.sleep(0)
+    await server.close()
+    await router.close()
+
+
+def with_token() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"})
+
+
+async def asks_status(config: InferenceConfig, session: aiohttp.ClientSession, port: int) -> None:
+    """As a client that trusts the certificate."""
     assert config.serving is not None
     trusted = ssl.create_default_context(cafile=str(config.serving.tls_certificate))
+    async with session.get(f"https://127.0.0.1:{port}/status", ssl=trusted) as answer:
+        assert answer.status == 200
 
+
+def test_a_client_that_trusts_the_certificate_gets_in_and_plain_http_does_not(config: InferenceConfig) -> None:
     async def work() -> None:
-        router = Router(config, node="n0", token=TOKEN, engine_token="", key=KEY)
-        server = RouterServer(router, config)
-        port = await server.listen("127.0.0.1", 0)
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
-            async with session.get(f"https://127.0.0.1:{port}/status", ssl=trusted) as answer:
-                assert answer.status == 200
+        async with listening(config) as (_, port), with_token() as session:
+            await asks_status(config, session, port)
             with pytest.raises(aiohttp.ClientConnectorCertificateError):
                 await session.get(f"https://127.0.0.1:{port}/status")
             with pytest.raises(aiohttp.ClientError):
                 await session.get(f"http://127.0.0.1:{port}/status")
-        await asyncio.sleep(0)
-        await server.close()
-        await router.close()
 
     run(work())
 
@@ -63,43 +77,32 @@ def test_a_client_that_does_not_finish_the_handshake_is_cut_off(
     monkeypatch.setattr("slurmft.inference.serving.listener.HANDSHAKE_S", 0.2)
 
     async def work() -> None:
-        router = Router(config, node="n0", token=TOKEN, engine_token="", key=KEY)
-        server = RouterServer(router, config)
-        reader, writer = await asyncio.open_connection("127.0.0.1", await server.listen("127.0.0.1", 0))
-        writer.write(b"\x16\x03\x01")
-        assert await asyncio.wait_for(reader.read(), 10) == b""
-        writer.close()
-        await server.close()
-        await router.close()
+        async with listening(config) as (_, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"\x16\x03\x01")
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.close()
 
     run(work())
 
 
 def test_silent_connections_are_counted_before_their_handshake(config: InferenceConfig) -> None:
-    assert config.serving is not None
-    trusted = ssl.create_default_context(cafile=str(config.serving.tls_certificate))
-
     async def work() -> None:
-        router = Router(config, node="n0", token=TOKEN, engine_token="", key=KEY)
-        server = RouterServer(router, config)
-        port = await server.listen("127.0.0.1", 0)
-        server.strangers = Strangers(20, 10)
-        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
-        ended = [asyncio.create_task(reader.read()) for reader, _ in silent]
-        async with asyncio.timeout(30):
-            while sum(each.done() for each in ended) < 40:
-                await asyncio.sleep(0)
-        assert len(server.strangers) == 10
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
-            async with session.get(f"https://127.0.0.1:{port}/status", ssl=trusted) as answer:
-                assert answer.status == 200
-            assert len(server.strangers) == 9, "a client with the token is none"
-        for each in ended:
-            each.cancel()
-        for _, writer in silent:
-            writer.close()
-        await server.close()
-        await router.close()
+        async with listening(config) as (server, port):
+            server.strangers = Strangers(20, 10)
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
+            ended = [asyncio.create_task(reader.read()) for reader, _ in silent]
+            async with asyncio.timeout(30):
+                while sum(each.done() for each in ended) < 40:
+                    await asyncio.sleep(0)
+            assert len(server.strangers) == 10
+            async with with_token() as session:
+                await asks_status(config, session, port)
+                assert len(server.strangers) == 9, "a client with the token is none"
+            for each in ended:
+                each.cancel()
+            for _, writer in silent:
+                writer.close()
 
     run(work())
 
