@@ -20,7 +20,12 @@ from slurmft.policy.nodes.node_health import ProbeResult, Problem, Status, worst
 MAX_RECORDS = 100_000
 MAX_LOOK_S = 1.0
 _RECORD = re.compile(r"(?:\d+),\d+,(\d+)[^;]*;(.*)")
-_XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d{1,4})\b,?\s*(.*)")
+_XID = re.compile(r"(NVRM: Xid|SXid) \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d{1,5})\b,?\s*(.*)")
+_NO_START = re.compile(r"NVRM: GPU ([0-9A-Fa-f:.]+): (RmInitAdapter failed.*)")
+_DETAILS = re.compile(r"Severity \d|Data \{")
+"""Of a switch's error: what follows its first line, under the same code."""
+
+_MINOR = re.compile(r"\bnon-?fatal\b", re.IGNORECASE)
 _RECOVERY = re.compile(r"recovery action changed .* to 0x\d+ \(([^)]*)\)", re.IGNORECASE)
 
 RESET, BOOT, RESTART = (
@@ -91,6 +96,8 @@ CAUSES: Mapping[int, Cause] = {
 } | {code: _fatal("an NVLink 5 error", RESET) for code in range(144, 151)}  # fmt: skip
 """Xid -> what it means."""
 
+_NO_LIFE = _fatal("the driver could not start the GPU", BOOT)
+_SWITCH = "an error of an NVSwitch"
 _OTHER = _hardware("not in the table", "look it up in NVIDIA's Xid catalog")
 _ACTIONS = {"none": Status.OK, "gpu reset required": Status.CRITICAL, "node reboot required": Status.CRITICAL,
             "drain p2p": Status.WARNING, "drain and reset": Status.CRITICAL}  # fmt: skip
@@ -108,6 +115,11 @@ class Xid:
     """Seconds since boot."""
 
     text: str
+    kind: str = "Xid"
+    """``SXid``: of an NVSwitch; ``RmInitAdapter``: of a GPU that did not start, without a code."""
+
+    def __str__(self) -> str:
+        return f"{f'{self.kind} {self.code}'.removesuffix(' 0')} on {self.device}"
 
 
 def xid(scene: Scene) -> ProbeResult:
@@ -128,16 +140,29 @@ def parse_xids(lines: Iterable[str]) -> list[Xid]:
     found = []
     for line in lines:
         record = _RECORD.match(line)
-        match = _XID.search(record[2]) if record else None
-        if record and match and len(record[1]) <= 18:
-            found.append(Xid(device=match[1], code=int(match[2]), at_s=int(record[1]) / 1e6,
-                             text=match[3].strip()[:300]))  # fmt: skip
+        if record is None or len(record[1]) > 18:
+            continue
+        at_s = int(record[1]) / 1e6
+        if match := _XID.search(record[2]):
+            text, kind = match[4].strip()[:300], match[1].rpartition(" ")[2]
+            one = Xid(device=match[2], code=int(match[3]), at_s=at_s, text=text, kind=kind)
+            if not (_DETAILS.match(text) and found and str(found[-1]) == str(one)):
+                found.append(one)
+        elif match := _NO_START.search(record[2]):
+            found.append(Xid(device=match[1], code=0, at_s=at_s, text=match[2][:300], kind="RmInitAdapter"))
     return found
 
 
 def cause_of(message: Xid) -> Cause:
-    """The meaning of a message; 154 contains its remedy in words."""
+    """The meaning of a message; 154 contains its remedy in words, others whether they are fatal."""
+    if message.kind == "RmInitAdapter":
+        return _NO_LIFE
+    is_minor = _MINOR.search(message.text) is not None
+    if message.kind == "SXid":
+        return _hardware(_SWITCH + ", not fatal", "see whether it comes back") if is_minor else _fatal(_SWITCH, RESET)
     cause = CAUSES.get(message.code, _OTHER)
+    if is_minor and cause.status is Status.CRITICAL:
+        return _hardware(f"{cause.meaning}, not fatal", "see whether it comes back")
     if message.code == 154 and (action := _RECOVERY.search(message.text)):
         status = _ACTIONS.get(action[1].lower(), Status.WARNING)
         return Cause(f"the driver asks for: {action[1]}", status, Problem.HARDWARE, RESET)
@@ -152,9 +177,9 @@ def judge_xids(found: Sequence[Xid], up_s: float, hours: float) -> ProbeResult:
     causes = [(cause_of(each), each) for each in recent]
     status = worst(cause.status for cause, _ in causes)
     cause, newest = next((cause, each) for cause, each in reversed(causes) if cause.status is status)
-    times = sum(1 for _, each in causes if (each.code, each.device) == (newest.code, newest.device))
-    detail = f"Xid {newest.code} on {newest.device}, {times} times: {cause.meaning}"
-    evidence = [f"{each.at_s:.0f} s after boot: Xid {each.code} on {each.device}: {each.text}" for each in recent[-20:]]
+    times = sum(1 for _, each in causes if str(each) == str(newest))
+    detail = f"{newest}, {times} times: {cause.meaning}"
+    evidence = [f"{each.at_s:.0f} s after boot: {each}: {each.text}" for each in recent[-20:]]
     return bad("xid", status, detail, remedy=cause.remedy, problem=cause.problem, evidence=evidence,
                value=len(recent), unit="messages")  # fmt: skip
 

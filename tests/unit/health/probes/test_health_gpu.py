@@ -213,6 +213,10 @@ def kmsg(code: int, at_s: float, words: str = "pid=12, name=python, something", 
     return f"4,1234,{int(at_s * 1e6)},-;NVRM: Xid ({device}): {code}, {words}"
 
 
+def sxid(words: str) -> str:
+    return f"3,1,90000000000,-;nvidia-nvswitch1: SXid (PCI:0000:84:00.0): {words}"
+
+
 @pytest.mark.parametrize(
     ("lines", "status", "problem"),
     [
@@ -230,9 +234,18 @@ def kmsg(code: int, at_s: float, words: str = "pid=12, name=python, something", 
         ([kmsg(154, 90_000, "GPU recovery action changed from 0x2 (Node Reboot Required) to 0x0 (None)")], OK,
          Problem.HARDWARE),
         ([kmsg(79, 90_000, device="0000:03:00")], CRITICAL, Problem.HARDWARE),
+        ([kmsg(144, 90_000, "SAW_MVB Nonfatal XC0 i0 Link 0 (0x00000001)")], WARNING, Problem.HARDWARE),
+        ([kmsg(149, 90_000, "NETIR_LINK_EVT Fatal XC0 i0 Link 00 (0x026001c6)")], CRITICAL, Problem.HARDWARE),
+        (["3,1,90000000000,-;NVRM: GPU 0000:04:00.0: RmInitAdapter failed! (0x26:0xffff:1127)"], CRITICAL,
+         Problem.HARDWARE),
+        ([sxid("20034, Fatal, Link 29 LTSSM Fault Up"), sxid("20034, Severity 1 Engine instance 29")], CRITICAL,
+         Problem.HARDWARE),
+        ([sxid("24007, Non-fatal, Link 4 corrected"), sxid("24007, Data {0x000001c0}")], WARNING, Problem.HARDWARE),
+        ([sxid("12028, Data {0x000001c0, 0x00bd5c8a}")], CRITICAL, Problem.HARDWARE),
     ],
     ids=["none", "others", "off the bus", "a program's", "contained", "several", "long ago", "not in the table",
-         "reboot asked for", "recovered", "old format"],
+         "reboot asked for", "recovered", "old format", "a link's, not fatal", "a link's", "a GPU that did not start",
+         "a switch's", "a switch's, not fatal", "a switch's, its beginning is lost"],
 )  # fmt: skip
 def test_xids(lines, status, problem):
     found = judge_xids(parse_xids(lines), 100_000, 24)
