@@ -214,9 +214,10 @@ def test_a_forger_at_a_dead_routers_port_gets_no_token(tmp_path: Path) -> None:
     """Whoever listens there cannot show a certificate of the run."""
     prepare(tmp_path, None)
     prepare_authority(tmp_path)
-    heard = bytearray()
+    heard, forging = bytearray(), set[Any]()
 
     async def forge(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        forging.add(asyncio.current_task())
         heard.extend(await reader.read(4096))
         writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 19\r\n\r\n{"answer":"forged"}')
         writer.close()
@@ -226,11 +227,13 @@ def test_a_forger_at_a_dead_routers_port_gets_no_token(tmp_path: Path) -> None:
     async def work() -> None:
         server = await asyncio.start_server(forge, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        HighAvailabilityCluster((RouterAddress(0, "n", ("127.0.0.1",), port, tls=True),)).write(tmp_path)
+        tls = ServingConfig.model_validate({}).is_https  # as routers speak where nothing is configured
+        HighAvailabilityCluster((RouterAddress(0, "n", ("127.0.0.1",), port, tls=tls),)).write(tmp_path)
         async with Client.of_run(tmp_path) as client:
             with pytest.raises(RequestFailed):
                 await client.post_async("/v1/x", {"prompt": "secret"}, timeout_s=1.0)
         server.close()
+        await asyncio.gather(*forging)
 
     run(work())
     assert heard
