@@ -137,7 +137,7 @@ def xid(scene: Scene) -> ProbeResult:
 
 def parse_xids(lines: Iterable[str]) -> list[Xid]:
     """The Xid messages among records of /dev/kmsg; all other records are skipped."""
-    found = []
+    found: list[Xid] = []
     for line in lines:
         record = _RECORD.match(line)
         if record is None or len(record[1]) > 18:
