@@ -84,7 +84,8 @@ def make_private_folder(root: Path | None = None, *, heir: str = "") -> PrivateF
     lock = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        os.write(lock, heir.encode())
+        with contextlib.suppress(OSError):  # where shared memory is full there is nothing to inherit either
+            os.write(lock, heir.encode())
         draft.rename(path / LOCK)  # locked before it has its name: it is never seen free
     except BaseException:
         os.close(lock)

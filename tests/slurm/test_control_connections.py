@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,8 @@ import pytest
 
 from slurm.conftest import eventually
 from slurm.test_just_in_time import TRAINER, workers
-from slurm.test_local import LocalRun
+from slurm.test_local import SLURMFT, LocalRun
+from slurmft.policy.verdicts.verdict import EXIT_DO_NOT_REQUEUE
 from slurmft.storage.events import EventName
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.files import write_json
@@ -99,3 +102,28 @@ def test_the_end_of_a_worker_survives_the_connection_that_lost_it(proxied: tuple
     events = [one for one in run.folder.journal().read() if one.event == EventName.WORKER_FAILED]
     assert sorted(one.details["rank"] for one in events) == [0, 1], run.story()
     assert len([one for one in run.folder.journal().read() if one.event == EventName.VERDICT]) == 2
+
+
+def test_a_full_shared_memory_at_a_start_is_a_launch_failure_that_names_it(tmp_path: Path) -> None:
+    """Full of something that is not ours, in a namespace of mounts: the agent answers, and no node is blamed."""
+    if os.geteuid() != 0:
+        pytest.skip("a mount needs root")
+    run = LocalRun(
+        tmp_path / "run", command=[*TRAINER, "--steps", "4"], nodes=1,
+        fault_tolerance={"num_job_retries_on_failure": 0},
+    )  # fmt: skip
+    script = """
+        mount -t tmpfs -o size=1m tmpfs /dev/shm
+        dd if=/dev/zero of=/dev/shm/of-another-user bs=64k status=none 2>/dev/null
+        exec "$@"
+    """
+    unshare = ["unshare", "--mount", "--propagation", "private", "bash", "-c", script, "bash"]
+    submit = [*SLURMFT, "submit", str(run.config), "--cluster", "local", "--wait"]
+    ended = subprocess.run([*unshare, *submit], capture_output=True, text=True, timeout=150, check=False)
+    assert ended.returncode == EXIT_DO_NOT_REQUEUE, ended.stderr + run.story()
+    events = run.folder.journal().read()
+    (verdict,) = [one.details for one in events if one.event == EventName.VERDICT]
+    assert verdict["cause"] == "launch failure", run.story()
+    assert "/dev/shm/" in verdict["reason"] and "No space left on device" in verdict["reason"], run.story()
+    assert not verdict["suspects"] and not verdict["node"], run.story()
+    assert not [one for one in events if one.event in (EventName.AGENT_LOST, EventName.WORKERS_STARTED)], run.story()

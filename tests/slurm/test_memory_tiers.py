@@ -78,7 +78,8 @@ def test_a_node_whose_packets_are_dropped_costs_no_step(lab: Lab, new_run: NewRu
     lost = run.events("verdict")[0].details
     assert (lost["cause"], lost["node"]) == ("node lost", host), run.story()
     assert resumed.details["resumed_from"] == kept.details["step"] >= lost["last_step"] >= 12, run.story()
-    assert kept.at <= run.events("killing workers")[0].at
+    if which != 0:  # a standby has them ended by the start of others
+        assert kept.at <= run.events("killing workers")[0].at
     assert run.digest() == undisturbed
 
 
