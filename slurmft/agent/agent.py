@@ -302,6 +302,8 @@ class Agent:
     async def _start(self, call: StartWorkers) -> Started:
         """Start the workers, on none of the suspect GPUs; or report which of them cannot be spared."""
         config, environment = self._config, self._environment
+        if call.generation == self._generation and self._workers.by_rank:  # the connection has lost our answer
+            return Started()
         await self._rehearsal.stop()
         if suspects := call.suspect_gpus:
             visible = await asyncio.to_thread(visible_without, environment, suspects, config.nproc_per_node)

@@ -31,6 +31,10 @@ from slurmft.policy.strangers import Strangers
 
 CALL_TIMEOUT_S = 10.0
 TELL_TIMEOUT_S = 2.0
+BROKEN_S = 1.0
+"""How long an agent that has closed its connection may take to reconnect: it tries again every 0.2 s."""
+
+TRIES, LOOK_S = 3, 0.02
 MAX_STRANGERS, STRANGERS_PER_ADDRESS = 128, 32
 """Connections that have not proved themselves yet: when there are more, the oldest is closed."""
 
@@ -269,8 +273,50 @@ class AgentPool:
         Raises:
             AgentLost: one of them does not answer.
         """
-        links = self.members or [self.links[node] for node in sorted(self.links)]
-        return await call_each(links, [call] * len(links), timeout_s=timeout_s)
+        links = self._asked()
+        return await self.call_each(links, [call] * len(links), timeout_s=timeout_s)
+
+    async def call_each(
+        self, links: Sequence[AgentLink], calls: Sequence[Call[Answer]], *, timeout_s: float
+    ) -> list[Answer]:
+        """The same, of a call of its own to each; where a connection broke and came back, to all of them again.
+
+        Raises:
+            AgentLost: one of them does not answer.
+        """
+        for tries_left in reversed(range(TRIES)):
+            try:
+                return await call_each([self._newest(link) for link in links], calls, timeout_s=timeout_s)
+            except AgentLost as error:
+                if isinstance(error, CallFailed) or not tries_left or not await self._are_back(links):
+                    raise
+        raise AgentLost("no try was made")
+
+    async def tell_members(self, call: Call[Any], *, timeout_s: float = TELL_TIMEOUT_S) -> None:
+        """As ``call_all``; agents that are lost are detected elsewhere."""
+        for _ in range(TRIES):
+            links = self._asked()
+            replies = await ask_each(links, call, timeout_s=timeout_s)
+            lost = [link for link, reply in zip(links, replies, strict=True) if isinstance(reply, AgentLost)]
+            broken = [link for link in lost if link.channel is None and not link.dropped]
+            if not broken or not await self._are_back(broken):
+                return
+
+    def _asked(self) -> list[AgentLink]:
+        return self.members or [self.links[node] for node in sorted(self.links)]
+
+    def _newest(self, link: AgentLink) -> AgentLink:
+        """The connection that has taken the place of this one; itself where its agent is lost for good."""
+        return link if link.dropped else self.links.get(link.node, link)
+
+    async def _are_back(self, links: Sequence[AgentLink]) -> bool:
+        """Whether all of them are connected; waits for connections that may come back at once."""
+        deadline_s = time.monotonic() + BROKEN_S
+        while not all((newest := self._newest(link)).channel for link in links):
+            if newest.dropped or time.monotonic() > deadline_s:
+                return False
+            await asyncio.sleep(LOOK_S)
+        return True
 
     def ping(self, ping: Ping) -> None:
         """Send a sign of life to every agent that can be reached; there is no reply."""
