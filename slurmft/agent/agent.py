@@ -443,7 +443,7 @@ class Agent:
         while True:
             await asyncio.sleep(interval_s)
             self._workers.kill_lingering(STOPPED_GRACE_S)
-            self._workers.tell_alive()
+            self._workers.private.tell_alive()
             if self._channel is not None:
                 ranks = tuple(worker.facts() for worker in self._workers.by_rank.values())
                 own, ready = self._generation, self._workers.ready.is_set()

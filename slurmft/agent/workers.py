@@ -163,14 +163,13 @@ class Workers:
         self._on_exit = on_exit
         self.by_rank: dict[int, Worker] = {}
         left = left_to(name) if name else None
-        self._private = make_private_folder(heir=name)
-        self.folder = self._private.path
+        self.private = make_private_folder(heir=name)
+        self.folder = self.private.path
         self.memory = self.folder / "memory"
         """Where workers keep snapshots, from one attempt to the next, and from one agent to the next."""
         if left is not None:
             with contextlib.suppress(OSError):
                 (left / self.memory.name).rename(self.memory)
-                log.info("the memory of the agent before this one is taken over")
                 remove_tree(left, owner=os.geteuid())
         self.memory.mkdir(mode=0o700, exist_ok=True)
         self._zygote: Zygote | None = None
@@ -304,17 +303,13 @@ class Workers:
                 if now - worker.stopped_since > grace_s:
                     self._kill(worker)
 
-    def tell_alive(self) -> None:
-        """What is in memory is not left over."""
-        self._private.tell_alive()
-
     def close(self, *, leave_memory: bool = False) -> None:
         """End the zygote and all workers with it, and remove the pages, unless an agent is to come for the memory."""
         self.kill()
         self._leave_zygote()
         for worker in self.by_rank.values():
             worker.close()
-        self._private.close(leave=leave_memory)
+        self.private.close(leave=leave_memory)
 
     def _hang_up(self) -> None:
         if self._socket is not None:

@@ -349,9 +349,6 @@ class AttemptRunner:
 
     async def _lose_the_gone(self, reason: str) -> None:
         """An agent did not take part in the start: its node was lost, unless it is still connected."""
-        for link in self._pool.members:
-            if link.channel is None:
-                await self._crew.reconnected(link)
         gone = [link for link in self._pool.members if link.channel is None]
         for link in gone:
             await self._lose(link, reason, hung_up=True)
@@ -433,7 +430,7 @@ class AttemptRunner:
         if self.stops.began and not self._seen.all_ended:
             if self.lost:
                 await self._rescue()
-            await self._pool.tell_members(Kill())
+            await self._pool.tell_all(Kill())
             await end_of_workers(self._pool, self._seen.ends, per_node=self._config.nproc_per_node)
         await self._crew.kept.upload(self.stops.time_is_up_s)
         await self._background.cancel_all()

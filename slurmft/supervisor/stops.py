@@ -239,9 +239,9 @@ class Stops:
                 await kill_workers(self._pool, self._journal, reason)
             elif isinstance(plan, ByThemselves) and not told:
                 # no worker uses a session (yet): the signal is all that they can handle
-                await self._pool.tell_members(PassOnTerm())
+                await self._pool.tell_all(PassOnTerm())
             elif isinstance(plan, ByThemselves) and time.monotonic() > self.time_is_up_s() - LAST_S:
-                await self._pool.tell_members(PassOnTerm(at_last=True))
+                await self._pool.tell_all(PassOnTerm(at_last=True))
             if not told:
                 await self._told.wait()
                 self._journal.append(EventName.STOP_AGREED, **describe(plan))

@@ -55,7 +55,9 @@ def test_a_peer_has_what_a_dead_node_had(lab: Lab, new_run: NewRun, undisturbed:
 
 
 @pytest.mark.parametrize("which", [1, pytest.param(0, marks=pytest.mark.soak)])
-def test_a_node_whose_packets_are_dropped_costs_no_step(lab: Lab, new_run: NewRun, undisturbed: str, which: int) -> None:
+def test_a_node_whose_packets_are_dropped_costs_no_step(
+    lab: Lab, new_run: NewRun, undisturbed: str, which: int
+) -> None:
     """No connection is closed or reset, and the node itself trains on until it misses the others."""
     run = new_run(
         spare_nodes=1,

@@ -273,45 +273,31 @@ class AgentPool:
         Raises:
             AgentLost: one of them does not answer.
         """
-        links = self._asked()
+        links = self.members or [self.links[node] for node in sorted(self.links)]
         return await self.call_each(links, [call] * len(links), timeout_s=timeout_s)
 
     async def call_each(
-        self, links: Sequence[AgentLink], calls: Sequence[Call[Answer]], *, timeout_s: float
+        self, links: Sequence[AgentLink], calls: Sequence[Call[Answer]], *, timeout_s: float, tries: int = TRIES
     ) -> list[Answer]:
         """The same, of a call of its own to each; where a connection broke and came back, to all of them again.
 
         Raises:
             AgentLost: one of them does not answer.
         """
-        for tries_left in reversed(range(TRIES)):
-            try:
-                return await call_each([self._newest(link) for link in links], calls, timeout_s=timeout_s)
-            except AgentLost as error:
-                if isinstance(error, CallFailed) or not tries_left or not await self._are_back(links):
-                    raise
-        raise AgentLost("no try was made")
-
-    async def tell_members(self, call: Call[Any], *, timeout_s: float = TELL_TIMEOUT_S) -> None:
-        """As ``call_all``; agents that are lost are detected elsewhere."""
-        for _ in range(TRIES):
-            links = self._asked()
-            replies = await ask_each(links, call, timeout_s=timeout_s)
-            lost = [link for link, reply in zip(links, replies, strict=True) if isinstance(reply, AgentLost)]
-            broken = [link for link in lost if link.channel is None and not link.dropped]
-            if not broken or not await self._are_back(broken):
-                return
-
-    def _asked(self) -> list[AgentLink]:
-        return self.members or [self.links[node] for node in sorted(self.links)]
+        try:
+            return await call_each([self._newest(link) for link in links], calls, timeout_s=timeout_s)
+        except AgentLost as error:
+            if isinstance(error, CallFailed) or tries < 2 or not await self.are_back(links):
+                raise
+        return await self.call_each(links, calls, timeout_s=timeout_s, tries=tries - 1)
 
     def _newest(self, link: AgentLink) -> AgentLink:
         """The connection that has taken the place of this one; itself where its agent is lost for good."""
         return link if link.dropped else self.links.get(link.node, link)
 
-    async def _are_back(self, links: Sequence[AgentLink]) -> bool:
-        """Whether all of them are connected; waits for connections that may come back at once."""
-        deadline_s = time.monotonic() + BROKEN_S
+    async def are_back(self, links: Sequence[AgentLink], within_s: float = BROKEN_S) -> bool:
+        """Whether all of them are connected, or are so again within this time; at once where one is lost."""
+        deadline_s = time.monotonic() + within_s
         while not all((newest := self._newest(link)).channel for link in links):
             if newest.dropped or time.monotonic() > deadline_s:
                 return False
@@ -325,11 +311,14 @@ class AgentPool:
                 link.channel.send(ping.as_call(UNANSWERED))
 
     async def tell_all(self, call: Call[Any], *, timeout_s: float = TELL_TIMEOUT_S) -> None:
-        """Ask every agent that can still be reached, member or not; lost ones are detected elsewhere."""
-        links = list(self.links.values())
-        for result in await ask_each(links, call, timeout_s=timeout_s):
-            if isinstance(result, AgentLost):
-                log.debug("%s: %s", call.kind, result)
+        """Ask every agent that can be reached, member or not, again where its connection broke and came back."""
+        for _ in range(TRIES):
+            links = list(self.links.values())
+            replies = await ask_each(links, call, timeout_s=timeout_s)
+            lost = [link for link, reply in zip(links, replies, strict=True) if isinstance(reply, AgentLost)]
+            broken = [link for link in lost if link.channel is None and not link.dropped]
+            if not broken or not await self.are_back(broken):
+                return
 
     @staticmethod
     def drop(link: AgentLink) -> None:

@@ -61,9 +61,7 @@ class Crew:
 
     async def reconnected(self, link: AgentLink) -> None:
         """Return when another connection has taken the place of this broken one, or its agent is given up."""
-        deadline_s = time.monotonic() + self.reconnect_s
-        while self.pool.links.get(link.node) is link and not link.dropped and time.monotonic() < deadline_s:
-            await asyncio.sleep(LOOK_S)
+        await self.pool.are_back([link], self.reconnect_s)
 
     @property
     def is_complete(self) -> bool:

@@ -41,7 +41,7 @@ def grace_of_peers(end: WorkerEnd) -> float:
 async def kill_workers(pool: AgentPool, journal: Journal, reason: str) -> None:
     """Kill every worker whose agent can be reached."""
     journal.append(EventName.KILLING_WORKERS, reason=reason)
-    await pool.tell_members(Kill())
+    await pool.tell_all(Kill())
 
 
 async def end_of_workers(pool: AgentPool, ends: Collection[int], *, per_node: int) -> None:

@@ -20,9 +20,9 @@ import torch
 from worker_variable import set_settings
 
 from slurmft.checkpoint import Catalog, CheckpointManager, DistributedCheckpointManager
-from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.format.flat_state import capture
 from slurmft.checkpoint.format.shard_index import index_file
+from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.staging import arena, snapshots
 from slurmft.checkpoint.staging.arena import Arena, Place
 from slurmft.checkpoint.staging.rank_records import RankRecord, read_record
