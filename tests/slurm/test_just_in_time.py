@@ -317,7 +317,7 @@ def test_what_lies_in_memory_outlives_agents_that_are_all_killed_at_once(
 
 
 def test_agents_that_end_with_their_lease_keep_the_newest_step(tmp_path: Path, undisturbed: str) -> None:
-    run = new_run(tmp_path / "run", delay=0.2, lease=3.0)
+    run = new_run(tmp_path / "run", delay=0.2, lease=3.0, interval=1000)
     run.submit()
     run.wait_for_step(12)
     owner = run.folder.owner()
