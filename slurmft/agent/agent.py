@@ -91,6 +91,9 @@ MAX_LASTING = 1024
 LAST_FILES_S = 1.0
 """How long the end waits for files of evidence that are still being written."""
 
+LAST_KEEP_S = 2.0
+"""How long workers may keep their newest step when the lease is over."""
+
 STORE_BUFFER_S = 0.001
 """Wait between writing a proposal and reading the ticks, so that a tick stored before it is surely visible."""
 
@@ -110,7 +113,8 @@ class Agent:
         self._lender = environment.get(LENDER_VARIABLE, "")
         self._birth = birth_of(os.getpid())
         self._taken_back = False
-        self._workers = Workers(self._report_exit)
+        name = f"{self._run.attempts / attempt}\n{self._lender}\n{self._index}"
+        self._workers = Workers(self._report_exit, name)
         self._keeping = Keeping(self._workers.memory, config.checkpoint.peer_copies)
         self._channel: Channel | None = None
         self._port_holder: socket.socket | None = None
@@ -170,7 +174,7 @@ class Agent:
             await asyncio.gather(notices, return_exceptions=True)  # a plug-in is ended with it
             self._keeping.close()
             await self._rehearsal.stop()
-            self._workers.close()
+            self._workers.close(leave_memory=lease.done())  # a supervisor that wakes up goes on with it
             await self._sync.close()
             self._forensics.finish(LAST_FILES_S)
             if self._channel is not None:
@@ -195,6 +199,9 @@ class Agent:
         while time.monotonic() - self._last_heard < lease_s:
             asleep_s = await overslept_s(LEASE_CHECK_S)
             self._last_heard += asleep_s  # in two steps: += reads before it awaits, and would lose a later time
+        if self._config.checkpoint.just_in_time:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(rescue_on_node(list(self._workers.by_rank.values())), LAST_KEEP_S)
         log.error("no message from the supervisor for %.0f s; stopping this node's workers", lease_s)
 
     async def _serve(self) -> int:
@@ -295,6 +302,8 @@ class Agent:
     async def _start(self, call: StartWorkers) -> Started:
         """Start the workers, on none of the suspect GPUs; or report which of them cannot be spared."""
         config, environment = self._config, self._environment
+        if call.generation == self._generation and self._workers.by_rank:  # the connection has lost our answer
+            return Started()
         await self._rehearsal.stop()
         if suspects := call.suspect_gpus:
             visible = await asyncio.to_thread(visible_without, environment, suspects, config.nproc_per_node)
@@ -434,6 +443,7 @@ class Agent:
         while True:
             await asyncio.sleep(interval_s)
             self._workers.kill_lingering(STOPPED_GRACE_S)
+            self._workers.private.tell_alive()
             if self._channel is not None:
                 ranks = tuple(worker.facts() for worker in self._workers.by_rank.values())
                 own, ready = self._generation, self._workers.ready.is_set()

@@ -25,7 +25,7 @@ from slurmft.ipc.zygote_start import Zygote
 from slurmft.policy.timing.stop import Look
 from slurmft.storage.memory_folder import MEMORY_VARIABLE
 from slurmft.system.kernel_view import memory_kills
-from slurmft.system.private_folder import make_private_folder
+from slurmft.system.private_folder import left_to, make_private_folder, remove_tree
 from slurmft.system.processes import MARK_VARIABLE, kill_left, was_given
 
 END_LOOK_S = 0.005
@@ -153,16 +153,25 @@ def zygote_arguments(command: Sequence[str]) -> list[str] | None:
 
 
 class Workers:
-    """Starts, watches and ends the workers of one node."""
+    """Starts, watches and ends the workers of one node.
 
-    def __init__(self, on_exit: Callable[[Worker], None]) -> None:
+    Args:
+        name: of the node's place in this start of the job: an agent that follows a killed one takes over its memory.
+    """
+
+    def __init__(self, on_exit: Callable[[Worker], None], name: str = "") -> None:
         self._on_exit = on_exit
         self.by_rank: dict[int, Worker] = {}
-        self._private = make_private_folder()
-        self.folder = self._private.path
+        left = left_to(name) if name else None
+        self.private = make_private_folder(heir=name)
+        self.folder = self.private.path
         self.memory = self.folder / "memory"
-        """Where workers keep snapshots, from one attempt to the next."""
-        self.memory.mkdir(mode=0o700)
+        """Where workers keep snapshots, from one attempt to the next, and from one agent to the next."""
+        if left is not None:
+            with contextlib.suppress(OSError):
+                (left / self.memory.name).rename(self.memory)
+                remove_tree(left, owner=os.geteuid())
+        self.memory.mkdir(mode=0o700, exist_ok=True)
         self._zygote: Zygote | None = None
         self._socket: socket.socket | None = None
         self._signal_at_start: int | None = None
@@ -294,13 +303,13 @@ class Workers:
                 if now - worker.stopped_since > grace_s:
                     self._kill(worker)
 
-    def close(self) -> None:
-        """End the zygote and all workers with it, and remove the pages."""
+    def close(self, *, leave_memory: bool = False) -> None:
+        """End the zygote and all workers with it, and remove the pages, unless an agent is to come for the memory."""
         self.kill()
         self._leave_zygote()
         for worker in self.by_rank.values():
             worker.close()
-        self._private.close()
+        self.private.close(leave=leave_memory)
 
     def _hang_up(self) -> None:
         if self._socket is not None:

@@ -24,7 +24,9 @@ class PreemptionConfig(Section):
 
     signal: Annotated[Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"], BeforeValidator(_named)] = "SIGTERM"
     """Signal of ``sbatch --signal``. A preemption sends SIGTERM in any case, so SIGTERM is always obeyed too.
-    With SIGINT, Ctrl-C on a local run is such a signal as well."""
+    Whichever it is, workers with a session save at the end of a step: the signal itself is ignored there, unless the
+    script handles it. Workers without a session get it, and SIGTERM ten seconds before the time is up. With SIGINT,
+    Ctrl-C on a local run is such a signal as well."""
 
     signal_lead_s: Count = Field(default=120, ge=1, le=65535)
     """Seconds before the time limit at which Slurm sends the signal; up to 30 s earlier."""

@@ -22,7 +22,7 @@ from slurmft.scheduler import own_jobs, slurm
 from slurmft.scheduler.parsing.parsing import JobRecord, why_held, why_never
 from slurmft.storage.events import EventName
 from slurmft.storage.history.progress import progress_of
-from slurmft.storage.journal import Event
+from slurmft.storage.journal import TAIL_BYTES, Event
 from slurmft.storage.run_folder import Owner, RunFolder
 from slurmft.supervisor.owner import local_owner_lives
 from slurmft.system.files import MOVE_AWAY
@@ -289,6 +289,8 @@ def _ended(run: RunFolder) -> tuple[str, str]:
         EventName.SUBMISSION_FAILED,
     )  # fmt: skip
     if event is None:
+        if (path := run.journal().path).exists() and path.stat().st_size > TAIL_BYTES:
+            return "stopped", f"the newest {TAIL_BYTES >> 20} MiB of its journal do not say why"
         return "new", ""
     if event.event == EventName.ATTEMPT_STARTED:
         return "stopped", "it left no verdict; slurmft submit continues it, or requeue --rescue"

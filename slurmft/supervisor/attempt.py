@@ -39,7 +39,7 @@ from slurmft.supervisor.attempt_folder import AttemptFolder
 from slurmft.supervisor.cluster import Cluster
 from slurmft.supervisor.evidence import HURRIED_READ_S, READ_S, testimony_of
 from slurmft.supervisor.faults import Injections
-from slurmft.supervisor.fleet.agents import AgentLink, AgentLost, call_each
+from slurmft.supervisor.fleet.agents import CALL_TIMEOUT_S, AgentLink, AgentLost
 from slurmft.supervisor.fleet.crew import Crew
 from slurmft.supervisor.fleet.elastic import Resizing
 from slurmft.supervisor.fleet.notices import Reclaimed
@@ -199,7 +199,7 @@ class AttemptRunner:
         if self._over.is_set():
             return
         self._seen.world_size = len(members) * self._config.nproc_per_node
-        port = (await members[0].call(Port())).port
+        [reserved] = await self._pool.call_each(members[:1], [Port()], timeout_s=CALL_TIMEOUT_S)
         hosts = [link.host for link in members]
         self._journal.append(EventName.AGENTS_READY, hosts=hosts)
         suspects = await asyncio.to_thread(suspect_gpus_of, self._config, self._start.history)
@@ -217,12 +217,12 @@ class AttemptRunner:
             generation=self._start.generation,
             nodelist=in_order(hosts),
             master_addr=members[0].host,
-            master_port=port,
+            master_port=reserved.port,
             limits=self._hangs.limits(),
         )
         firsts = range(0, self._seen.world_size, self._config.nproc_per_node)
         orders = [replace(self._order, first_rank=first) for first in firsts]
-        replies = await call_each(members, orders, timeout_s=START_S)
+        replies = await self._pool.call_each(members, orders, timeout_s=START_S)
         if stuck := [host for host, reply in zip(hosts, replies, strict=True) if reply.suspect_gpus]:
             self._escape(stuck, suspects)
             return

@@ -1,7 +1,7 @@
 """A process's private folder in shared memory, under a name that cannot be guessed, locked while its process lives.
 
     <shared memory>/slurmft-<user id>-<random>/    mode 0700
-        lock                                       locked (flock) by the process that made the folder
+        lock                                       locked (flock) by the process that made the folder; names its heir
 
 Every user can create names in shared memory. An entry counts as ours only when it is a folder that belongs to this
 user and that no other user can write to. It is opened as a folder first and looked at through that descriptor, and
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmft.system.opening import UnsafeFile, check_regular
+from slurmft.system.opening import UnsafeFile, check_regular, read_bytes
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only private folders with random names are made in it
 LOCK = "lock"
@@ -30,6 +30,9 @@ MAX_DEPTH = 16
 
 UNFINISHED_S = 600.0
 """After so long no living process is still at making or removing its folder."""
+
+KEPT_S = 120.0
+"""So long after its process has last told that it lives, a folder with an heir is left to that one."""
 
 _IS_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -42,10 +45,14 @@ class PrivateFolder:
     lock: int
     """Descriptor of the locked file."""
 
-    def close(self) -> None:
-        """Remove it with everything in it."""
+    def tell_alive(self) -> None:
+        """The time in which an heir may come begins now."""
+        os.utime(self.lock)
+
+    def close(self, *, leave: bool = False) -> None:
+        """Remove it with everything in it, or leave it to its heir."""
         with contextlib.suppress(OSError):
-            remove_tree(self.path, owner=os.geteuid())
+            self.tell_alive() if leave else remove_tree(self.path, owner=os.geteuid())
         with contextlib.suppress(OSError):
             os.close(self.lock)
 
@@ -60,11 +67,12 @@ def prefix(kind: str = "slurmft") -> str:
     return f"{kind}-{os.geteuid()}-"
 
 
-def make_private_folder(root: Path | None = None) -> PrivateFolder:
+def make_private_folder(root: Path | None = None, *, heir: str = "") -> PrivateFolder:
     """A new private folder in ``root``; what killed processes of this user have left there is removed first.
 
     Args:
         root: a folder in which every user may make names; shared memory when empty.
+        heir: the name by which a later process finds it (``left_to``), should this one be killed.
 
     Raises:
         OSError: it cannot be made.
@@ -76,6 +84,8 @@ def make_private_folder(root: Path | None = None) -> PrivateFolder:
     lock = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # where shared memory is full there is nothing to inherit either
+            os.write(lock, heir.encode())
         draft.rename(path / LOCK)  # locked before it has its name: it is never seen free
     except BaseException:
         os.close(lock)
@@ -91,9 +101,20 @@ def remove_left_overs(root: Path) -> None:
     for path in own_folders(root, prefix()):
         with contextlib.suppress(OSError):
             if is_left_over(path, owner=os.geteuid()):
-                remove_tree(path, owner=os.geteuid())
+                lock = (path / LOCK).lstat()
+                if not lock.st_size or time.time() - lock.st_mtime > KEPT_S:
+                    remove_tree(path, owner=os.geteuid())
             elif time.time() - path.lstat().st_mtime > UNFINISHED_S:
                 path.rmdir()  # empty: its process was killed before it had made the lock, or after it had removed it
+
+
+def left_to(heir: str) -> Path | None:
+    """The folder in shared memory that a process of this user has left to ``heir``."""
+    for path in own_folders(shared_memory(), prefix()):
+        with contextlib.suppress(OSError):
+            if is_left_over(path, owner=os.geteuid()) and read_bytes(path / LOCK, limit_bytes=8192) == heir.encode():
+                return path
+    return None
 
 
 def own_folders(root: Path, name_prefix: str) -> list[Path]:

@@ -24,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
+from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
 from slurmft.system.siginfo import redelivery
 from slurmft.trainer.savers import SAVERS
 
@@ -72,8 +73,9 @@ class StopSignal:
 
     def takes(self, number: int) -> bool:
         """Remember it, where it is one that stops the run at the end of a step."""
-        self.seen = self.seen or number in _TERM
-        return number in _TERM
+        is_configured = signal.Signals(number).name == os.environ.get(STOP_SIGNAL_VARIABLE)
+        self.seen = self.seen or is_configured or number in _TERM
+        return is_configured or number in _TERM
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,8 @@ import pytest
 
 from slurm.conftest import eventually
 from slurm.test_just_in_time import TRAINER, workers
-from slurm.test_local import LocalRun
+from slurm.test_local import SLURMFT, LocalRun
+from slurmft.policy.verdicts.verdict import EXIT_DO_NOT_REQUEUE
 from slurmft.storage.events import EventName
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.files import write_json
@@ -21,13 +24,18 @@ pytestmark = pytest.mark.timeout(200)
 
 
 class Between:
-    """Stands between the agents and the supervisor of a run; ``lose`` swallows what agents send."""
+    """Stands between the agents and the supervisor of a run.
+
+    ``loses`` swallows what agents send. ``cut_at``, a kind of call, resets the connection that carries one: before it
+    has arrived, or before its answer has. Once.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder, self._loop = folder, asyncio.new_event_loop()
         self._port = 0
         self._pairs: list[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = []
         self.loses = False
+        self.cut_at, self.cuts_answer = "", False
         self.ready = threading.Event()
         threading.Thread(target=self._loop.run_until_complete, args=[self._main()], daemon=True).start()
 
@@ -63,18 +71,22 @@ class Between:
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, up: bool) -> None:
         try:
             while data := await reader.read(65536):
-                if not (up and self.loses):
+                is_it = not up and self.cut_at and f'"kind":"{self.cut_at}"'.encode() in data
+                if not (up and self.loses) and not (is_it and not self.cuts_answer):
                     writer.write(data)
+                if is_it:
+                    self.cut_at, self.loses = "", self.cuts_answer
+                    self._loop.call_later(0.1, self.reset)  # an answer is on its way by then, and swallowed
         except OSError:
             pass
         writer.close()
 
 
 @pytest.fixture
-def proxied(tmp_path: Path) -> Iterator[tuple[LocalRun, Between]]:
+def proxied(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[LocalRun, Between]]:
     run = LocalRun(
         tmp_path / "run",
-        command=[*TRAINER, "--steps", "60", "--step-delay", "0.1"],
+        command=getattr(request, "param", None) or [*TRAINER, "--steps", "60", "--step-delay", "0.1"],
         nodes=1,
         checkpoint={"interval_steps": 10},
         fault_tolerance={"num_in_job_restarts": 3},
@@ -99,3 +111,81 @@ def test_the_end_of_a_worker_survives_the_connection_that_lost_it(proxied: tuple
     events = [one for one in run.folder.journal().read() if one.event == EventName.WORKER_FAILED]
     assert sorted(one.details["rank"] for one in events) == [0, 1], run.story()
     assert len([one for one in run.folder.journal().read() if one.event == EventName.VERDICT]) == 2
+
+
+def test_a_full_shared_memory_at_a_start_is_a_launch_failure_that_names_it(tmp_path: Path) -> None:
+    """Full of something that is not ours, in a namespace of mounts: the agent answers, and no node is blamed."""
+    if os.geteuid() != 0:
+        pytest.skip("a mount needs root")
+    run = LocalRun(
+        tmp_path / "run", command=[*TRAINER, "--steps", "4"], nodes=1,
+        fault_tolerance={"num_job_retries_on_failure": 0},
+    )  # fmt: skip
+    script = """
+        mount -t tmpfs -o size=1m tmpfs /dev/shm
+        dd if=/dev/zero of=/dev/shm/of-another-user bs=64k status=none 2>/dev/null
+        exec "$@"
+    """
+    unshare = ["unshare", "--mount", "--propagation", "private", "bash", "-c", script, "bash"]
+    submit = [*SLURMFT, "submit", str(run.config), "--cluster", "local", "--wait"]
+    ended = subprocess.run([*unshare, *submit], capture_output=True, text=True, timeout=150, check=False)
+    assert ended.returncode == EXIT_DO_NOT_REQUEUE, ended.stderr + run.story()
+    events = run.folder.journal().read()
+    (verdict,) = [one.details for one in events if one.event == EventName.VERDICT]
+    assert verdict["cause"] == "launch failure", run.story()
+    assert "/dev/shm/" in verdict["reason"] and "No space left on device" in verdict["reason"], run.story()
+    assert not verdict["suspects"] and not verdict["node"], run.story()
+    assert not [one for one in events if one.event in (EventName.AGENT_LOST, EventName.WORKERS_STARTED)], run.story()
+
+
+@pytest.mark.parametrize("proxied", [[*TRAINER, "--steps", "2000", "--step-delay", "0.1"]], indirect=True, ids=[""])
+@pytest.mark.parametrize("cuts_answer", [False, True], ids=["the call", "its answer"])
+@pytest.mark.parametrize("kind", ["look", "propose", "commit"])
+def test_a_stop_survives_the_connection_that_lost(
+    proxied: tuple[LocalRun, Between], kind: str, cuts_answer: bool
+) -> None:
+    run, between = proxied
+    run.wait_for_step(12)
+    between.cuts_answer, between.cut_at = cuts_answer, kind
+    run.slurmft("stop", str(run.folder.path))
+    eventually(lambda: [one for one in run.folder.journal().read() if one.event == EventName.DECISION], 60, run.story)
+    assert not between.cut_at, "nothing was cut"
+    (verdict,) = [one.details for one in run.folder.journal().read() if one.event == EventName.VERDICT]
+    assert verdict["cause"] == "stopped by user", run.story()
+    assert verdict["saved_step"] == verdict["last_step"], run.story()
+
+
+@pytest.mark.parametrize("cuts_answer", [False, True], ids=["the call", "its answer"])
+def test_workers_begin_although_the_connection_lost_their_start(tmp_path: Path, cuts_answer: bool) -> None:
+    run = LocalRun(
+        tmp_path / "run", command=[*TRAINER, "--steps", "8"], nodes=1, fault_tolerance={"num_in_job_restarts": 3}
+    )
+    between = Between(run.folder)
+    between.cuts_answer, between.cut_at = cuts_answer, "start"
+    run.submit("--wait")
+    events = run.folder.journal().read()
+    assert not between.cut_at, "nothing was cut"
+    assert not [one for one in events if one.event == EventName.AGENT_LOST], run.story()
+    assert "node lost" not in [one.details["cause"] for one in events if one.event == EventName.VERDICT], run.story()
+
+
+SLEEPER = """
+import os, signal, sys, time
+time.sleep(3)
+os.kill(os.getpid(), signal.SIGKILL) if os.environ["RANK"] == "0" and "0.0" in os.environ["SLURMFT_ATTEMPT"] else None
+time.sleep(60 if os.environ["SLURMFT_ATTEMPT"].endswith(".0.0") else 0)
+"""
+
+
+@pytest.mark.parametrize("proxied", [["python", "-c", SLEEPER]], indirect=True)
+def test_workers_are_killed_although_the_connection_lost_the_call(proxied: tuple[LocalRun, Between]) -> None:
+    run, between = proxied
+    eventually(between.ready.is_set, 30, "the proxy")
+    between.cut_at = "kill"
+    run.wait_until_done()
+    events = run.folder.journal().read()
+    failed, ended = (
+        next(one.at for one in events if one.event == name) for name in (EventName.WORKER_FAILED, EventName.VERDICT)
+    )
+    assert not between.cut_at, "nothing was cut"
+    assert (ended - failed).total_seconds() < 30, run.story()

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slurm.conftest import eventually
 from slurm.test_local import LocalRun
 from slurmft.storage.events import EventName
 
@@ -34,15 +35,15 @@ NO_REPLICA = [*FULL, "--shards", "4"]
 
 def new_run(
     path: Path, options: Sequence[str] = FULL, *, delay: float = 0.1, copies: int = 0, every: int = 0,
-    hang_after: float | None = None, spares: int = 0,
+    hang_after: float | None = None, spares: int = 0, interval: int = 10, lease: float = 60.0,
 ) -> LocalRun:  # fmt: skip
     hangs = {} if hang_after is None else {"rank_section_timeouts": {"step": hang_after}, "num_warmup_iterations": 1}
     return LocalRun(
         path,
         command=[*TRAINER, "--steps", str(STEPS), "--step-delay", str(delay), *options],
         spare_nodes=spares,
-        checkpoint={"interval_steps": 10, "peer_copies": copies, "peer_interval": every},
-        fault_tolerance={"num_in_job_restarts": 30, **hangs},
+        checkpoint={"interval_steps": interval, "peer_copies": copies, "peer_interval": every},
+        fault_tolerance={"num_in_job_restarts": 30, "supervisor_lease_s": lease, **hangs},
     )
 
 
@@ -95,8 +96,6 @@ def resumed_from(run: LocalRun, number: int) -> int:
 
 
 def wait_for_restart(run: LocalRun, number: int) -> None:
-    from slurm.conftest import eventually
-
     def has_begun() -> bool:
         events = [one for one in run.folder.journal().read() if one.event == EventName.FIRST_STEP]
         return len(events) > number
@@ -277,4 +276,58 @@ def test_with_peer_copies_no_step_is_lost_with_a_node_that_falls_silent(
     assert resumed_from(run, 1) >= 16, run.story()
     told = [one.event for one in run.folder.journal().read()]
     assert told.index(EventName.STATE_KEPT) < told.index(EventName.KILLING_WORKERS), run.story()
+    assert run.digest() == undisturbed
+
+
+def newest_copied(run: LocalRun) -> int:
+    return int((run.folder.progress() or {}).get("copied") or 0)
+
+
+def agents_of(run: LocalRun) -> list[psutil.Process]:
+    found = {process.parents()[1].pid: process.parents()[1] for process in workers(run).values()}
+    return list(found.values())
+
+
+def has_ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def kill_all_agents(run: LocalRun) -> None:
+    """At once, as at the end of their step: each agent, then what is below it."""
+    below = [each for agent in agents_of(run) for each in (agent, *agent.children(recursive=True))]
+    for process in below:
+        with contextlib.suppress(psutil.NoSuchProcess):  # some end with the one before
+            process.kill()
+
+
+def test_what_lies_in_memory_outlives_agents_that_are_all_killed_at_once(
+    tmp_path: Path, undisturbed_shards: Callable[[list[str]], str]
+) -> None:
+    """No node has another one's shards, and nothing but the first step is on disk."""
+    run = new_run(tmp_path / "run", NO_REPLICA, every=1, interval=1000)
+    run.submit()
+    copied = eventually(lambda: newest_copied(run) >= 8 and newest_copied(run), 120, run.story)
+    kill_all_agents(run)
+    run.wait_until_done()
+    events = [one.event for one in run.folder.journal().read()]
+    assert EventName.AGENTS_GONE in events, run.story()
+    assert EventName.AGENT_LOST not in events, run.story()
+    assert resumed_from(run, 1) >= copied, run.story()
+    assert run.digest() == undisturbed_shards(NO_REPLICA)
+
+
+def test_agents_that_end_with_their_lease_keep_the_newest_step(tmp_path: Path, undisturbed: str) -> None:
+    run = new_run(tmp_path / "run", delay=0.2, lease=3.0, interval=1000)
+    run.submit()
+    run.wait_for_step(12)
+    owner = run.folder.owner()
+    assert owner is not None
+    supervisor, agents = psutil.Process(owner.pid), agents_of(run)
+    supervisor.suspend()
+    try:
+        eventually(lambda: all(has_ended(agent) for agent in agents), 60, "the agents' lease is over")
+    finally:
+        supervisor.resume()
+    run.wait_until_done()
+    assert resumed_from(run, 1) >= 15, run.story()
     assert run.digest() == undisturbed

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -264,6 +265,29 @@ time.sleep(300)
     (log,) = run.folder.attempts.glob("*/rank-0.log")
     said = [line for line in log.read_text().splitlines() if line.startswith("got")]
     assert said == (["got SIGUSR1"] if handles else ["got SIGUSR1", "got SIGTERM"])
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
+def test_a_session_saves_at_each_signal_that_may_be_configured(tmp_path: Path, undisturbed: str, name: str) -> None:
+    """Every process of the step gets it, as from sites that signal the whole tree."""
+    run = LocalRun(tmp_path / "run", preemption={"signal": name}, checkpoint={"interval_steps": 1000})
+    run.submit()
+    run.wait_for_step(8)
+    owner = run.folder.owner()
+    assert owner is not None
+    supervisor = psutil.Process(owner.pid)
+    for process in (*supervisor.children(recursive=True), supervisor):
+        words = process.cmdline()
+        if process == supervisor or "agent" in words or "slurmft.agent.zygote" in words:
+            process.send_signal(signal.Signals[name])
+    run.wait_until_done()
+    events = run.folder.journal().read()
+    (stop,) = [event for event in events if event.event == EventName.STOP_REQUESTED]
+    assert stop.details["reason"].startswith(name), run.story()
+    verdict = next(event.details for event in events if event.event == EventName.VERDICT)
+    assert verdict["cause"] in ("preempted", "signalled"), run.story()
+    assert verdict["saved_step"] == verdict["last_step"] >= 8, run.story()
+    assert run.digest() == undisturbed
 
 
 def test_gradients_that_are_accumulated_over_steps_are_not_lost_and_the_first_steps_are_kept(tmp_path: Path) -> None:

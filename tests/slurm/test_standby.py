@@ -60,8 +60,9 @@ def assert_done(run: Run, undisturbed: str, *, attempts: int = 2) -> None:
 
 
 def test_the_batch_host_dies(lab: Lab, run_with_standby: NewRun, undisturbed: str) -> None:
-    run = run_with_standby()
+    run = run_with_standby(checkpoint={"interval_steps": 25, "peer_copies": 1})
     run.wait_for_saved(25)
+    run.wait_for_step(32)  # between two saves
     cut = time.time()
     with without_power(lab, batch_host(run)):
         resumed = run.wait_for("first step", 2, within_s=30)
@@ -69,7 +70,9 @@ def test_the_batch_host_dies(lab: Lab, run_with_standby: NewRun, undisturbed: st
         print(f"power cut to the first step: {took_s:.2f} s")
         assert_done(run, undisturbed)
     assert took_s < LOST_TO_TRAINING_S, run.story()
-    assert resumed.details["resumed_from"] >= 25
+    assert resumed.details["resumed_from"] >= 32, "the standby keeps the newest step before it ends the workers"
+    (kept,) = run.events("state kept just in time")
+    assert kept.details["step"] == resumed.details["resumed_from"], run.story()
     verdicts = [event.details for event in run.events("verdict")]
     assert [each["cause"] for each in verdicts] == ["node lost", "finished"]
     assert verdicts[0]["node"] == batch_host(run)

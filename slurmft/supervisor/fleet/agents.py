@@ -31,6 +31,10 @@ from slurmft.policy.strangers import Strangers
 
 CALL_TIMEOUT_S = 10.0
 TELL_TIMEOUT_S = 2.0
+BROKEN_S = 1.0
+"""How long an agent that has closed its connection may take to reconnect: it tries again every 0.2 s."""
+
+TRIES, LOOK_S = 3, 0.02
 MAX_STRANGERS, STRANGERS_PER_ADDRESS = 128, 32
 """Connections that have not proved themselves yet: when there are more, the oldest is closed."""
 
@@ -270,7 +274,35 @@ class AgentPool:
             AgentLost: one of them does not answer.
         """
         links = self.members or [self.links[node] for node in sorted(self.links)]
-        return await call_each(links, [call] * len(links), timeout_s=timeout_s)
+        return await self.call_each(links, [call] * len(links), timeout_s=timeout_s)
+
+    async def call_each(
+        self, links: Sequence[AgentLink], calls: Sequence[Call[Answer]], *, timeout_s: float, tries: int = TRIES
+    ) -> list[Answer]:
+        """The same, of a call of its own to each; where a connection broke and came back, to all of them again.
+
+        Raises:
+            AgentLost: one of them does not answer.
+        """
+        try:
+            return await call_each([self._newest(link) for link in links], calls, timeout_s=timeout_s)
+        except AgentLost as error:
+            if isinstance(error, CallFailed) or tries < 2 or not await self.are_back(links):
+                raise
+        return await self.call_each(links, calls, timeout_s=timeout_s, tries=tries - 1)
+
+    def _newest(self, link: AgentLink) -> AgentLink:
+        """The connection that has taken the place of this one; itself where its agent is lost for good."""
+        return link if link.dropped else self.links.get(link.node, link)
+
+    async def are_back(self, links: Sequence[AgentLink], within_s: float = BROKEN_S) -> bool:
+        """Whether all of them are connected, or are so again within this time; at once where one is lost."""
+        deadline_s = time.monotonic() + within_s
+        while not all((newest := self._newest(link)).channel for link in links):
+            if newest.dropped or time.monotonic() > deadline_s:
+                return False
+            await asyncio.sleep(LOOK_S)
+        return True
 
     def ping(self, ping: Ping) -> None:
         """Send a sign of life to every agent that can be reached; there is no reply."""
@@ -279,11 +311,14 @@ class AgentPool:
                 link.channel.send(ping.as_call(UNANSWERED))
 
     async def tell_all(self, call: Call[Any], *, timeout_s: float = TELL_TIMEOUT_S) -> None:
-        """Ask every agent that can still be reached, member or not; lost ones are detected elsewhere."""
-        links = list(self.links.values())
-        for result in await ask_each(links, call, timeout_s=timeout_s):
-            if isinstance(result, AgentLost):
-                log.debug("%s: %s", call.kind, result)
+        """Ask every agent that can be reached, member or not, again where its connection broke and came back."""
+        for _ in range(TRIES):
+            links = list(self.links.values())
+            replies = await ask_each(links, call, timeout_s=timeout_s)
+            lost = [link for link, reply in zip(links, replies, strict=True) if isinstance(reply, AgentLost)]
+            broken = [link for link in lost if link.channel is None and not link.dropped]
+            if not broken or not await self.are_back(broken):
+                return
 
     @staticmethod
     def drop(link: AgentLink) -> None:

@@ -17,7 +17,7 @@ from slurmft.storage.events import EventName
 from slurmft.supervisor.attempt_folder import AttemptFolder
 from slurmft.supervisor.cluster import Cluster
 from slurmft.supervisor.fleet.agent_restarts import Reviver
-from slurmft.supervisor.fleet.agents import AgentLink, AgentLost, AgentPool
+from slurmft.supervisor.fleet.agents import BROKEN_S, AgentLink, AgentLost, AgentPool
 from slurmft.supervisor.fleet.kept_folders import KeptFolders
 from slurmft.supervisor.fleet.outliving import Orphan, Outlived
 from slurmft.supervisor.fleet.roster import Roster
@@ -26,9 +26,6 @@ from slurmft.supervisor.start import Start
 from slurmft.system.processes import allow_descriptors
 
 LOOK_S = 0.05
-BROKEN_S = 1.0
-"""How long an agent that has closed its connection may take to reconnect: it tries again every 0.2 s."""
-
 FOLLOW_S = 10.0
 """How long agents have to find a supervisor that has moved; they look for it every half second."""
 
@@ -64,9 +61,7 @@ class Crew:
 
     async def reconnected(self, link: AgentLink) -> None:
         """Return when another connection has taken the place of this broken one, or its agent is given up."""
-        deadline_s = time.monotonic() + self.reconnect_s
-        while self.pool.links.get(link.node) is link and not link.dropped and time.monotonic() < deadline_s:
-            await asyncio.sleep(LOOK_S)
+        await self.pool.are_back([link], self.reconnect_s)
 
     @property
     def is_complete(self) -> bool:

@@ -34,7 +34,7 @@ def test_workers_begin_when_the_memory_of_those_before_is_free(tmp_path, monkeyp
             nproc_per_node=2, launcher="agent", trainer_directory=tmp_path,
             straggler_detection=SimpleNamespace(enabled=False, report_time_interval=1.0),
         ),
-        _environment={}, _workers=workers, _begin_keeping=lambda *_: None,
+        _environment={}, _workers=workers, _generation=0, _begin_keeping=lambda *_: None,
         _hangs=SimpleNamespace(begin=lambda *_, **__: None),
         _rehearsal=SimpleNamespace(stop=AsyncMock()),
         _run=SimpleNamespace(attempts=tmp_path, verdicts=Path(tmp_path)),

@@ -20,12 +20,18 @@ import torch
 from worker_variable import set_settings
 
 from slurmft.checkpoint import Catalog, CheckpointManager, DistributedCheckpointManager
+from slurmft.checkpoint.format.flat_state import capture
+from slurmft.checkpoint.format.shard_index import index_file
 from slurmft.checkpoint.just_in_time import JustInTime
 from slurmft.checkpoint.staging import arena, snapshots
 from slurmft.checkpoint.staging.arena import Arena, Place
 from slurmft.checkpoint.staging.rank_records import RankRecord, read_record
+from slurmft.checkpoint.state import Trainee
 from slurmft.checkpoint.writer.fault_points import ONCE_VARIABLE, VARIABLE
+from slurmft.checkpoint.writer.write_requests import CommitOrder
 from slurmft.errors import CheckpointError, UsageError
+from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
+from slurmft.storage.checkpoint_names import Identity
 from slurmft.trainer.savers import SAVERS, Outcome
 from slurmft.worker.data.loader import ByteCorpus, WindowLoader
 
@@ -247,6 +253,27 @@ def test_with_both_places_in_use_a_save_is_skipped(folder, run, writer, caplog):
     assert checkpoints.save(*run.objects, step=4)
     checkpoints.wait()
     assert steps(folder)[0] == 4
+
+
+def test_saves_that_are_written_and_wait_for_their_commit_are_two_at_most(folder, run, memory, eventually):
+    """Their memory is free again, so that alone would let them pile up: rank 1 writes nothing."""
+    saving = snapshots.Snapshots(
+        CheckpointSettings(), memory=memory, spill=folder, on_committed=lambda *_: None, on_failed=lambda *_: None
+    )
+    flat, written = capture(Trainee(*run.objects), None, rank=0), []
+    for step in range(1, 7):
+        prepared = saving.prepare(flat, rank=0, world_size=2)
+        if prepared.place is None:  # as for a save that is skipped, or waits
+            continue
+        identity = Identity(step, 0, step)
+        path = folder / identity.folder_name
+        saving.submit(saving.stage(prepared, identity), path, identity, CommitOrder(), urgent=False)
+        eventually((path / index_file(0)).exists)
+        eventually(lambda: not saving._busy())
+        written.append(step)
+    saving.make_room()
+    saving.close()
+    assert written == [1, 2]
 
 
 @pytest.mark.parametrize("why", ["when_busy", "urgent", "synchronous", "the trainer's own wish"])

@@ -585,7 +585,7 @@ def test_a_journal_of_half_a_million_lines_costs_status_little(runs):
     began_s = time.process_time()
     (entry,) = overviews([RunFolder(runs / "good")])
     assert time.process_time() - began_s < 3
-    assert entry.state in ("damaged", "stopped")
+    assert (entry.state, entry.detail) == ("stopped", "the newest 32 MiB of its journal do not say why")
 
 
 @pytest.mark.parametrize("verb", [["checkpoint", "rm", "bad", "4"], ["submit", "--dry-run"]])

@@ -341,3 +341,59 @@ def test_an_image_that_is_no_file_is_an_error_at_once(tmp_path, kind):
     with quickly(), pytest.raises(UnsafeFile):
         arena.places[0].begin(1000)
     assert not (tmp_path / "target").exists()
+
+
+def killed_with(name: str) -> Path:
+    """The folder of an agent of this name that was killed."""
+    pid = os.fork()
+    if not pid:
+        (Workers(print, name).memory / "snapshot").write_text(name)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    [path] = [each for each in private_folder.shared_memory().iterdir() if (each / LOCK).read_text() == name]
+    return path
+
+
+def test_an_agent_takes_over_the_memory_of_the_one_that_was_killed_in_its_place(memory):
+    own, others = killed_with("this start, node 0"), killed_with("this start, node 1")
+    agent = Workers(print, "this start, node 0")
+    try:
+        assert (agent.memory / "snapshot").read_text() == "this start, node 0"
+        assert not own.exists() and others.exists(), "the other one's heir may still come"
+        later = time.time() - private_folder.KEPT_S - 1
+        os.utime(others / LOCK, (later, later))
+        make_private_folder().close()
+        assert not others.exists(), "it has not come"
+    finally:
+        agent.close()
+    assert not agent.folder.exists()
+
+
+def test_no_memory_is_taken_from_a_living_agent_or_for_another_start(memory):
+    name = "this start, node 0"
+    alive, left = Workers(print, name), killed_with("an earlier start, node 0")
+    (alive.memory / "snapshot").touch()
+    second = Workers(print, name)
+    try:
+        assert [*second.memory.iterdir()] == [] and (alive.memory / "snapshot").exists() and left.exists()
+    finally:
+        for one in (alive, second):
+            one.close()
+
+
+@needs_root
+def test_memory_that_another_user_puts_there_is_inherited_by_nobody(memory):
+    name = "this start, node 0"
+
+    def plant() -> None:
+        folder = memory / f"{prefix()}planted"
+        (folder / "memory").mkdir(parents=True)
+        (folder / "memory" / "snapshot").touch()
+        (folder / LOCK).write_text(name)
+
+    as_user(OTHER, plant)
+    agent = Workers(print, name)
+    try:
+        assert [*agent.memory.iterdir()] == []
+    finally:
+        agent.close()

@@ -543,23 +543,28 @@ def test_a_run_stops_at_any_step(page, start):
     assert page[Slot.TICK] == END
 
 
-def test_a_save_in_a_handler_of_the_stop_signal_is_left_to_the_session(page, trained, tmp_path, monkeypatch):
-    for name in ("SLURMFT_PAGE", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
+def test_a_save_in_a_handler_of_the_stop_signal_is_left_to_the_session(page, trained, tmp_path, monkeypatch, name):
+    """Of ``preemption.signal``, whichever it is; of another one it is refused."""
+    for variable in ("SLURMFT_PAGE", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    number = signal.Signals[name]
+    if name != "SIGTERM":  # as an agent tells it
+        monkeypatch.setenv("SLURMFT_STOP_SIGNAL", name)
     checkpoints, answers = CheckpointManager(tmp_path), list[object]()
 
     def save(step: int) -> None:
         checkpoints.save(*trained, step=step)
 
     with pytest.raises(PlannedStop), start_session() as session:
-        before = signal.signal(signal.SIGTERM, lambda *_: answers.append(save(99)))
+        before = signal.signal(number, lambda *_: answers.append(save(99)))
         try:
             for step in session.steps(start=0, until=9, save=save):
                 accumulate(*trained, step, window=1)
                 if step == 2:
-                    os.kill(os.getpid(), signal.SIGTERM)
+                    os.kill(os.getpid(), number)
         finally:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(number, before)
             session._signal.seen = False
     assert answers == [None] and [one.step for one in Catalog(tmp_path).committed()][:1] == [3]
 
