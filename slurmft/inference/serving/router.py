@@ -56,6 +56,7 @@ class Router:
         self.config, self.serving, self._node = config, config.serving, node
         self._token = token.encode()
         self.engine_token = engine_token
+        self._open_paths = config.engine.open_paths
         kind = engine_kind(config.engine.command or ())
         self.continued = continued_forms(config.engine.continue_from_prefix, counts_pieces=kind.counts_pieces)
         """Forms of streams that go on with another replica."""
@@ -114,9 +115,9 @@ class Router:
             case "/metrics":
                 text, kind = self.metrics.answer(request.headers.get("Accept", ""))
                 return web.Response(body=text, headers={"Content-Type": kind})
-        if not is_open(path, self.serving.allow_paths):
+        if not is_open(request.method, path, self._open_paths):
             self.metrics.refused("forbidden")
-            return self.error(403, "this path administers the engine (inference.serving.allow_paths)")
+            return self.error(403, "no path that clients of this engine may use (inference.engine.allow_paths)")
         asked_s = seconds_asked(request.headers.get("X-Request-Timeout"))
         limit_s = min(asked_s or self.config.request_timeout_s * self._terms.timeout_factor, 7 * 86_400.0)
         deadline_s = time.monotonic() + limit_s

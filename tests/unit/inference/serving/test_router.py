@@ -65,7 +65,7 @@ def test_any_method_path_header_and_body_passes_unchanged_but_for_the_hops_own()
 )  # fmt: skip
 def test_what_never_reaches_an_engine(path: str, header: str, status: int) -> None:
     async def work() -> None:
-        async with serving({"a": answers("a")}) as world:
+        async with serving({"a": answers("a")}, engine={"command": ["vllm", "{socket}"]}) as world:
             reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
             lines = [f"GET {path} HTTP/1.1", "Host: h", *([f"Authorization: {header}"] if header else []), "", ""]
             writer.write("\r\n".join(lines).encode())
@@ -76,11 +76,13 @@ def test_what_never_reaches_an_engine(path: str, header: str, status: int) -> No
     run(work())
 
 
-def test_an_administrative_path_is_open_where_the_configuration_names_it() -> None:
+def test_paths_are_closed_unless_the_engine_s_list_or_the_configuration_names_them() -> None:
     async def work() -> None:
-        async with serving({"a": answers("a")}, {"allow_paths": ["/sleep"]}) as world:
-            assert (await world.ask("/sleep"))[0] == 200
-            assert (await world.ask("/wake_up"))[0] == 403
+        engine = {"command": ["transformers", "serve", "{port}"], "allow_paths": ["/reset"]}
+        async with serving({"a": answers("a")}, engine=engine) as world:
+            for path, status in {"/reset": 200, "/v1/chat/completions": 200, "/load_model": 403, "/new": 403}.items():
+                assert (await world.ask(path))[0] == status
+            assert world["a"].seen == ["/reset", "/v1/chat/completions"]
 
     run(work())
 

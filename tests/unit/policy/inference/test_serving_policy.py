@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slurmft.config.inference import EngineConfig, InferenceConfig
 from slurmft.policy.inference.degradation import GracefulDegradation, cheaper
 from slurmft.policy.inference.http_headers import end_to_end, seconds_asked
-from slurmft.policy.inference.paths import ADMINISTRATIVE, is_open, normal
+from slurmft.policy.inference.paths import is_open, normal
 from slurmft.policy.inference.rotation import AVOIDED_S, Breaker, Entry, Load, Queue, choose, entry_of
 from slurmft.policy.inference.second_tries import MOST_SAVED, SHARE, Failure, RetryBudget, SecondTry, after_failure
 
@@ -137,29 +139,64 @@ def test_degradation_begins_below_its_share_and_ends_above_a_higher_one():
     assert not GracefulDegradation(below=0.9).saw(0, 10).saw(10, 10).degraded, "all that there are is always enough"
 
 
-@pytest.mark.parametrize("path", sorted(ADMINISTRATIVE))
+ADMINISTRATIVE = {
+    "vllm": ["/sleep", "/wake_up", "/collective_rpc", "/reset_prefix_cache", "/server_info", "/start_profile",
+             "/scale_elastic_ep", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/pause", "/update_weights",
+             "/abort_requests", "/tokenizer_info"],
+    "sglang": ["/flush_cache", "/update_weights_from_disk", "/release_memory_occupation", "/load_lora_adapter",
+               "/set_internal_state", "/configure_logging", "/abort_request", "/close_session", "/get_server_info"],
+    "llama-server": ["/slots", "/slots/0", "/props", "/lora-adapters", "/models/load", "/models/unload"],
+    "transformers": ["/reset", "/load_model"],
+    "another": ["/admin", "/debug/pprof", "/shutdown", "/v1", "/", "/v1/load_lora_adapter", "/openapi.json",
+                "/v1/modelsx", "/health/../sleep"],
+}  # fmt: skip
+
+
+def open_paths(program: str, **keys: Any) -> tuple[str, ...]:
+    return EngineConfig(command=(program, "{port}"), **keys).open_paths
+
+
+@pytest.mark.parametrize("program", sorted(ADMINISTRATIVE))
+def test_what_administers_an_engine_is_closed_however_it_is_written(program: str):
+    allowed = open_paths(program)
+    for path in ADMINISTRATIVE[program]:
+        hidden = "/" + "".join(f"%{ord(letter):02x}" for letter in path[1:])
+        for written in (path, path + "/", path + "/below", path.upper(), hidden, path.replace("/", "%2f")):
+            found = normal(written)
+            assert found is None or not any(is_open(method, found, allowed) for method in ("GET", "POST")), written
+        if normal(path) is not None:
+            assert is_open("POST", path, open_paths(program, allow_paths=(path,)))
+            assert is_open("POST", path, open_paths(program, allow_paths=("/",)))
+    assert not is_open("POST", "/v1/models", allowed) and not is_open("DELETE", "/v1/models/m", allowed)
+
+
 @pytest.mark.parametrize(
-    "form", ["{}", "{}/", "{}/below", "{up}", "%{first:02x}{rest}"]
+    ("program", "method", "path"),
+    [
+        ("another", "POST", "/v1/chat/completions"), ("another", "GET", "/v1/models/org%2Fname"),
+        ("another", "HEAD", "/v1/models"), ("another", "GET", "/v1/responses/resp_1"), ("another", "GET", "/health"),
+        ("vllm", "POST", "/pooling"), ("sglang", "POST", "/generate"), ("llama-server", "POST", "/completion"),
+        ("text-generation-launcher", "POST", "/generate_stream"),
+    ],
 )  # fmt: skip
-def test_an_administrative_path_is_closed_however_it_is_written(path, form):
-    written = form.format(path, up=path.upper(), first=ord("/"), rest=path[1:])
-    if form.startswith("%"):
-        written = "/" + "".join(f"%{ord(letter):02x}" for letter in path[1:]) if "/" not in path[1:] else path
-    found = normal(written)
-    assert found is not None and not is_open(found, ())
-    assert is_open(found, (path,))
-
-
-@pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/v1/models", "/health", "/sleeping", "/generate", "/", "/v1/"]
-)
-def test_other_paths_are_open(path):
+def test_what_asks_an_engine_for_something_is_open(program: str, method: str, path: str):
     found = normal(path)
-    assert found is not None and is_open(found, ())
+    assert found is not None and is_open(method, found, open_paths(program))
+
+
+def test_paths_that_the_configuration_names_are_open():
+    allowed = open_paths("mine", request_path="/predict?v=2", ready_path="/ready")
+    assert is_open("POST", "/predict", allowed)
+    assert is_open("GET", "/ready", allowed) and not is_open("POST", "/ready", allowed)
+
+
+def test_a_kept_configuration_has_its_paths_in_another_section():
+    section = {"engine": {"command": ["e", "{port}"]}, "serving": {"allow_paths": ["/sleep"]}}
+    assert InferenceConfig.model_validate(section).engine.allow_paths == ("/sleep",)
 
 
 @pytest.mark.parametrize(
-    "path", ["/a/../b", "/a/./b", "//a", "/a//b", "/a%2fb", "/a%2Fb", "/%2e%2e/a", "/a\\b", "/a%5cb", "/a%00",
+    "path", ["/a/../b", "/a/./b", "//a", "/a//b", "/a%2f%2fb", "/a%2F../b", "/a%252fb", "/%2e%2e/a", "/a\\b", "/a%5cb", "/a%00",
              "/a%0d%0a", "/a;b", "/%2573leep", "a", "", "*", "http://h/a", "/a b"],
 )  # fmt: skip
 def test_a_path_with_two_meanings_is_none(path):
