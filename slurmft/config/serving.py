@@ -68,8 +68,19 @@ class ServingConfig(Section):
     max_body_bytes: Annotated[Positive, AfterValidator(plain.at_most(1 << 32))] = 67_108_864
     """The longest body that a client may send."""
 
+    max_held_bytes: Annotated[Positive, AfterValidator(plain.at_most(1 << 40))] = 1 << 30
+    """The most that bodies of all requests may take of a router's memory; beyond it 503 with ``Retry-After``, before
+    the body is read. A single one is always taken."""
+
     client_timeout_s: Annotated[Seconds, Field(gt=0)] = 30.0
     """Seconds for a client to send its request, and to take each part of the answer; a slower one is cut off."""
+
+    allow_origins: tuple[Text, ...] = ()
+    """Origins, such as ``https://chat.example.org``, whose pages may send requests from a browser (CORS); ``*`` is any.
+    Empty: what engines say of it themselves, and no preflight, as those show no token."""
+
+    access_log: bool = True
+    """One line of JSON for each request in ``serving/access-NODE.log`` of the run folder, of 64 MiB and one before."""
 
     @model_validator(mode="before")
     @classmethod

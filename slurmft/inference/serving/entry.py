@@ -18,7 +18,7 @@ from typing import Any
 
 from slurmft.config.config import load
 from slurmft.inference.serving.certificates import context_for
-from slurmft.inference.serving.endpoint import is_local, key_of, token_in, token_of
+from slurmft.inference.serving.endpoint import folder_of, is_local, key_of, token_in, token_of
 from slurmft.inference.serving.listener import RouterServer
 from slurmft.inference.serving.router import Router
 from slurmft.inference.serving.router_settings import SETTINGS_VARIABLE, RouterSettings
@@ -40,7 +40,8 @@ async def serve(settings: RouterSettings) -> int:
     engine_token = token_in(section.engine.token_file) if section.engine.token_file is not None else ""
     router = Router(section, node=settings.node, token=token_of(config.run_folder), engine_token=engine_token,
                     key=key_of(config.run_folder))  # fmt: skip
-    server = RouterServer(router, section)
+    access = folder_of(config.run_folder) / f"access-{settings.node}.log" if section.serving.access_log else None
+    server = RouterServer(router, section, access)
     reader, writer = await asyncio.open_unix_connection(settings.socket, limit=MAX_LINE_BYTES)
 
     def say(**message: Any) -> None:

@@ -13,7 +13,7 @@ from slurmft.config.inference import EngineConfig, InferenceConfig
 from slurmft.policy.inference.degradation import GracefulDegradation, cheaper
 from slurmft.policy.inference.http_headers import end_to_end, seconds_asked
 from slurmft.policy.inference.paths import is_open, normal
-from slurmft.policy.inference.rotation import AVOIDED_S, Breaker, Entry, Load, Queue, choose, entry_of
+from slurmft.policy.inference.rotation import AVOIDED_S, Breaker, Entry, Load, Priority, Queue, choose, entry_of
 from slurmft.policy.inference.second_tries import MOST_SAVED, SHARE, Failure, RetryBudget, SecondTry, after_failure
 
 LOADS = st.lists(
@@ -72,8 +72,8 @@ QUIET = Queue(waiting=0, most=2, slots=4, mean_s=1.0, has_room=True)
     [
         (QUIET, {}, Entry.ADMITTED),
         (QUIET, {"closing": True}, Entry.CLOSED),
-        (QUIET, {"is_low": True}, Entry.ADMITTED),
-        (QUIET, {"is_low": True, "degraded": True}, Entry.LOW_PRIORITY),
+        (QUIET, {"priority": Priority.LOW}, Entry.ADMITTED),
+        (QUIET, {"priority": Priority.LOW, "degraded": True}, Entry.LOW_PRIORITY),
         (QUIET, {"degraded": True}, Entry.ADMITTED),
         (Queue(0, 2, 4, 1.0, has_room=False), {}, Entry.ADMITTED),
         (Queue(1, 2, 4, 1.0, has_room=True), {}, Entry.ADMITTED),
@@ -85,7 +85,7 @@ QUIET = Queue(waiting=0, most=2, slots=4, mean_s=1.0, has_room=True)
     ],
 )  # fmt: skip
 def test_what_becomes_of_a_request_that_comes(queue, more, entry):
-    given = {"left_s": 10.0, "is_low": False, "degraded": False, "closing": False, **more}
+    given = {"left_s": 10.0, "priority": Priority.NORMAL, "degraded": False, "closing": False, **more}
     assert entry_of(queue, **given) is entry
 
 
@@ -196,8 +196,8 @@ def test_a_kept_configuration_has_its_paths_in_another_section():
 
 
 @pytest.mark.parametrize(
-    "path", ["/a/../b", "/a/./b", "//a", "/a//b", "/a%2f%2fb", "/a%2F../b", "/a%252fb", "/%2e%2e/a", "/a\\b", "/a%5cb", "/a%00",
-             "/a%0d%0a", "/a;b", "/%2573leep", "a", "", "*", "http://h/a", "/a b"],
+    "path", ["/a/../b", "/a/./b", "//a", "/a//b", "/a%2f%2fb", "/a%2F../b", "/a%252fb", "/%2e%2e/a", "/a\\b", "/a%5cb",
+             "/a%00", "/a%0d%0a", "/a;b", "/%2573leep", "a", "", "*", "http://h/a", "/a b"],
 )  # fmt: skip
 def test_a_path_with_two_meanings_is_none(path):
     assert normal(path) is None
@@ -213,10 +213,10 @@ def test_a_normal_path_is_read_as_itself_by_any_engine(text):
 def test_headers_of_the_connection_stay_on_it():
     given = [("Connection", "close, X-Mine"), ("x-mine", "1"), ("Keep-Alive", "2"), ("X-Other", "3"),
              ("Transfer-Encoding", "chunked"), ("Content-Length", "4"), ("Set-Cookie", "a"), ("Set-Cookie", "b"),
-             ("Authorization", "Bearer t"), ("Host", "h")]  # fmt: skip
+             ("Authorization", "Bearer t"), ("X-API-Key", "t")]  # fmt: skip
     kept = [("X-Other", "3"), ("Set-Cookie", "a"), ("Set-Cookie", "b")]
     assert end_to_end(given, to_engine=True) == kept
-    assert end_to_end(given) == [*kept, ("Authorization", "Bearer t"), ("Host", "h")]
+    assert end_to_end(given) == [*kept, ("Authorization", "Bearer t"), ("X-API-Key", "t")]
 
 
 @pytest.mark.parametrize(
@@ -239,18 +239,24 @@ TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
         (CHAT, {"max_tokens": 900, "min_tokens": 100}, {"max_tokens": 64, "min_tokens": 64, "model": "s"}),
         (CHAT, {"max_tokens": None}, {"max_tokens": 64, "model": "s"}),
         (CHAT, {"max_tokens": "many"}, {"max_tokens": "many", "model": "s"}),
+        ("/v1/responses", {"max_output_tokens": 900}, {"max_output_tokens": 64, "model": "s"}),
+        ("/v1/messages", {"max_tokens": 900}, {"max_tokens": 64, "model": "s"}),
         ("/v1/embeddings", {"input": "x"}, {"input": "x"}), (TEXT, ["x"], ["x"]),
     ],
 )  # fmt: skip
-def test_a_degraded_endpoint_asks_for_less(path, asked, becomes):
-    assert json.loads(cheaper(path, json.dumps(asked).encode(), 64, "s")) == becomes
+def test_a_degraded_endpoint_asks_for_less_and_says_what(path, asked, becomes):
+    body, told = cheaper(path, json.dumps(asked).encode(), 64, "s")
+    assert json.loads(body) == becomes
+    lowered = [name for name in becomes if becomes[name] != asked.get(name)] if isinstance(asked, dict) else []
+    assert sorted(each.partition("=")[0] for each in told.split(", ") if each) == sorted(lowered)
 
 
 @pytest.mark.parametrize("body", [b"", b"\x1f\x8b\x00", b"{", b"[" * 100_000, b"1" * 5000, b'"x"', b"\xff"])
 def test_what_is_no_request_is_passed_on_as_it_is(body):
-    assert cheaper(TEXT, body, 64, "s") == body
+    assert cheaper(TEXT, body, 64, "s") == (body, "")
 
 
 def test_what_is_not_set_is_not_touched():
-    assert json.loads(cheaper(TEXT, b'{"model": "l"}', None, "s")) == {"model": "s"}
-    assert json.loads(cheaper(TEXT, b'{"max_tokens": 99}', 64, None)) == {"max_tokens": 64}
+    assert cheaper(TEXT, b'{"model": "l"}', None, "s") == (b'{"model": "s"}', "model=s")
+    assert cheaper(TEXT, b'{"max_tokens": 99}', 64, None) == (b'{"max_tokens": 64}', "max_tokens=64")
+    assert cheaper(TEXT, b'{"max_tokens":  9}', 64, None) == (b'{"max_tokens":  9}', "")
