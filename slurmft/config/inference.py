@@ -124,7 +124,8 @@ class InferenceConfig(Section):
     """An endpoint for clients instead of a batch; ``slurmft serve`` submits it."""
 
     output: Folder | None = None
-    """Folder for ``answers`` and ``errors``, in the order of the input; ``output`` in the run folder when empty."""
+    """Folder for ``answers`` and ``errors``, in the order of the input; ``output`` in the run folder when empty. Or one
+    file for all of them, whose name ends in ``.jsonl`` or ``.parquet``."""
 
     output_format: Literal["jsonl", "parquet"] = "jsonl"
     """``jsonl``: OpenAI's batch form. ``parquet``: the same as columns of texts, ``response`` and ``error`` in JSON."""
@@ -202,6 +203,15 @@ class InferenceConfig(Section):
     def from_stdin(self) -> bool:
         """Requests come from standard input."""
         return self.input == Path("-")
+
+    @property
+    def output_file(self) -> Path | None:
+        """The one file for all answers and errors; None where they are two in a folder."""
+        return self.output if self.output is not None and self.output.suffix in (".jsonl", ".parquet") else None
+
+    def output_folder(self, run_folder: Path) -> Path:
+        """The folder of the output, and of its parts."""
+        return run_folder / "output" if self.output is None or self.output_file is not None else self.output
 
     def with_paths(self, absolute: Callable[[Path | None], Path | None]) -> Self:
         """The same section with every path passed through ``absolute``; standard input stays what it is."""

@@ -80,6 +80,21 @@ def test_the_table_holds_what_the_lines_hold_in_the_order_of_the_input(batch, tm
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_all_rows_go_to_one_file_where_one_is_named(batch, tmp_path, suffix):
+    ledger, file = open_ledger(batch, 2), tmp_path / "new" / f"results{suffix}"
+    assert write_output(batch, ledger, tmp_path / "out", file=file) == Output(answers=40, errors=10)
+    ledger.close()
+    if suffix == ".jsonl":
+        content = file.read_bytes().decode(errors="surrogatepass")
+        found = [(row["id"], row["error"] is None) for row in map(json.loads, content.splitlines())]
+    else:
+        found = [(row["id"], row["error"] is None) for row in pyarrow.parquet.read_table(file).to_pylist()]
+    assert found == [(f"batch_req_{number}", number % 5 != 0) for number in range(COUNT)]
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["source.json"]
+
+
 def test_an_output_without_errors_is_an_empty_table(tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text('{"n": 1}\n')
