@@ -19,6 +19,8 @@ from typing import Any
 from aiohttp import HttpVersion11, web
 
 from slurmft.config.inference import InferenceConfig
+from slurmft.inference.serving.batches import PATHS as BATCHES
+from slurmft.inference.serving.batches import Batches
 from slurmft.inference.serving.errand import TRIP, Errand, error_answer
 from slurmft.inference.serving.metrics import Metrics
 from slurmft.inference.serving.replicas import Replica, Replicas
@@ -78,6 +80,9 @@ class Router:
         """Of the bodies of all requests."""
 
         self._mean_s = 0.0
+        self.batches: Batches | None = None
+        """Set where there is a folder for them."""
+
         self.metrics = Metrics(self)
         self.in_flight = 0
         """Requests that have come and are not answered."""
@@ -137,7 +142,8 @@ class Router:
             case "/metrics":
                 text, kind = self.metrics.answer(request.headers.get("Accept", ""))
                 return web.Response(body=text, headers={"Content-Type": kind})
-        if not is_open(request.method, path, self._open_paths):
+        is_of_batches = self.batches is not None and BATCHES.fullmatch(path.rstrip("/")) is not None
+        if not is_of_batches and not is_open(request.method, path, self._open_paths):
             self.metrics.refused("forbidden")
             return self.error(403, "no path that clients of this engine may use (inference.engine.allow_paths)")
         asked_s = seconds_asked(request.headers.get("X-Request-Timeout"))
@@ -153,6 +159,8 @@ class Router:
         if isinstance(found, web.Response):
             return found
         body = found
+        if is_of_batches and self.batches is not None:
+            return await self.batches.answer(request, path, body)
         if self._terms.degraded and (self.serving.degraded_max_tokens or self.serving.degraded_model):
             body, trip.degraded = await asyncio.to_thread(
                 cheaper, path, body, self.serving.degraded_max_tokens, self.serving.degraded_model
@@ -366,6 +374,8 @@ class Router:
 
     async def close(self) -> None:
         """Let go of the replicas."""
+        if self.batches is not None:
+            await self.batches.close()
         await self.replicas.close()
 
 
