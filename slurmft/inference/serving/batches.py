@@ -40,6 +40,7 @@ from slurmft.system.opening import open_regular, read_bytes
 PATHS = re.compile(r"/v1/(files|batches)(?:/((?:file-|batch_)[0-9a-f]{32})(?:/(content|cancel))?)?")
 LOOK_S, BEAT_S, SILENT_S = 1.0, 2.0, 15.0
 AGAIN_S, LONGEST_PAUSE_S = 1.0, 30.0
+OPEN = ("in_progress", "cancelling")
 LISTED, TOLD_ERRORS, MOST_BYTES = 100, 20, 1 << 33
 
 log = logging.getLogger(__name__)
@@ -107,9 +108,9 @@ class Batches:
                 told = self._create(json.loads(body))
             case "GET", _, None, None if kind:
                 after = request.query.get("after")
-                all_ = sorted(map(self._read, self._names(kind)), key=lambda each: -each["created_at"])
-                ids = [each["id"] for each in all_]
-                rest = all_[ids.index(after) + 1 if after in ids else 0 :]
+                rest = sorted(self._all(kind), key=lambda each: -each["created_at"])
+                ids = [each["id"] for each in rest]
+                rest = rest[ids.index(after) + 1 if after in ids else 0 :]
                 page = rest[: min(LISTED, int(request.query.get("limit", LISTED)))]
                 told = {"object": "list", "data": page, "has_more": len(page) < len(rest)}
             case "GET", _, str(), None:
@@ -120,6 +121,8 @@ class Batches:
                 return web.Response(body=content, headers={"Content-Type": "application/octet-stream"})
             case "DELETE", "files", str(), None:
                 self._read(name)
+                if any(each["input_file_id"] == name and each["status"] in OPEN for each in self._all("batches")):
+                    raise ValueError("a batch that is not at its end reads it")
                 (self._folder / f"{name}.json").unlink()
                 (self._folder / name).unlink(missing_ok=True)
                 told = {"id": name, "object": "file", "deleted": True}
@@ -131,9 +134,9 @@ class Batches:
                 return self._router.error(404, "batches and files have no such path or method")
         return web.json_response(told)
 
-    def _names(self, kind: str) -> list[str]:
+    def _all(self, kind: str) -> list[dict[str, Any]]:
         prefix = {"files": "file-", "batches": "batch_"}[kind]
-        return [path.stem for path in self._folder.glob(f"{prefix}*.json")]
+        return [self._read(path.stem) for path in self._folder.glob(f"{prefix}*.json")]
 
     def _read(self, name: str) -> dict[str, Any]:
         found = read_json(self._folder / f"{name}.json", owners={os.geteuid()})
@@ -209,11 +212,8 @@ class Batches:
     def _mine(self) -> list[str]:
         """Open batches of which no other router shows a beat."""
         found = []
-        for name in self._names("batches"):
-            if self._read(name)["status"] not in ("in_progress", "cancelling"):
-                continue
-            path = self._folder / f"{name}.owner"
-            beat = _content_of(path)
+        for name in [each["id"] for each in self._all("batches") if each["status"] in OPEN]:
+            beat = _content_of(self._folder / f"{name}.owner")
             before, since_s = self._seen.get(name, (None, 0.0))
             if beat != before:
                 since_s = time.monotonic()
@@ -258,7 +258,7 @@ class Batches:
         beat = _content_of(path)
         told = self._read(name)
         is_mine = beat.startswith(mine) or beat == self._seen[name][0]
-        if told["status"] not in ("in_progress", "cancelling") or not is_mine:
+        if told["status"] not in OPEN or not is_mine:
             return None
         replace_atomically(path, mine + f" {time.monotonic()}".encode())
         self._seen[name] = _content_of(path), time.monotonic()

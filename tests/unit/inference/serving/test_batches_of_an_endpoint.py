@@ -157,6 +157,8 @@ def test_a_batch_that_is_cancelled_keeps_what_it_has(tmp_path: Path) -> None:
             asks = client(world)
             batch = await begun(asks, content(*(f"s{number}" for number in range(200))))
             await world.until(lambda: len(engine.asked) > 10)
+            with pytest.raises(openai.BadRequestError):
+                await asks.files.delete(batch.input_file_id)
             assert (await asks.batches.cancel(batch.id)).status == "cancelling"
             batch = await ended(asks, batch)
             assert batch.status == "cancelled" and 0 < batch.request_counts.completed < 200

@@ -13,6 +13,8 @@ import pytest
 from aiohttp import web
 from serving_world import TOKEN, World, run, serving
 
+from slurmft.inference.serving.batches import Batches
+
 TABLE = Path(__file__).parents[4] / "docs" / "reference" / "http.md"
 A, H = f"Authorization: Bearer {TOKEN}\r\n", "Host: h.example:1\r\n"
 PAGE = "Origin: https://page.example\r\nAccess-Control-Request-Method: POST\r\n"
@@ -129,6 +131,9 @@ CASES: list[tuple[str, list[str], list[Callable[[list[str]], None]]]] = [
     ("`%2e%2e`, `//`, `\\`, `;`, `#`, `%25` in a path",
      [asked(each) for each in ("/v1/%2e%2e/reset", "//v1/models", "/v1\\x", "/v1/models;x", "/v1/m#x", "/v1/%252e")],
      [status(*[400] * 6)]),
+    ("`/v1/files`, `/v1/batches`, `/status`, `/metrics`",
+     [asked(each) for each in ("/v1/files", "/v1/batches?limit=2", "/status", "/metrics")],
+     [status(200, 200, 200, 200), has("slurmft_requests_in_flight")]),
     ("a path that is not open", [asked("/reset", method="POST", body="{}"), asked("/load_model")], [status(403, 403)]),
     ("no `Host`, or two", [asked(head=A), asked(head=A + H + H), asked(head=A, version="1.0")],
      [status(400, 400, 200)]),
@@ -192,11 +197,12 @@ def test_the_table_and_the_cases_are_the_same() -> None:
 
 
 @pytest.mark.parametrize(("asks", "checks"), [each[1:] for each in CASES], ids=[each[0] for each in CASES])
-def test_a_row_is_true(asks: list[str], checks: list[Callable[[list[str]], None]]) -> None:
+def test_a_row_is_true(asks: list[str], checks: list[Callable[[list[str]], None]], tmp_path: Path) -> None:
     async def work() -> None:
         engines = {"command": ["transformers", "serve", "{socket}"]}
         origins = {"allow_origins": ["https://page.example"]}
         async with serving({"a": engine}, origins, engine=engines, max_retries=0) as world:
+            world.router.batches = Batches(tmp_path, world.router, open_paths=(), slots=1, tries=1, token=TOKEN)
             answers = [await said(world, each.removeprefix("end "), end=each.startswith("end ")) for each in asks]
             for check in checks:
                 check(answers)
