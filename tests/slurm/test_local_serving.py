@@ -140,7 +140,18 @@ def test_what_a_user_does(endpoint: Endpoint) -> None:
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "BAD"}])
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
+    line = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": asked}
+    file = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=line["url"], completion_window="24h")
+    done = eventually(
+        lambda: found if (found := client.batches.retrieve(batch.id)).output_file_id else None, 20, "done"
+    )
+    (row,) = client.files.content(done.output_file_id).text.splitlines()
+    assert json.loads(row)["response"]["body"]["choices"][0]["message"]["content"] == whole
     client.close()
+    logs = eventually(lambda: list(endpoint.folder.path.glob("serving/access-*.log")), 10, "an access log")
+    lines = [json.loads(line) for path in logs for line in path.read_text().splitlines()]
+    assert {"/v1/models", "/v1/chat/completions", "/v1/batches"} <= {each["path"] for each in lines}
     eventually(lambda: (endpoint.folder.progress() or {}).get("step", 0) >= 5, 10, "requests count as steps")
     status = json.loads(endpoint.slurmft("status", str(endpoint.folder.path), "--json"))
     assert status["state"] == "running" and status["step"] >= 5
@@ -224,7 +235,7 @@ def test_a_dead_router_costs_a_plain_client_what_it_had_a_patient_one_nothing(en
     eventually(lambda: (endpoint.folder.progress() or {}).get("step", 0) > 300, 30, endpoint.story)
     os.kill(endpoint.routers()[0], signal.SIGKILL)
     told = json.loads(load.communicate(timeout=120)[0])
-    assert told["right"] > 1000, told
+    assert told["right"] > 300, told
     if kind == "patient":
         assert told["errors"] == {}, f"{told}\n{endpoint.story()}"
     else:  # what was in flight; then connections are refused until it listens again, on the same port
