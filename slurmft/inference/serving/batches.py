@@ -143,8 +143,8 @@ class Batches:
         if found is None:
             raise FileNotFoundError(name)
         del found["format"]
-        if (mark := self._folder / f"{name}.cancel").exists() and found.get("status") == "in_progress":
-            found |= {"status": "cancelling", "cancelling_at": int(mark.read_text())}
+        if found.get("status") == "in_progress" and (at := _content_of(self._folder / f"{name}.cancel")):
+            found |= {"status": "cancelling", "cancelling_at": int(at)}
         return found
 
     def _write(self, told: dict[str, Any]) -> dict[str, Any]:
