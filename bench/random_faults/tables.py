@@ -19,8 +19,8 @@ WHAT = {
     "inference": "Each run answers 3,000 requests on 3 nodes x 2 replicas, its folder on a disk that can be filled; "
     "faults come at random moments, also while it recovers from the one before.",
     "serving": "Each run is an endpoint on 3 nodes x 2 replicas with 2 routers, under the load of 100 clients, 35 of "
-    "which ask for streams; its engine is deterministic, and every answer is compared. 75 use "
-    "`slurmft.inference.Client`, 25 are plain and ask once. Faults come at random moments, also while it recovers from "
+    "which ask for streams; its engine is deterministic, and every answer is compared. 75 try "
+    "again, with another router; 25 are plain and ask once. Faults come at random moments, also while it recovers from "
     "the one before.",
 }
 
@@ -148,7 +148,8 @@ def totals(name: str, lines: Sequence[dict[str, Any]]) -> list[str]:
             ("replicas that died, routers that ended, nodes that were lost",
              ", ".join(str(sum(line[key] for line in lines)) for key in ("deaths", "routers", "nodes_lost"))),
             ("runs with a request that was neither answered nor refused", count("neither answered")),
-            ("runs with an error of our client", count("an error of our client")),
+            ("runs with an error of a client that tries again",
+             count("an error of a patient client") + count("an error of our client")),
         ]  # fmt: skip
     else:
         rows += [

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import platform
 import secrets
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +32,6 @@ import psutil
 import yaml
 
 import slurmft
-from slurmft.inference import Client
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster, token_of
 
 ENGINE = Path(__file__).with_name("engine.py")
@@ -82,8 +83,16 @@ class Endpoint:
         wait(lambda: HighAvailabilityCluster.read(self.path).available, "router")
         self.url = HighAvailabilityCluster.read(self.path).routers[0].urls[0]
         self.headers = {"Authorization": f"Bearer {token_of(self.path)}"}
-        with Client.of_run(self.path) as client:
-            wait(lambda: client.get("/status").json()["replicas"]["ready"] == 2, "replicas")
+        self.wait_for_replicas()
+
+    def wait_for_replicas(self) -> None:
+        asked = urllib.request.Request(f"{self.url}/status", headers=self.headers)
+
+        def are_ready() -> bool:
+            with urllib.request.urlopen(asked, timeout=10) as answer:
+                return bool(json.load(answer)["replicas"]["ready"] == 2)
+
+        wait(are_ready, "replicas")
 
     @property
     def router(self) -> psutil.Process:
@@ -267,8 +276,7 @@ def failover(endpoint: Endpoint, rounds: int) -> list[str]:
         worst, errors = asyncio.run(work())
         longest.append(worst / 1e3)
         failed += errors
-        with Client.of_run(endpoint.path) as client:
-            wait(lambda: client.get("/status").json()["replicas"]["ready"] == 2, "replicas")
+        endpoint.wait_for_replicas()
         if len(longest) == 3:
             break  # a fourth death within the window and the replica stays down
     return ["## A killed replica", "",

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from slurmft.config.serving import ServingConfig
 from slurmft.config.types import Count, Folder, Positive, Seconds, Section, Text, Words
 from slurmft.policy import plain_values as plain
+from slurmft.policy.inference.engines import engine_kind
+from slurmft.policy.inference.paths import OF_ENGINES, OPENAI
 
 MAX_CONCURRENCY = 4096
 PORT_WORD = "{port}"
@@ -55,6 +57,11 @@ class EngineConfig(Section):
     texts of any engine, and chats by ``continue_final_message``; ``never``: computed anew. Where it applies, engines
     are asked for streams."""
 
+    allow_paths: tuple[Text, ...] = ()
+    """Further paths that clients and lines of a batch may use, such as ``/v1/load_lora_adapter``, and those below them;
+    ``/`` is all. By themselves open are those that ask for something: of OpenAI's interface, of known engines their own
+    as well, ``request_path``, and ``ready_path`` to be read."""
+
     token_file: Folder | None = None
     """A file of mode 0600 with the token that the engine asks for; sent as ``Authorization: Bearer``."""
 
@@ -66,6 +73,22 @@ class EngineConfig(Section):
         if self.command is not None and not any(PORT_WORD in word or SOCKET_WORD in word for word in self.command):
             raise ValueError(f"command must hold {PORT_WORD} or {SOCKET_WORD}: each replica listens on one of its own")
         return self
+
+    @property
+    def open_paths(self) -> tuple[str, ...]:
+        """What clients and lines of a batch may use, for ``policy.inference.paths.is_open``."""
+        kind = engine_kind(self.command or ())
+        asked, ready = self.request_path or kind.request_path, self.ready_path or kind.ready_path
+        given = (asked.partition("?")[0], f"GET {ready.partition('?')[0]}", *self.allow_paths)
+        return (*OPENAI, *OF_ENGINES.get(kind.name, ()), *given)
+
+    @field_validator("allow_paths")
+    @classmethod
+    def _are_paths(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for path in value:
+            if not re.fullmatch(r"/[^\s?#%]*", path):
+                raise ValueError(f"{path!r} is not a path such as /v1/load_lora_adapter")
+        return value
 
     @field_validator("callable")
     @classmethod
@@ -101,7 +124,8 @@ class InferenceConfig(Section):
     """An endpoint for clients instead of a batch; ``slurmft serve`` submits it."""
 
     output: Folder | None = None
-    """Folder for ``answers`` and ``errors``, in the order of the input; ``output`` in the run folder when empty."""
+    """Folder for ``answers`` and ``errors``, in the order of the input; ``output`` in the run folder when empty. Or one
+    file for all of them, whose name ends in ``.jsonl`` or ``.parquet``."""
 
     output_format: Literal["jsonl", "parquet"] = "jsonl"
     """``jsonl``: OpenAI's batch form. ``parquet``: the same as columns of texts, ``response`` and ``error`` in JSON."""
@@ -154,6 +178,15 @@ class InferenceConfig(Section):
     commit_interval_s: Annotated[Seconds, Field(gt=0)] = 0.25
     """Seconds between two commits of a replica's answers."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_paths_of_the_engine(cls, value: Any) -> Any:
+        """Configurations that runs have kept have them in another section."""
+        match value:
+            case {"serving": {"allow_paths": paths, **serving}, "engine": {**engine}}:
+                return {**value, "serving": serving, "engine": {"allow_paths": paths, **engine}}
+        return value
+
     @model_validator(mode="after")
     def _is_batch_or_endpoint(self) -> Self:
         if (self.input is None) == (self.serving is None):
@@ -170,6 +203,15 @@ class InferenceConfig(Section):
     def from_stdin(self) -> bool:
         """Requests come from standard input."""
         return self.input == Path("-")
+
+    @property
+    def output_file(self) -> Path | None:
+        """The one file for all answers and errors; None where they are two in a folder."""
+        return self.output if self.output is not None and self.output.suffix in (".jsonl", ".parquet") else None
+
+    def output_folder(self, run_folder: Path) -> Path:
+        """The folder of the output, and of its parts."""
+        return run_folder / "output" if self.output is None or self.output_file is not None else self.output
 
     def with_paths(self, absolute: Callable[[Path | None], Path | None]) -> Self:
         """The same section with every path passed through ``absolute``; standard input stays what it is."""

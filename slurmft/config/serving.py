@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from slurmft.config.types import Count, Folder, Fraction, Positive, Seconds, Section, Text
 from slurmft.policy import plain_values as plain
@@ -69,12 +68,19 @@ class ServingConfig(Section):
     max_body_bytes: Annotated[Positive, AfterValidator(plain.at_most(1 << 32))] = 67_108_864
     """The longest body that a client may send."""
 
+    max_held_bytes: Annotated[Positive, AfterValidator(plain.at_most(1 << 40))] = 1 << 30
+    """The most that bodies of all requests may take of a router's memory; beyond it 503 with ``Retry-After``, before
+    the body is read. A single one is always taken."""
+
     client_timeout_s: Annotated[Seconds, Field(gt=0)] = 30.0
     """Seconds for a client to send its request, and to take each part of the answer; a slower one is cut off."""
 
-    allow_paths: tuple[Text, ...] = ()
-    """Administrative paths of the engine that clients may use all the same, such as ``/v1/load_lora_adapter``; those
-    below them as well."""
+    allow_origins: tuple[Text, ...] = ()
+    """Origins, such as ``https://chat.example.org``, whose pages may send requests from a browser (CORS); ``*`` is any.
+    Empty: what engines say of it themselves, and no preflight, as those show no token."""
+
+    access_log: bool = True
+    """One line of JSON for each request in ``serving/access-NODE.log`` of the run folder, of 64 MiB and one before."""
 
     @model_validator(mode="before")
     @classmethod
@@ -95,14 +101,6 @@ class ServingConfig(Section):
     def is_https(self) -> bool:
         """Whether the routers speak HTTPS."""
         return self.tls_own or self.tls_certificate is not None
-
-    @field_validator("allow_paths")
-    @classmethod
-    def _are_paths(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for path in value:
-            if not re.fullmatch(r"/[^\s?#%]*", path):
-                raise ValueError(f"{path!r} is not a path such as /v1/load_lora_adapter")
-        return value
 
     def with_paths(self, absolute: Callable[[Path | None], Path | None]) -> Self:
         """The same section with every path passed through ``absolute``."""

@@ -76,10 +76,13 @@ def refuse_unwritable(format: str) -> None:
 
 
 def write_output(
-    batch: Batch, ledger: Ledger, folder: Path, *, format: str = "jsonl",
+    batch: Batch, ledger: Ledger, folder: Path, *, format: str = "jsonl", file: Path | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Output | list[int]:  # fmt: skip
     """Write both files, each whole or not at all; or the numbers of requests whose answers cannot be read.
+
+    Args:
+        file: one for all rows, in place of both; its suffix says the format.
 
     Memory: 20 bytes for each request; for Parquet some 16 MiB more, however many there are.
 
@@ -93,7 +96,11 @@ def write_output(
     if missing := index.missing(0, batch.total):
         return missing
     begin_output(batch, folder)
-    counts = write_rows(batch, index, (0, batch.total), folder, (ANSWERS, ERRORS), format=format, progress=progress)
+    place, names = (folder, (ANSWERS, ERRORS)) if file is None else (file.parent, (file.stem, file.stem))
+    format = format if file is None else file.suffix[1:]
+    with writing(place):
+        place.mkdir(parents=True, exist_ok=True)
+    counts = write_rows(batch, index, (0, batch.total), place, names, format=format, progress=progress)
     return Output(*counts)
 
 
@@ -115,7 +122,7 @@ def write_rows(
     """Write the answers to the requests ``[first, last)``, and the errors, whole or not at all; returns how many each.
 
     Args:
-        names: of the two files, without suffix.
+        names: of the two files, without suffix; the same one for both: one file.
 
     Raises:
         StorageError: they cannot be written, or a segment not be read.
@@ -125,8 +132,9 @@ def write_rows(
         Requests(batch.folder) as requests,
         _Segments(batch.folder, index.segments) as segments,
         _File(folder, names[0], format) as answers,
-        _File(folder, names[1], format) as errors,
+        contextlib.nullcontext(answers) if names[0] == names[1] else _File(folder, names[1], format) as errors,
     ):
+        files, good = dict.fromkeys((errors, answers)), 0
         for number in range(*rows):
             request = requests.get(number)
             if "bad" in request:
@@ -135,14 +143,15 @@ def write_rows(
                 record = segments.get(*index.place_of(number))
             is_answer, row = row_of(number, request["id"], record)
             (answers if is_answer else errors).add(row)
+            good += is_answer
             if number % 10_000 == 0:
                 progress(number)
-        for file in (errors, answers):
+        for file in files:
             file.finish()
-        for file in (errors, answers):
+        for file in files:
             file.keep()
         fsync_folder(folder)
-    return answers.count, errors.count
+    return good, rows[1] - rows[0] - good
 
 
 def row_of(index: int, custom_id: str, record: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
@@ -161,7 +170,6 @@ class _File:
     def __init__(self, folder: Path, name: str, format: str) -> None:
         self._path, self._temporary = folder / f"{name}.{format}", folder / f".{name}.{format}.tmp"
         self._is_table = format == "parquet"
-        self.count = 0
         self._rows: list[dict[str, Any]] = []
         self._bytes = 0
 
@@ -179,7 +187,6 @@ class _File:
 
     def add(self, row: Mapping[str, Any]) -> None:
         """The next row, which ``row_of`` has made."""
-        self.count += 1
         if self._table is None:
             text = json.dumps(row, ensure_ascii=False, separators=(",", ":"))
             self._stream.write(text.encode(errors="surrogatepass") + b"\n")

@@ -8,14 +8,18 @@ later changes nothing.
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import gzip
 import hashlib
 import io
 import json
+import math
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -37,6 +41,9 @@ MAX_REQUEST_BYTES = 16 << 20
 MAX_ID_LENGTH = 512
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 TOLD_LINES = 5
+OF_A_LINE = ("custom_id", "method", "url")
+"""In a table, where every row has all columns, one of these that is null is not there."""
+
 _PAIR = struct.Struct("<QQ")
 
 Progress = Callable[[int], None]
@@ -90,7 +97,8 @@ def prepare(config: InferenceConfig, folder: Path, progress: Progress = lambda c
         return before
     with writing(folder):
         folder.mkdir(mode=0o700, exist_ok=True)
-    with writing(folder / "requests.jsonl"), _Writer(folder) as writer:
+    open_paths = config.engine.open_paths if config.engine.callable is None else None
+    with writing(folder / "requests.jsonl"), _Writer(folder, open_paths) as writer:
         digest, files = hashlib.sha256(), []
         for source in _sources(config):
             files.append(_take(source, writer, digest, progress))
@@ -252,21 +260,51 @@ def _rows(hashing: _Hashing) -> Iterator[tuple[int, Mapping[str, Any]]]:
     except ImportError as error:
         raise UsageError("inference.input: .parquet needs the package pyarrow", hint="pip install pyarrow") from error
     content = io.BufferedReader(hashing, 1 << 20).read()  # a table's index is at its end
-    number = 0
+    number, name = 0, "?"
     try:
         for batch in pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)).iter_batches(1024):
-            for row in batch.to_pylist():
+            columns = {}
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                columns[name] = column.to_pylist(maps_as_pydicts="strict")
+            for row in zip(*columns.values(), strict=True):
                 number += 1
-                yield number, row
+                yield number, dict(zip(columns, row, strict=True))
     except pyarrow.ArrowException as error:
         raise ValueError(str(error)) from error
+    except (ValueError, OverflowError, KeyError) as error:  # such as a date beyond the year 9999
+        raise ValueError(f"column {name!r}: {error}") from error
+
+
+def _as_json(value: Any, where: str) -> Any:
+    """A value of a table in the types of JSON: points in time as text (ISO 8601), decimals as numbers.
+
+    Raises:
+        ValueError: there is no such type for it, or it would be another number; names the column.
+    """
+    match value:
+        case datetime.date() | datetime.time():
+            return value.isoformat()
+        case decimal.Decimal() if value.is_finite() and decimal.Decimal(repr(float(value))) == value:
+            return int(value) if value == value.to_integral_value() else float(value)
+        case uuid.UUID():
+            return str(value)
+        case Mapping() if all(isinstance(key, str) for key in value):
+            return {key: _as_json(each, f"{where}.{key}" if where else key) for key, each in value.items()}
+        case list() | tuple():
+            return [_as_json(each, where) for each in value]
+        case None | str() | int():
+            return value
+        case float() if math.isfinite(value):
+            return value
+    told = f" {value}" if isinstance(value, float | decimal.Decimal) else ""
+    raise ValueError(f"column {where}: a {type(value).__name__}{told} has no form in JSON; make it a text or a number")
 
 
 class _Writer:
     """Writes the files under temporary names; ``keep`` gives them their own."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, open_paths: Sequence[str] | None) -> None:
+        self._folder, self._open_paths = folder, open_paths
         self._streams: dict[str, io.BufferedWriter] = {}
         self.total = self._at = 0
         self.bad: list[int] = []
@@ -286,7 +324,7 @@ class _Writer:
 
     def add(self, value: bytes | Mapping[str, Any], where: str) -> None:
         try:
-            record = request_of(value, where)
+            record = request_of(value, where, self._open_paths)
         except ValueError as error:
             self.bad.append(self.total)
             if len(self.problems) < TOLD_LINES:
@@ -314,45 +352,78 @@ class _Writer:
         fsync_folder(self._folder)
 
 
-def request_of(value: bytes | Mapping[str, Any], where: str) -> dict[str, Any]:
+def request_of(
+    value: bytes | Mapping[str, Any], where: str, open_paths: Sequence[str] | None = None
+) -> dict[str, Any]:  # fmt: skip
     """A line, or a row of a table, as a request; ``where`` is its id unless it has a ``custom_id``.
+
+    Args:
+        open_paths: of the engine; None: the requests are for a callable, which takes any body.
 
     Raises:
         ValueError: says why it is none.
     """
-    if isinstance(value, bytes):
-        if len(value) > MAX_REQUEST_BYTES:
-            raise ValueError(f"longer than {MAX_REQUEST_BYTES >> 20} MiB")
-        try:
-            value = json.loads(value, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"not JSON ({error})"[:200]) from None
-    if not isinstance(value, Mapping):
-        raise ValueError("not an object")
+    value = _object_in(value)
     custom_id = value.get("custom_id", where)
     if isinstance(custom_id, int) and not isinstance(custom_id, bool):
         custom_id = str(custom_id)
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_LENGTH:
         raise ValueError(f"its custom_id is not a text of 1 to {MAX_ID_LENGTH} characters")
-    if "body" not in value:
-        return {"id": custom_id, "body": {key: each for key, each in value.items() if key != "custom_id"}}
-    body, url, method = value["body"], value.get("url"), value.get("method", "POST")
+    body = value.get("body", {key: each for key, each in value.items() if key != "custom_id"})
     if not isinstance(body, Mapping):
         raise ValueError("its body is not an object")
+    if open_paths is not None and body.get("stream") not in (None, False):
+        raise ValueError("it asks for a stream; a batch has whole answers, so take stream out of it")
+    if "body" not in value:
+        return {"id": custom_id, "body": body}
+    url, method = value.get("url"), value.get("method", "POST")
     if method != "POST":
         raise ValueError(f"its method is {str(method)[:20]!r}; only POST is known")
     if url is None:
         return {"id": custom_id, "body": body}
+    _refuse_closed(url, open_paths)
+    return {"id": custom_id, "url": url, "body": body}
+
+
+def _object_in(value: bytes | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(value, bytes):
+        if len(value) > MAX_REQUEST_BYTES:
+            raise ValueError(f"longer than {MAX_REQUEST_BYTES >> 20} MiB")
+        found = _json_of(value)
+    else:
+        found = {name: each for name, each in _as_json(value, "").items() if name not in OF_A_LINE or each is not None}
+        if isinstance(text := found.get("body"), str):  # as the columns of answers are
+            found["body"] = _json_of(text)
+    if not isinstance(found, Mapping):
+        raise ValueError("not an object")
+    return found
+
+
+def _json_of(text: bytes | str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})"[:200]) from None
+
+
+def _refuse_closed(url: Any, open_paths: Sequence[str] | None) -> None:
     if not isinstance(url, str) or not url.startswith("/") or url.startswith("//") or not url.isprintable():
         raise ValueError("its url is not a path such as /v1/chat/completions")
     path = normal(url.partition("?")[0])
-    if path is None or not is_open(path, ()):
-        raise ValueError("its url is one by which an engine is administered, or can be read in two ways")
-    return {"id": custom_id, "url": url, "body": body}
+    if path is None:
+        raise ValueError("its url can be read in two ways")
+    if open_paths is not None and not is_open("POST", path, open_paths):
+        raise ValueError(f"its url is not open to requests of this engine: {url[:80]} (inference.engine.allow_paths)")
 
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:20]} is too large")
+    return value
 
 
 def _refuse_duplicates(folder: Path, hashes: np.ndarray[Any, np.dtype[np.uint64]]) -> None:

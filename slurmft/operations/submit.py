@@ -110,13 +110,16 @@ def read_requests(settings: RunConfig, tell: Callable[[int], None]) -> RequestsR
 
     if settings.inference is None:
         raise TypeError("this configuration has no section inference")
-    refuse_unwritable(settings.inference.output_format)
+    file = settings.inference.output_file
+    refuse_unwritable(settings.inference.output_format if file is None else file.suffix[1:])
     run = RunFolder(settings.run_folder)
     run.create()
     folder = folder_of(run.path)
-    output = settings.inference.output or run.path / "output"
+    output = settings.inference.output_folder(run.path)
     if (before := load(folder)) is None:
         refuse_foreign_output(output, None)
+        if file is not None and file.exists():
+            raise UsageError(f"inference.output: {file} is there already", hint="choose another name, or move it away")
     batch = prepare(settings.inference, folder, tell)
     refuse_foreign_output(output, batch.digest)
     if before is not None:

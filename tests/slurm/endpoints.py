@@ -25,7 +25,7 @@ CLIENTS, NODES, REPLICAS = 100, 2, 2
 class Load:
     """Clients on the login node, in a thread of ours; ``kind`` as serving_load.py has them."""
 
-    def __init__(self, run: EndpointRun, seconds: float, *, kind: str = "ours", clients: int = CLIENTS) -> None:
+    def __init__(self, run: EndpointRun, seconds: float, *, kind: str = "patient", clients: int = CLIENTS) -> None:
         argv = ["python", str(run.path.parent / "load.py"), str(run.path), str(clients), str(seconds), kind]
         self._enough = run.path.parent / "enough"
         self._told: dict[str, Any] = {"errors": {"the clients": "have not ended"}}
@@ -85,6 +85,7 @@ def maker(lab: Lab, request: pytest.FixtureRequest) -> NewEndpoint:
         folder.mkdir(parents=True)
         shutil.copy(HERE / "serving_engine.py", folder / "engine.py")
         shutil.copy(HERE / "serving_load.py", folder / "load.py")
+        shutil.copy(HERE / "patient_client.py", folder)
         run = EndpointRun(lab, folder / "run", folder / "serve.yaml")
         section = {
             "engine": {"command": ["python", str(folder / "engine.py"), "--socket", "{socket}", "--delay", "0.2"]},

@@ -1,11 +1,12 @@
 """Clients of an endpoint that count what becomes of their requests.
 
-python serving_load.py RUN_FOLDER CLIENTS SECONDS ours|plain|rereading    prints one line of JSON
+python serving_load.py RUN_FOLDER CLIENTS SECONDS patient|plain|rereading    prints one line of JSON
 
 It ends earlier when there is a file ``enough`` beside the run folder.
 
-ours: slurmft.inference.Client. plain: aiohttp, which keeps to the router that it has found in the beginning and asks
-once. rereading: the same, but it reads endpoints.json again after an error of its connection.
+patient: it asks another router, and again, until its deadline. plain: aiohttp, which keeps to the router that it has
+found in the beginning and asks once. rereading: the same, but it reads endpoints.json again after an error of its
+connection.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from patient_client import NoAnswer, PatientClient
 
-from slurmft.inference import Client, RequestFailed
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster, ca_file, token_of
 
 
@@ -55,19 +56,19 @@ async def load(run_folder: Path, *, clients: int, seconds: float, kind: str) -> 
             await asyncio.sleep(0.1)
         goes_on = False
 
-    async def ours(number: int, client: Client) -> None:
+    async def patient(number: int, client: PatientClient) -> None:
         while goes_on:
             count.asked += 1
             prompt, began_s = f"{number}-{count.asked}", time.monotonic()
             try:
-                answer = await client.post_async("/v1/chat/completions", _body(prompt), timeout_s=60)
-            except RequestFailed as error:
+                status, content = await client.post("/v1/chat/completions", _body(prompt), timeout_s=60)
+            except NoAnswer as error:
                 count.errors[str(error)[:200]] += 1
                 continue
-            if answer.status == 200:
-                count.add(answer.json(), prompt, began_s)
+            if status == 200:
+                count.add(json.loads(content), prompt, began_s)
             else:
-                count.errors[f"HTTP {answer.status}"] += 1
+                count.errors[f"HTTP {status}"] += 1
 
     async def plain(number: int, session: aiohttp.ClientSession, urls: list[str]) -> None:
         while goes_on:
@@ -87,9 +88,9 @@ async def load(run_folder: Path, *, clients: int, seconds: float, kind: str) -> 
                 if kind == "rereading":
                     urls = routers(run_folder) or urls
 
-    if kind == "ours":
-        async with Client.of_run(run_folder) as client:
-            await asyncio.gather(watch(), *(ours(number, client) for number in range(clients)))
+    if kind == "patient":
+        async with PatientClient(run_folder) as client:
+            await asyncio.gather(watch(), *(patient(number, client) for number in range(clients)))
         return count
     urls = routers(run_folder)
     headers = {"Authorization": f"Bearer {token_of(run_folder)}"}

@@ -19,17 +19,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+from patient_client import NoAnswer, PatientClient
 from word_engine import next_token, prompt_of
 
-from slurmft.inference import Client, RequestFailed
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster, token_of
 
-OURS, PLAIN, STREAMS, PLAIN_STREAMS = 50, 15, 25, 10
+PATIENT, PLAIN, STREAMS, PLAIN_STREAMS = 50, 15, 25, 10
 """A hundred clients: each with one request at a time."""
 
 TOKENS = 20
 DEADLINE_S = 280.0
-"""Of a request of our client: longer than the endpoint is ever away."""
+"""Of a request of a patient client: longer than the endpoint is ever away."""
 
 PLAIN_DEADLINE_S = 30.0
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -105,7 +105,7 @@ class Load:
 
     def __init__(self, run_folder: Path) -> None:
         self._run_folder, self._enough = run_folder, run_folder.parent / "enough"
-        self.counts = {kind: Count() for kind in ("ours", "plain", "our streams", "plain streams")}
+        self.counts = {kind: Count() for kind in ("patient", "plain", "patient streams", "plain streams")}
         self._number = 0
         self._is_enough = False
 
@@ -114,14 +114,14 @@ class Load:
         timeout = aiohttp.ClientTimeout(total=PLAIN_DEADLINE_S)
         connector = aiohttp.TCPConnector(limit=0)
         async with (
-            Client.of_run(self._run_folder) as client,
+            PatientClient(self._run_folder) as client,
             aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as session,
         ):
             watching = asyncio.create_task(self._watch())
             works = [
-                *(self._again_and_again("ours", self._ours, client) for _ in range(OURS)),
+                *(self._again_and_again("patient", self._patient, client) for _ in range(PATIENT)),
                 *(self._again_and_again("plain", self._plain, session) for _ in range(PLAIN)),
-                *(self._again_and_again("our streams", self._our_stream, client) for _ in range(STREAMS)),
+                *(self._again_and_again("patient streams", self._patient_stream, client) for _ in range(STREAMS)),
                 *(self._again_and_again("plain streams", self._plain_stream, session) for _ in range(PLAIN_STREAMS)),
             ]
             await asyncio.gather(*works)
@@ -141,23 +141,21 @@ class Load:
             path = CHAT if number % 2 else TEXT
             try:
                 await work(through, path, body_of(path, number, stream="stream" in kind), count)
-            except (RequestFailed, aiohttp.ClientError, OSError) as error:
+            except (NoAnswer, aiohttp.ClientError, OSError) as error:
                 count.refused[f"{type(error).__name__}: {str(error)[:160]}"] += 1
             if sum(count.refused.values()) > before:
                 await asyncio.sleep(0.3)
             count.longest_s = max(count.longest_s, time.monotonic() - began_s)
 
-    async def _ours(self, client: Client, path: str, body: dict[str, Any], count: Count) -> None:
-        answer = await client.post_async(path, body, timeout_s=DEADLINE_S)
-        self._judge(path, body, answer.status, answer.body, count)
+    async def _patient(self, client: PatientClient, path: str, body: dict[str, Any], count: Count) -> None:
+        self._judge(path, body, *await client.post(path, body, timeout_s=DEADLINE_S), count)
 
     async def _plain(self, session: aiohttp.ClientSession, path: str, body: dict[str, Any], count: Count) -> None:
         async with session.post(self._url() + path, json=body) as answer:
             self._judge(path, body, answer.status, await answer.read(), count)
 
-    async def _our_stream(self, client: Client, path: str, body: dict[str, Any], count: Count) -> None:
-        content = b"".join([part async for part in client.stream_async(path, body, timeout_s=DEADLINE_S)])
-        judge_stream(path, body, content, count)
+    async def _patient_stream(self, client: PatientClient, path: str, body: dict[str, Any], count: Count) -> None:
+        judge_stream(path, body, (await client.post(path, body, timeout_s=DEADLINE_S))[1], count)
 
     async def _plain_stream(
         self, session: aiohttp.ClientSession, path: str, body: dict[str, Any], count: Count

@@ -126,6 +126,7 @@ def stormy(lab: Lab, request: pytest.FixtureRequest) -> EndpointRun:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     shutil.copy(HERE / "serving_storm_load.py", folder / "load.py")
+    shutil.copy(HERE / "patient_client.py", folder)
     shutil.copy(HERE.parent / "unit" / "support" / "word_engine.py", folder)
     run = EndpointRun(lab, folder / "run", folder / "serve.yaml")
     section = {
@@ -168,8 +169,8 @@ def test_random_serving_faults(stormy: EndpointRun, seed: int) -> None:
     for kind, count in told.items():
         if count["wrong"]:
             failures.append(f"neither answered nor refused: {kind}: {count['wrong']}")
-        if kind.startswith("our") and count["refused"]:
-            failures.append(f"an error of our client: {kind}: {count['refused']}")
+        if kind.startswith("patient") and count["refused"]:
+            failures.append(f"an error of a patient client: {kind}: {count['refused']}")
     run.slurmft("stop", str(run.path), check=False)
     deaths, ended, lost = (len(run.events(name)) for name in ("replica died", "router ended", "agent lost"))
     storm.record(failures, clients=told, deaths=deaths, routers=ended, nodes_lost=lost)

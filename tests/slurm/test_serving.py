@@ -17,7 +17,7 @@ def new_endpoint(lab: Lab, request: pytest.FixtureRequest) -> NewEndpoint:
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("cut off", marks=pytest.mark.soak)])
-def test_a_lost_node_costs_no_request_of_our_client(lab: Lab, new_endpoint: NewEndpoint, how: str) -> None:
+def test_a_lost_node_costs_no_request_of_a_patient_client(lab: Lab, new_endpoint: NewEndpoint, how: str) -> None:
     run = new_endpoint()
     job = run.submit()
     load, victim = Load(run, 15), run.other_node
@@ -35,7 +35,7 @@ def test_a_lost_node_costs_no_request_of_our_client(lab: Lab, new_endpoint: NewE
     run.wait_until_out_of_queue(job)
 
 
-def test_a_requeued_endpoint_comes_back_and_our_client_waits_for_it(new_endpoint: NewEndpoint) -> None:
+def test_a_requeued_endpoint_comes_back_and_a_patient_client_waits_for_it(new_endpoint: NewEndpoint) -> None:
     run = new_endpoint(serving={"handover": False})
     job = run.submit()
     load, before = Load(run, 25), run.routers

@@ -54,7 +54,7 @@ class RouterAddress:
 class HighAvailabilityCluster:
     """The routers of an endpoint: all are active, know all replicas, and share no state that one's death loses.
 
-    ``endpoints.json`` holds it. A client that meets a dead router goes on with ``after``.
+    ``endpoints.json`` holds it. A client that meets a dead router goes on with another one.
     """
 
     routers: tuple[RouterAddress, ...] = ()
@@ -72,10 +72,6 @@ class HighAvailabilityCluster:
     def without_node(self, number: int) -> Self:
         """The router of this node is gone."""
         return type(self)(tuple(each for each in self.routers if each.number != number))
-
-    def after(self, place: int) -> RouterAddress | None:
-        """The router at a place, counted around; None where there is none."""
-        return self.routers[place % len(self.routers)] if self.routers else None
 
     @classmethod
     def read(cls, run_folder: Path) -> Self:

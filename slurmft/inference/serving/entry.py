@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.config.config import load
+from slurmft.inference.serving.batches import Batches
 from slurmft.inference.serving.certificates import context_for
-from slurmft.inference.serving.endpoint import is_local, key_of, token_in, token_of
+from slurmft.inference.serving.endpoint import folder_of, is_local, key_of, token_in, token_of
 from slurmft.inference.serving.listener import RouterServer
 from slurmft.inference.serving.router import Router
 from slurmft.inference.serving.router_settings import SETTINGS_VARIABLE, RouterSettings
@@ -40,7 +41,8 @@ async def serve(settings: RouterSettings) -> int:
     engine_token = token_in(section.engine.token_file) if section.engine.token_file is not None else ""
     router = Router(section, node=settings.node, token=token_of(config.run_folder), engine_token=engine_token,
                     key=key_of(config.run_folder))  # fmt: skip
-    server = RouterServer(router, section)
+    access = folder_of(config.run_folder) / f"access-{settings.node}.log" if section.serving.access_log else None
+    server = RouterServer(router, section, access)
     reader, writer = await asyncio.open_unix_connection(settings.socket, limit=MAX_LINE_BYTES)
 
     def say(**message: Any) -> None:
@@ -55,6 +57,11 @@ async def serve(settings: RouterSettings) -> int:
     if section.serving.tls_own:
         context = await asyncio.to_thread(context_for, config.run_folder, settings.hosts)
     port = await server.listen(host, settings.port, context)
+    router.batches = Batches(
+        folder_of(config.run_folder) / "batches", router, open_paths=section.engine.open_paths,
+        slots=section.concurrency, tries=section.max_retries + 1, token=token_of(config.run_folder),
+    )  # fmt: skip
+    router.batches.begin(f"{'https' if section.serving.is_https else 'http'}://127.0.0.1:{port}")
     gc.collect()
     gc.freeze()  # what is there now stays: a full collection would hold requests up
     say(kind="ready", port=port)

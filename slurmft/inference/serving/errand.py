@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -18,8 +19,9 @@ from yarl import URL
 from slurmft.inference.serving.replicas import Replica
 from slurmft.policy.inference.answers import Outcome, outcome_of_status, retry_after_s
 from slurmft.policy.inference.continuation import PATHS
-from slurmft.policy.inference.http_headers import end_to_end
+from slurmft.policy.inference.http_headers import end_to_end, within
 from slurmft.policy.inference.joined_streams import CONTINUED, JoinedStream, Unjoinable
+from slurmft.policy.inference.rotation import Priority
 from slurmft.policy.inference.second_tries import Failure, after_failure
 
 if TYPE_CHECKING:
@@ -42,6 +44,35 @@ AS_THEY_CAME = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 log = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True, slots=True)
+class Trip:
+    """What is known of a request beside itself, for its answer and the access log."""
+
+    id: str
+    target: str
+    """Path and query."""
+
+    host: str
+    """As its client names this router."""
+
+    client: str
+    """Its address."""
+
+    priority: Priority = Priority.NORMAL
+    replica: str = ""
+    """The last one that was asked."""
+
+    tries: int = 0
+    held_bytes: int = 0
+    """Of its body, in this router's memory."""
+
+    degraded: str = ""
+    """What was lowered in it, as the endpoint is degraded."""
+
+
+TRIP = web.RequestKey("trip", Trip)
+
+
 class _Failed(Exception):
     """A try has failed: the client has not got a byte, or its stream can go on elsewhere."""
 
@@ -58,10 +89,17 @@ class Errand:
     def __init__(self, router: Router, request: web.BaseRequest, body: bytes, deadline_s: float) -> None:
         self._router, self._request, self._body, self._deadline_s = router, request, body, deadline_s
         self._config = router.config
+        self._trip = trip = request[TRIP]
         self._headers = CIMultiDict(end_to_end(request.headers.items(), to_engine=True))
+        before = [*request.headers.getall("X-Forwarded-For", ()), trip.client]
+        scheme, host = (request.headers.get(f"X-Forwarded-{name}") for name in ("Proto", "Host"))
+        self._headers.update({
+            "Host": trip.host, "X-Request-ID": trip.id, "X-Forwarded-For": ", ".join(before),
+            "X-Forwarded-Proto": scheme or request.scheme, "X-Forwarded-Host": host or trip.host,
+        })  # fmt: skip
         if router.engine_token:
             self._headers["Authorization"] = f"Bearer {router.engine_token}"
-        self._url = URL(f"http://replica{request.raw_path}", encoded=True)
+        self._url = URL(f"http://replica{trip.target}", encoded=True)
         self._limit: asyncio.Timeout | None = None
         self._response: aiohttp.ClientResponse | None = None
         self._is_lost = self._is_passing = self._is_late = False
@@ -95,9 +133,12 @@ class Errand:
         router.budget = router.budget.came()
         began_s = time.monotonic()
         while True:
-            replica = await router.replica_for(self._deadline_s, without, is_suspect=bool(self.crashed))
+            replica = await router.replica_for(
+                self._deadline_s, without, is_suspect=bool(self.crashed), priority=self._trip.priority
+            )
             if replica is None:
                 return await self._give_up("deadline", 504, "no replica had room before the deadline of the request")
+            self._trip.replica, self._trip.tries = replica.name, self._trip.tries + 1
             try:
                 answer = await self._try(replica)
             except _Failed as error:
@@ -228,7 +269,9 @@ class Errand:
 
     def _headers_of(self, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
         headers = CIMultiDict(end_to_end(response.headers.items()))
-        headers.update(self._router.state_header())
+        for name in {"Location", "Content-Location"} & headers.keys():
+            headers[name] = within(headers[name], self._trip.host)
+        headers.update(self._router.headers_for(self._request))
         return headers
 
     async def _pass_on(self, response: aiohttp.ClientResponse, part: bytes, gone: asyncio.Event) -> web.StreamResponse:
@@ -312,7 +355,7 @@ class Errand:
         assert self._answer is not None
         status = 504 if self._is_late else 502
         why = f"{self._cut_for} ({error})" if self._cut_for != LOST else LOST
-        log.warning("an answer that had begun has no end: %s (%s)", self._cut_for, error)
+        log.warning("request %s: an answer that had begun has no end: %s (%s)", self._trip.id, self._cut_for, error)
         if self._stream is not None and not self._is_late:
             try:
                 self._rest, ending = self._stream.rest()
@@ -371,8 +414,9 @@ class Errand:
 
 def is_last(request: web.BaseRequest) -> bool:
     """Whether a connection ends with this request: aiohttp (3.14) takes trailers behind a chunked body for headers of
-    the request that follows, which may be another client's where a proxy collects them."""
-    return "Transfer-Encoding" in request.headers
+    the request that follows, which may be another client's where a proxy collects them; and it does not read on behind
+    an ``Upgrade`` that is not taken."""
+    return "Transfer-Encoding" in request.headers or "Upgrade" in request.headers
 
 
 def error_answer(status: int, why: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import logging
 import socket
 import ssl
 import time
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from aiohttp import web
@@ -16,9 +17,12 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.errors import LaunchError, UsageError
-from slurmft.inference.serving.errand import error_answer, is_last
+from slurmft.inference.serving.access_log import AccessLog
+from slurmft.inference.serving.errand import TRIP, Trip, error_answer, is_last
 from slurmft.inference.serving.handshake import listening_socket
 from slurmft.inference.serving.router import Router
+from slurmft.policy.inference.http_headers import request_id, target_of
+from slurmft.policy.inference.rotation import Priority
 from slurmft.policy.strangers import Strangers
 from slurmft.system.processes import allow_descriptors
 
@@ -56,8 +60,9 @@ _Stranger: TypeAlias = "_Arrival | _Connection"
 class RouterServer:
     """Listens for clients, and keeps slow and silent ones from holding connections."""
 
-    def __init__(self, router: Router, config: InferenceConfig) -> None:
+    def __init__(self, router: Router, config: InferenceConfig, access_log: Path | None = None) -> None:
         assert config.serving is not None
+        self.access = AccessLog(access_log)
         self._router, self._serving = router, config.serving
         self._busy: set[web.RequestHandler] = set()
         self._idle_since: dict[web.RequestHandler, float] = {}
@@ -100,6 +105,7 @@ class RouterServer:
             raise LaunchError(f"cannot listen on port {port}: {error.strerror or error}") from error
         asyncio.get_running_loop().add_reader(listening, self._accept, listening, context)
         self._sweeping = asyncio.create_task(self._sweep())
+        self.access.begin()
         return int(listening.getsockname()[1])
 
     async def leave(self) -> None:
@@ -121,6 +127,7 @@ class RouterServer:
         for arriving in self._arriving:
             arriving.cancel()
         await self._server.shutdown(0.1)
+        await self.access.close()
 
     def _stop_listening(self) -> None:
         if self._listener is not None:
@@ -173,15 +180,26 @@ class RouterServer:
         connection = request.protocol
         assert isinstance(connection, _Connection)
         self._busy.add(connection)
+        began_s, answer = time.monotonic(), None
+        target, host = target_of(request.raw_path)
+        request[TRIP] = Trip(
+            id=request_id(request.headers.get("X-Request-ID")), target=target, client=connection.address,
+            priority=Priority.of(request.headers.get("X-Priority")),
+            host=host or request.headers.get("Host") or connection.own_address,
+        )  # fmt: skip
         try:
             is_known = self._router.knows(request)
             if is_known:
                 self.strangers.forget(connection)
             answer = await self._router.handle(request, is_known=is_known)
-            if not answer.prepared and (self._is_leaving or is_last(request)):
-                answer.force_close()  # a client that is not told sends its next request into the closed connection
+            if not answer.prepared:
+                answer.headers.update(self._router.headers_for(request))
+                answer.headers.setdefault("Server", "slurmft")
+                if self._is_leaving or is_last(request):
+                    answer.force_close()  # a client that is not told sends its next request into the closed connection
             return answer
         finally:
+            self.access.note(request, answer, time.monotonic() - began_s)
             self._busy.discard(connection)
             self._known.add(connection)
             self._idle_since[connection] = time.monotonic()
@@ -219,22 +237,28 @@ class _Arrival:
 class _Connection(web.RequestHandler):
     """A client's connection."""
 
-    __slots__ = ("_address", "_arrival", "_server")
+    __slots__ = ("_arrival", "_server", "address")
 
     def __init__(
         self, server: RouterServer, manager: web.Server, arrival: _Arrival, address: str, **settings: Any
     ) -> None:
         super().__init__(manager, **settings)
-        self._server, self._arrival, self._address = server, arrival, address
+        self._server, self._arrival, self.address = server, arrival, address
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._server.strangers.forget(self._arrival)
-        self._server.admit(self, self._address)
+        self._server.admit(self, self.address)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._server.strangers.forget(self)
         super().connection_lost(exc)
+
+    @property
+    def own_address(self) -> str:
+        """Where the client has found this router."""
+        name = self.transport.get_extra_info("sockname") if self.transport is not None else None
+        return f"{name[0]}:{name[1]}" if name else "replica"
 
     def hang_up(self) -> None:
         """End it at once."""
@@ -252,6 +276,7 @@ class _Connection(web.RequestHandler):
             log.error("a request has failed in the router", exc_info=exc)
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has begun already")
-        answer = web.json_response(error_answer(status, UNREAD.get(status, "an error in the router")), status=status)
+        told = error_answer(status, UNREAD.get(status, "an error in the router"))
+        answer = web.json_response(told, status=status, headers={"Server": "slurmft"})
         answer.force_close()
         return answer

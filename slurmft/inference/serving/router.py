@@ -19,17 +19,19 @@ from typing import Any
 from aiohttp import HttpVersion11, web
 
 from slurmft.config.inference import InferenceConfig
-from slurmft.inference.serving.errand import Errand, error_answer
+from slurmft.inference.serving.batches import PATHS as BATCHES
+from slurmft.inference.serving.batches import Batches
+from slurmft.inference.serving.errand import TRIP, Errand, error_answer
 from slurmft.inference.serving.metrics import Metrics
 from slurmft.inference.serving.replicas import Replica, Replicas
 from slurmft.policy.inference.continuation import continued_forms
 from slurmft.policy.inference.degradation import GracefulDegradation, cheaper
 from slurmft.policy.inference.engines import engine_kind
-from slurmft.policy.inference.http_headers import seconds_asked
+from slurmft.policy.inference.http_headers import seconds_asked, token_shown
 from slurmft.policy.inference.kept_streams import KeptStreams
 from slurmft.policy.inference.paths import is_open, normal
 from slurmft.policy.inference.poison import KILLS
-from slurmft.policy.inference.rotation import Entry, Queue, choose, entry_of
+from slurmft.policy.inference.rotation import Entry, Priority, Queue, choose, entry_of
 from slurmft.policy.inference.second_tries import RetryBudget
 
 RETRY_AFTER_S = 1
@@ -56,6 +58,7 @@ class Router:
         self.config, self.serving, self._node = config, config.serving, node
         self._token = token.encode()
         self.engine_token = engine_token
+        self._open_paths = config.engine.open_paths
         kind = engine_kind(config.engine.command or ())
         self.continued = continued_forms(config.engine.continue_from_prefix, counts_pieces=kind.counts_pieces)
         """Forms of streams that go on with another replica."""
@@ -66,14 +69,20 @@ class Router:
         self.replicas = Replicas(key, self._on_change, self._wake)
         self._degradation = GracefulDegradation(self.serving.degraded_below, config.concurrency)
         self._terms = self._degradation.terms
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: Mapping[Priority, deque[asyncio.Future[None]]] = {each: deque() for each in Priority}
         self.budget = RetryBudget()
         """Replaced as requests come and are tried again."""
 
         self._poison: dict[bytes, float] = {}
         """Digests of requests that have crashed replicas, and until when they are refused."""
 
+        self.held_bytes = 0
+        """Of the bodies of all requests."""
+
         self._mean_s = 0.0
+        self.batches: Batches | None = None
+        """Set where there is a folder for them."""
+
         self.metrics = Metrics(self)
         self.in_flight = 0
         """Requests that have come and are not answered."""
@@ -85,38 +94,58 @@ class Router:
 
     def knows(self, request: web.BaseRequest) -> bool:
         """Whether a request shows the token."""
-        scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
-        # all of it is compared, whatever the scheme
-        is_right = hmac.compare_digest(shown.encode(errors="surrogateescape"), self._token)
-        return is_right and scheme.lower() == "bearer"
+        return hmac.compare_digest(token_shown(request.headers).encode(errors="surrogateescape"), self._token)
 
     async def handle(self, request: web.BaseRequest, *, is_known: bool) -> web.StreamResponse:
         """Answer one request; ``is_known``: it shows the token."""
         self.in_flight += 1
         try:
+            if (preflight := self._preflight(request)) is not None:
+                return preflight
             if not is_known:
                 self.metrics.refused("unauthorized")
                 return self.error(401, "the token is missing or wrong", {"WWW-Authenticate": "Bearer"})
             return await self._handle(request)
         finally:
             self.in_flight -= 1
+            self.held_bytes -= request[TRIP].held_bytes
+
+    def _preflight(self, request: web.BaseRequest) -> web.Response | None:
+        """What a browser asks, without a token, before its page sends a request here."""
+        asked = request.headers.get("Access-Control-Request-Method")
+        if request.method != "OPTIONS" or asked is None or not self._is_of_page(request):
+            return None
+        wants = request.headers.get("Access-Control-Request-Headers", "")
+        names = {"Methods": asked, "Headers": wants, "Max-Age": "600"}
+        return web.Response(status=204, headers={f"Access-Control-{'Allow-' * (name != 'Max-Age')}{name}": value
+                                                 for name, value in names.items() if value})  # fmt: skip
+
+    def _is_of_page(self, request: web.BaseRequest) -> bool:
+        allowed = self.serving.allow_origins
+        return "Origin" in request.headers and ("*" in allowed or request.headers["Origin"] in allowed)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        path = normal(request.raw_path.partition("?")[0])
-        if path is None or "#" in request.raw_path:
+        trip = request[TRIP]
+        path = normal(trip.target.partition("?")[0])
+        if path is None or "#" in trip.target:
             return self.error(400, "the path can be understood in more than one way", closing=True)
+        if "websocket" in request.headers.get("Upgrade", "").lower():
+            return self.error(
+                501, "websockets do not pass through here; ask for a stream (text/event-stream)", closing=True
+            )
         coding = request.headers.get("Transfer-Encoding", "chunked").strip().lower()
-        if "Upgrade" in request.headers or request.method in ("CONNECT", "TRACE") or coding != "chunked":
+        if request.method in ("CONNECT", "TRACE") or coding != "chunked":
             return self.error(501, "only requests and their answers pass through here", closing=True)
         match path:
             case "/status":
-                return web.json_response(self.status(), headers=self.state_header())
+                return web.json_response(self.status())
             case "/metrics":
                 text, kind = self.metrics.answer(request.headers.get("Accept", ""))
                 return web.Response(body=text, headers={"Content-Type": kind})
-        if not is_open(path, self.serving.allow_paths):
+        is_of_batches = self.batches is not None and BATCHES.fullmatch(path.rstrip("/")) is not None
+        if not is_of_batches and not is_open(request.method, path, self._open_paths):
             self.metrics.refused("forbidden")
-            return self.error(403, "this path administers the engine (inference.serving.allow_paths)")
+            return self.error(403, "no path that clients of this engine may use (inference.engine.allow_paths)")
         asked_s = seconds_asked(request.headers.get("X-Request-Timeout"))
         limit_s = min(asked_s or self.config.request_timeout_s * self._terms.timeout_factor, 7 * 86_400.0)
         deadline_s = time.monotonic() + limit_s
@@ -124,13 +153,16 @@ class Router:
             return refusal
         try:
             async with asyncio.timeout(self.serving.client_timeout_s):
-                body = await self._body(request)
+                found = await self._body(request)
         except TimeoutError:
             return self.error(408, "the body did not come in time (inference.serving.client_timeout_s)", closing=True)
-        if body is None:
-            return self.error(413, "the body is too long (inference.serving.max_body_bytes)", closing=True)
+        if isinstance(found, web.Response):
+            return found
+        body = found
+        if is_of_batches and self.batches is not None:
+            return await self.batches.answer(request, path, body)
         if self._terms.degraded and (self.serving.degraded_max_tokens or self.serving.degraded_model):
-            body = await asyncio.to_thread(
+            body, trip.degraded = await asyncio.to_thread(
                 cheaper, path, body, self.serving.degraded_max_tokens, self.serving.degraded_model
             )
         if self._poison and self.is_poison(request, body):
@@ -151,11 +183,12 @@ class Router:
         log.error("a request has crashed %d replicas; it is refused for %.0f s", KILLS, POISON_S)
 
     def _refusal(self, request: web.BaseRequest, left_s: float) -> web.Response | None:
-        loads, limit = self.replicas.loads(), self._terms.concurrency
+        priority = request[TRIP].priority
+        loads, limit = self.replicas.loads(), priority.share_of(self._terms.concurrency)
         slots, has_room = len(loads) * limit, choose(loads, limit=limit) is not None
-        queue = Queue(len(self._waiting), self.serving.max_queue, slots, self._mean_s, has_room)
-        is_low = request.headers.get("X-Priority", "").strip().lower() == "low"
-        entry = entry_of(queue, left_s=left_s, is_low=is_low, degraded=self._terms.degraded, closing=self._is_closing())
+        queue = Queue(self._before(priority), self.serving.max_queue, slots, self._mean_s, has_room)
+        entry = entry_of(queue, left_s=left_s, priority=priority, degraded=self._terms.degraded,
+                         closing=self._is_closing())  # fmt: skip
         if entry is Entry.ADMITTED:
             return None
         self.metrics.refused(entry.value)
@@ -165,34 +198,48 @@ class Router:
         why = "the endpoint is going away" if entry is Entry.CLOSED else "degraded: no requests of low priority"
         return self.error(503, why, {"Retry-After": str(LONG_RETRY_S)})
 
-    async def _body(self, request: web.BaseRequest) -> bytes | None:
-        """The whole body, as it must be there for another try; None where it is too long."""
-        limit = self.serving.max_body_bytes
-        if request.content_length is not None and request.content_length > limit:
-            return None
+    async def _body(self, request: web.BaseRequest) -> bytes | web.Response:
+        """The whole body, as it must be there for another try; a refusal where there is no room for it."""
+        if (refusal := self._hold(request, request.content_length or 0)) is not None:
+            return refusal
         expects = request.version >= HttpVersion11 and request.headers.get("Expect", "").lower() == "100-continue"
         if expects and request.transport is not None:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if not request.can_read_body:
             return b""
-        parts, room = [], limit
+        parts, size = [], 0
         async for part in request.content.iter_any():
             parts.append(part)
-            room -= len(part)
-            if room < 0:
-                return None
+            size += len(part)
+            if (refusal := self._hold(request, size)) is not None:
+                return refusal
         return b"".join(parts)
+
+    def _hold(self, request: web.BaseRequest, size: int) -> web.Response | None:
+        """Make room for so many bytes of a body, before they are read."""
+        if size > self.serving.max_body_bytes:
+            return self.error(413, "the body is too long (inference.serving.max_body_bytes)", closing=True)
+        more = max(0, size - request[TRIP].held_bytes)
+        if self.held_bytes and more and self.held_bytes + more > self.serving.max_held_bytes:
+            self.metrics.refused("memory")
+            told = {"Retry-After": str(RETRY_AFTER_S)}
+            return self.error(
+                503, "too many bodies wait already (inference.serving.max_held_bytes)", told, closing=True
+            )
+        self.held_bytes += more
+        request[TRIP].held_bytes += more
+        return None
 
     # The replicas
 
     async def replica_for(
-        self, deadline_s: float, without: set[str], *, is_suspect: bool = False
+        self, deadline_s: float, without: set[str], *, is_suspect: bool = False, priority: Priority = Priority.NORMAL
     ) -> Replica | None:  # fmt: skip
         """One that has room, with the request begun on it; None where there is none before the deadline."""
-        is_woken = False
+        is_woken, line = False, self._waiting[priority]
         while True:
-            is_next = is_woken or not self._waiting
-            limit = self._terms.concurrency
+            is_next = is_woken or not self._before(priority)
+            limit = priority.share_of(self._terms.concurrency)
             if is_next and (replica := self.replicas.choose(limit, without, is_suspect=is_suspect)) is not None:
                 replica.begin()
                 if is_woken:
@@ -203,14 +250,18 @@ class Router:
                 return None
             waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             if is_woken:  # another one was faster: this one is still the first of those that wait
-                self._waiting.appendleft(waiting)
+                line.appendleft(waiting)
             else:
-                self._waiting.append(waiting)
-            is_woken = await self._woken(waiting, left_s)
+                line.append(waiting)
+            is_woken = await self._woken(line, waiting, left_s)
             if not is_woken:
                 return None
 
-    async def _woken(self, waiting: asyncio.Future[None], left_s: float) -> bool:
+    def _before(self, priority: Priority) -> int:
+        """How many wait that have their turn before one more of this priority."""
+        return sum(len(line) for each, line in self._waiting.items() if each <= priority)
+
+    async def _woken(self, line: deque[asyncio.Future[None]], waiting: asyncio.Future[None], left_s: float) -> bool:
         """Wait for room; False where the time is up."""
         is_woken = False
         try:
@@ -221,8 +272,8 @@ class Router:
             pass
         finally:
             if not is_woken:
-                if waiting in self._waiting:
-                    self._waiting.remove(waiting)
+                if waiting in line:
+                    line.remove(waiting)
                 else:
                     self._wake()  # it was woken, and will not take the room
         return is_woken
@@ -238,8 +289,9 @@ class Router:
         self._wake()
 
     def _wake(self) -> None:
-        if self._waiting and self.replicas.choose(self._terms.concurrency, ()) is not None:
-            waiting = self._waiting.popleft()
+        first = next((each for each, line in self._waiting.items() if line), None)
+        if first is not None and self.replicas.choose(first.share_of(self._terms.concurrency), ()) is not None:
+            waiting = self._waiting[first].popleft()
             if not waiting.done():
                 waiting.set_result(None)
             else:
@@ -265,7 +317,7 @@ class Router:
     @property
     def waiting(self) -> int:
         """Requests that wait for a replica."""
-        return len(self._waiting)
+        return self._before(Priority.LOW)
 
     @property
     def kept_bytes(self) -> int:
@@ -299,25 +351,33 @@ class Router:
         self.answered += 1
         self._mean_s += (seconds - self._mean_s) / MEAN_OVER if self._mean_s else seconds
 
-    def state_header(self) -> dict[str, str]:
-        """What an answer says about the endpoint."""
-        return {"X-Slurmft-State": "degraded"} if self.degraded else {}
+    def headers_for(self, request: web.BaseRequest) -> dict[str, str]:
+        """What any answer to this request says."""
+        found = {"X-Request-ID": request[TRIP].id}
+        if self.degraded:
+            found["X-Slurmft-State"] = "degraded"
+        if request[TRIP].degraded:
+            found["X-Slurmft-Degraded"] = request[TRIP].degraded
+        if self._is_of_page(request):
+            found |= {"Access-Control-Allow-Origin": request.headers["Origin"], "Vary": "Origin",
+                      "Access-Control-Expose-Headers": "*"}  # fmt: skip
+        return found
 
     def error(
         self, status: int, why: str, headers: Mapping[str, str] | None = None, *, closing: bool = False
     ) -> web.Response:
         """An error of the router's own."""
-        answer = web.json_response(
-            error_answer(status, why), status=status, headers={**self.state_header(), **(headers or {})}
-        )
+        answer = web.json_response(error_answer(status, why), status=status, headers=headers)
         if closing:
             answer.force_close()
         return answer
 
     async def close(self) -> None:
         """Let go of the replicas."""
+        if self.batches is not None:
+            await self.batches.close()
         await self.replicas.close()
 
 
 def _digest(request: web.BaseRequest, body: bytes) -> bytes:
-    return hashlib.sha256(b"\0".join([request.method.encode(), request.raw_path.encode(), body])).digest()
+    return hashlib.sha256(b"\0".join([request.method.encode(), request[TRIP].target.encode(), body])).digest()

@@ -5,26 +5,37 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 
-from slurmft.policy.inference.continuation import PATHS, is_count
+from slurmft.policy.inference.continuation import is_count
 
 BACK_ABOVE = 1.2
 """Degradation ends at this multiple of the share at which it begins: a replica that comes and goes changes nothing."""
 
 
-def cheaper(path: str, body: bytes, max_tokens: int | None, model: str | None) -> bytes:
-    """A request for a completion or a chat with these limits; any other body as it is."""
+LIMITS = {
+    "/v1/completions": ("max_tokens",), "/v1/chat/completions": ("max_tokens", "max_completion_tokens"),
+    "/v1/responses": ("max_output_tokens",), "/v1/messages": ("max_tokens",),
+}  # fmt: skip
+"""What limits the tokens of an answer, by the request's path; the first one where none is given."""
+
+
+def cheaper(path: str, body: bytes, max_tokens: int | None, model: str | None) -> tuple[bytes, str]:
+    """A request for an answer with these limits, and what is another than it asked for; any other body as it is."""
     try:
-        request = json.loads(body) if path in PATHS else None
+        request = json.loads(body) if path in LIMITS else None
     except (ValueError, RecursionError):
-        return body
+        request = None
     if not isinstance(request, dict):
-        return body
+        return body, ""
+    now = dict(request)
     if max_tokens is not None:
-        asked = [name for name in ("max_tokens", "max_completion_tokens") if request.get(name) is not None]
-        for name in (*(asked or ["max_tokens"]), *(["min_tokens"] if "min_tokens" in request else [])):
-            if is_count(now := request.get(name)) or now is None:  # else the engine refuses it
-                request[name] = max_tokens if now is None else min(now, max_tokens)
-    return json.dumps(request if model is None else {**request, "model": model}).encode()
+        asked = [name for name in LIMITS[path] if request.get(name) is not None]
+        for name in (*(asked or LIMITS[path][:1]), *(["min_tokens"] if "min_tokens" in request else [])):
+            if is_count(given := request.get(name)) or given is None:  # else the engine refuses it
+                now[name] = max_tokens if given is None else min(given, max_tokens)
+    if model is not None:
+        now["model"] = model
+    told = ", ".join(f"{name}={value}" for name, value in sorted(now.items()) if value != request.get(name))
+    return (json.dumps(now).encode(), told) if told else (body, "")
 
 
 @dataclass(frozen=True, slots=True)

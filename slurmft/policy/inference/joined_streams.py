@@ -10,7 +10,6 @@ the rest begins behind it wherever that is, also in the middle of a word.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,9 +26,7 @@ TOO_LONG = "it is too long to be continued"
 END = b"[DONE]"
 DONE = b"data: [DONE]\n\n"
 CONTINUED = "X-Slurmft-Continued"
-"""Header of a stream: the forms that can be continued, also by the client itself when its router is lost."""
-
-ROUTERS_ERROR, MAY_GO_ON = b"event: error\ndata: ", 502
+"""Header of a stream: the forms that can be continued."""
 
 OF_A_STREAM = frozenset({"stream", "stream_options", "stop"})
 """Parameters that are looked at here, and not with those of an answer that comes as a whole."""
@@ -60,25 +57,13 @@ class JoinedStream:
         path: of the request.
         body: of the request, as it came; it is looked into only when an engine is lost.
         forms: those that engines can continue.
-        of_router: what comes is from a router, whose own errors are no part of the stream where that can go on.
         kept: the account of all streams; ``end`` gives back what this one keeps.
     """
 
-    def __init__(
-        self,
-        path: str,
-        body: bytes,
-        forms: frozenset[Form],
-        *,
-        of_router: bool = False,
-        kept: KeptStreams | None = None,
-    ) -> None:
-        self._path, self._raw_body, self._forms, self._of_router = path, body, forms, of_router
+    def __init__(self, path: str, body: bytes, forms: frozenset[Form], *, kept: KeptStreams | None = None) -> None:
+        self._path, self._raw_body, self._forms = path, body, forms
         self._kept, self._forgotten = kept, ""
         """The account, and why nothing is kept any more."""
-
-        self.broken = b""
-        """The event with which a router has ended it, although it may go on."""
 
         self._held = b""
         """The beginning of an event whose end has not come."""
@@ -114,12 +99,6 @@ class JoinedStream:
 
         self._has_usage = self._is_text_only = False
 
-    def may_be_continued(self, forms: str | None) -> bool:
-        """Whether to keep what comes, by the header ``CONTINUED`` of its answer."""
-        found = {each.strip() for each in (forms or "").split(",")}
-        self._forms = frozenset(each for each in Form if each in found)
-        return bool(self._forms) or self.seams > 0
-
     @property
     def is_closed(self) -> bool:
         """It has been continued, and is at its end."""
@@ -142,24 +121,12 @@ class JoinedStream:
                 self._give_up(TOO_LONG)
         if not whole:
             return b""
-        if self._of_router and ROUTERS_ERROR in whole:
-            whole = self._without_error(whole)
         if self.seams:
             return b"".join(self._rewritten(whole))
         if not self._forgotten:
             self._parts.append(whole)
             self._keep(len(whole))
         self.is_ended = self.is_ended or whole[-20:].rstrip().endswith((b"data: [DONE]", b"data:[DONE]"))
-        return whole
-
-    def _without_error(self, whole: bytes) -> bytes:
-        """What came before a router's error that may be another one's success; all where it is final."""
-        before, _, error = whole.partition(ROUTERS_ERROR)
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            told = json.loads(error.partition(b"\n")[0])["error"]
-            if told["type"] == "slurmft" and told["code"] == MAY_GO_ON:
-                self.broken = ROUTERS_ERROR + error
-                return before
         return whole
 
     def is_whole(self) -> bool:
@@ -182,7 +149,7 @@ class JoinedStream:
         Raises:
             Unjoinable: it cannot go on.
         """
-        self._held = self.broken = b""
+        self._held = b""
         self._look_back()
         if self.is_ended:
             return None, b""

@@ -1,41 +1,40 @@
-"""Which paths of an engine a client may use: all but those that administer it.
+"""Which paths of an engine its clients, and the lines of a batch, may use: those that ask it for something.
 
-As of the engines' own sources and documents in 2026: vLLM (``VLLM_SERVER_DEV_MODE`` routes, LoRA, profiler, sleep,
-elastic experts), SGLang (weights, profiler, memory, cache, sessions), llama.cpp (slots, LoRA, models, props).
+As of the engines' own sources and documents in 2026. All others, among them those that load, unload, sleep, reset or
+profile, and those of a later version, stay closed until the configuration names them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from urllib.parse import unquote
 
-ADMINISTRATIVE = frozenset({
-    # vLLM
-    "/sleep", "/wake_up", "/is_sleeping", "/collective_rpc", "/reset_prefix_cache", "/reset_mm_cache",
-    "/reset_encoder_cache", "/server_info", "/start_profile", "/stop_profile", "/scale_elastic_ep",
-    "/is_scaling_elastic_ep", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/pause", "/resume", "/is_paused",
-    "/update_weights", "/init_weight_transfer_engine", "/get_world_size", "/abort_requests",
-    # SGLang
-    "/flush_cache", "/clear_hicache_storage_backend", "/init_weights_update_group", "/update_weights_from_disk",
-    "/update_weights_from_distributed", "/update_weights_from_tensor", "/update_weights_from_ipc",
-    "/update_weight_version", "/get_weights_by_name", "/destroy_weights_update_group", "/release_memory_occupation",
-    "/resume_memory_occupation", "/load_lora_adapter", "/unload_lora_adapter", "/start_expert_distribution_record",
-    "/stop_expert_distribution_record", "/dump_expert_distribution_record", "/set_internal_state",
-    "/get_internal_state", "/set_trace_level", "/configure_logging", "/abort_request", "/pause_generation",
-    "/continue_generation", "/open_session", "/close_session", "/get_server_info", "/slow_down", "/freeze_gc",
-    "/hicache", "/init_weights_send_group_for_remote_instance", "/send_weights_to_remote_instance",
-    "/load_lora_adapter_from_tensors",
-    # llama.cpp
-    "/slots", "/props", "/lora-adapters", "/models/load", "/models/unload",
-    # servers of any kind
-    "/admin", "/debug", "/shutdown", "/quit",
-})  # fmt: skip
-DEEPEST = max(each.count("/") for each in ADMINISTRATIVE)
+OPENAI = (
+    "GET /v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings",
+    "/v1/rerank", "/v1/score", "/v1/moderations", "/v1/audio", "/v1/images", "/tokenize", "/detokenize", "GET /health",
+    "GET /ping", "GET /version",
+)  # fmt: skip
+"""Of any engine. ``GET`` in front: to be read (GET, HEAD, OPTIONS), and not to be changed."""
+
+OF_ENGINES: Mapping[str, tuple[str, ...]] = {
+    "vllm": ("/pooling", "/classify", "/score", "/rerank", "/v2/rerank", "/v2/embed", "/invocations",
+             "/inference/v1/generate"),
+    "sglang": ("/generate", "/encode", "/classify", "/v1/classify", "/v1/tokenize", "/v1/detokenize", "/invocations",
+               "/vertex_generate", "/parse_function_call", "/separate_reasoning", "GET /health_generate",
+               "GET /model_info", "GET /get_model_info", "/api/chat", "/api/generate"),
+    "text-generation-launcher": ("/generate", "/generate_stream", "/chat_tokenize", "/invocations", "GET /info"),
+    "llama-server": ("/completion", "/completions", "/chat/completions", "/embedding", "/embeddings", "/infill",
+                     "/rerank", "/reranking", "/v1/reranking", "/apply-template", "GET /v1/health"),
+}  # fmt: skip
+"""What those of ``engines.KNOWN`` have beside them."""
 
 
 def normal(path: str) -> str | None:
     """The path as an engine may understand it, however it is written; None where it can be understood in two ways.
+
+    A slash that is written as ``%2F``, as in the name of a model, is one, as most servers have it. One that does not
+    see it as such sees a longer name behind the same beginning, or nothing that it knows.
 
     Args:
         path: of a request, still with its percent signs, without the query.
@@ -44,19 +43,14 @@ def normal(path: str) -> str | None:
     if "%" in plain or "\\" in plain or not plain.startswith("/") or re.search(r"[\x00-\x20\x7f;?#]", plain):
         return None
     parts = plain.split("/")[1:]
-    if any(part in (".", "..") for part in parts) or "" in parts[:-1] or "%2f" in path.lower():
-        return None
-    return plain
+    return None if any(part in (".", "..") for part in parts) or "" in parts[:-1] else plain
 
 
-def is_open(path: str, allowed: Sequence[str]) -> bool:
-    """Whether clients may use a path, as ``normal`` returned it; ``allowed`` are those of the configuration."""
-    lower = path.lower().rstrip("/")
-    parts = lower.split("/", DEEPEST + 1)
-    if ADMINISTRATIVE.isdisjoint("/".join(parts[: count + 1]) for count in range(1, DEEPEST + 1)):
-        return True
-
-    def is_below(prefix: str) -> bool:
-        return lower == prefix or lower.startswith(prefix + "/")
-
-    return any(is_below(each.lower().rstrip("/")) for each in allowed)
+def is_open(method: str, path: str, allowed: Iterable[str]) -> bool:
+    """Whether a path, as ``normal`` returned it, is one of ``allowed``, or below one of them."""
+    is_read = method in ("GET", "HEAD", "OPTIONS")
+    for each in allowed:
+        verb, _, beginning = each.rpartition(" ")
+        if (is_read or not verb) and (path == beginning or path.startswith(beginning.rstrip("/") + "/")):
+            return True
+    return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 FAILURES_TO_AVOID = 5
 """Failures in a row, with nothing else in between, after which a replica is avoided."""
@@ -62,6 +62,23 @@ class Breaker:
         return now_s < self.until_s
 
 
+class Priority(IntEnum):
+    """Of a request (``X-Priority``): one of a higher priority that waits is next."""
+
+    HIGH = 0
+    NORMAL = 1
+    LOW = 2
+
+    @classmethod
+    def of(cls, header: str | None) -> Priority:
+        """What a request asks for; ``NORMAL`` for what is not known."""
+        return cls.__members__.get((header or "").strip().upper(), cls.NORMAL)
+
+    def share_of(self, concurrency: int) -> int:
+        """How many requests a replica may have when it gets one of these: low ones leave a quarter to others."""
+        return max(1, concurrency - concurrency // 4) if self is Priority.LOW else concurrency
+
+
 class Entry(StrEnum):
     """What becomes of a request that has come."""
 
@@ -81,6 +98,8 @@ class Queue:
     """What waits in a router, and how fast it becomes less."""
 
     waiting: int
+    """Of this priority and above."""
+
     most: int
     slots: int
     """Requests at a time, of all replicas together."""
@@ -97,14 +116,14 @@ class Queue:
         return (self.waiting + 1) * self.mean_s / self.slots if self.slots else 0.0
 
 
-def entry_of(queue: Queue, *, left_s: float, is_low: bool, degraded: bool, closing: bool) -> Entry:
+def entry_of(queue: Queue, *, left_s: float, priority: Priority, degraded: bool, closing: bool) -> Entry:
     """Whether a request with ``left_s`` seconds until its deadline is admitted.
 
     Overload never becomes a time-out: a request that would not get a replica in time is refused at once.
     """
     if closing:
         return Entry.CLOSED
-    if is_low and degraded:
+    if priority is Priority.LOW and degraded:
         return Entry.LOW_PRIORITY
     if queue.has_room and not queue.waiting:
         return Entry.ADMITTED

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 ENGINE = "inference.engine."
-OF_ROUTERS = frozenset({"inference.engine.token_file"})
+OF_ROUTERS = frozenset({"inference.engine.token_file", "inference.engine.allow_paths"})
 """Settings of the engine that routers read when they start."""
 
 

@@ -132,7 +132,7 @@ class InferenceAttempt:
             engine, expire_after_s = fingerprint(self._section.engine), self._section.partial_expires_after_s
             before = await self._in_folder(lambda: left_behind(folder, engine, expire_after_s=expire_after_s))
             self._coordinator.partials = before
-        self._output_folder = self._section.output or self._run.path / "output"
+        self._output_folder = self._section.output_folder(self._run.path)
         self._parts = OutputParts(batch, self._ledger, self._output_folder, size=self._section.part_requests,
                                   format=self._section.output_format)  # fmt: skip
         self._first = self._ledger.count
@@ -176,13 +176,14 @@ class InferenceAttempt:
         ledger, folder, batch = self._ledger, self._output_folder, self._coordinator.batch
         # minutes for millions of answers: signs of life must not wait for it
         async with self._writes_output:
-            found = await asyncio.to_thread(write_output, batch, ledger, folder, format=self._section.output_format)
+            form, file = self._section.output_format, self._section.output_file
+            found = await asyncio.to_thread(write_output, batch, ledger, folder, format=form, file=file)
         if isinstance(found, Output):
             self._output = found
             if self._parts is not None:
                 await asyncio.to_thread(self._parts.remove)
             await self._in_folder(lambda: forget_all(folder_of(self._run.path)))
-            self._journal.append(EventName.OUTPUT_WRITTEN, folder=str(folder), answers=found.answers,
+            self._journal.append(EventName.OUTPUT_WRITTEN, folder=str(file or folder), answers=found.answers,
                                  errors=found.errors)  # fmt: skip
             self._over.set()
             return

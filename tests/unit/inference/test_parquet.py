@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from click.testing import CliRunner
 
 from slurmft.cli.main import cli
 from slurmft.config.inference import InferenceConfig
-from slurmft.errors import UsageError
+from slurmft.errors import ConfigError, UsageError
 from slurmft.inference import answers
 from slurmft.inference.answers import Output, refuse_foreign_output, refuse_unwritable, write_output
 from slurmft.inference.ledger import open_ledger, segments_of
@@ -78,6 +80,21 @@ def test_the_table_holds_what_the_lines_hold_in_the_order_of_the_input(batch, tm
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_all_rows_go_to_one_file_where_one_is_named(batch, tmp_path, suffix):
+    ledger, file = open_ledger(batch, 2), tmp_path / "new" / f"results{suffix}"
+    assert write_output(batch, ledger, tmp_path / "out", file=file) == Output(answers=40, errors=10)
+    ledger.close()
+    if suffix == ".jsonl":
+        content = file.read_bytes().decode(errors="surrogatepass")
+        found = [(row["id"], row["error"] is None) for row in map(json.loads, content.splitlines())]
+    else:
+        found = [(row["id"], row["error"] is None) for row in pyarrow.parquet.read_table(file).to_pylist()]
+    assert found == [(f"batch_req_{number}", number % 5 != 0) for number in range(COUNT)]
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["source.json"]
+
+
 def test_an_output_without_errors_is_an_empty_table(tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text('{"n": 1}\n')
@@ -125,6 +142,58 @@ def test_a_table_of_requests_is_read(tmp_path):
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no table PAR1")
     with pytest.raises(UsageError, match=r"broken\.parquet cannot be read"):
         prepared(tmp_path / "broken.parquet", tmp_path / "second")
+
+
+def test_values_of_a_table_become_those_of_json(tmp_path):
+    at = datetime.datetime(2026, 11, 26, 12, 30, 0, 5, tzinfo=datetime.UTC)
+    table = pyarrow.table({
+        "custom_id": ["a", None],
+        "at": pyarrow.array([at, None], pyarrow.timestamp("us", "UTC")),
+        "exact": pyarrow.array([at.replace(tzinfo=None)] * 2, pyarrow.timestamp("ns")),
+        "day": [at.date()] * 2, "hour": [at.time()] * 2, "price": [decimal.Decimal("1.50"), decimal.Decimal("7.00")],
+        "map": pyarrow.array([{"k": 1}, {}], pyarrow.map_(pyarrow.string(), pyarrow.int32())),
+        "nested": [{"list": [decimal.Decimal(2)]}] * 2,
+    })  # fmt: skip
+    pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
+    batch = prepared(tmp_path / "in.parquet", tmp_path / "inference")
+    with Requests(batch.folder) as requests:
+        first, second = requests.get(0), requests.get(1)
+    assert first == {"id": "a", "body": {
+        "at": "2026-11-26T12:30:00.000005+00:00", "exact": "2026-11-26T12:30:00.000005", "day": "2026-11-26",
+        "hour": "12:30:00.000005", "price": 1.5, "map": {"k": 1}, "nested": {"list": [2]},
+    }}  # fmt: skip
+    assert second["id"] == "in.parquet:2" and second["body"]["at"] is None and second["body"]["price"] == 7
+
+
+@pytest.mark.parametrize(
+    ("column", "told"),
+    [
+        ([float("nan")], r"column x: a float nan has no form"), ([float("-inf")], "column x: a float -inf"),
+        ([b"\x00\xff"], "column x: a bytes has no form"), ([datetime.timedelta(1)], "column x: a timedelta"),
+        ([decimal.Decimal("0.12345678901234567890123")], "column x: a Decimal 0.1234"),
+        ([{"y": [1.0, float("nan")]}], r"column x\.y: a float nan"),
+    ],
+)  # fmt: skip
+def test_a_value_without_a_form_in_json_is_refused_by_the_name_of_its_column(tmp_path, column, told):
+    pyarrow.parquet.write_table(pyarrow.table({"x": column}), tmp_path / "in.parquet")
+    with pytest.raises(ConfigError, match=r"in\.parquet:1: " + told):
+        prepared(tmp_path / "in.parquet", tmp_path / "inference")
+
+
+def test_a_time_that_python_does_not_know_is_refused_by_the_name_of_its_column(tmp_path):
+    table = pyarrow.table({"n": [1], "far": pyarrow.array([1 << 60], pyarrow.timestamp("us"))})
+    pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
+    with pytest.raises(UsageError, match=r"in\.parquet cannot be read: column 'far'"):
+        prepared(tmp_path / "in.parquet", tmp_path / "inference")
+
+
+def test_openai_s_form_as_columns_with_a_body_in_json(tmp_path):
+    rows = [{"custom_id": "a", "url": "/v1/completions", "method": None, "body": '{"prompt": "x"}'},
+            {"custom_id": "b", "url": None, "method": "POST", "body": '{"prompt": "y"}'}]  # fmt: skip
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
+    with Requests(prepared(tmp_path / "in.parquet", tmp_path / "inference").folder) as requests:
+        assert requests.get(0) == {"id": "a", "url": "/v1/completions", "body": {"prompt": "x"}}
+        assert requests.get(1) == {"id": "b", "body": {"prompt": "y"}}
 
 
 def test_the_package_is_not_imported_for_lines():

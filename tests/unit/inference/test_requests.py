@@ -89,12 +89,14 @@ def test_an_id_that_is_there_twice_is_refused_and_nothing_is_kept(tmp_path):
     assert load(tmp_path / "run") is None
 
 
+SERVER = {"command": ["transformers", "serve", "{port}"], "allow_paths": ["/mine"]}
 BROKEN = [
     b"{", b"[]", b"3", b'{"x": NaN}', b'{"custom_id": "", "x": 1}', b'{"custom_id": true}', b'{"custom_id": ["a"]}',
     b'{"body": 3}', b'{"body": {}, "url": "http://elsewhere/"}', b'{"body": {}, "url": "//elsewhere/"}',
     b'{"body": {}, "url": "/v1/load_lora_adapter"}', b'{"body": {}, "url": "/SLEEP?level=1"}',
     b'{"body": {}, "url": "/v1/%6coad_lora_adapter"}', b'{"body": {}, "url": "/v1/../sleep"}',
-    b'{"body": {}, "url": "/debug/x#y"}',
+    b'{"body": {}, "url": "/debug/x#y"}', b'{"body": {}, "url": "/load_model"}', b'{"x": 1e999}',
+    b'{"body": {"stream": true}}', b'{"stream": 1}', b'{"body": {"stream": "false"}}',
     b'{"body": {}, "method": "DELETE"}', b"\xff\xfe", b"[" * 100_000, b'{"custom_id": "' + b"a" * 600 + b'"}',
     b'{"x": "' + b"a" * MAX_REQUEST_BYTES + b'"}',
 ]  # fmt: skip
@@ -105,11 +107,19 @@ def test_a_broken_line_is_refused_or_reported(tmp_path, line):
     source = tmp_path / "in.jsonl"
     source.write_bytes(lines({"n": 1}) + line + b"\n" + lines({"n": 3}))
     with pytest.raises(ConfigError, match=r"1 of 3 lines are no requests: in\.jsonl:2: "):
-        prepare(section(source), tmp_path / "run")
-    batch = prepare(section(source, on_bad_input="report"), tmp_path / "run")
+        prepare(section(source, engine=SERVER), tmp_path / "run")
+    batch = prepare(section(source, engine=SERVER, on_bad_input="report"), tmp_path / "run")
     assert (batch.total, batch.bad) == (3, ((1, 2),))
     bad = all_of(tmp_path / "run")[1]
     assert bad["id"] == "in.jsonl:2" and bad["bad"]
+
+
+def test_a_line_may_use_what_clients_may_use_and_a_callable_takes_any(tmp_path):
+    taken = lines({"body": {}, "url": "/mine/x?y=1"}, {"body": {"stream": False}, "url": "/v1/embeddings"})
+    (tmp_path / "in.jsonl").write_bytes(taken)
+    assert prepare(section(tmp_path / "in.jsonl", engine=SERVER), tmp_path / "a").total == 2
+    (tmp_path / "in.jsonl").write_bytes(taken + lines({"body": {"stream": True}, "url": "/any"}, {"stream": 3}))
+    assert prepare(section(tmp_path / "in.jsonl"), tmp_path / "b").total == 4
 
 
 @given(st.binary(max_size=200))

@@ -116,7 +116,7 @@ async def serving(
 ) -> AsyncIterator[World]:
     """A world that lives as long as the block."""
     given = {
-        "engine": {"command": ["engine", "{socket}"]},
+        "engine": {"command": ["engine", "{socket}"], "allow_paths": ["/"]},
         "serving": serving or {},
         "concurrency": 4,
         "base_delay_s": 0.01,

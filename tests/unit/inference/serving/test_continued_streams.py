@@ -1,4 +1,4 @@
-"""Streams whose engines or routers die go on elsewhere: the client sees the one that a calm engine would have sent."""
+"""Streams whose engines die go on elsewhere: the client sees the one that a calm engine would have sent."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from serving_world import TOKEN, Handle, World, run, serving
+from serving_world import Handle, World, run, serving
 from word_engine import WordEngine, next_token, prompt_of
 
-from slurmft.inference import Client
-from slurmft.inference.serving.listener import RouterServer
-from slurmft.inference.serving.router import Router
 from slurmft.policy.inference.kept_streams import KeptStreams
 
 STREAMS = 50
@@ -250,72 +247,6 @@ def test_where_no_replica_can_go_on_the_client_is_told(second: str) -> None:
             content = await asking
             assert b"\n\nevent: error\n" in content
             assert "the answer has no end" in error_in(content)
-
-    run(work())
-
-
-@pytest.mark.parametrize("path", [TEXT, CHAT])
-def test_our_client_goes_on_with_another_router(path: str) -> None:
-    async def work() -> None:
-        made: Counter[str] = Counter()
-        async with serving({"a": words(made), "b": words(made)}, engine=ALWAYS, concurrency=64) as world:
-            other = Router(world.config, node="n1", token=TOKEN, engine_token="", key=world.router.replicas._key)
-            server = RouterServer(other, world.config)
-            urls = [world.url, f"http://127.0.0.1:{await server.listen('127.0.0.1', 0)}"]
-            places = [{"name": name, "hosts": ["127.0.0.1"], "port": world[name].port} for name in "ab"]
-            other.replicas.take({"expected": 2, "replicas": places})
-            await world.until(lambda: other.replicas.ready == 2)
-            bodies = [asked(path, number) for number in range(20)]
-            async with Client(urls, token=TOKEN) as client:
-
-                async def ask(body: dict[str, Any]) -> bytes:
-                    return b"".join([part async for part in client.stream_async(path, body, timeout_s=30)])
-
-                whole = await asyncio.gather(*(ask(body) for body in bodies))
-                made.clear()
-                asking = [asyncio.create_task(ask(body)) for body in bodies]
-                await world.until(lambda: sum(made.values()) > 300)
-                for connection in server._server.connections:
-                    if connection.transport is not None:
-                        connection.transport.abort()  # as its death does
-                await server.close()
-                assert await asyncio.gather(*asking) == whole
-            assert [text_in(path, each) for each in whole] == [right(path, body) for body in bodies]
-            await other.close()
-
-    run(work())
-
-
-def test_our_client_goes_on_where_its_router_could_not() -> None:
-    """A router that gave up, such as for a request that is a rest itself, may be no end for its client."""
-    number = [0]
-
-    async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        number[0] += 1
-        return await WordEngine(0.001, lambda _: None, events=15 if number[0] < 4 else None).complete(request)
-
-    async def work() -> None:
-        body = asked(CHAT, 174)
-        async with serving({"a": handle, "b": handle}, engine=ALWAYS, max_retries=0) as world:
-            async with Client([world.url], token=TOKEN) as client:
-                found = b"".join([part async for part in client.stream_async(CHAT, body, timeout_s=30)])
-            assert text_in(CHAT, found) == right(CHAT, body)
-            assert b"error" not in found
-            assert number[0] == 4
-            plain = await streamed(world, CHAT, body)
-            assert text_in(CHAT, plain) == right(CHAT, body)
-
-    run(work())
-
-
-def test_our_client_gets_the_error_of_a_stream_that_cannot_go_on() -> None:
-    async def dies(request: web.BaseRequest) -> web.StreamResponse:
-        return await WordEngine(0.001, lambda _: None, events=15).complete(request)
-
-    async def work() -> None:
-        async with serving({"a": dies}, engine=ALWAYS) as world, Client([world.url], token=TOKEN) as client:
-            body = asked(TEXT, 174, n=2)
-            assert "is not continued" in error_in(b"".join([part async for part in client.stream_async(TEXT, body)]))
 
     run(work())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -11,6 +12,9 @@ import pytest
 from aiohttp import web
 from serving_world import TOKEN, World, answers, never, run, serving, streams
 from yarl import URL
+
+from slurmft.inference.serving import access_log
+from slurmft.inference.serving.access_log import AccessLog
 
 PARTS = [f"data: {number}\n\n".encode() for number in range(5)]
 
@@ -60,12 +64,12 @@ def test_any_method_path_header_and_body_passes_unchanged_but_for_the_hops_own()
         ("/sleep%20", f"Bearer {TOKEN}", 400), ("/sleep%00", f"Bearer {TOKEN}", 400),
         ("/%5csleep", f"Bearer {TOKEN}", 400),
         ("/x/%2e%2E/sleep", f"Bearer {TOKEN}", 400), ("/v1//load_lora_adapter", f"Bearer {TOKEN}", 400),
-        ("http://h/sleep", f"Bearer {TOKEN}", 400), ("*", f"Bearer {TOKEN}", 400), ("/v1/x", f"Bearer  {TOKEN}", 401),
+        ("http://h/sleep", f"Bearer {TOKEN}", 403), ("*", f"Bearer {TOKEN}", 400), ("/v1/x", f"Bearer  {TOKEN}", 401),
     ],
 )  # fmt: skip
 def test_what_never_reaches_an_engine(path: str, header: str, status: int) -> None:
     async def work() -> None:
-        async with serving({"a": answers("a")}) as world:
+        async with serving({"a": answers("a")}, engine={"command": ["vllm", "{socket}"]}) as world:
             reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
             lines = [f"GET {path} HTTP/1.1", "Host: h", *([f"Authorization: {header}"] if header else []), "", ""]
             writer.write("\r\n".join(lines).encode())
@@ -76,11 +80,13 @@ def test_what_never_reaches_an_engine(path: str, header: str, status: int) -> No
     run(work())
 
 
-def test_an_administrative_path_is_open_where_the_configuration_names_it() -> None:
+def test_paths_are_closed_unless_the_engine_s_list_or_the_configuration_names_them() -> None:
     async def work() -> None:
-        async with serving({"a": answers("a")}, {"allow_paths": ["/sleep"]}) as world:
-            assert (await world.ask("/sleep"))[0] == 200
-            assert (await world.ask("/wake_up"))[0] == 403
+        engine = {"command": ["transformers", "serve", "{port}"], "allow_paths": ["/reset"]}
+        async with serving({"a": answers("a")}, engine=engine) as world:
+            for path, status in {"/reset": 200, "/v1/chat/completions": 200, "/load_model": 403, "/new": 403}.items():
+                assert (await world.ask(path))[0] == status
+            assert world["a"].seen == ["/reset", "/v1/chat/completions"]
 
     run(work())
 
@@ -153,6 +159,104 @@ def test_a_full_router_refuses_at_once() -> None:
             await asyncio.gather(*asked, return_exceptions=True)
             await world.until(lambda: world.router.waiting == 0 and world.router.in_flight == 0)
             assert world.router.replicas.by_name["a"].in_flight == 0, "a client that goes away frees its place"
+
+    run(work())
+
+
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_bodies_beyond_the_memory_for_them_are_refused_before_they_are_read(is_chunked: bool) -> None:
+    async def work() -> None:
+        async with serving({"a": never}, {"max_held_bytes": 100_000}, concurrency=64) as world:
+            asked = [asyncio.create_task(world.ask(body=b"x" * 60_000))]
+            await world.until(lambda: len(world["a"].seen) == 1)
+            reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
+            length = "Transfer-Encoding: chunked" if is_chunked else "Content-Length: 60000\r\nExpect: 100-continue"
+            writer.write(
+                f"POST /v1/x HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {TOKEN}\r\n{length}\r\n\r\n".encode()
+            )
+            if is_chunked:  # most of it never comes
+                writer.write(b"c000\r\n" + b"x" * 0xC000)
+            answer = await asyncio.wait_for(reader.read(), 10)
+            assert answer.startswith(b"HTTP/1.1 503") and b"Retry-After: 1\r\n" in answer
+            writer.close()
+            asked.append(asyncio.create_task(world.ask(body=b"x" * 30_000)))
+            await world.until(lambda: len(world["a"].seen) == 2)
+            for each in asked:
+                each.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+            await world.until(lambda: world.router.in_flight == 0)
+            assert world.router.held_bytes == 0, "room is given back"
+
+    run(work())
+
+
+def test_a_higher_priority_is_next_and_low_ones_leave_room() -> None:
+    async def work() -> None:
+        free = asyncio.Event()
+
+        async def engine(request: web.BaseRequest) -> web.StreamResponse:
+            await free.wait()
+            return web.json_response({})
+
+        async with serving({"a": engine}, concurrency=4) as world:
+
+            def ask(name: str, priority: str) -> asyncio.Task[Any]:
+                return asyncio.create_task(world.ask(f"/v1/{name}", headers={"X-Priority": priority}))
+
+            asked = [ask(f"l{number}", "low") for number in range(5)]
+            await world.until(lambda: (world.router.waiting, len(world["a"].seen)) == (2, 3))  # a quarter is left
+            asked.append(ask("n1", ""))
+            await world.until(lambda: len(world["a"].seen) == 4)
+            for name, priority in ("n2", "nonsense"), ("h1", "high"), ("h2", "HIGH"):
+                before = world.router.waiting
+                asked.append(ask(name, priority))
+                await world.until(lambda before=before: world.router.waiting == before + 1)
+            free.set()
+            assert [status for status, _ in await asyncio.gather(*asked)] == [200] * 9
+            assert world["a"].seen[3:7] == ["/v1/n1", "/v1/h1", "/v1/h2", "/v1/n2"]
+
+    run(work())
+
+
+def test_the_access_log_has_a_line_for_each_request(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with serving({"a": answers("a", delay_s=0.3), "b": answers("b")}, max_retries=0) as world:
+            log = world.server.access = AccessLog(tmp_path / "access.log")
+            log.begin()
+            await world.ask("/v1/x?secret=1", headers={"X-Request-ID": "mine"})
+            async with world.client.get("/v1/x", headers={"Authorization": "Bearer wrong"}) as answer:
+                given = answer.headers["X-Request-ID"]
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.gather(world.ask("/v1/y"), world.ask("/v1/y")), 0.1)
+            await world.until(lambda: world.router.in_flight == 0)
+            await log.close()
+            found = [json.loads(line) for line in (tmp_path / "access.log").read_text().splitlines()]
+            assert [(each["id"], each["path"], each["status"], each["tries"]) for each in found[:2]] == [
+                ("mine", "/v1/x", 200, 1), (given, "/v1/x", 401, 0)
+            ]  # fmt: skip
+            assert found[0]["replica"] in "ab" and found[0]["bytes"] == len('{"by": "a"}')
+            assert 499 in [each["status"] for each in found[2:]], "a client that has gone"
+            assert (tmp_path / "access.log").stat().st_mode & 0o777 == 0o600
+
+    run(work())
+
+
+def test_an_access_log_that_cannot_be_written_costs_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(access_log, "MOST_BYTES", 300)
+
+    async def work() -> None:
+        async with serving({"a": answers("a")}) as world:
+            log = world.server.access = AccessLog(tmp_path / "access.log")
+            for _ in range(2):
+                await world.ask()
+                await log.close()
+            assert (tmp_path / "access.log.1").exists(), "a long one is put aside"
+            (tmp_path / "access.log").mkdir()
+            assert await world.ask() == (200, {"by": "a"})
+            await log.close()
+            assert "the access log has lost 1 lines" in caplog.text
 
     run(work())
 
@@ -300,8 +404,10 @@ def test_a_degraded_endpoint_answers_shorter_and_with_a_smaller_model() -> None:
             for name in "bc":
                 await world[name].die()
             await world.until(lambda: world.router.degraded)
-            await (await world.client.post("/v1/completions", json=asked)).read()
-            await (await world.client.post("/v1/x", json=asked)).read()
+            async with world.client.post("/v1/completions", json=asked) as answer:
+                assert answer.headers["X-Slurmft-Degraded"] == "max_tokens=64, model=small"
+            async with world.client.post("/v1/x", json=asked) as answer:
+                assert "X-Slurmft-Degraded" not in answer.headers
             assert seen == [asked, {"model": "small", "prompt": "x", "max_tokens": 64}, asked]
 
     run(work())

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 from serving_world import KEY, TOKEN, run
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.config.serving import ServingConfig
 from slurmft.errors import UsageError
-from slurmft.inference import Client, RequestFailed
 from slurmft.inference.serving.certificates import context_for, prepare_authority
-from slurmft.inference.serving.endpoint import HighAvailabilityCluster, RouterAddress, ca_file, prepare, token_of
+from slurmft.inference.serving.endpoint import ca_file, prepare, token_of
 from slurmft.inference.serving.listener import RouterServer
 from slurmft.inference.serving.router import Router
 from slurmft.policy.strangers import Strangers
@@ -137,10 +137,11 @@ def test_a_run_makes_its_own_authority_once_and_a_certificate_for_each_start(tmp
             router = Router(config, node="n0", token=token_of(tmp_path), engine_token="", key=KEY)
             server = RouterServer(router, config)
             port = await server.listen("127.0.0.1", 0, context_for(tmp_path, ["node-7.example", "127.0.0.1"]))
-            HighAvailabilityCluster((RouterAddress(0, "n0", ("127.0.0.1",), port, tls=True),)).write(tmp_path)
-            async with Client.of_run(tmp_path) as client:
-                assert (await client.request_async("GET", "/status", timeout_s=10)).status == 200
             trusted = ssl.create_default_context(cafile=str(authority))
+            shown = {"Authorization": f"Bearer {token_of(tmp_path)}"}
+            place = f"https://127.0.0.1:{port}/status"
+            async with aiohttp.ClientSession(headers=shown) as client, client.get(place, ssl=trusted) as answer:
+                assert answer.status == 200
             for name in ("node-7.example", "localhost"):
                 _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusted, server_hostname=name)
                 seen.append(writer.get_extra_info("ssl_object").getpeercert()["serialNumber"])
@@ -227,11 +228,14 @@ def test_a_forger_at_a_dead_routers_port_gets_no_token(tmp_path: Path) -> None:
     async def work() -> None:
         server = await asyncio.start_server(forge, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        tls = ServingConfig.model_validate({}).is_https  # as routers speak where nothing is configured
-        HighAvailabilityCluster((RouterAddress(0, "n", ("127.0.0.1",), port, tls=tls),)).write(tmp_path)
-        async with Client.of_run(tmp_path) as client:
-            with pytest.raises(RequestFailed):
-                await client.post_async("/v1/x", {"prompt": "secret"}, timeout_s=1.0)
+        scheme = "https" if ServingConfig.model_validate({}).is_https else "http"  # as where nothing is configured
+        client = openai.AsyncOpenAI(
+            base_url=f"{scheme}://127.0.0.1:{port}/v1", api_key=token_of(tmp_path), max_retries=0,
+            http_client=openai.DefaultAsyncHttpxClient(verify=ssl.create_default_context(cafile=str(ca_file(tmp_path)))),
+        )  # fmt: skip
+        with pytest.raises(openai.APIConnectionError):
+            await client.completions.create(model="m", prompt="secret")
+        await client.close()
         server.close()
         await asyncio.gather(*forging)
 

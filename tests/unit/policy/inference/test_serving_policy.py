@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slurmft.config.inference import EngineConfig, InferenceConfig
 from slurmft.policy.inference.degradation import GracefulDegradation, cheaper
 from slurmft.policy.inference.http_headers import end_to_end, seconds_asked
-from slurmft.policy.inference.paths import ADMINISTRATIVE, is_open, normal
-from slurmft.policy.inference.rotation import AVOIDED_S, Breaker, Entry, Load, Queue, choose, entry_of
+from slurmft.policy.inference.paths import is_open, normal
+from slurmft.policy.inference.rotation import AVOIDED_S, Breaker, Entry, Load, Priority, Queue, choose, entry_of
 from slurmft.policy.inference.second_tries import MOST_SAVED, SHARE, Failure, RetryBudget, SecondTry, after_failure
 
 LOADS = st.lists(
@@ -70,8 +72,8 @@ QUIET = Queue(waiting=0, most=2, slots=4, mean_s=1.0, has_room=True)
     [
         (QUIET, {}, Entry.ADMITTED),
         (QUIET, {"closing": True}, Entry.CLOSED),
-        (QUIET, {"is_low": True}, Entry.ADMITTED),
-        (QUIET, {"is_low": True, "degraded": True}, Entry.LOW_PRIORITY),
+        (QUIET, {"priority": Priority.LOW}, Entry.ADMITTED),
+        (QUIET, {"priority": Priority.LOW, "degraded": True}, Entry.LOW_PRIORITY),
         (QUIET, {"degraded": True}, Entry.ADMITTED),
         (Queue(0, 2, 4, 1.0, has_room=False), {}, Entry.ADMITTED),
         (Queue(1, 2, 4, 1.0, has_room=True), {}, Entry.ADMITTED),
@@ -83,7 +85,7 @@ QUIET = Queue(waiting=0, most=2, slots=4, mean_s=1.0, has_room=True)
     ],
 )  # fmt: skip
 def test_what_becomes_of_a_request_that_comes(queue, more, entry):
-    given = {"left_s": 10.0, "is_low": False, "degraded": False, "closing": False, **more}
+    given = {"left_s": 10.0, "priority": Priority.NORMAL, "degraded": False, "closing": False, **more}
     assert entry_of(queue, **given) is entry
 
 
@@ -137,30 +139,65 @@ def test_degradation_begins_below_its_share_and_ends_above_a_higher_one():
     assert not GracefulDegradation(below=0.9).saw(0, 10).saw(10, 10).degraded, "all that there are is always enough"
 
 
-@pytest.mark.parametrize("path", sorted(ADMINISTRATIVE))
+ADMINISTRATIVE = {
+    "vllm": ["/sleep", "/wake_up", "/collective_rpc", "/reset_prefix_cache", "/server_info", "/start_profile",
+             "/scale_elastic_ep", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/pause", "/update_weights",
+             "/abort_requests", "/tokenizer_info"],
+    "sglang": ["/flush_cache", "/update_weights_from_disk", "/release_memory_occupation", "/load_lora_adapter",
+               "/set_internal_state", "/configure_logging", "/abort_request", "/close_session", "/get_server_info"],
+    "llama-server": ["/slots", "/slots/0", "/props", "/lora-adapters", "/models/load", "/models/unload"],
+    "transformers": ["/reset", "/load_model"],
+    "another": ["/admin", "/debug/pprof", "/shutdown", "/v1", "/", "/v1/load_lora_adapter", "/openapi.json",
+                "/v1/modelsx", "/health/../sleep"],
+}  # fmt: skip
+
+
+def open_paths(program: str, **keys: Any) -> tuple[str, ...]:
+    return EngineConfig(command=(program, "{port}"), **keys).open_paths
+
+
+@pytest.mark.parametrize("program", sorted(ADMINISTRATIVE))
+def test_what_administers_an_engine_is_closed_however_it_is_written(program: str):
+    allowed = open_paths(program)
+    for path in ADMINISTRATIVE[program]:
+        hidden = "/" + "".join(f"%{ord(letter):02x}" for letter in path[1:])
+        for written in (path, path + "/", path + "/below", path.upper(), hidden, path.replace("/", "%2f")):
+            found = normal(written)
+            assert found is None or not any(is_open(method, found, allowed) for method in ("GET", "POST")), written
+        if normal(path) is not None:
+            assert is_open("POST", path, open_paths(program, allow_paths=(path,)))
+            assert is_open("POST", path, open_paths(program, allow_paths=("/",)))
+    assert not is_open("POST", "/v1/models", allowed) and not is_open("DELETE", "/v1/models/m", allowed)
+
+
 @pytest.mark.parametrize(
-    "form", ["{}", "{}/", "{}/below", "{up}", "%{first:02x}{rest}"]
+    ("program", "method", "path"),
+    [
+        ("another", "POST", "/v1/chat/completions"), ("another", "GET", "/v1/models/org%2Fname"),
+        ("another", "HEAD", "/v1/models"), ("another", "GET", "/v1/responses/resp_1"), ("another", "GET", "/health"),
+        ("vllm", "POST", "/pooling"), ("sglang", "POST", "/generate"), ("llama-server", "POST", "/completion"),
+        ("text-generation-launcher", "POST", "/generate_stream"),
+    ],
 )  # fmt: skip
-def test_an_administrative_path_is_closed_however_it_is_written(path, form):
-    written = form.format(path, up=path.upper(), first=ord("/"), rest=path[1:])
-    if form.startswith("%"):
-        written = "/" + "".join(f"%{ord(letter):02x}" for letter in path[1:]) if "/" not in path[1:] else path
-    found = normal(written)
-    assert found is not None and not is_open(found, ())
-    assert is_open(found, (path,))
-
-
-@pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/v1/models", "/health", "/sleeping", "/generate", "/", "/v1/"]
-)
-def test_other_paths_are_open(path):
+def test_what_asks_an_engine_for_something_is_open(program: str, method: str, path: str):
     found = normal(path)
-    assert found is not None and is_open(found, ())
+    assert found is not None and is_open(method, found, open_paths(program))
+
+
+def test_paths_that_the_configuration_names_are_open():
+    allowed = open_paths("mine", request_path="/predict?v=2", ready_path="/ready")
+    assert is_open("POST", "/predict", allowed)
+    assert is_open("GET", "/ready", allowed) and not is_open("POST", "/ready", allowed)
+
+
+def test_a_kept_configuration_has_its_paths_in_another_section():
+    section = {"engine": {"command": ["e", "{port}"]}, "serving": {"allow_paths": ["/sleep"]}}
+    assert InferenceConfig.model_validate(section).engine.allow_paths == ("/sleep",)
 
 
 @pytest.mark.parametrize(
-    "path", ["/a/../b", "/a/./b", "//a", "/a//b", "/a%2fb", "/a%2Fb", "/%2e%2e/a", "/a\\b", "/a%5cb", "/a%00",
-             "/a%0d%0a", "/a;b", "/%2573leep", "a", "", "*", "http://h/a", "/a b"],
+    "path", ["/a/../b", "/a/./b", "//a", "/a//b", "/a%2f%2fb", "/a%2F../b", "/a%252fb", "/%2e%2e/a", "/a\\b", "/a%5cb",
+             "/a%00", "/a%0d%0a", "/a;b", "/%2573leep", "a", "", "*", "http://h/a", "/a b"],
 )  # fmt: skip
 def test_a_path_with_two_meanings_is_none(path):
     assert normal(path) is None
@@ -176,10 +213,10 @@ def test_a_normal_path_is_read_as_itself_by_any_engine(text):
 def test_headers_of_the_connection_stay_on_it():
     given = [("Connection", "close, X-Mine"), ("x-mine", "1"), ("Keep-Alive", "2"), ("X-Other", "3"),
              ("Transfer-Encoding", "chunked"), ("Content-Length", "4"), ("Set-Cookie", "a"), ("Set-Cookie", "b"),
-             ("Authorization", "Bearer t"), ("Host", "h")]  # fmt: skip
+             ("Authorization", "Bearer t"), ("X-API-Key", "t")]  # fmt: skip
     kept = [("X-Other", "3"), ("Set-Cookie", "a"), ("Set-Cookie", "b")]
     assert end_to_end(given, to_engine=True) == kept
-    assert end_to_end(given) == [*kept, ("Authorization", "Bearer t"), ("Host", "h")]
+    assert end_to_end(given) == [*kept, ("Authorization", "Bearer t"), ("X-API-Key", "t")]
 
 
 @pytest.mark.parametrize(
@@ -202,18 +239,24 @@ TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
         (CHAT, {"max_tokens": 900, "min_tokens": 100}, {"max_tokens": 64, "min_tokens": 64, "model": "s"}),
         (CHAT, {"max_tokens": None}, {"max_tokens": 64, "model": "s"}),
         (CHAT, {"max_tokens": "many"}, {"max_tokens": "many", "model": "s"}),
+        ("/v1/responses", {"max_output_tokens": 900}, {"max_output_tokens": 64, "model": "s"}),
+        ("/v1/messages", {"max_tokens": 900}, {"max_tokens": 64, "model": "s"}),
         ("/v1/embeddings", {"input": "x"}, {"input": "x"}), (TEXT, ["x"], ["x"]),
     ],
 )  # fmt: skip
-def test_a_degraded_endpoint_asks_for_less(path, asked, becomes):
-    assert json.loads(cheaper(path, json.dumps(asked).encode(), 64, "s")) == becomes
+def test_a_degraded_endpoint_asks_for_less_and_says_what(path, asked, becomes):
+    body, told = cheaper(path, json.dumps(asked).encode(), 64, "s")
+    assert json.loads(body) == becomes
+    lowered = [name for name in becomes if becomes[name] != asked.get(name)] if isinstance(asked, dict) else []
+    assert sorted(each.partition("=")[0] for each in told.split(", ") if each) == sorted(lowered)
 
 
 @pytest.mark.parametrize("body", [b"", b"\x1f\x8b\x00", b"{", b"[" * 100_000, b"1" * 5000, b'"x"', b"\xff"])
 def test_what_is_no_request_is_passed_on_as_it_is(body):
-    assert cheaper(TEXT, body, 64, "s") == body
+    assert cheaper(TEXT, body, 64, "s") == (body, "")
 
 
 def test_what_is_not_set_is_not_touched():
-    assert json.loads(cheaper(TEXT, b'{"model": "l"}', None, "s")) == {"model": "s"}
-    assert json.loads(cheaper(TEXT, b'{"max_tokens": 99}', 64, None)) == {"max_tokens": 64}
+    assert cheaper(TEXT, b'{"model": "l"}', None, "s") == (b'{"model": "s"}', "model=s")
+    assert cheaper(TEXT, b'{"max_tokens": 99}', 64, None) == (b'{"max_tokens": 64}', "max_tokens=64")
+    assert cheaper(TEXT, b'{"max_tokens":  9}', 64, None) == (b'{"max_tokens":  9}', "")
