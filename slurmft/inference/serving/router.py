@@ -155,7 +155,7 @@ class Router:
         slots, has_room = len(loads) * limit, choose(loads, limit=limit) is not None
         queue = Queue(len(self._waiting), self.serving.max_queue, slots, self._mean_s, has_room)
         is_low = request.headers.get("X-Priority", "").strip().lower() == "low"
-        entry = entry_of(queue, left_s=left_s, is_low=is_low, degraded=self._terms.degraded, closing=self._is_closing())
+        entry = entry_of(queue, left_s=left_s, is_low=is_low, degraded=self._terms.degraded, closing=self.replicas.closing)
         if entry is Entry.ADMITTED:
             return None
         self.metrics.refused(entry.value)
@@ -245,11 +245,6 @@ class Router:
             else:
                 self._wake()
 
-    def _is_closing(self) -> bool:
-        """All that is left of the endpoint drains."""
-        phases = {each.phase for each in self.replicas.by_name.values()}
-        return bool(phases) and phases <= {"draining", "ended"}
-
     # What is known
 
     @property
@@ -279,9 +274,9 @@ class Router:
 
     def status(self) -> Mapping[str, Any]:
         """What ``/status`` shows."""
-        now_s = time.monotonic()
+        now_s, state = time.monotonic(), "degraded" if self.degraded else "well"
         return {
-            "state": "closing" if self._is_closing() else "degraded" if self.degraded else "well",
+            "state": "closing" if self.replicas.closing else state if self.ready else "waiting",
             "router": self._node,
             "replicas": {"ready": self.replicas.ready, "expected": self.replicas.expected},
             "concurrency": self._terms.concurrency,

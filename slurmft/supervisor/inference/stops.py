@@ -80,7 +80,7 @@ class InferenceStops:
         self.on_signal(name, "the supervisor")
 
     async def _stop_for_signal(self, at_s: float) -> None:
-        if self.coordinator is not None:
+        if isinstance(self.coordinator, Coordinator):  # an endpoint goes on while a successor may come
             self.coordinator.stop()  # at once; Slurm's answers only say why, and how long there is
         cause, left_s = await self._slurm.cause_and_time(self._section, at_s)
         if self._slurm.outside is None and self._cluster.name != "local":
