@@ -25,10 +25,11 @@ from slurmft.ipc.zygote_start import Zygote
 from slurmft.policy.timing.stop import Look
 from slurmft.storage.memory_folder import MEMORY_VARIABLE
 from slurmft.system.kernel_view import memory_kills
-from slurmft.system.private_folder import make_private_folder
-from slurmft.system.processes import MARK_VARIABLE, kill_left, was_given
+from slurmft.system.private_folder import is_left_over, make_private_folder
+from slurmft.system.processes import MARK_VARIABLE, kill_left, kill_marked, was_given
 
 END_LOOK_S = 0.005
+GONE_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +159,7 @@ class Workers:
     def __init__(self, on_exit: Callable[[Worker], None]) -> None:
         self._on_exit = on_exit
         self.by_rank: dict[int, Worker] = {}
+        kill_marked(_is_of_a_dead_agent, LEFT_S)
         self._private = make_private_folder()
         self.folder = self._private.path
         self.memory = self.folder / "memory"
@@ -201,7 +203,7 @@ class Workers:
         self._signal_at_start = None
         self._need_zygote()
         self._fork(rank, environment, command=command, folder=folder, logs=logs, verdict=verdict,
-                   generation=generation, timed=False)  # fmt: skip
+                   generation=generation, timed=False, adopts=True)  # fmt: skip
 
     def kill_one(self, rank: int) -> None:
         """SIGKILL one worker and all that it started in its own session; nothing where it has ended."""
@@ -211,7 +213,7 @@ class Workers:
 
     def _fork(
         self, rank: int, environment: dict[str, str], *, command: Sequence[str], folder: Path, logs: Path,
-        verdict: Path, generation: int, timed: bool,
+        verdict: Path, generation: int, timed: bool, adopts: bool = False,
     ) -> None:  # fmt: skip
         arguments = zygote_arguments(command)
         path = self.folder / f"rank-{rank}"
@@ -233,6 +235,7 @@ class Workers:
                 "log": str(logs / f"rank-{rank}.log"),
                 "verdict": str(verdict),
                 "stacks": str(worker.stacks),
+                "adopts": adopts,
             }
         )
 
@@ -375,12 +378,20 @@ class Workers:
     def _zygote_is_gone(self) -> None:
         # its children died with it, the kernel sees to that; what these had started did not
         self._hang_up()
-        kill_left({worker.pid: worker.mark for worker in self.by_rank.values() if worker.pid})
+        kill_left({worker.pid: worker.mark for worker in self.by_rank.values() if worker.pid}, GONE_S)
         for worker in self.by_rank.values():
             if worker.alive:
                 worker.exit_code = -signal.SIGKILL
                 worker.starved = memory_kills() > self._memory_kills
                 self._on_exit(worker)
+
+
+def _is_of_a_dead_agent(pid: int, mark: str) -> bool:
+    """Whether a marked process has outlived its agent and zygote. Its own root counts: it may see another /dev/shm."""
+    folder = Path(f"/proc/{pid}/root{Path(mark).parent}")
+    with contextlib.suppress(OSError):
+        return not folder.exists() or is_left_over(folder, owner=os.geteuid())
+    return False
 
 
 def reserve_port() -> tuple[socket.socket, int]:

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import json
 import os
+import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from slurmft.inference.callables import CallableEngine
 from slurmft.inference.request_checkpoints import NOTE_S, RequestCheckpointer
 from slurmft.inference.retrying import MAX_TOLD, Again, Answer, OutOfMemory
 from slurmft.inference.streams import events_of
+from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
 from slurmft.policy.inference.answers import Outcome, outcome_of_status, retry_after_s
 from slurmft.policy.inference.continuation import (
     JoinedAnswer,
@@ -33,7 +35,7 @@ from slurmft.policy.inference.continuation import (
 from slurmft.policy.inference.engines import counter_in, engine_kind
 from slurmft.system.opening import read_text
 from slurmft.system.private_folder import PrivateFolder, make_private_folder
-from slurmft.system.processes import die_with_parent, owners_of_loopback_port
+from slurmft.system.processes import die_with_parent, owners_of_loopback_port, reap_adopted
 
 if TYPE_CHECKING:
     import aiohttp
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 READY_LOOK_S = 0.1
 READY_TRY_S = 5.0
 METRICS_S = 5.0
+REAP_S = 30.0
 MAX_ANSWER_BYTES = 64 << 20
 MAX_TOKEN_BYTES = 64 << 10
 STREAM_COST = 8
@@ -149,9 +152,8 @@ class HttpEngine:
                 self.place = words[SOCKET_WORD] = str(self._private.path / "engine.sock")
             argv = [_filled(word, words) for word in self._config.engine.command]
             try:
-                # one that outlived its driver would hold the GPU of the next one
                 self._process = await asyncio.create_subprocess_exec(
-                    *argv, stdin=asyncio.subprocess.DEVNULL, preexec_fn=die_with_parent
+                    *argv, stdin=asyncio.subprocess.DEVNULL, preexec_fn=_begin_engine
                 )
             except OSError as error:
                 raise UsageError(f"cannot start the engine {argv[0]!r}: {error.strerror or error}") from error
@@ -212,6 +214,28 @@ class HttpEngine:
                 raise OutOfMemory(f"HTTP {status}: {text[:MAX_TOLD]}")
         raise Again(f"HTTP {status}: {text[:MAX_TOLD]}", after_s=after_s)
 
+    async def canary(self) -> None:
+        """Ask for one token as routers do, which show the engine its own token and none of the clients'.
+
+        Raises:
+            LaunchError: it refuses all that routers pass on, or fails. What it says of the request itself does not
+                count: an engine may speak any HTTP.
+        """
+        import aiohttp
+
+        assert self._session is not None
+        body: dict[str, Any] = {"max_tokens": 1, "messages": [{"role": "user", "content": "1"}], "prompt": "1"}
+        try:
+            async with self._session.get(f"{self._base}/v1/models") as response:
+                with contextlib.suppress(ValueError, LookupError, TypeError):
+                    body["model"] = json.loads(await _content(response))["data"][0]["id"]
+            async with self._session.post(self._base + self._request_path, json=body) as response:
+                status, text = response.status, (await _content(response)).decode(errors="replace")
+        except (aiohttp.ClientError, TimeoutError, OSError, Again) as error:
+            raise LaunchError(f"a first request has no answer: {error or type(error).__name__}") from error
+        if status in (401, 403) or status >= 500:
+            raise LaunchError(f"a first request to {self._request_path} gets HTTP {status}: {text[:MAX_TOLD]}")
+
     async def tokens(self) -> float | None:
         """From the engine's metrics."""
         import aiohttp
@@ -252,15 +276,19 @@ class HttpEngine:
         if self._process is None:
             await asyncio.Event().wait()
         assert self._process is not None
-        return await self._process.wait()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REAP_S):
+                    return await self._process.wait()
+            reap_adopted({self._process.pid})
 
     async def close(self) -> None:
-        """End the server: TERM, which most engines take for an orderly end; the agent kills what stays."""
+        """End the server; the zygote ends what else it has started."""
         if self._session is not None:
             await self._session.close()
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
+                self._process.kill()
         if self._private is not None:
             self._private.close()
 
@@ -290,6 +318,17 @@ class HttpEngine:
             raise LaunchError(f"user {min(strangers)} listens at port {self._port}, which was the engine's; no request "
                               "was sent there")  # fmt: skip
         return True
+
+
+def _begin_engine() -> None:
+    """In the engine's process: it ends with its driver, and no signal to a whole job step ends it or its children.
+
+    Blocked and not ignored: most servers install a handler of their own.
+    """
+    die_with_parent()
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGTERM, signal.Signals[os.environ.get(STOP_SIGNAL_VARIABLE, "SIGTERM")]}
+    )
 
 
 def _is_good(answer: Answer) -> bool:

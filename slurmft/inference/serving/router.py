@@ -155,7 +155,8 @@ class Router:
         slots, has_room = len(loads) * limit, choose(loads, limit=limit) is not None
         queue = Queue(len(self._waiting), self.serving.max_queue, slots, self._mean_s, has_room)
         is_low = request.headers.get("X-Priority", "").strip().lower() == "low"
-        entry = entry_of(queue, left_s=left_s, is_low=is_low, degraded=self._terms.degraded, closing=self.replicas.closing)
+        is_degraded, is_closing = self._terms.degraded, self.replicas.closing
+        entry = entry_of(queue, left_s=left_s, is_low=is_low, degraded=is_degraded, closing=is_closing)
         if entry is Entry.ADMITTED:
             return None
         self.metrics.refused(entry.value)
