@@ -26,7 +26,15 @@ from slurmft.policy.timing.stop import Look
 from slurmft.storage.memory_folder import MEMORY_VARIABLE
 from slurmft.system.kernel_view import memory_kills
 from slurmft.system.private_folder import is_left_over, make_private_folder
-from slurmft.system.processes import MARK_VARIABLE, kill_left, kill_marked, was_given
+from slurmft.system.processes import (
+    MARK_VARIABLE,
+    adopt_orphans,
+    kill_left,
+    kill_marked,
+    own_children,
+    reap_adopted,
+    was_given,
+)
 
 END_LOOK_S = 0.005
 GONE_S = 2.0
@@ -169,6 +177,7 @@ class Workers:
         self._socket: socket.socket | None = None
         self._signal_at_start: int | None = None
         self._memory_kills = self._forks = 0
+        self._adopts = False
         self.ready = asyncio.Event()
 
     def start_zygote(self, environment: Mapping[str, str], preload: Sequence[str], begun: Zygote | None = None) -> None:
@@ -201,6 +210,9 @@ class Workers:
                 raise RuntimeError(f"rank {rank} is alive")
             earlier.close()
         self._signal_at_start = None
+        if not self._adopts:  # what a zygote leaves that is killed itself
+            self._adopts = True
+            adopt_orphans()
         self._need_zygote()
         self._fork(rank, environment, command=command, folder=folder, logs=logs, verdict=verdict,
                    generation=generation, timed=False, adopts=True)  # fmt: skip
@@ -378,7 +390,10 @@ class Workers:
     def _zygote_is_gone(self) -> None:
         # its children died with it, the kernel sees to that; what these had started did not
         self._hang_up()
-        kill_left({worker.pid: worker.mark for worker in self.by_rank.values() if worker.pid}, GONE_S)
+        own = own_children() if self._adopts else None
+        kill_left({worker.pid: worker.mark for worker in self.by_rank.values() if worker.pid}, GONE_S, own)
+        if own is not None:
+            reap_adopted(own)
         for worker in self.by_rank.values():
             if worker.alive:
                 worker.exit_code = -signal.SIGKILL

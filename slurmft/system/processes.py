@@ -63,6 +63,12 @@ def reap_adopted(own: Collection[int]) -> None:
             os.waitpid(end.si_pid, 0)
 
 
+def own_children(variable: str = "SLURMD_NODENAME") -> set[int]:
+    """Children that this process has started, and not adopted: they began with this variable of its environment."""
+    value = os.environ.get(variable)
+    return {pid for pid, _ in children_of(os.getpid()) if value is None or was_given(pid, variable, value)}
+
+
 def _prctl(option: int, value: int) -> None:
     import ctypes  # verbs of a login node, which need none, start a millisecond sooner
 

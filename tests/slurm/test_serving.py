@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from slurm.conftest import eventually
 from slurm.endpoints import NODES, REPLICAS, Load, NewEndpoint, maker
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster, folder_of
 from slurmft.lab.cluster import Lab
@@ -75,3 +76,25 @@ def test_another_user_gets_nothing(lab: Lab, new_endpoint: NewEndpoint) -> None:
     assert tried >= REPLICAS
     run.slurmft("stop", str(run.path))
     run.wait_until_out_of_queue(job)
+
+
+def test_replicas_of_a_lost_node_begin_on_an_idle_one(lab: Lab, new_endpoint: NewEndpoint) -> None:
+    run = new_endpoint()
+    job, victim = run.submit(), run.other_node
+    lab.kill_node(victim)
+    try:
+        run.wait_for("agent lost")
+        missing = run.wait_for("replicas missing")
+        assert missing.details["nodes"] == [victim] and missing.details["expected"] == NODES * REPLICAS
+        eventually(lambda: f"lost: {victim}" in run.slurmft("status", str(run.path)), 20, run.story)
+        lender = run.wait_for("joining").details["job"]
+        run.wait_for("replica ready", NODES * REPLICAS + REPLICAS)
+        run.wait_for_routers(NODES)
+        nodes = {event.details["node"] for event in run.events("node answers")}
+        assert len(nodes) == NODES + 1 and len(run.events("joining")) == 1, run.story()
+        eventually(lambda: "lost:" not in run.slurmft("status", str(run.path)), 20, run.story)
+        run.slurmft("stop", str(run.path))
+        run.wait_until_out_of_queue(job)
+        run.wait_until_out_of_queue(lender)
+    finally:
+        lab.start_node(victim)

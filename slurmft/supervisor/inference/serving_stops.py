@@ -23,7 +23,7 @@ JOINED_S = 1.0
 LINGER_S = 5.0
 """How long the routers here take connections after clients were told of others, at least."""
 
-_AWAITED = frozenset({Cause.TIME_LIMIT, Cause.PREEMPTED, Cause.SIGNALLED, Cause.RECLAIMED})
+_AWAITED = frozenset({Cause.TIME_LIMIT, Cause.PREEMPTED, Cause.SIGNALLED, Cause.RECLAIMED, Cause.REQUEUED})
 
 
 class ServingStops(InferenceStops):
