@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import yaml
 
-from slurm.endpoints import NODES, REPLICAS, EndpointRun, NewEndpoint, maker
+from slurm.endpoints import NODES, REPLICAS, EndpointRun, Load, NewEndpoint, maker
 from slurmft.lab.cluster import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
@@ -72,12 +72,22 @@ def test_no_process_of_an_engine_outlives_it(run: EndpointRun, victim: str) -> N
     assert not [one for one in family(run) if one.pid in living(run, one.node) and one.made_by in kinds], run.story()
 
 
-def test_a_signal_to_the_whole_step_ends_no_engine(run: EndpointRun) -> None:
-    """As the notice of a time limit or of a preemption on sites whose proctrack is linuxproc, as this lab's."""
+def test_a_signal_to_the_whole_step_ends_no_engine(lab: Lab, request: pytest.FixtureRequest) -> None:
+    """As the notice of a time limit or a preemption where all processes of a step get it, as with this lab's proctrack.
+
+    All engines of the old job serve until those of the successor do.
+    """
+    run = maker(lab, request)()
     job = run.submit()
-    run.lab.run(["scancel", "--signal=TERM", job])
-    run.wait_for("stop requested")
+    load = Load(run, 90, kind="ours", clients=20)
+    run.wait_for_step(100)
+    lab.run(["scancel", "--signal=TERM", job])
+    successor = run.wait_for("handed over").details["job"]
     run.wait_until_out_of_queue(job)
-    assert not run.events("replica died"), run.story()
-    logs = "".join(path.read_text() for path in run.folder.attempts.glob("1.0.0/rank-*.log"))
-    assert "the engine has ended" not in logs, run.story()
+    told = load.enough()
+    assert told["errors"] == {} and told["right"] == told["asked"] > 100, f"{told}\n{run.story()}"
+    assert told["longest_s"] < 5.0, f"{told}\n{run.story()}"
+    logs = "".join(path.read_text() for path in run.folder.attempts.glob(f"{job}.0.0/rank-*.log"))
+    assert "the engine has ended" not in logs and not run.events("replica died"), run.story()
+    run.slurmft("stop", str(run.path))
+    run.wait_until_out_of_queue(successor)
