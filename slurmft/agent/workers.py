@@ -326,7 +326,7 @@ class Workers:
     def _leave_zygote(self) -> None:
         self._hang_up()
         if self._zygote is not None:
-            self._zygote.end(2 * LEFT_S if self.ready.is_set() else 0.0)
+            self._zygote.end(LEFT_S + GONE_S if self.ready.is_set() else 0.0)
 
     def _timing_page(self, worker: Worker, generation: int) -> dict[str, str]:
         path = self.folder / f"rank-{worker.rank}.timings"

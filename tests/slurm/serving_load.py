@@ -113,11 +113,10 @@ async def load(run_folder: Path, *, clients: int, seconds: float, kind: str) -> 
 
 async def official(url: str, run_folder: Path, count: Count, clients: int, clock: Clock) -> None:
     """The client of OpenAI with its defaults, which are two second tries."""
-    import httpx
     import openai
 
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=token_of(run_folder),
-                                  http_client=httpx.AsyncClient(verify=trusted(run_folder))) as client:  # fmt: skip
+    http, token = openai.DefaultAsyncHttpxClient(verify=trusted(run_folder)), token_of(run_folder)
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=token, http_client=http) as client:
 
         async def ask(number: int) -> None:
             while clock.goes_on:

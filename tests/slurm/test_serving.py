@@ -125,6 +125,6 @@ def test_one_address_of_plain_clients_survives_the_power_off_of_a_router_s_node(
     assert counts["openai"]["errors"] == {} and counts["openai"]["longest_s"] < 15.0, f"{counts}\n{run.story()}"
     assert sum(counts["forwarded"]["errors"].values()) <= PLAIN, f"{counts}\n{run.story()}"
     assert counts["forwarded"]["longest_s"] < 12.0 and counts["forwarded"]["right"] > 300, f"{counts}\n{run.story()}"
-    assert counts["plain"]["longest_s"] > counts["forwarded"]["longest_s"], "it waited for its own time-out"
+    assert any("TimeoutError" in what for what in counts["plain"]["errors"]), "it waits for a time-out of its own"
     run.slurmft("stop", str(run.path))
     run.wait_until_out_of_queue(job)

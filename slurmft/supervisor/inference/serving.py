@@ -6,12 +6,14 @@ It may begin as a candidate, beside the attempt of another job that owns the run
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import SlurmError, StorageError
@@ -22,6 +24,7 @@ from slurmft.ipc.reports import InferenceReport, RouterPhase
 from slurmft.policy.site.job_identity import JobIdentity, OwnJob
 from slurmft.policy.verdicts.verdict import Cause
 from slurmft.scheduler import lending, own_jobs
+from slurmft.scheduler.nodes import expand
 from slurmft.storage import signs_of_life
 from slurmft.storage.events import EventName
 from slurmft.storage.history.progress import progress_of
@@ -34,6 +37,7 @@ from slurmft.supervisor.inference.candidacy import Candidacy, is_heir, see_off
 from slurmft.supervisor.inference.handover import Giver
 from slurmft.supervisor.inference.rolling_update import RollingUpdate
 from slurmft.supervisor.inference.serving_stops import ServingStops
+from slurmft.supervisor.recovery import avoided_nodes
 from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.start import Start
 
@@ -300,14 +304,19 @@ class ServingAttempt(InferenceAttempt):
             if left_s < LEAST_LOAN_S or self._config.preemption.continue_by == "nothing":
                 return ""
             options = {} if end is None else {"time": int(left_s / 60)}
-            argv = lending.lending_command(self._config, self._run, nodes=count, options=options,
-                                           avoid=frozenset(self._cluster.lost))  # fmt: skip
-            job = await asyncio.to_thread(lending.submit_lender, argv)
+            job = await asyncio.to_thread(self._submit_lender, count, options)
         except SlurmError as error:
             return f"; no other node: {error.what}"
         self._lenders.append(OwnJob(job, JobIdentity(user=os.getuid())))
         self._journal.append(EventName.JOINING, job=job, nodes=count, who="the supervisor")
         return ""
+
+    def _submit_lender(self, count: int, options: dict[str, Any]) -> str:
+        assert isinstance(self._cluster, SlurmCluster)
+        avoid = set(expand(self._cluster.job.nodes)) | self._cluster.lost  # not beside the replicas that there are
+        avoid |= set(avoided_nodes.for_submission(self._config, options, os.environ).nodes)
+        argv = lending.lending_command(self._config, self._run, nodes=count, options=options, avoid=frozenset(avoid))
+        return lending.submit_lender(argv)
 
     # The end
 
@@ -320,7 +329,8 @@ class ServingAttempt(InferenceAttempt):
                 await giver.finish()
         await super()._wind_down()
         for job in self._lenders:
-            await asyncio.to_thread(_cancel, job)
+            with contextlib.suppress(SlurmError):
+                await asyncio.to_thread(own_jobs.cancel, job)
         if self._coordinator is not None:
             self._roster.close()
             cluster = self._roster.cluster
@@ -328,10 +338,3 @@ class ServingAttempt(InferenceAttempt):
                 await self._in_folder(lambda: self._publish(cluster))
             except (OSError, StorageError) as error:
                 log.warning("endpoints.json still names routers that are gone: %s", error)
-
-
-def _cancel(job: OwnJob) -> None:
-    try:
-        own_jobs.cancel(job)
-    except SlurmError as error:
-        log.debug("job %s, which lends nodes: %s", job, error)
