@@ -12,7 +12,6 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slurmft.config.inference import PORT_WORD, SOCKET_WORD, InferenceConfig
@@ -20,6 +19,7 @@ from slurmft.errors import LaunchError, UsageError
 from slurmft.inference.callables import CallableEngine
 from slurmft.inference.request_checkpoints import NOTE_S, RequestCheckpointer
 from slurmft.inference.retrying import MAX_TOLD, Again, Answer, OutOfMemory
+from slurmft.inference.serving.endpoint import token_in
 from slurmft.inference.streams import events_of
 from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
 from slurmft.policy.inference.answers import Outcome, outcome_of_status, retry_after_s
@@ -33,7 +33,6 @@ from slurmft.policy.inference.continuation import (
     streaming,
 )
 from slurmft.policy.inference.engines import counter_in, engine_kind
-from slurmft.system.opening import read_text
 from slurmft.system.private_folder import PrivateFolder, make_private_folder
 from slurmft.system.processes import die_with_parent, owners_of_loopback_port, reap_adopted
 
@@ -45,7 +44,6 @@ READY_TRY_S = 5.0
 METRICS_S = 5.0
 REAP_S = 30.0
 MAX_ANSWER_BYTES = 64 << 20
-MAX_TOKEN_BYTES = 64 << 10
 STREAM_COST = 8
 """By so much an answer is longer as a stream, at least."""
 ROOT = 0
@@ -131,7 +129,7 @@ class HttpEngine:
                              hint="pip install 'slurmft[inference]'") from error  # fmt: skip
         headers = {}
         if self._config.engine.token_file is not None:
-            headers["Authorization"] = f"Bearer {_token_in(self._config.engine.token_file)}"
+            headers["Authorization"] = f"Bearer {token_in(self._config.engine.token_file, at_least=1)}"
         connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
         if self._config.engine.command is not None and any(SOCKET_WORD in each for each in self._config.engine.command):
             self._private = make_private_folder()
@@ -353,20 +351,6 @@ async def _content(response: aiohttp.ClientResponse) -> bytes:
         if room < 0:
             raise Again(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
     return b"".join(parts)
-
-
-def _token_in(path: Path) -> str:
-    """The token of a file that its owner alone can read.
-
-    Raises:
-        UsageError: others can, it is another user's, or it cannot be read.
-    """
-    try:
-        if path.stat().st_mode & 0o077:
-            raise UsageError(f"inference.engine.token_file: others may read {path}", hint=f"chmod 600 {path}")
-        return read_text(path, owners={os.geteuid()}, limit_bytes=MAX_TOKEN_BYTES).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"inference.engine.token_file: cannot read {path}: {error}") from error
 
 
 def _body_of(text: str) -> Any:

@@ -82,14 +82,14 @@ def main() -> None:
     arguments = parser.parse_args()
 
     @web.middleware
-    async def check(request: web.Request, handle: Any) -> web.StreamResponse:
+    async def check(request: web.Request, handler: Any) -> web.StreamResponse:
         if (
             arguments.key
             and request.path != "/health"
             and arguments.key not in request.headers.get("Authorization", "")
         ):
             return web.json_response({"error": {"message": "which key?"}}, status=401)
-        return await handle(request)
+        return await handler(request)
 
     app = web.Application(client_max_size=1 << 30, middlewares=[check])
     app[DELAY_S] = arguments.delay
