@@ -23,6 +23,7 @@ from slurmft.inference.serving.router_settings import RouterSettings
 from slurmft.inference.serving.updates import OWN_CONFIG, is_config_name
 from slurmft.ipc.calls import BeginReplicas, Call, Drain, Lease, Members, RenewReplica
 from slurmft.ipc.reports import ReplicaPhase, Sent
+from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
 from slurmft.policy.inference.devices import devices_of
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system.background import Background
@@ -175,6 +176,7 @@ class Replicas:
             device="cuda" if devices else "",
         )  # fmt: skip
         environment[SETTINGS_VARIABLE] = settings.as_text()
+        environment[STOP_SIGNAL_VARIABLE] = self._config.preemption.signal
         self._start_one(rank, environment, command)
 
     def _start_router(self, rank: int, socket: str, port: int) -> None:

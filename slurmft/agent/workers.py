@@ -25,10 +25,19 @@ from slurmft.ipc.zygote_start import Zygote
 from slurmft.policy.timing.stop import Look
 from slurmft.storage.memory_folder import MEMORY_VARIABLE
 from slurmft.system.kernel_view import memory_kills
-from slurmft.system.private_folder import left_to, make_private_folder, remove_tree
-from slurmft.system.processes import MARK_VARIABLE, kill_left, was_given
+from slurmft.system.private_folder import is_left_over, left_to, make_private_folder, remove_tree
+from slurmft.system.processes import (
+    MARK_VARIABLE,
+    adopt_orphans,
+    kill_left,
+    kill_marked,
+    own_children,
+    reap_adopted,
+    was_given,
+)
 
 END_LOOK_S = 0.005
+GONE_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -162,6 +171,7 @@ class Workers:
     def __init__(self, on_exit: Callable[[Worker], None], name: str = "") -> None:
         self._on_exit = on_exit
         self.by_rank: dict[int, Worker] = {}
+        kill_marked(_is_of_a_dead_agent, LEFT_S)
         left = left_to(name) if name else None
         self.private = make_private_folder(heir=name)
         self.folder = self.private.path
@@ -176,6 +186,7 @@ class Workers:
         self._socket: socket.socket | None = None
         self._signal_at_start: int | None = None
         self._memory_kills = self._forks = 0
+        self._adopts = False
         self.ready = asyncio.Event()
 
     def start_zygote(self, environment: Mapping[str, str], preload: Sequence[str], begun: Zygote | None = None) -> None:
@@ -208,9 +219,12 @@ class Workers:
                 raise RuntimeError(f"rank {rank} is alive")
             earlier.close()
         self._signal_at_start = None
+        if not self._adopts:  # what a zygote leaves that is killed itself
+            self._adopts = True
+            adopt_orphans()
         self._need_zygote()
         self._fork(rank, environment, command=command, folder=folder, logs=logs, verdict=verdict,
-                   generation=generation, timed=False)  # fmt: skip
+                   generation=generation, timed=False, adopts=True)  # fmt: skip
 
     def kill_one(self, rank: int) -> None:
         """SIGKILL one worker and all that it started in its own session; nothing where it has ended."""
@@ -220,7 +234,7 @@ class Workers:
 
     def _fork(
         self, rank: int, environment: dict[str, str], *, command: Sequence[str], folder: Path, logs: Path,
-        verdict: Path, generation: int, timed: bool,
+        verdict: Path, generation: int, timed: bool, adopts: bool = False,
     ) -> None:  # fmt: skip
         arguments = zygote_arguments(command)
         path = self.folder / f"rank-{rank}"
@@ -242,6 +256,7 @@ class Workers:
                 "log": str(logs / f"rank-{rank}.log"),
                 "verdict": str(verdict),
                 "stacks": str(worker.stacks),
+                "adopts": adopts,
             }
         )
 
@@ -320,7 +335,7 @@ class Workers:
     def _leave_zygote(self) -> None:
         self._hang_up()
         if self._zygote is not None:
-            self._zygote.end(2 * LEFT_S if self.ready.is_set() else 0.0)
+            self._zygote.end(LEFT_S + GONE_S if self.ready.is_set() else 0.0)
 
     def _timing_page(self, worker: Worker, generation: int) -> dict[str, str]:
         path = self.folder / f"rank-{worker.rank}.timings"
@@ -384,12 +399,23 @@ class Workers:
     def _zygote_is_gone(self) -> None:
         # its children died with it, the kernel sees to that; what these had started did not
         self._hang_up()
-        kill_left({worker.pid: worker.mark for worker in self.by_rank.values() if worker.pid})
+        own = own_children() if self._adopts else None
+        kill_left({worker.pid: worker.mark for worker in self.by_rank.values() if worker.pid}, GONE_S, own)
+        if own is not None:
+            reap_adopted(own)
         for worker in self.by_rank.values():
             if worker.alive:
                 worker.exit_code = -signal.SIGKILL
                 worker.starved = memory_kills() > self._memory_kills
                 self._on_exit(worker)
+
+
+def _is_of_a_dead_agent(pid: int, mark: str) -> bool:
+    """Whether a marked process has outlived its agent and zygote. Its own root counts: it may see another /dev/shm."""
+    folder = Path(f"/proc/{pid}/root{Path(mark).parent}")
+    with contextlib.suppress(OSError):
+        return not folder.exists() or is_left_over(folder, owner=os.geteuid())
+    return False
 
 
 def reserve_port() -> tuple[socket.socket, int]:

@@ -3,7 +3,8 @@
 ``import torch`` and what optimizers pull in lazily cost two to three seconds; a fork costs milliseconds. The zygote
 stays single-threaded and never touches a GPU, so that its children can do both. It speaks with its agent over a
 socketpair, one JSON object per packet (a request names the file it lies in). It ends with its agent, and its children
-with it; what an ended child has started is killed, whatever ended it.
+with it; what an ended child has started is killed, whatever ended it. A child that "adopts" keeps all that it starts
+below it, and at its end the zygote inherits that: engines of others may be of many processes, in sessions of their own.
 
 Run as ``python -m slurmft.agent.zygote FD PRELOAD...``.
 """
@@ -27,7 +28,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -40,7 +41,7 @@ from slurmft.storage.verdicts import WorkerVerdict, read_verdict, write_verdict
 from slurmft.system.collecting import without_collections
 from slurmft.system.foreign_text import one_line
 from slurmft.system.opening import appending
-from slurmft.system.processes import MARK_VARIABLE, die_with_parent, kill_left
+from slurmft.system.processes import MARK_VARIABLE, adopt_orphans, die_with_parent, kill_left, reap_adopted
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -52,7 +53,7 @@ MAX_LOSSES = 16
 AHEAD_AFTER_S = 2.0
 """Without work for so long, it forks one child more for each that works: a restart then finds its workers forked."""
 
-LEFT_S = 2.0
+LEFT_S = 10.0
 """How long the next fork, or the end, waits for what ended workers had started."""
 
 _CUDA_DEVICE = "/dev/nvidia-uvm"
@@ -109,7 +110,7 @@ def _serve(agent: socket.socket, *, forks_ahead: bool) -> Callable[[], int] | No
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     children, ended = dict[int, str](), dict[int, str]()
     ahead: dict[int, int] = {}
-    zygote, folder, losses = os.getpid(), Path(), 0
+    zygote, folder, losses, adopts = os.getpid(), Path(), 0, False
 
     def forked() -> int:
         """As os.fork; the child has nothing of what its parent serves with."""
@@ -136,17 +137,18 @@ def _serve(agent: socket.socket, *, forks_ahead: bool) -> Callable[[], int] | No
         if wake_read in ready:
             os.read(wake_read, 4096)
             losses += _forget_ended(ahead)
-            ended |= _reap(agent, children)
+            ended |= _reap(agent, children, _others(adopts, children, ahead))
         if agent.fileno() not in ready:
             continue
         packet = agent.recv(PACKET_BYTES)
         if not packet:
             _end({*children, *ahead})
-            kill_left(ended | children, LEFT_S)
+            kill_left(ended | children, LEFT_S, _others(adopts, children, ahead))
             return None
         path = Path(json.loads(packet)["request"])
         request, folder = json.loads(path.read_text(encoding="utf-8")), path.parent
-        kill_left(ended, LEFT_S)
+        adopts = adopts or _adopts(request)
+        kill_left(ended, LEFT_S, _others(adopts, children, ahead))
         ended.clear()
         if not (pid := _handed_over(path, ahead)):
             gpu_in_use = why_not_to_fork()
@@ -195,7 +197,7 @@ def _forget_ended(ahead: dict[int, int]) -> int:
     return len(ended)
 
 
-def _reap(agent: socket.socket, children: dict[int, str]) -> dict[int, str]:
+def _reap(agent: socket.socket, children: dict[int, str], own: set[int] | None) -> dict[int, str]:
     """Report children that have ended, and kill what they had started: it would hold their memory and their GPU."""
     ended = dict[int, str]()
     for pid in list(children):
@@ -204,10 +206,22 @@ def _reap(agent: socket.socket, children: dict[int, str]) -> dict[int, str]:
             ended[pid] = children.pop(pid)
             _send(agent, {"kind": "exited", "pid": pid, "code": code})
     if ended:
-        kill_left(ended)
+        kill_left(ended, own=own)
     for pid in ended:  # only now: until then their ids are not given to others
         os.waitpid(pid, 0)
+    if own is not None:
+        reap_adopted(own)
     return ended
+
+
+def _others(adopts: bool, children: Mapping[int, str], ahead: Mapping[int, int]) -> set[int] | None:
+    return {*children, *ahead} if adopts else None
+
+
+def _adopts(request: dict[str, Any]) -> bool:
+    if is_wanted := bool(request.get("adopts")):
+        adopt_orphans()
+    return is_wanted
 
 
 def _end(children: set[int]) -> None:
@@ -244,6 +258,7 @@ def _become(request: dict[str, Any], gpu_in_use: str = "") -> int:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.setsid()
+    _adopts(request)
     with appending(request["log"]) as log:
         for descriptor in (1, 2):
             os.dup2(log, descriptor)

@@ -63,7 +63,9 @@ def serve(
               "where the endpoint makes its own (inference.serving.tls_own), instead.")  # fmt: skip
 @click.option("--timeout", default=0.0, type=Amount(0, MAX_TIMEOUT_S), show_default=True,
               help="Seconds to wait until a router takes connections.")  # fmt: skip
-def endpoint(*, run: RunFolder, header_file: bool, ca: bool, timeout: float) -> int:
+@click.option("--forward", type=click.IntRange(0, 65_535), metavar="PORT", help="Listen at this port of 127.0.0.1 (0: "
+              "a free one) until interrupted, and pass each connection on to a router that lives.")  # fmt: skip
+def endpoint(*, run: RunFolder, header_file: bool, ca: bool, timeout: float, forward: int | None) -> int:
     """Print the address of a router of the endpoint RUN that lives."""
     from slurmft.inference.serving.endpoint import ca_file, headers_file
     from slurmft.operations.endpoint import living_url
@@ -75,5 +77,21 @@ def endpoint(*, run: RunFolder, header_file: bool, ca: bool, timeout: float) -> 
             raise UsageError(f"run {run.path.name} makes no certificates of its own", hint="inference.serving.tls_own")
         say(str(path))
         return 0
+    if forward is not None:
+        return _forward(run, forward, living_url(run, within_s=timeout).partition(":")[0])
     say(str(headers) if header_file else living_url(run, within_s=timeout))
+    return 0
+
+
+def _forward(run: RunFolder, port: int, scheme: str) -> int:
+    import asyncio
+
+    from slurmft.inference.serving.forwarder import Forwarder
+
+    try:
+        asyncio.run(Forwarder(run.path).serve(port, lambda found: say(f"{scheme}://127.0.0.1:{found}")))
+    except KeyboardInterrupt:
+        return 0
+    except OSError as error:
+        raise UsageError(f"port {port} cannot be used: {error.strerror or error}") from error
     return 0

@@ -8,10 +8,10 @@ import importlib
 import importlib.util
 import json
 import os
+import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slurmft.config.inference import PORT_WORD, SOCKET_WORD, InferenceConfig
@@ -19,7 +19,9 @@ from slurmft.errors import LaunchError, UsageError
 from slurmft.inference.callables import CallableEngine
 from slurmft.inference.request_checkpoints import NOTE_S, RequestCheckpointer
 from slurmft.inference.retrying import MAX_TOLD, Again, Answer, OutOfMemory
+from slurmft.inference.serving.endpoint import token_in
 from slurmft.inference.streams import events_of
+from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
 from slurmft.policy.inference.answers import Outcome, outcome_of_status, retry_after_s
 from slurmft.policy.inference.continuation import (
     JoinedAnswer,
@@ -31,9 +33,8 @@ from slurmft.policy.inference.continuation import (
     streaming,
 )
 from slurmft.policy.inference.engines import counter_in, engine_kind
-from slurmft.system.opening import read_text
 from slurmft.system.private_folder import PrivateFolder, make_private_folder
-from slurmft.system.processes import die_with_parent, owners_of_loopback_port
+from slurmft.system.processes import die_with_parent, owners_of_loopback_port, reap_adopted
 
 if TYPE_CHECKING:
     import aiohttp
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 READY_LOOK_S = 0.1
 READY_TRY_S = 5.0
 METRICS_S = 5.0
+REAP_S = 30.0
 MAX_ANSWER_BYTES = 64 << 20
-MAX_TOKEN_BYTES = 64 << 10
 STREAM_COST = 8
 """By so much an answer is longer as a stream, at least."""
 ROOT = 0
@@ -128,7 +129,7 @@ class HttpEngine:
                              hint="pip install 'slurmft[inference]'") from error  # fmt: skip
         headers = {}
         if self._config.engine.token_file is not None:
-            headers["Authorization"] = f"Bearer {_token_in(self._config.engine.token_file)}"
+            headers["Authorization"] = f"Bearer {token_in(self._config.engine.token_file, at_least=1)}"
         connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
         if self._config.engine.command is not None and any(SOCKET_WORD in each for each in self._config.engine.command):
             self._private = make_private_folder()
@@ -149,9 +150,8 @@ class HttpEngine:
                 self.place = words[SOCKET_WORD] = str(self._private.path / "engine.sock")
             argv = [_filled(word, words) for word in self._config.engine.command]
             try:
-                # one that outlived its driver would hold the GPU of the next one
                 self._process = await asyncio.create_subprocess_exec(
-                    *argv, stdin=asyncio.subprocess.DEVNULL, preexec_fn=die_with_parent
+                    *argv, stdin=asyncio.subprocess.DEVNULL, preexec_fn=_begin_engine
                 )
             except OSError as error:
                 raise UsageError(f"cannot start the engine {argv[0]!r}: {error.strerror or error}") from error
@@ -212,6 +212,28 @@ class HttpEngine:
                 raise OutOfMemory(f"HTTP {status}: {text[:MAX_TOLD]}")
         raise Again(f"HTTP {status}: {text[:MAX_TOLD]}", after_s=after_s)
 
+    async def canary(self) -> None:
+        """Ask for one token as routers do, which show the engine its own token and none of the clients'.
+
+        Raises:
+            LaunchError: it refuses all that routers pass on, or fails. What it says of the request itself does not
+                count: an engine may speak any HTTP.
+        """
+        import aiohttp
+
+        assert self._session is not None
+        body: dict[str, Any] = {"max_tokens": 1, "messages": [{"role": "user", "content": "1"}], "prompt": "1"}
+        try:
+            async with self._session.get(f"{self._base}/v1/models") as response:
+                with contextlib.suppress(ValueError, LookupError, TypeError):
+                    body["model"] = json.loads(await _content(response))["data"][0]["id"]
+            async with self._session.post(self._base + self._request_path, json=body) as response:
+                status, text = response.status, (await _content(response)).decode(errors="replace")
+        except (aiohttp.ClientError, TimeoutError, OSError, Again) as error:
+            raise LaunchError(f"a first request has no answer: {error or type(error).__name__}") from error
+        if status in (401, 403) or status >= 500:
+            raise LaunchError(f"a first request to {self._request_path} gets HTTP {status}: {text[:MAX_TOLD]}")
+
     async def tokens(self) -> float | None:
         """From the engine's metrics."""
         import aiohttp
@@ -252,15 +274,19 @@ class HttpEngine:
         if self._process is None:
             await asyncio.Event().wait()
         assert self._process is not None
-        return await self._process.wait()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REAP_S):
+                    return await self._process.wait()
+            reap_adopted({self._process.pid})
 
     async def close(self) -> None:
-        """End the server: TERM, which most engines take for an orderly end; the agent kills what stays."""
+        """End the server; the zygote ends what else it has started."""
         if self._session is not None:
             await self._session.close()
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
+                self._process.kill()
         if self._private is not None:
             self._private.close()
 
@@ -292,6 +318,17 @@ class HttpEngine:
         return True
 
 
+def _begin_engine() -> None:
+    """In the engine's process: it ends with its driver, and no signal to a whole job step ends it or its children.
+
+    Blocked and not ignored: most servers install a handler of their own.
+    """
+    die_with_parent()
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGTERM, signal.Signals[os.environ.get(STOP_SIGNAL_VARIABLE, "SIGTERM")]}
+    )
+
+
 def _is_good(answer: Answer) -> bool:
     return 200 <= int(answer["response"]["status_code"]) < 300
 
@@ -314,20 +351,6 @@ async def _content(response: aiohttp.ClientResponse) -> bytes:
         if room < 0:
             raise Again(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
     return b"".join(parts)
-
-
-def _token_in(path: Path) -> str:
-    """The token of a file that its owner alone can read.
-
-    Raises:
-        UsageError: others can, it is another user's, or it cannot be read.
-    """
-    try:
-        if path.stat().st_mode & 0o077:
-            raise UsageError(f"inference.engine.token_file: others may read {path}", hint=f"chmod 600 {path}")
-        return read_text(path, owners={os.geteuid()}, limit_bytes=MAX_TOKEN_BYTES).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"inference.engine.token_file: cannot read {path}: {error}") from error
 
 
 def _body_of(text: str) -> Any:

@@ -321,6 +321,8 @@ class Members(Call[Done]):
     router: Flag
     expected: Count
     replicas: Annotated[tuple[ReplicaPlace, ...], Shape(fits=is_list, of=ReplicaPlace)]
+    closing: Annotated[bool | None, Shape(fits=is_flag, optional=True)] = None
+    """The endpoint goes away, and no replica will be ready again: what comes now is refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

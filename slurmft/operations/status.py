@@ -26,6 +26,7 @@ from slurmft.storage.journal import TAIL_BYTES, Event
 from slurmft.storage.run_folder import Owner, RunFolder
 from slurmft.supervisor.owner import local_owner_lives
 from slurmft.system.files import MOVE_AWAY
+from slurmft.system.foreign_text import one_line
 from slurmft.system.opening import UnsafeFile, check_regular
 
 NEWEST = 5
@@ -155,6 +156,8 @@ def overview(run: RunFolder, records: Mapping[OwnJob, JobRecord] | None) -> Over
         detail = f"{detail} ({progress.problem})"
     if state == "running" and (waits := _successor_waits(run, owner)):
         detail = f"{detail}; handover: {waits}"
+    if state == "running" and progress.missing:
+        detail = f"{detail}; {one_line(progress.missing)}"
     if state == "running" and (update := _update_told(run)):
         detail = f"{detail}; {update}"
     if state == "running" and progress.copied is not None and progress.copied > (progress.saved_step or 0):

@@ -136,6 +136,7 @@ class EventName(StrEnum):
     REPLICA_READY = "replica ready"
     REPLICA_DIED = "replica died"
     REPLICA_DOWN = "replica down"
+    REPLICAS_MISSING = "replicas missing"
     REPLICA_SMALLER = "replica smaller"
     REQUEST_GIVEN_UP = "request given up"
     ANSWERS_HELD_UP = "answers held up"

@@ -8,14 +8,14 @@ import pwd
 import resource
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 MARK_VARIABLE = "SLURMFT_PROCESS_MARK"
 """In the environment of what a worker starts, and what ends with it in whatever session; empty for what outlives it."""
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LISTENS = "0A"
 _LOOPBACK = frozenset({"0100007F", "7F000001", "0000000000000000FFFF00000100007F", "00000000000000000000FFFF7F000001"})
 """127.0.0.1, also as an IPv6 address, on machines of either byte order."""
@@ -45,11 +45,34 @@ def me() -> Process:
 
 def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
     """Ask the kernel for this signal when the parent dies; end here where ``parent`` has died already."""
-    import ctypes  # verbs of a login node, which need none, start a millisecond sooner
-
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    _prctl(_PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """From now on a descendant whose parent ends becomes a child of this process, whatever session and environment it
+    has (PR_SET_CHILD_SUBREAPER). Its end is to be collected then (``reap_adopted``)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def reap_adopted(own: Collection[int]) -> None:
+    """Collect the ends of adopted children; ``own`` are the others, whose ends are for those who started them."""
+    with contextlib.suppress(ChildProcessError):
+        while (end := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and end.si_pid not in own:
+            os.waitpid(end.si_pid, 0)
+
+
+def own_children(variable: str = "SLURMD_NODENAME") -> set[int]:
+    """Children that this process has started, and not adopted: they began with this variable of its environment."""
+    value = os.environ.get(variable)
+    return {pid for pid, _ in children_of(os.getpid()) if value is None or was_given(pid, variable, value)}
+
+
+def _prctl(option: int, value: int) -> None:
+    import ctypes  # verbs of a login node, which need none, start a millisecond sooner
+
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def allow_descriptors(wanted: int) -> int:
@@ -125,15 +148,26 @@ def session_members(session: int) -> set[int]:
     return {pid for pid, fields in found if fields and fields[_SESSION] == str(session)}
 
 
-def kill_left(ended: Mapping[int, str], within_s: float = 0.0) -> None:
+def kill_left(ended: Mapping[int, str], within_s: float = 0.0, own: Collection[int] | None = None) -> None:
     """SIGKILL what is left of processes that led a session, and wait so many seconds at most until it is gone.
 
     Args:
         ended: their ids, and the marks that their children began with. A job of its own that one has submitted keeps
             the mark and is spared.
+        own: children of this process that live on; given where it adopts what ended ones leave.
     """
+    marks = frozenset(ended.values())
+    _kill_until_gone(lambda: _left_of({str(pid) for pid in ended}, lambda _, mark: mark in marks, own), within_s)
+
+
+def kill_marked(is_left: Callable[[int, str], bool], within_s: float) -> None:
+    """As ``kill_left``, for processes whose id and mark ``is_left`` picks."""
+    _kill_until_gone(lambda: _left_of(frozenset(), is_left, None), within_s)
+
+
+def _kill_until_gone(find: Callable[[], set[int]], within_s: float) -> None:
     until = time.monotonic() + within_s
-    while left := _left_of(ended):
+    while left := find():
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -142,18 +176,28 @@ def kill_left(ended: Mapping[int, str], within_s: float = 0.0) -> None:
         time.sleep(0.005)
 
 
-def _left_of(ended: Mapping[int, str]) -> set[int]:
-    sessions, marks = {str(pid) for pid in ended}, {f"{MARK_VARIABLE}={mark}".encode() for mark in ended.values()}
-    job, found = f"SLURM_JOB_ID={os.environ.get('SLURM_JOB_ID', '')}".encode(), set[int]()
+def _left_of(sessions: Collection[str], is_left: Callable[[int, str], bool], own: Collection[int] | None) -> set[int]:
+    job, begins = f"SLURM_JOB_ID={os.environ.get('SLURM_JOB_ID', '')}".encode(), f"{MARK_VARIABLE}=".encode()
+    found, children = set[int](), dict[int, list[int]]()
     for folder in Path("/proc").glob("[0-9]*"):
         _, fields = _stat(folder)
-        if fields and fields[_SESSION] in sessions:
-            found.add(int(folder.name))
-        elif fields:
-            with contextlib.suppress(OSError):  # another user's, or gone
-                words = (folder / "environ").read_bytes().split(b"\0")
-                if not marks.isdisjoint(words) and all(one == job for one in words if one.startswith(b"SLURM_JOB_ID=")):
-                    found.add(int(folder.name))
+        if not fields:
+            continue
+        pid = int(folder.name)
+        children.setdefault(int(fields[0]), []).append(pid)
+        if fields[_SESSION] in sessions:
+            found.add(pid)
+            continue
+        with contextlib.suppress(OSError):  # another user's, or gone
+            words = (folder / "environ").read_bytes().split(b"\0")
+            mark = next((os.fsdecode(one[len(begins) :]) for one in words if one.startswith(begins)), "")
+            if mark and is_left(pid, mark) and all(one == job for one in words if one.startswith(b"SLURM_JOB_ID=")):
+                found.add(pid)
+    if own is not None:
+        adopted = [pid for pid in children.get(os.getpid(), ()) if pid not in own]
+        while adopted:
+            found.add(pid := adopted.pop())
+            adopted += children.get(pid, ())
     return found
 
 

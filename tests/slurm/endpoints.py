@@ -83,6 +83,8 @@ def maker(lab: Lab, request: pytest.FixtureRequest) -> NewEndpoint:
         folder = lab.home / "endpoints" / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+        for name in ("serving_engine.py", "family_engine.py"):
+            shutil.copy(HERE / name, folder / name)
         shutil.copy(HERE / "serving_engine.py", folder / "engine.py")
         shutil.copy(HERE / "serving_load.py", folder / "load.py")
         shutil.copy(HERE / "patient_client.py", folder)

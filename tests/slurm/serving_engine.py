@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import time
+from typing import Any
 
 from aiohttp import web
 
@@ -77,8 +78,20 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("--socket")
     parser.add_argument("--delay", type=float, default=0.05)
+    parser.add_argument("--key", default="", help="answer 401 without it")
     arguments = parser.parse_args()
-    app = web.Application(client_max_size=1 << 30)
+
+    @web.middleware
+    async def check(request: web.Request, handler: Any) -> web.StreamResponse:
+        if (
+            arguments.key
+            and request.path != "/health"
+            and arguments.key not in request.headers.get("Authorization", "")
+        ):
+            return web.json_response({"error": {"message": "which key?"}}, status=401)
+        return await handler(request)
+
+    app = web.Application(client_max_size=1 << 30, middlewares=[check])
     app[DELAY_S] = arguments.delay
     app.add_routes([
         web.post("/v1/chat/completions", complete), web.post("/v1/completions", complete),

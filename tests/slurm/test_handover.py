@@ -218,3 +218,21 @@ def test_a_dead_owner_node_in_the_middle_makes_the_candidate_the_owner(lab: Lab,
     run.slurmft("stop", str(run.path))
     run.wait_until_out_of_queue(successor)
     lab.wait_until_idle(30)
+
+
+def test_a_requeue_by_scontrol_is_handed_over_as_well(lab: Lab, new_endpoint: NewEndpoint) -> None:
+    run = new_endpoint()
+    job = run.submit()
+    load = Load(run, 120, clients=PLAIN)
+    run.wait_for_step(100)
+    lab.run(["scontrol", "requeue", job])
+    successor = run.wait_for("successor submitted").details["job"]
+    eventually(lambda: (owner := run.folder.owner()) is not None and owner.job == successor, 60, run.story)
+    run.wait_for_routers(NODES)
+    told = load.enough()
+    print(told)
+    assert told["errors"] == {} and told["right"] == told["asked"], f"{told}\n{run.story()}"
+    assert told["longest_s"] < 25.0, f"{told}\n{run.story()}"
+    run.slurmft("stop", str(run.path))
+    run.wait_until_out_of_queue(successor)
+    run.wait_until_out_of_queue(job)

@@ -30,7 +30,7 @@ def with_engine(run: EndpointRun, *more: str) -> str:
 def test_an_update_replaces_all_engines_and_goes_back_from_a_bad_one(lab: Lab, new_endpoint: NewEndpoint) -> None:
     run = new_endpoint(max_restarts=1)
     job = run.submit()
-    load = Load(run, 35)
+    load = Load(run, 150)
     run.wait_for_step(300)
     told = run.slurmft("serve", "--update", with_engine(run, "--delay", "0.1"))
     assert f"all {NODES * REPLICAS} replicas" in told
@@ -45,7 +45,10 @@ def test_an_update_replaces_all_engines_and_goes_back_from_a_bad_one(lab: Lab, n
     update = read_update(run.folder)
     assert update is not None and (update.number, update.state) == (2, State.BACK)
     assert "went back" in run.slurmft("status", str(run.path))
-    counted = load.result()
+    # one that begins well, and refuses all that clients ask
+    refusing = lab.run(["slurmft", "serve", "--update", with_engine(run, "--key", "other")], check=False, timeout=120)
+    assert refusing.returncode == 75 and "HTTP 401" in refusing.stderr, f"{refusing}\n{run.story()}"
+    counted = load.enough()
     assert counted["errors"] == {} and counted["right"] == counted["asked"] > 600, f"{counted}\n{run.story()}"
 
     config = yaml.safe_load(run.config.read_text())

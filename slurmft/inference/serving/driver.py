@@ -21,6 +21,7 @@ from typing import Any
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.inference.driver import (
+    EXIT_SICK,
     MAX_LINE_BYTES,
     TOKENS_LOOKS,
     drive,
@@ -30,6 +31,7 @@ from slurmft.inference.engines import HttpEngine
 from slurmft.inference.replica import ReplicaSettings
 from slurmft.inference.serving.endpoint import is_local, key_of
 from slurmft.inference.serving.gate import Gate
+from slurmft.inference.serving.updates import OWN_CONFIG
 from slurmft.policy.inference.poison import has_crashed
 from slurmft.system.processes import allow_descriptors
 
@@ -38,6 +40,7 @@ DRAINED_LOOK_S = 0.02
 QUEUED_S, QUEUED_LOOK_S = 10.0, 0.005
 """How long a connection waits for an engine that does not keep up with taking them."""
 
+SHUT_S = 3.0
 DESCRIPTORS = 65_536
 """What a gate wants, where the hard limit allows it: two for each request, of all routers."""
 
@@ -56,6 +59,8 @@ class ServingDriver:
         self._gate = Gate(key_of(run_folder), self._connect)
         self._host = "127.0.0.1" if is_local(os.environ) else None
         self._writer: asyncio.StreamWriter | None = None
+        self._refuses_since_s = 0.0
+        self._shut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> int:
         """Work until the agent says so or the engine ends; returns the exit code.
@@ -68,6 +73,8 @@ class ServingDriver:
         hearing = asyncio.create_task(self._hear(reader))
         try:
             await self._engine.start()
+            if Path(self._settings.config).name != OWN_CONFIG:
+                await self._engine.canary()  # of an update: the old engine is not given up for one that refuses all
             allow_descriptors(DESCRIPTORS)  # not the engine's, which has been started
             port = await self._gate.listen(self._host)
             self._send(kind="ready", slots=self._config.concurrency, port=port)
@@ -79,7 +86,7 @@ class ServingDriver:
     async def _work(self, hearing: asyncio.Task[None]) -> int:
         ended = asyncio.create_task(self._engine.ended())
         tasks = [asyncio.create_task(work()) for work in (self._tell_load, self._watch_tokens)]
-        waits: list[asyncio.Future[Any]] = [hearing, ended, *tasks]
+        waits: list[asyncio.Future[Any]] = [hearing, ended, self._shut, *tasks]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             if task.done() and (error := task.exception()) is not None:
@@ -89,14 +96,24 @@ class ServingDriver:
             await asyncio.sleep(LAST_WORDS_S)
             sys.stderr.write(f"slurmft: the engine has ended with {ended.result()}\n")
             return exit_code_of(ended.result())
+        if self._shut.done():
+            sys.stderr.write(f"slurmft: the engine lives, and has taken no connection for {SHUT_S:.0f} s\n")
+            return EXIT_SICK
         return 0
 
     async def _connect(self, protocol: Any) -> None:
         loop = asyncio.get_running_loop()
-        if isinstance(self._engine.place, str):
-            await loop.create_unix_connection(protocol, sock=await unix_connection(self._engine.place))
-        else:
-            await loop.create_connection(protocol, "127.0.0.1", self._engine.place)
+        try:
+            if isinstance(self._engine.place, str):
+                await loop.create_unix_connection(protocol, sock=await unix_connection(self._engine.place))
+            else:
+                await loop.create_connection(protocol, "127.0.0.1", self._engine.place)
+        except (ConnectionRefusedError, FileNotFoundError):  # one that waits for its own processes at its end
+            self._refuses_since_s = self._refuses_since_s or time.monotonic()
+            if time.monotonic() - self._refuses_since_s > SHUT_S and not self._shut.done():
+                self._shut.set_result(None)
+            raise
+        self._refuses_since_s = 0.0
 
     async def _hear(self, reader: asyncio.StreamReader) -> None:
         """Return when there is nothing more to do: the agent is gone, or all that was in flight is finished."""

@@ -184,7 +184,7 @@ def token_of(run_folder: Path) -> str:
     return token_in(folder_of(run_folder) / "token")
 
 
-def token_in(path: Path) -> str:
+def token_in(path: Path, *, at_least: int = 16) -> str:
     """The token in a file that its owner alone can read.
 
     Raises:
@@ -196,8 +196,8 @@ def token_in(path: Path) -> str:
         token = read_text(path, owners={os.geteuid()}, limit_bytes=MAX_TOKEN_BYTES).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the token in {path}: {error}") from error
-    if not re.fullmatch(r"[\x21-\x7e]{16,}", token):
-        raise UsageError(f"{path} must hold one token of at least 16 printable characters without spaces")
+    if len(token) < at_least or not re.fullmatch(r"[\x21-\x7e]+", token):
+        raise UsageError(f"{path} must hold one token of at least {at_least} printable characters without spaces")
     return token
 
 

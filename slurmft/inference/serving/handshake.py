@@ -82,14 +82,14 @@ async def _exactly(connection: socket.socket, count: int) -> bytes:
     return content
 
 
-def notice_lost_peers(connection: socket.socket) -> None:
-    """Have the kernel end a connection whose other side does not answer for about 10 s, such as that of a dead node."""
+def notice_lost_peers(connection: socket.socket, within_s: int = 10) -> None:
+    """Have the kernel end a connection whose other side is silent for about so long, such as that of a dead node."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, within_s * 2 // 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, within_s // 4)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     # the others do nothing while data is under way
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * within_s)
 
 
 def listening_socket(host: str | None, port: int) -> socket.socket:

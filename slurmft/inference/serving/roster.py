@@ -75,7 +75,7 @@ class Roster:
         self._heirs: tuple[ReplicaPlace, ...] | None = None
         """Replicas of the job that has taken the endpoint over; None before that."""
 
-        self._retired = False
+        self._retired = self._closing = False
         self._holding: asyncio.TimerHandle | None = None
         self.committed = asyncio.Event()
         """Never set: an endpoint does not end by itself."""
@@ -135,7 +135,9 @@ class Roster:
         """Nothing: the replicas of this agent tell the routers themselves that they drain."""
 
     def stop(self) -> None:
-        """Nothing: the replicas tell the routers themselves that they drain."""
+        """The endpoint goes away: routers refuse what comes from now on."""
+        self._closing = True
+        self._tell_all()
 
     @property
     def all_down(self) -> bool:
@@ -253,4 +255,4 @@ class Roster:
         expected = self._expected if self._heirs is None else len(self._heirs)
         for agent in self.agents.values():
             agent.send(Members(epoch=agent.epoch, router=agent.node in with_router, expected=expected,
-                               replicas=places))  # fmt: skip
+                               closing=self._closing or self._heirs == (), replicas=places))  # fmt: skip

@@ -188,7 +188,7 @@ class Router:
         slots, has_room = len(loads) * limit, choose(loads, limit=limit) is not None
         queue = Queue(self._before(priority), self.serving.max_queue, slots, self._mean_s, has_room)
         entry = entry_of(queue, left_s=left_s, priority=priority, degraded=self._terms.degraded,
-                         closing=self._is_closing())  # fmt: skip
+                         closing=self.replicas.closing)  # fmt: skip
         if entry is Entry.ADMITTED:
             return None
         self.metrics.refused(entry.value)
@@ -297,11 +297,6 @@ class Router:
             else:
                 self._wake()
 
-    def _is_closing(self) -> bool:
-        """All that is left of the endpoint drains."""
-        phases = {each.phase for each in self.replicas.by_name.values()}
-        return bool(phases) and phases <= {"draining", "ended"}
-
     # What is known
 
     @property
@@ -331,9 +326,9 @@ class Router:
 
     def status(self) -> Mapping[str, Any]:
         """What ``/status`` shows."""
-        now_s = time.monotonic()
+        now_s, state = time.monotonic(), "degraded" if self.degraded else "well"
         return {
-            "state": "closing" if self._is_closing() else "degraded" if self.degraded else "well",
+            "state": "closing" if self.replicas.closing else state if self.ready else "waiting",
             "router": self._node,
             "replicas": {"ready": self.replicas.ready, "expected": self.replicas.expected},
             "concurrency": self._terms.concurrency,

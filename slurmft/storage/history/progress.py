@@ -32,6 +32,7 @@ class Progress:
     stall_s: float | None = None
     saves_done: int | None = None
     copied: int | None = None
+    missing: str | None = None
     problem: str = ""
     """The damage of the report, which does not harm the run: the report is not part of its state."""
 
@@ -46,7 +47,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "attempt": (str,), "resumed": (int,), "failed_saves": (int,), "save_problem": (str,),
     "progressed_at": (int, float), "saved_at": (int, float), "world_size": (int,),
     "step_at": (int, float), "stall_s": (int, float), "saves_done": (int,),
-    "copied": (int,),
+    "copied": (int,), "missing": (str,),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -63,6 +64,7 @@ class Giver:
         self._told_waits = ""
         self._submitting: asyncio.Task[None] | None = None
         self._given_up = False
+        self._wanted = asyncio.Event()
         self.is_held: Callable[[], bool] = lambda: False
         """Whether none may begin at the moment."""
 
@@ -79,6 +81,7 @@ class Giver:
         if self._given_up or self._reason or self._record is not None:
             return False
         self._reason = reason
+        self._wanted.set()
         return True
 
     @property
@@ -91,7 +94,9 @@ class Giver:
         self._since_s = self._now()
         await self._try(self._adopt)
         while True:
-            await asyncio.sleep(LOOK_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wanted.wait(), LOOK_S)
+            self._wanted.clear()
             await self._try(self._look)
 
     async def call_off(self, reason: str) -> None:

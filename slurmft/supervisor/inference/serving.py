@@ -6,11 +6,14 @@ It may begin as a candidate, beside the attempt of another job that owns the run
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import SlurmError, StorageError
@@ -18,7 +21,10 @@ from slurmft.inference.serving.certificates import prepare_authority
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster, prepare
 from slurmft.inference.serving.roster import Roster
 from slurmft.ipc.reports import InferenceReport, RouterPhase
+from slurmft.policy.site.job_identity import JobIdentity, OwnJob
 from slurmft.policy.verdicts.verdict import Cause
+from slurmft.scheduler import lending, own_jobs
+from slurmft.scheduler.nodes import expand
 from slurmft.storage import signs_of_life
 from slurmft.storage.events import EventName
 from slurmft.storage.history.progress import progress_of
@@ -31,11 +37,15 @@ from slurmft.supervisor.inference.candidacy import Candidacy, is_heir, see_off
 from slurmft.supervisor.inference.handover import Giver
 from slurmft.supervisor.inference.rolling_update import RollingUpdate
 from slurmft.supervisor.inference.serving_stops import ServingStops
+from slurmft.supervisor.recovery import avoided_nodes
 from slurmft.supervisor.recovery.exclusions import Accuser
 from slurmft.supervisor.start import Start
 
 HOLD_S = 5.0
 """How long agents that have outlived a supervisor may take to report their replicas to the next one."""
+
+BORROW_S, LEAST_LOAN_S = 10.0, 300.0
+"""How often it is looked after a loan, and of the job's time what makes one worth it."""
 
 SEE_OFF_S = 5.0
 """How often a new owner looks whether the job before it has ended."""
@@ -61,6 +71,10 @@ class ServingAttempt(InferenceAttempt):
         self._update: RollingUpdate | None = None
         self._since_s = time.monotonic()
         self._startup_s: float | None = None
+        self._missing = ""
+        self._lenders: list[OwnJob] = []
+        """Jobs that lend nodes for lost ones."""
+
         self.is_called_off = False
         """This candidate is not wanted any more."""
 
@@ -102,6 +116,7 @@ class ServingAttempt(InferenceAttempt):
         assert self._section.serving is not None
         self._update = update = RollingUpdate(self._section, self._start, self._joined, self._is_calm)
         self._background.start(update.watch())
+        self._background.start(self._make_up())
         is_wanted = self._section.serving.handover and self._config.preemption.continue_by != "nothing"
         if is_wanted and isinstance(self._cluster, SlurmCluster):
             giver = Giver(self._config, self._start, self._cluster, self._slurm, lambda: self._startup_s)
@@ -252,18 +267,70 @@ class ServingAttempt(InferenceAttempt):
 
     def _write_progress(self) -> None:
         if self._coordinator is not None and not self._start.candidate and not self.stops.superseded:
-            self._run.write_progress(**self._progress(self._roster.requests.done))
+            missing = {"missing": self._missing} if self._missing else {}
+            self._run.write_progress(**self._progress(self._roster.requests.done), **missing)
+
+    # Nodes that are lost
+
+    async def _make_up(self) -> None:
+        """Say what is missing, and have other jobs lend nodes for those that stay lost: replicas begin there."""
+        ask_s, told, waits = None, 0, ""
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            missing = self._config.nodes - len(self._joined)
+            if missing <= 0 or not self._cluster.lost or self.stops.planned is not None:
+                ask_s, told, waits, self._missing = None, 0, "", ""
+                continue
+            if ask_s is None:  # the agent may come back, or be started again
+                ask_s = time.monotonic() + self._config.fault_tolerance.supervisor_lease_s
+            elif time.monotonic() > ask_s and isinstance(self._cluster, SlurmCluster):
+                ask_s, waits = time.monotonic() + BORROW_S, await self._borrow(missing)
+            found, lost = self._roster.readiness(), ", ".join(sorted(self._cluster.lost))
+            self._missing = f"{found.ready} of {found.expected} replicas are ready (lost: {lost}{waits})"
+            if told != missing:
+                told = missing
+                self._journal.append(EventName.REPLICAS_MISSING, ready=found.ready, expected=found.expected,
+                                     nodes=sorted(self._cluster.lost))  # fmt: skip
+
+    async def _borrow(self, count: int) -> str:
+        """Have a job lend so many nodes, unless one is about to; what that one waits for, in words."""
+        try:
+            if self._lenders:
+                before = await asyncio.to_thread(own_jobs.find_one, self._lenders[-1])
+                if before is not None and (before.alive or before.waiting):
+                    return f"; job {before.job_id}, which will lend a node, waits: {before.reason}" * before.waiting
+            end = (await self._slurm.times()).end
+            left_s = math.inf if end is None else end - self._slurm.terms.clock.at(time.monotonic())
+            if left_s < LEAST_LOAN_S or self._config.preemption.continue_by == "nothing":
+                return ""
+            options = {} if end is None else {"time": int(left_s / 60)}
+            job = await asyncio.to_thread(self._submit_lender, count, options)
+        except SlurmError as error:
+            return f"; no other node: {error.what}"
+        self._lenders.append(OwnJob(job, JobIdentity(user=os.getuid())))
+        self._journal.append(EventName.JOINING, job=job, nodes=count, who="the supervisor")
+        return ""
+
+    def _submit_lender(self, count: int, options: dict[str, Any]) -> str:
+        assert isinstance(self._cluster, SlurmCluster)
+        avoid = set(expand(self._cluster.job.nodes)) | self._cluster.lost  # not beside the replicas that there are
+        avoid |= set(avoided_nodes.for_submission(self._config, options, os.environ).nodes)
+        argv = lending.lending_command(self._config, self._run, nodes=count, options=options, avoid=frozenset(avoid))
+        return lending.submit_lender(argv)
 
     # The end
 
     async def _wind_down(self) -> None:
         if (giver := self.stops.giver) is not None and not self.stops.superseded:
             outside = self._slurm.outside[0] if self._slurm.outside is not None else None
-            if Cause.STOPPED_BY_USER is self.stops.planned or outside in (Cause.CANCELLED, Cause.REQUEUED):
+            if Cause.STOPPED_BY_USER is self.stops.planned or outside is Cause.CANCELLED:
                 await giver.call_off(self.stops.reason)
             else:
                 await giver.finish()
         await super()._wind_down()
+        for job in self._lenders:
+            with contextlib.suppress(SlurmError):
+                await asyncio.to_thread(own_jobs.cancel, job)
         if self._coordinator is not None:
             self._roster.close()
             cluster = self._roster.cluster

@@ -7,8 +7,6 @@ import time
 
 from slurmft.errors import StorageError
 from slurmft.inference.serving.roster import Roster
-from slurmft.ipc.calls import Drain
-from slurmft.ipc.channel import UNANSWERED
 from slurmft.policy.inference.handover import LEAST_DRAIN_S, waits_for
 from slurmft.policy.verdicts.verdict import Cause
 from slurmft.storage.events import EventName
@@ -23,7 +21,7 @@ JOINED_S = 1.0
 LINGER_S = 5.0
 """How long the routers here take connections after clients were told of others, at least."""
 
-_AWAITED = frozenset({Cause.TIME_LIMIT, Cause.PREEMPTED, Cause.SIGNALLED, Cause.RECLAIMED})
+_AWAITED = frozenset({Cause.TIME_LIMIT, Cause.PREEMPTED, Cause.SIGNALLED, Cause.RECLAIMED, Cause.REQUEUED})
 
 
 class ServingStops(InferenceStops):
@@ -48,10 +46,7 @@ class ServingStops(InferenceStops):
         deadline_s = began_s + await self._left_s()
         await asyncio.sleep(JOINED_S)
         within_s = max(0.5, deadline_s - time.monotonic() - LEAST_DRAIN_S)
-        for node in self.joined:
-            link = self._pool.links.get(node)
-            if link is not None and link.channel is not None:
-                link.channel.send(Drain(within_s=within_s).as_call(UNANSWERED))
+        self._have_drained(within_s)
         while not self._is_late(deadline_s) and (self.joined - self.drained or time.monotonic() < began_s + LINGER_S):
             await asyncio.sleep(LOOK_S)
         roster.retire()

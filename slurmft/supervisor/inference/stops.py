@@ -80,7 +80,7 @@ class InferenceStops:
         self.on_signal(name, "the supervisor")
 
     async def _stop_for_signal(self, at_s: float) -> None:
-        if self.coordinator is not None:
+        if isinstance(self.coordinator, Coordinator):  # an endpoint goes on while a successor may come
             self.coordinator.stop()  # at once; Slurm's answers only say why, and how long there is
         cause, left_s = await self._slurm.cause_and_time(self._section, at_s)
         if self._slurm.outside is None and self._cluster.name != "local":
@@ -99,10 +99,7 @@ class InferenceStops:
             self.coordinator.stop()
             within_s = max(0.5, left_s - COMMIT_MARGIN_S)
             deadline_s = time.monotonic() + within_s
-            for node in self.joined:
-                link = self._pool.links.get(node)
-                if link is not None and link.channel is not None:
-                    link.channel.send(Drain(within_s=within_s).as_call(UNANSWERED))
+            self._have_drained(within_s)
             # Slurm's own end may become known only now, and is sooner
             while (
                 not self._over.is_set()
@@ -113,3 +110,9 @@ class InferenceStops:
             await self.coordinator.commit_now(COMMIT_MARGIN_S)
             self._journal.append(EventName.STOP_SAVED, step=self.coordinator.requests.done)
         self._over.set()
+
+    def _have_drained(self, within_s: float) -> None:
+        drain = Drain(within_s=within_s).as_call(UNANSWERED)
+        for link in [self._pool.links.get(node) for node in self.joined]:
+            if link is not None and link.channel is not None:
+                link.channel.send(drain)

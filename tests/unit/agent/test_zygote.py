@@ -628,6 +628,96 @@ def test_a_worker_that_ends_by_itself_leaves_no_processes_to_the_next_attempt(tm
     on_a_node(tmp_path, work)
 
 
+ENGINE = """
+import os, sys, time
+def session_of_its_own(name):
+    \"\"\"Like what setproctitle leaves: neither parent, session nor environment lead to the engine.\"\"\"
+    reads, writes = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        os.write(writes, f"{os.getpid()} ".encode())
+        os.execve(sys.executable, [sys.executable, "-c", "import time; time.sleep(300)"], {})
+    os.wait()
+    return os.read(reads, 99).decode()
+print("ready", session_of_its_own("a"), session_of_its_own("b"), flush=True)
+time.sleep(300)
+"""
+
+
+def start_engine(node: Node, rank: int) -> None:
+    node.workers.start_one(rank, {"PATH": os.environ["PATH"]}, command=[PYTHON, "engine.py"], folder=node.folder,
+                           logs=node.folder, verdict=node.folder / "verdict", generation=1)  # fmt: skip
+
+
+async def family_of(node: Node, rank: int, life: int = 1) -> list[int]:
+    await node.until(lambda: node.log(rank).count("ready") == life and node.log(rank).endswith("\n"))
+    return [int(word) for word in node.log(rank).splitlines()[-1].split()[1:]]
+
+
+def test_processes_of_an_engine_are_gone_before_it_is_started_again_and_those_of_others_live(tmp_path):
+    async def work(node: Node) -> None:
+        node.script(ENGINE, "engine.py")
+        for rank in (0, 1):
+            start_engine(node, rank)
+        mine, others = [await family_of(node, rank) for rank in (0, 1)]
+        assert not any(map(gone, (*mine, *others)))
+        os.kill(node.workers.by_rank[0].pid, signal.SIGKILL)
+        await node.until(lambda: node.ended)
+        first = node.workers.by_rank[0].pid
+        start_engine(node, 0)
+        await node.until(lambda: node.workers.by_rank[0].pid not in (0, first))
+        assert all(map(gone, mine)) and not any(map(gone, others))
+        again = await family_of(node, 0, life=2)
+        assert set(again).isdisjoint(mine)
+        node.workers.close()
+        await node.until(lambda: all(map(gone, (*again, *others))))
+
+    on_a_node(tmp_path, work)
+
+
+def test_the_next_agent_ends_what_an_agent_and_its_zygote_have_left(tmp_path):
+    script = f"""
+    import asyncio, os, sys
+    sys.path.insert(0, {str(Path(__file__).parent)!r})
+    from pathlib import Path
+    from slurmft.agent.workers import Workers
+    from slurmft.system import private_folder
+    private_folder.SHARED_MEMORY = Path({str(private_folder.SHARED_MEMORY)!r})
+    async def main():
+        workers = Workers(lambda worker: None)
+        workers.start_zygote(dict(os.environ), [])
+        workers.start_one(0, {{"PATH": os.environ["PATH"]}}, command=["sh", "-c",
+            "setsid sleep 300 & echo ready $!; wait"], folder=Path({str(tmp_path)!r}), logs=Path({str(tmp_path)!r}),
+            verdict=Path({str(tmp_path / "verdict")!r}), generation=1)
+        print(workers._zygote.process.pid, flush=True)
+        await asyncio.sleep(300)
+    asyncio.run(main())
+    """
+    log = tmp_path / "rank-0.log"
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        zygote = int(agent.stdout.readline())
+
+        async def work(_node: Node | None = None) -> None:
+            async with asyncio.timeout(WAIT_S):
+                while not (log.exists() and log.read_text().endswith("\n")):
+                    await asyncio.sleep(0.01)
+
+        asyncio.run(work())
+        left = int(log.read_text().split()[1])
+        os.kill(agent.pid, signal.SIGSTOP)  # else it would clean up after its zygote, or its zygote after it
+        os.kill(zygote, signal.SIGKILL)
+        agent.kill()
+    assert not gone(left)
+    other = Workers(lambda _worker: None)
+    try:
+        assert gone(left)
+    finally:
+        other.close()
+
+
 def test_what_a_living_rank_has_started_and_a_job_of_its_own_are_spared(tmp_path):
     text = """
     import os, subprocess, sys, time
@@ -748,6 +838,7 @@ def test_an_agent_that_is_killed_takes_its_workers_along(tmp_path):
                 node.start([0], [dict(os.environ)], command=["python", "train.py"], folder=here, logs=here,
                            verdicts=[here / "v"], generation=1)
                 log = here / "rank-0.log"
+                log.touch()
                 while not node.by_rank[0].pid or "ready" not in log.read_text():
                     await asyncio.sleep(0.01)
                 print(node.by_rank[0].pid, node._zygote.process.pid, log.read_text().split()[1], flush=True)

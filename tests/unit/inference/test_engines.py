@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from aiohttp import web
@@ -17,6 +20,7 @@ from slurmft.errors import LaunchError, UsageError
 from slurmft.inference import engines
 from slurmft.inference.engines import CallableEngine, Closed, HttpEngine, OutOfMemory
 from slurmft.inference.retrying import Again
+from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
 
 Handler = Callable[[web.Request], Coroutine[Any, Any, web.StreamResponse]]
 
@@ -194,6 +198,64 @@ def test_an_engine_that_lives_and_takes_no_connection_is_told_apart():
             await found.ended()
 
     asyncio.run(main())
+
+
+FAMILY = """
+import os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+        self.wfile.write(str(os.getpid()).encode())
+if __name__ == "__main__":
+    HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_to_the_whole_step_does_not_end_an_engine(monkeypatch, name: str):
+    """Not even one whose default action is to end; KILL ends it as ever."""
+    monkeypatch.setenv(STOP_SIGNAL_VARIABLE, name)
+
+    async def main() -> int:
+        given = {"input": "x.jsonl", "engine": {"command": [sys.executable, "-c", FAMILY, "{port}"]}}
+        found = HttpEngine(InferenceConfig.model_validate(given), 0)
+        try:
+            await found.start()
+            answer = urlopen(f"http://127.0.0.1:{found.place}/")
+            pid = int(answer.read())
+            for number in (signal.SIGTERM, signal.Signals[name]):
+                os.kill(pid, number)
+            assert urlopen(f"http://127.0.0.1:{found.place}/").status == 200
+        finally:
+            await found.close()
+        return await asyncio.wait_for(found.ended(), 10)
+
+    assert asyncio.run(main()) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("status", "is_good"), [(200, True), (404, True), (422, True), (401, False), (403, False),
+                                                 (500, False), (503, False)])  # fmt: skip
+def test_a_canary_is_a_client_s_first_request_and_judges_the_engine_alone(status: int, is_good: bool):
+    asked: list[Any] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": "small"}]})
+        asked.append((request.path, await request.json()))
+        return web.Response(status=status)
+
+    async def main() -> None:
+        async with engine(handle) as found:
+            await found.canary()
+
+    if is_good:
+        asyncio.run(main())
+    else:
+        with pytest.raises(LaunchError, match=str(status)):
+            asyncio.run(main())
+    [(path, body)] = asked
+    assert path == "/v1/chat/completions" and (body["model"], body["max_tokens"]) == ("small", 1)
 
 
 @pytest.mark.parametrize("owner", [None, 4242])

@@ -88,9 +88,10 @@ class World:
         self.client = aiohttp.ClientSession(f"{self.url}/", headers={"Authorization": f"Bearer {TOKEN}"})
         await self.until(lambda: self.router.replicas.ready == len(self.engines))
 
-    def name_members(self, *names: str, expected: int | None = None) -> None:
+    def name_members(self, *names: str, expected: int | None = None, closing: bool = False) -> None:
         places = [{"name": name, "hosts": ["127.0.0.1"], "port": self[name].port} for name in names]
-        self.router.replicas.take({"expected": expected or len(self.engines), "replicas": places})
+        expected = len(self.engines) if expected is None else expected
+        self.router.replicas.take({"expected": expected, "replicas": places, "closing": closing})
 
     async def until(self, is_so: Callable[[], bool], within_s: float = 10.0) -> None:
         async with asyncio.timeout(within_s):

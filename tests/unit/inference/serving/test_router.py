@@ -420,11 +420,34 @@ def test_an_endpoint_that_drains_refuses_what_is_new_and_finishes_what_it_has() 
             await world.until(lambda: len(world["a"].seen) == 1)
             gate = world["a"].gate
             assert gate is not None
+            world.name_members("a", closing=True)
             gate.say("draining")
-            await world.until(lambda: world.router.replicas.ready == 0)
             async with world.client.post("/v1/x") as answer:
                 assert answer.status == 503 and "Retry-After" in answer.headers
             assert await asked == (200, {"by": "a"})
+            assert world.router.status()["state"] == "closing"
+
+    run(work())
+
+
+@pytest.mark.parametrize("ends", ["crashes", "is renewed"])
+def test_requests_wait_for_the_next_life_of_the_only_replica(ends: str) -> None:
+    async def work() -> None:
+        async with serving({"a": answers("a"), "b": answers("b")}, {"degraded_below": 0.0}) as world:
+            world.name_members("a", expected=1)
+            gate = world["a"].gate
+            assert gate is not None
+            if ends == "crashes":
+                gate.say("ended", crashed=True)
+            else:
+                gate.say("draining")
+            await world.until(lambda: world.router.replicas.ready == 0)
+            asked = asyncio.create_task(world.ask())
+            await world.until(lambda: world.router.waiting == 1)
+            assert world.router.status()["state"] == "waiting"
+            world.name_members("b", expected=1)
+            assert await asked == (200, {"by": "b"})
+            assert world.router.status()["state"] == "well"
 
     run(work())
 

@@ -202,3 +202,17 @@ def test_replicas_that_do_not_report_to_the_next_roster_are_waited_for_a_while(t
         assert cluster.names(0) == ["n0.0/0"]
 
     asyncio.run(work())
+
+
+def test_routers_hear_that_the_endpoint_goes_away_from_the_supervisor_alone(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    cluster.join(0)
+    cluster.replica(0, 0)
+    cluster.replica(0, 0, "waiting")
+    assert not cluster.told[0].closing
+    cluster.roster.hand_over((), "8")
+    assert cluster.told[0].closing, "no one is left to pass requests to"
+    other = Cluster(tmp_path)
+    other.join(0)
+    other.roster.stop()
+    assert other.told[0].closing
