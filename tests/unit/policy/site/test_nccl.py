@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,8 @@ from slurmft.policy.site.nccl import (
     HANDLING_VARIABLE,
     HEARTBEAT_VARIABLE,
     MIN_HEARTBEAT_S,
-    Actor,
-    acts_on_a_hang,
+    NO_HANDLING,
+    SKIP_CLEAN_UP,
     heartbeat_s,
     variables,
     why_not_to_trust,
@@ -29,6 +31,43 @@ FABRIC = {
     "NCCL_P2P_LEVEL": "NVL", "NCCL_IB_HCA": "mlx5_0,mlx5_1", "NCCL_NVLS_ENABLE": "1", "NCCL_SOCKET_IFNAME": "ib0",
     "NCCL_NET_PLUGIN": "ofi", "UCX_TLS": "rc,cuda", "FI_PROVIDER": "efa", "NVSHMEM_DEBUG": "INFO",
 }  # fmt: skip
+
+
+class Actor(StrEnum):
+    """The process or thread that ends a hung rank."""
+
+    AGENT = "slurmft"
+    WATCHDOG = "torch's watchdog"
+    MONITOR = "torch's monitor"
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """An action on a rank that hangs in a collective, unless an earlier one has ended it."""
+
+    after_s: float
+    """Since the collective was issued, about."""
+
+    actor: Actor
+    does: str
+
+
+def acts_on_a_hang(*, limit_s: float, timeout_s: float, heartbeat_s: float, handling: str = SKIP_CLEAN_UP) -> list[Act]:
+    """The actions on a rank that waits for ever in a NCCL collective, first to last.
+
+    Args:
+        limit_s: of the section ``step``, configured or learned; 0: none.
+        timeout_s: ``nccl.step_timeout_minutes``, in seconds.
+        heartbeat_s: HEARTBEAT_VARIABLE.
+        handling: HANDLING_VARIABLE.
+    """
+    acts = []
+    if limit_s:
+        acts.append(Act(limit_s, Actor.AGENT, "stacks, flight recorder, the last step kept, then the kill"))
+    if handling != NO_HANDLING:
+        acts.append(Act(timeout_s, Actor.WATCHDOG, "flight recorder, then the process ends by SIGABRT"))
+    acts.append(Act(timeout_s + heartbeat_s, Actor.MONITOR, "only if the watchdog hangs as well: SIGABRT"))
+    return sorted(acts, key=lambda act: act.after_s)
 
 
 @pytest.mark.parametrize(
