@@ -268,8 +268,9 @@ def _become(request: dict[str, Any], gpu_in_use: str = "") -> int:
     os.environ.clear()
     os.environ.update(request["environment"])
     stacks.ignore_stop_signal(os.environ)
-    if (numpy := sys.modules.get("numpy.random")) is not None:
-        numpy.seed()  # else all workers draw alike, after every start; Python's own generator does so by itself
+    for module, generator in (("numpy", "random"), ("torch", "default_generator")):
+        if (owner := getattr(sys.modules.get(module), generator, None)) is not None:
+            owner.seed()  # else all workers draw alike, after every start; Python's own generator does so by itself
     if gpu_in_use and request["python"]:
         text = f"{gpu_in_use} in the process that workers are forked from, so that none of them could use a GPU"
         hint = "something uses CUDA while it is imported (sitecustomize?); or set fault_tolerance.preload: false"

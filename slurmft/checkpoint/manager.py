@@ -348,7 +348,7 @@ class CheckpointManager(NamedStates):
         """At two steps of a manager; at the first one, state that will differ may be zero still.
 
         Raises:
-            CheckpointError: a tensor that is saved once, as all ranks have it alike, is another one on some rank.
+            UsageError: a tensor that is saved once, as all ranks have it alike, is another one on some rank.
         """
         if team.world_size == 1 or step in self._compared or len(self._compared) == COMPARISONS:
             return
@@ -359,7 +359,7 @@ class CheckpointManager(NamedStates):
         unequal = [key for at, key in enumerate(shared) if least[at] != -least[len(shared) + at]]
         if unequal:
             more = f" and {len(unequal) - 1} more" if unequal[1:] else ""
-            raise CheckpointError(
+            raise UsageError(
                 f"step {step} was not saved to {self.directory}: {unequal[0]}{more} differs from rank to rank, and a "
                 "tensor that is no DTensor is saved once for all",
                 hint="state of each rank's own is saved where it is a DTensor (fully_shard, DTensor.from_local)",

@@ -24,7 +24,6 @@ from slurmft.checkpoint.format.flat_state import (
     is_dense,
     plain_name,
     rank_key,
-    refuse_unsupported,
 )
 from slurmft.checkpoint.format.plain_state import original
 from slurmft.checkpoint.format.reading import Stored
@@ -134,7 +133,6 @@ def prepare(
         Damaged: the state does not fit these objects (the keys are named), is damaged, or a part of it is lost.
         UsageError: the model is of a kind that cannot be loaded.
     """
-    refuse_unsupported(trainee.model)
     tolerance = tolerance or Tolerance()
     rank_keys = sorted(key for key in stored.objects if key.startswith(_RANK_KEYS))
     own_key = rank_key(rank) if rank_key(rank) in stored.objects else next(iter(rank_keys), "")

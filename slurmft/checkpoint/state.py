@@ -24,6 +24,13 @@ log = logging.getLogger(__name__)
 LOADER, SCHEDULER, SCALER = "loader", "scheduler", "scaler"
 
 
+UNSUPPORTED = {
+    "FullyShardedDataParallel": "use torch.distributed.fsdp.fully_shard (FSDP2), or DistributedDataParallel",
+    "ZeroRedundancyOptimizer": "use torch.distributed.fsdp.fully_shard (FSDP2), whose optimizer is sharded with it",
+}
+"""Classes with state that differs from rank to rank under names that no other rank knows."""
+
+
 class Stateful(Protocol):
     """Schedulers, gradient scalers, loaders: objects whose state can be saved and restored.
 
@@ -48,8 +55,11 @@ class Trainee:
     loader: Stateful | None = None
 
     def __post_init__(self) -> None:
-        """Raises UsageError where one of the parts has no state that could be saved."""
+        """Raises UsageError where some of it has no state that could be saved, or none that other ranks could use."""
         stateful_loader.mend()
+        for kind in (*map(type, self.model.modules()), type(self.optimizer)):
+            if hint := UNSUPPORTED.get(kind.__name__):
+                raise UsageError(f"state within {kind.__name__} cannot be saved here", hint=hint)
         for name, part in self.parts.items():
             if part is not None and not all(hasattr(part, one) for one in ("state_dict", "load_state_dict")):
                 raise UsageError(

@@ -19,7 +19,7 @@ from slurmft.checkpoint.format.flat_keys import Path, flatten, key_of
 from slurmft.checkpoint.format.parts import WHOLE, Part
 from slurmft.checkpoint.format.plain_state import as_plain
 from slurmft.checkpoint.state import Trainee, unwrapped
-from slurmft.errors import CheckpointError, UsageError
+from slurmft.errors import CheckpointError
 from slurmft.trainer.streams import settle
 
 MODEL, OPTIMIZER, STATE, GROUPS, PARAMS = "model", "optimizer", "state", "param_groups", "params"
@@ -112,7 +112,6 @@ def capture(
         UsageError: the model is of a kind that cannot be saved.
         CheckpointError: two values have the same name.
     """
-    refuse_unsupported(trainee.model)
     if settles:
         settle(trainee.model.parameters())
     state, leads = FlatState(part=between.part if between is not None else WHOLE), rank == 0
@@ -146,15 +145,6 @@ def for_save(
         plain = {str(name): float(value) for name, value in metrics.items()}
         flat.put(FACTS, {"metrics": plain, "world_size": world_size})
     return flat
-
-
-def refuse_unsupported(model: torch.nn.Module) -> None:
-    """Raises UsageError for FSDP1, whose flat parameters have no names that another world size could use."""
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        raise UsageError(
-            "the model is wrapped in FullyShardedDataParallel (FSDP1), which cannot be saved here",
-            hint="use torch.distributed.fsdp.fully_shard (FSDP2), or DistributedDataParallel",
-        )
 
 
 def is_sharded(model: torch.nn.Module) -> bool:

@@ -1026,16 +1026,17 @@ def test_the_fabrics_variables_reach_a_forked_worker(tmp_path):
 
 def test_forked_workers_draw_other_random_numbers_each_and_after_each_start(tmp_path):
     async def work(node: Node) -> tuple[list[int | None], list[str]]:
-        script = node.script("import random, numpy\nprint(numpy.random.rand(), random.random())")
+        drawing = "numpy.random.rand(), random.random(), torch.rand(1).item()"
+        script = node.script(f"import random, numpy, torch\nprint({drawing})")
         drawn: list[str] = []
         codes: list[int | None] = []
         for _ in range(2):
             node.ended.clear()
             node.start([PYTHON, str(script)], ranks=2)
             codes += await node.codes()
-            drawn += [number for rank in range(2) for number in node.log(rank).split()[-2:]]
+            drawn += [number for rank in range(2) for number in node.log(rank).split()[-3:]]
         return codes, drawn
 
-    codes, drawn = on_a_node(tmp_path, work, "numpy.random")
+    codes, drawn = on_a_node(tmp_path, work, "numpy.random", "torch")
     assert codes == [0] * 4
-    assert len(set(drawn)) == 8
+    assert len(set(drawn)) == 12

@@ -5,6 +5,7 @@ One process imports torch once and forks the ranks; ranks that a part does not n
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -12,6 +13,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from slurmft import CheckpointManager
+from slurmft.errors import UsageError
 
 SCRIPT = """
 import hashlib, json, os, sys
@@ -183,3 +190,22 @@ def test_shard_0_knows_which_shards_have_which_weights(reports):
 def test_a_rank_that_did_not_exist_says_so(reports):
     assert [report["is_own"] for report in reports["two"]] == [True, True]
     assert [report["is_own"] for report in reports["three"]] == [True, True, False]
+
+
+@pytest.mark.parametrize("name", ["FullyShardedDataParallel", "ZeroRedundancyOptimizer"])
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+def test_what_knows_no_names_of_its_parts_is_refused_at_the_load(name, tmp_path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model: torch.nn.Module = torch.nn.Linear(4, 4)
+        if name == "FullyShardedDataParallel":
+            model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        else:
+            optim = importlib.import_module("torch.distributed.optim")  # warns where it is imported
+            optimizer = optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        with pytest.raises(UsageError, match=f"{name} cannot be saved") as caught:
+            CheckpointManager(tmp_path).load_latest(model, optimizer)
+    finally:
+        dist.destroy_process_group()
+    assert "fully_shard" in caught.value.hint

@@ -19,6 +19,7 @@ import torch
 from worker_variable import set_settings
 
 from slurmft.checkpoint import Catalog, CheckpointManager
+from slurmft.errors import UsageError
 from slurmft.ipc.pages.heartbeat import NOTHING, Page, Slot, State, StopAction
 from slurmft.policy.timing.stop import END, NEVER, NOT_STARTED, base_of, tick_of
 from slurmft.trainer.gradients import OpenGradients
@@ -484,6 +485,7 @@ def trained():
     before, SAVERS.gradients = SAVERS.gradients, OpenGradients()
     SAVERS.trains(model, optimizer)
     yield model, optimizer
+    SAVERS.gradients._hook.remove()
     SAVERS.gradients = before
 
 
@@ -526,6 +528,20 @@ def test_a_stop_within_an_evaluation_behind_half_an_accumulation_waits_for_its_e
                         ask(page, tick_of(2, 0, 3))
             accumulate(*trained, step)
     assert (training.saves, training.done[-1], page[Slot.ANSWERED]) == ([4], 3, tick_of(2, 0, 3))
+
+
+def test_a_loop_whose_gradients_wait_behind_each_step_is_refused_before_it_saves(page, trained):
+    model, optimizer = trained
+    training = Training(start_session())
+
+    def late() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+
+    with training.session, pytest.raises(UsageError, match="earlier step"):
+        training.run(30, during=dict.fromkeys(range(30), late))
+    assert training.saves == []
 
 
 # large numbers
