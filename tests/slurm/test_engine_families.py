@@ -79,7 +79,7 @@ def test_a_signal_to_the_whole_step_ends_no_engine(lab: Lab, request: pytest.Fix
     """
     run = maker(lab, request)()
     job = run.submit()
-    load = Load(run, 90, kind="ours", clients=20)
+    load = Load(run, 90, kind="patient", clients=20)
     run.wait_for_step(100)
     lab.run(["scancel", "--signal=TERM", job])
     successor = run.wait_for("handed over").details["job"]
