@@ -6,7 +6,7 @@
     for part in client.stream("/v1/chat/completions", {..., "stream": True}): ...
 
 A request that breaks off before its answer is there is sent again, to another router where there is one, until its
-deadline: it may be computed twice. A stream that has begun goes on with another router where engines can continue it.
+deadline: it may be computed twice. A stream that has begun and breaks off is an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from slurmft.inference.serving.endpoint import HighAvailabilityCluster, token_of
 from slurmft.inference.serving.endpoint import ca_file as own_ca_file
 from slurmft.inference.serving.handshake import notice_lost_peers
 from slurmft.policy.inference.answers import retry_after_s
-from slurmft.policy.inference.joined_streams import CONTINUED, JoinedStream, Unjoinable
 
 PASSING = frozenset({429, 502, 503, 504})
 """What a router answers when another try, or another router, may do better."""
@@ -157,49 +156,24 @@ class Client:
     async def stream_async(
         self, path: str, body: Any, *, timeout_s: float = 600.0, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[bytes]:
-        """The parts of the answer to a POST, as they come; whole events, where it is a stream that can be continued.
+        """The parts of the answer to a POST, as they come.
 
         Raises:
             RequestFailed: the answer has another status than 2xx, has not begun within ``timeout_s`` seconds, or breaks
-                off and cannot go on. An error that the endpoint itself writes into a stream is one of its parts.
+                off. An error that the endpoint itself writes into a stream is one of its parts.
         """
         deadline_s = time.monotonic() + timeout_s
-        stream = JoinedStream(path, json.dumps(body).encode(), frozenset(), of_router=True)
-        asked, failed = body, 0
-        while True:
-            begin = partial(self._begin, path, asked, headers, deadline_s)
-            response, part = await self._retrying(begin, deadline_s, max(0.0, deadline_s - time.monotonic()))
-            can_go_on = stream.may_be_continued(response.headers.get(CONTINUED))
-            try:
-                while part:
-                    if out := stream.take(part) if can_go_on else part:
-                        failed = 0
-                        yield out
-                    if stream.broken:
-                        raise aiohttp.ClientPayloadError(stream.broken.decode(errors="replace"))
-                    part = b"" if can_go_on and stream.is_closed else await response.content.readany()
-                if left := stream.left_over():
-                    yield left
-                return
-            except (aiohttp.ClientError, OSError, Unjoinable) as error:
-                why = f"the stream broke off: {error or type(error).__name__}"
-                if not can_go_on or isinstance(error, Unjoinable) or time.monotonic() > deadline_s:
-                    raise RequestFailed(why) from error
-                if not (event := stream.broken):
-                    self._avoided[str(response.url.origin())] = time.monotonic() + AVOIDED_S
-                try:
-                    asked, ending = stream.rest()
-                except Unjoinable as reason:
-                    if not event:
-                        raise RequestFailed(f"{why}, and {reason}") from error
-                    asked, ending = None, event
-            finally:
-                response.close()
-            if asked is None:
-                yield ending
-                return
-            await asyncio.sleep(_grown_s(failed))
-            failed += 1
+        begin = partial(self._begin, path, body, headers, deadline_s)
+        response, part = await self._retrying(begin, deadline_s, timeout_s)
+        try:
+            while part:
+                yield part
+                part = await response.content.readany()
+        except (aiohttp.ClientError, OSError) as error:
+            self._avoided[str(response.url.origin())] = time.monotonic() + AVOIDED_S
+            raise RequestFailed(f"the stream broke off: {error or type(error).__name__}") from error
+        finally:
+            response.close()
 
     async def _begin(
         self, path: str, body: Any, headers: Mapping[str, str] | None, deadline_s: float, url: str
