@@ -17,6 +17,7 @@ from yarl import URL
 
 from slurmft.inference.serving.replicas import Replica
 from slurmft.policy.inference.answers import Outcome, outcome_of_status, retry_after_s
+from slurmft.policy.inference.engines import PROVABLE, model_in, patience_for
 from slurmft.policy.inference.http_headers import end_to_end
 from slurmft.policy.inference.second_tries import Failure, after_failure
 
@@ -33,7 +34,8 @@ UNTIMED_BYTES = 1 << 15
 WORD_S = 0.25
 """How long a broken connection waits for the word that its replica is gone."""
 
-HTTP_OK, UNPROCESSABLE = 200, 422
+HTTP_OK, CLIENT_ERROR, UNPROCESSABLE, SERVER_ERROR = 200, 400, 422, 500
+LOOKS = frozenset({"GET", "HEAD", "OPTIONS"})
 LOST, LATE = "its replica is gone", "the deadline of the request"
 AS_THEY_CAME = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
@@ -69,6 +71,11 @@ class Errand:
         self.is_poison = False
         """It has crashed them."""
 
+        self.is_work = request.method not in LOOKS
+        self.patience = patience_for(body) if self.is_work else 1.0
+        model = model_in(body) if request.path in PROVABLE else ""
+        self.proof = (request.path, model) if model else None
+
         self._cut_for, self._last = LOST, b""
 
     async def run(self) -> web.StreamResponse:
@@ -92,7 +99,10 @@ class Errand:
                 replica.end()
             if self.is_poison:
                 router.remember_poison(self._request, self._body)
-                told = f"this request has crashed {len(self.crashed)} replicas: {', '.join(sorted(self.crashed))}"
+                told = (
+                    f"this request has crashed {len(self.crashed)} replicas, or they made no progress while they had "
+                    f"it (inference.hang_timeout_s): {', '.join(sorted(self.crashed))}"
+                )
                 return self._give_up("poison", UNPROCESSABLE, told)
             failed += 1
             without.add(replica.name)
@@ -164,11 +174,14 @@ class Errand:
                 if response.status < HTTP_OK:
                     raise ValueError(f"HTTP {response.status}, which was not asked for")
                 if outcome_of_status(response.status) is not Outcome.ANSWER:
-                    replica.breaker = replica.breaker.failed(time.monotonic())
+                    if response.status >= SERVER_ERROR and self.is_work:
+                        replica.did(well=False)
                     after_s = retry_after_s(response.headers.get("Retry-After"), longest_s=self._config.max_delay_s)
                     answer = await self._whole(response, MAX_ERROR_BYTES)
                     raise _Failed(Failure.SICK, f"HTTP {response.status}", answer, after_s)
-                replica.breaker = replica.breaker.succeeded()
+                if response.status < CLIENT_ERROR and self.is_work:
+                    replica.did(well=True)
+                    replica.proof = (*self.proof, True) if self.proof else replica.proof
                 if self._request.method == "HEAD":
                     return self._without_body(response)
                 length = response.content_length
@@ -179,7 +192,7 @@ class Errand:
                 return await self._pass_on(response, first, gone)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if not await _is_set(gone):
-                replica.breaker = replica.breaker.failed(time.monotonic())
+                replica.did(well=False)
                 raise _Failed(Failure.SICK, f"no answer: {error or type(error).__name__}") from error
             raise _Failed(Failure.LOST, LOST) from error
 

@@ -124,7 +124,10 @@ class Router:
             )
         if self._poison and self.is_poison(request, body):
             self.metrics.refused("poison")
-            return self.error(422, f"a request like this has crashed {KILLS} replicas lately")
+            told = (
+                f"a request like this has crashed {KILLS} replicas lately, or held them up (inference.hang_timeout_s)"
+            )
+            return self.error(422, told)
         return await Errand(self, request, body, deadline_s).run()
 
     def is_poison(self, request: web.BaseRequest, body: bytes) -> bool:
