@@ -51,9 +51,9 @@ class EngineConfig(Section):
 
     continue_from_prefix: Literal["auto", "always", "never"] = "auto"
     """Whether an answer of a batch that a stop or a dead engine has cut off goes on where it was, with the text so far
-    behind the prompt. ``auto``: texts (``/v1/completions``) of vLLM and SGLang, and callables that are generators;
-    ``always``: texts of any engine, and chats by ``continue_final_message``; ``never``: computed anew. Where it
-    applies, engines are asked for streams."""
+    behind the prompt. ``auto``: of callables that are generators; ``always``: also texts (``/v1/completions``) of any
+    engine, and chats by ``continue_final_message``, which may go on differently than they would have; ``never``:
+    computed anew. Where it applies, engines are asked for streams."""
 
     token_file: Folder | None = None
     """A file of mode 0600 with the token that the engine asks for; sent as ``Authorization: Bearer``."""

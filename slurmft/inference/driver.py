@@ -469,10 +469,7 @@ def drive(kind: Callable[[ReplicaSettings, InferenceConfig, Path], OneReplica]) 
         settings = ReplicaSettings.from_text(os.environ.pop(SETTINGS_VARIABLE))
         config = load(Path(settings.config))
         assert config.inference is not None
-        driver, began_s = kind(settings, config.inference, config.run_folder), time.monotonic()
-        code = await driver.run()
-        log.info("the replica ends with %d after %.1f s", code, time.monotonic() - began_s)
-        return code
+        return await kind(settings, config.inference, config.run_folder).run()
 
     return run_below_agent(run)
 

@@ -108,7 +108,7 @@ class HttpEngine:
         engine, kind = config.engine, engine_kind(config.engine.command or ())
         self._config, self._replica = config, replica
         self._partials = RequestCheckpointer() if partials is None else partials
-        self._forms = continued_forms(engine.continue_from_prefix, counts_pieces=kind.counts_pieces)
+        self._forms = continued_forms(engine.continue_from_prefix)
         self._pieces, self._counted = 0, 0.0
         self._first: float | None = None
         self._ready_path = engine.ready_path or kind.ready_path

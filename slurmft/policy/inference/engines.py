@@ -44,19 +44,11 @@ class EngineKind:
     tried: str = ""
     """With which version it was seen to grow so; what is empty is as the engine's sources have it."""
 
-    counts_pieces: bool = False
-    """It tells the tokens so far with each piece of a stream, so that an answer can be cut and joined exactly."""
-
 
 KNOWN = (
-    EngineKind("vllm", metrics_path="/metrics", progress_metric="vllm:generation_tokens_total", counts_pieces=True),
+    EngineKind("vllm", metrics_path="/metrics", progress_metric="vllm:generation_tokens_total"),
     # those of SGLang, TGI and llama.cpp that count tokens by name grow at a request's end
-    EngineKind(
-        "sglang",
-        metrics_path="/metrics",
-        progress_metric="sglang:inter_token_latency_seconds_count",
-        counts_pieces=True,
-    ),
+    EngineKind("sglang", metrics_path="/metrics", progress_metric="sglang:inter_token_latency_seconds_count"),
     EngineKind("text-generation-launcher", metrics_path="/metrics", progress_metric="tgi_batch_inference_count"),
     EngineKind("llama-server", metrics_path="/metrics", progress_metric="llamacpp:n_decode_total", tried="b11549"),
 )
