@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from slurm.conftest import eventually
 from slurm.test_local_serving import HERE, Endpoint
@@ -209,3 +212,76 @@ def test_a_counter_that_grows_meanwhile_is_progress_and_one_that_grows_at_the_en
     pause_s = 5 * HANG_S if counter == "live" else 3 * HANG_S
     assert endpoint.ask(120, pause=pause_s, max_tokens=8 if counter == "live" else 4096)[0] == 200, endpoint.story()
     assert not endpoint.deaths(), endpoint.story()
+
+
+class Batch(Endpoint):
+    """A batch on this machine, with one replica of the same engine."""
+
+    def __init__(self, path: Path, bodies: list[dict[str, Any]], *, files: dict[str, str], **changes: Any) -> None:
+        engine_folder = path.parent / "engine"
+        engine_folder.mkdir()
+        for name, text in files.items():
+            (engine_folder / name).write_text(text)
+        lines = [{"custom_id": f"q{number}", "method": "POST", "url": "/v1/completions",
+                  "body": {"model": "m", "prompt": "hello", "max_tokens": 8, **body}}
+                 for number, body in enumerate(bodies)]  # fmt: skip
+        (path.parent / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        command = [sys.executable, str(HERE / "behaving_engine.py"), "{port}", str(engine_folder)]
+        engine = {"command": command, **changes.pop("engine", {})}
+        super().__init__(path, **{"engine": engine, "replicas_per_node": 1, "concurrency": 4, "hang_timeout_s": 2.0,
+                                  "base_delay_s": 0.1, **changes})  # fmt: skip
+        config = yaml.safe_load(self.config.read_text())
+        del config["inference"]["serving"]
+        config["inference"]["input"] = str(path.parent / "in.jsonl")
+        self.config.write_text(yaml.safe_dump({**config, "nodes": 1}))
+
+    def written(self, name: str, output: Path | None = None) -> list[dict[str, Any]]:
+        path = (output or self.folder.path / "output") / f"{name}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def is_done(batch: Batch) -> bool:
+    return bool(batch.events("output written"))
+
+
+def test_requests_of_a_batch_that_take_longer_than_a_hang_are_no_poison(tmp_path: Path) -> None:
+    """The engine answers one after the other; its counter grows meanwhile, but for the smallest request nothing does."""
+    batch = Batch(tmp_path / "batch", [{"pause": 5.0}] * 3 + [{}] * 20, files={"serial": "yes", "counter": "live"},
+                  engine={"progress_metric": "tokens_total", "metrics_path": "/metrics"})  # fmt: skip
+    batch.slurmft("infer", str(batch.config), "--cluster", "local")
+    eventually(lambda: is_done(batch), 90, batch.story)
+    assert len(batch.written("answers")) == 23 and batch.written("errors") == []
+    assert not batch.events("replica died"), batch.story()
+
+
+def test_a_request_of_a_batch_that_has_no_end_costs_no_engine(tmp_path: Path) -> None:
+    batch = Batch(tmp_path / "batch", [{}] * 8 + [{"pause": 10_000}], files={}, max_retries=1)
+    batch.slurmft("infer", str(batch.config), "--cluster", "local")
+    eventually(lambda: is_done(batch), 90, batch.story)
+    (error,) = batch.written("errors")
+    assert error["custom_id"] == "q8" and "hang_timeout_s" in error["error"]["message"], error
+    assert len(batch.written("answers")) == 8 and not batch.events("replica died"), batch.story()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
+def test_a_full_disk_under_the_output_pauses_a_batch(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=True)
+    try:
+        ballast = disk / "ballast"
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(b"x" * 4096)
+        batch = Batch(tmp_path / "batch", [{}] * 20, files={}, output=str(disk / "output"), part_requests=0)
+        batch.slurmft("infer", str(batch.config), "--cluster", "local")
+        eventually(lambda: batch.events("answers held up"), 60, batch.story)
+        assert not is_done(batch)
+        ballast.unlink()
+        eventually(lambda: is_done(batch), 30, batch.story)
+        assert len(batch.written("answers", disk / "output")) == 20
+        assert len(batch.events("attempt started")) == 1, batch.story()
+        assert "RuntimeWarning" not in batch.story()
+    finally:
+        eventually(lambda: not batch.processes("slurmft"), 20, "the run has ended")
+        subprocess.run(["umount", str(disk)], check=True)
