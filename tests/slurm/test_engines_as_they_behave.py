@@ -245,7 +245,7 @@ def is_done(batch: Batch) -> bool:
 
 
 def test_requests_of_a_batch_that_take_longer_than_a_hang_are_no_poison(tmp_path: Path) -> None:
-    """The engine answers one after the other; its counter grows meanwhile, but for the smallest request nothing does."""
+    """The engine answers one after the other, and the smallest request with them; its counter grows meanwhile."""
     batch = Batch(tmp_path / "batch", [{"pause": 5.0}] * 3 + [{}] * 20, files={"serial": "yes", "counter": "live"},
                   engine={"progress_metric": "tokens_total", "metrics_path": "/metrics"})  # fmt: skip
     batch.slurmft("infer", str(batch.config), "--cluster", "local")
