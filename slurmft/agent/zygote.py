@@ -299,6 +299,7 @@ def run_python(argv: Sequence[str], verdict: Path) -> int:
         if argv[0] == "-m":
             sys.argv = [argv[1], *argv[2:]]
             sys.path.insert(0, str(Path.cwd()))
+            sys.modules.pop(argv[1], None)  # imported ahead: an interpreter of its own would not know it either
             runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = list(argv)

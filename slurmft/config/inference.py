@@ -45,17 +45,17 @@ class EngineConfig(Section):
     """Path for requests that name none themselves (``url`` in OpenAI's batch form)."""
 
     progress_metric: Text | None = None
-    """A counter on ``metrics_path`` that grows while the engine makes tokens; known engines have theirs. Without one
-    only completed requests are progress."""
+    """A counter on ``metrics_path`` that grows while an answer is made, and not only at its end; known engines have
+    theirs. Without one only bytes of answers are progress."""
 
     metrics_path: Text | None = None
     """Where the engine shows its counters."""
 
     continue_from_prefix: Literal["auto", "always", "never"] = "auto"
-    """Whether an answer that a stop or a dead engine has cut off goes on where it was, with the text so far behind the
-    prompt. ``auto``: texts (``/v1/completions``) of vLLM and SGLang, and callables that are generators; ``always``:
-    texts of any engine, and chats by ``continue_final_message``; ``never``: computed anew. Where it applies, engines
-    are asked for streams."""
+    """Whether an answer of a batch that a stop or a dead engine has cut off goes on where it was, with the text so far
+    behind the prompt. ``auto``: of callables that are generators; ``always``: also texts (``/v1/completions``) of any
+    engine, and chats by ``continue_final_message``, which may go on differently than they would have; ``never``:
+    computed anew. Where it applies, engines are asked for streams."""
 
     allow_paths: tuple[Text, ...] = ()
     """Further paths that clients and lines of a batch may use, such as ``/v1/load_lora_adapter``, and those below them;
@@ -166,8 +166,9 @@ class InferenceConfig(Section):
     """Seconds an engine may take until it is ready: large models need 2 to 40 minutes."""
 
     hang_timeout_s: Annotated[Seconds, Field(gt=0)] = 600.0
-    """Seconds without a completed request and without a new token, while requests are in flight, that count as a
-    hang."""
+    """Seconds without a byte of an answer and without a new token, while requests are in flight, that count as a hang
+    of an engine which does not answer the smallest request either. Requests of more than 64 KiB, or without a counter
+    of tokens more than 1024 of those, have up to ten times as long."""
 
     tail_after_s: Annotated[Seconds, Field(gt=0)] = 60.0
     """At the end of the batch: seconds after which a request in flight is also given to an idle replica."""
@@ -192,6 +193,10 @@ class InferenceConfig(Section):
         if (self.input is None) == (self.serving is None):
             raise ValueError("give one of input (a batch) and serving (an endpoint)")
         if self.serving is not None:
+            if self.engine.continue_from_prefix == "always":
+                raise ValueError(
+                    "engine.continue_from_prefix: streams of an endpoint do not go on elsewhere; remove it"
+                )
             if self.engine.command is None:
                 raise ValueError("engine.command: an endpoint needs a server that each replica starts for itself")
             given = [key for key in ONLY_BATCH if getattr(self, key) != type(self).model_fields[key].default]

@@ -25,6 +25,8 @@ class CallableEngine:
     A generator yields what is new of each answer, takes what they begin with as ``prefixes``, and returns them whole.
     """
 
+    request_path = ""
+
     def __init__(self, name: str, device: str, at_once: int, partials: RequestCheckpointer | None = None) -> None:
         self.at_once = at_once
         self._partials, self._pieces = partials, 0
@@ -106,9 +108,9 @@ class CallableEngine:
             raise Again(f"an answer of {self._name} cannot be written as JSON: {error}") from error
         return values
 
-    async def tokens(self) -> float | None:
+    async def tokens(self) -> float:
         """Of a generator, how often it has yielded."""
-        return self._pieces or None
+        return self._pieces
 
     async def ended(self) -> int:
         """It is this process."""

@@ -323,15 +323,19 @@ class Coordinator:
             self.partials.pop(index, None)
         self.committed.set()
 
+    def held_up(self, error: StorageUnavailable) -> None:
+        """Say once that the disk takes nothing."""
+        log.warning("answers cannot be written, trying again: %s", error)
+        if not self._is_held:
+            self._note(EventName.ANSWERS_HELD_UP, reason=str(error))
+        self._is_held = True
+
     async def _commit_parts(self, parts: Sequence[tuple[str, int, Sequence[tuple[int, int]]]]) -> int:
         while True:
             try:
                 found: int = await asyncio.wrap_future(self._submit(lambda: self.ledger.commit(parts)))
             except StorageUnavailable as error:
-                log.warning("answers cannot be committed, trying again: %s", error)
-                if not self._is_held:
-                    self._note(EventName.ANSWERS_HELD_UP, reason=str(error))
-                self._is_held = True
+                self.held_up(error)
                 await asyncio.sleep(STORAGE_PAUSE_S)
             else:
                 return found

@@ -32,6 +32,8 @@ from slurmft.inference.request_checkpoints import CheckpointFile, RequestCheckpo
 from slurmft.inference.requests import Requests, folder_of
 from slurmft.inference.retrying import Again, Answer, OutOfMemory, RetryManager
 from slurmft.inference.segments import SegmentWriter, segment_name
+from slurmft.policy.inference.answers import is_good
+from slurmft.policy.inference.engines import patience_for, smallest
 from slurmft.policy.inference.slots import Slots
 from slurmft.system.agents_child import run_below_agent
 
@@ -48,6 +50,9 @@ STORAGE_PAUSE_S = 1.0
 TOKENS_LOOKS = 8
 """How often the engine's counter is read within the time that counts as a hang."""
 
+LIVE = 2
+"""Looks in a row at which a counter has grown although no request has ended: it does so while answers are made."""
+
 EXIT_SICK = 70
 """EX_SOFTWARE of sysexits.h: the engine lives, and fails every request."""
 
@@ -60,7 +65,54 @@ class _Taken:
 
     index: int
     request: dict[str, Any]
+    patience: float
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine has to do."""
+
+    in_flight: int
+    ended: int
+    """Requests in this life, however they ended."""
+
+    patience: float
+    """As ``patience_for``, of the largest request in flight."""
+
+
+async def watch_progress(
+    engine: Engine, hang_timeout_s: float, load: Callable[[], Load], tell: Callable[..., None]
+) -> None:
+    """Tell the agent of tokens, as an engine may be long over an answer without sending a byte of it; and how long it
+    may be silent, as long as its counter was not seen to grow but at the end of requests."""
+    count, ended, grown, times = 0.0, 0, 0, 1.0
+    while True:
+        await asyncio.sleep(max(0.05, min(5.0, hang_timeout_s / TOKENS_LOOKS)))
+        now = load()
+        if now.in_flight:
+            before, count = count, await engine.tokens()
+            has_ended, ended = load().ended != ended, now.ended
+            if count > before:
+                tell(kind="progress")
+                grown = grown if grown >= LIVE else 0 if has_ended else grown + 1
+        if times != (times := 1.0 if grown >= LIVE else now.patience):
+            tell(kind="patience", times=times)
+
+
+async def works(engine: Engine, proof: Mapping[str, Any] | None) -> bool:
+    """Whether an engine answers the smallest request of a kind that it has answered before.
+
+    It decides wherever an engine is only suspected: it has made no progress for long, or fails what it is asked.
+    """
+    if proof is None:
+        return False
+    path = str(proof.get("url", engine.request_path))
+    try:
+        answer = (await engine.answer([{**proof, "body": smallest(path, proof["body"]) or proof["body"]}]))[0]
+    except Again:
+        return False
+    return is_good(answer)
 
 
 class Driver:
@@ -82,6 +134,9 @@ class Driver:
         self._asked = 0
         """Requests that the engine has."""
 
+        self._in_hand: dict[int, tuple[_Taken, float, asyncio.Timeout]] = {}
+        """What the engine works on: since when, and how to end that."""
+
         self._begun: list[int] = []
         """Those of them that the agent does not know of yet."""
 
@@ -94,8 +149,8 @@ class Driver:
         self._uncommitted: list[int] = []
         self._commit_now = asyncio.Event()
         self._draining = False
-        self._good = 0
-        """Answers in this life."""
+        self._good = self._ended = 0
+        """Answers of the engine in this life, and all requests that have ended."""
 
         self._proof: dict[str, Any] | None = None
         """A request that the engine has answered in this life."""
@@ -126,9 +181,10 @@ class Driver:
     async def _work(self, hearing: asyncio.Task[None]) -> int:
         ended = asyncio.create_task(self._engine.ended())
         regular = (
-            self._dispatch_lists, self._commit_regularly, self._watch_tokens, self._partials_file.save_regularly,
+            self._dispatch_lists(), self._commit_regularly(), self._partials_file.save_regularly(),
+            watch_progress(self._engine, self._config.hang_timeout_s, self._load, self._send),
         )  # fmt: skip
-        tasks = [asyncio.create_task(work()) for work in regular]
+        tasks = [asyncio.create_task(work) for work in regular]
         waits: list[asyncio.Future[Any]] = [hearing, ended, self._sick, self._finished, *tasks]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         self._send()
@@ -159,6 +215,8 @@ class Driver:
             elif message["kind"] == "revoke":  # what the engine has is finished; the rest goes elsewhere
                 self._send(kind="dropped", count=len(self._waiting))
                 self._waiting.clear()
+            elif message["kind"] == "prove":
+                self._run(self._prove())
             elif message["kind"] == "give back":  # the time of a stop is up: others go on from what there is
                 return
             elif message["kind"] == "drain":
@@ -174,8 +232,9 @@ class Driver:
     async def _take(self, indexes: Sequence[int], epoch: int, partials: Sequence[str]) -> None:
         """Read requests before their turn comes: an engine must not wait for the run folder."""
 
-        def read() -> list[dict[str, Any]]:
-            return [{**self._requests.get(index), "key": str(index)} for index in indexes]
+        def read() -> list[tuple[dict[str, Any], float]]:
+            found = [{**self._requests.get(index), "key": str(index)} for index in indexes]
+            return [(each, patience_for(json.dumps(each["body"]).encode())) for each in found]
 
         requests = await asyncio.to_thread(read)
         wanted = {str(index) for index in indexes}
@@ -184,7 +243,7 @@ class Driver:
             mine = await asyncio.to_thread(list, (each for each in records if each["request"] in wanted))
             self._partials.adopt(mine)
         self._partials_file.epoch = max(epoch, self._partials_file.epoch)
-        taken = [_Taken(*each, epoch) for each in zip(indexes, requests, strict=True)]
+        taken = [_Taken(index, *each, epoch) for index, each in zip(indexes, requests, strict=True)]
         if self._waiting and indexes[-1] < self._waiting[0].index:  # left by a dead replica
             self._waiting.extendleft(reversed(taken))
         else:
@@ -248,14 +307,14 @@ class Driver:
                 return
         for each in taken:
             if (found := await self._answer_of(each)) is not None:
-                await self._keep([(each.index, each.epoch, found[0])], is_good=found[1])
+                await self._keep([(each.index, each.epoch, found[0])], by_engine=found[1])
 
     async def _answer_one(self, taken: _Taken) -> None:
         found = await self._answer_of(taken)
         self._asked -= 1
         self._fill()  # before the answer is written: meanwhile the engine has its next request
         if found is not None:
-            await self._keep([(taken.index, taken.epoch, found[0])], is_good=found[1])
+            await self._keep([(taken.index, taken.epoch, found[0])], by_engine=found[1])
 
     async def _answer_of(self, taken: _Taken) -> tuple[Answer, bool] | None:
         """The answer, and whether the engine gave it; None when the engine gives none at all."""
@@ -263,10 +322,17 @@ class Driver:
 
         async def attempt() -> Answer:
             try:
-                return (await self._engine.answer([taken.request]))[0]
+                async with asyncio.timeout(None) as limit:
+                    self._in_hand[taken.index] = taken, time.monotonic(), limit
+                    return (await self._engine.answer([taken.request]))[0]
             except OutOfMemory as error:
                 self._shrink(str(error))
                 raise
+            except TimeoutError as error:
+                told = "the engine answers others, and not this one (inference.hang_timeout_s)"
+                raise Again(told) from error
+            finally:
+                self._in_hand.pop(taken.index, None)
 
         try:
             answer = await self._retries.call(attempt)
@@ -274,24 +340,31 @@ class Driver:
             await asyncio.Event().wait()
             return None
         except Again as error:
-            if self._good == good_before and not await self._still_answers():
+            if self._good == good_before and not await works(self._engine, self._proof):
                 if not self._sick.done():
                     self._sick.set_result(str(error))
                 return None
             tries = self._config.max_retries + 1
             return {"error": {"code": "no_answer", "message": f"{tries} tries failed, the last: {error}"}}, False
-        self._proof = taken.request
+        if is_good(answer):
+            self._proof = taken.request
         return answer, True
 
-    async def _still_answers(self) -> bool:
-        """Whether the engine answers what it has answered before: else a failure is its own, and not the request's."""
-        if self._proof is None:
-            return False
-        try:
-            await self._engine.answer([self._proof])
-        except Again:
-            return False
-        return True
+    def _load(self) -> Load:
+        return Load(
+            len(self._running), self._ended, max((taken.patience for taken, *_ in self._in_hand.values()), default=1.0)
+        )
+
+    async def _prove(self) -> None:
+        # a function in this process answers one list after the other, and could not show that it lives
+        proof = self._proof or next((taken.request for taken, *_ in self._in_hand.values()), None)
+        if self._engine.at_once == 1 and await works(self._engine, proof):
+            self._send(kind="progress")
+            now_s, loop = time.monotonic(), asyncio.get_running_loop()
+            for taken, since_s, limit in self._in_hand.values():
+                if now_s - since_s > self._config.hang_timeout_s * taken.patience:
+                    limit.reschedule(loop.time())
+        self._ended += 1
 
     def _shrink(self, why: str) -> None:
         smaller = self._slots.out_of_memory()
@@ -299,7 +372,7 @@ class Driver:
             self._send(kind="slots", now=smaller.now, why=why[:500])
         self._slots = smaller
 
-    async def _keep(self, answers: Sequence[tuple[int, int, Answer]], *, is_good: bool = True) -> None:
+    async def _keep(self, answers: Sequence[tuple[int, int, Answer]], *, by_engine: bool = True) -> None:
         """Write answers (number, epoch, answer), then say that they are there.
 
         A disk that is full holds everything up, and loses nothing.
@@ -313,7 +386,8 @@ class Driver:
                 self._uncommitted += indexes
             self._tell_soon()
             self._completed.setdefault(epoch, []).extend(indexes)
-        self._good += len(answers) * is_good
+        self._good += len(answers) * by_engine
+        self._ended += len(answers)
         raised = self._slots.ended_well(len(answers))
         if raised.now > self._slots.now:
             self._send(kind="slots", now=raised.now, why="")
@@ -362,16 +436,6 @@ class Driver:
                 await asyncio.sleep(STORAGE_PAUSE_S)
         self._send(kind="answered", segment=segment.path.name, end=end, indexes=indexes, epoch=epoch)
 
-    async def _watch_tokens(self) -> None:
-        """Tell the agent of tokens: a long answer is no hang."""
-        last, pause_s = None, max(0.05, min(5.0, self._config.hang_timeout_s / TOKENS_LOOKS))
-        while True:
-            await asyncio.sleep(pause_s)
-            if self._running and (count := await self._engine.tokens()) is not None:
-                if last is not None and count > last:
-                    self._send(kind="tokens", count=count)
-                last = count
-
     def _tell_soon(self) -> None:
         if not self._begun and not self._completed:
             asyncio.get_running_loop().call_later(TOGETHER_S, self._send)
@@ -405,10 +469,7 @@ def drive(kind: Callable[[ReplicaSettings, InferenceConfig, Path], OneReplica]) 
         settings = ReplicaSettings.from_text(os.environ.pop(SETTINGS_VARIABLE))
         config = load(Path(settings.config))
         assert config.inference is not None
-        driver, began_s = kind(settings, config.inference, config.run_folder), time.monotonic()
-        code = await driver.run()
-        log.info("the replica ends with %d after %.1f s", code, time.monotonic() - began_s)
-        return code
+        return await kind(settings, config.inference, config.run_folder).run()
 
     return run_below_agent(run)
 

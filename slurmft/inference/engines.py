@@ -22,7 +22,7 @@ from slurmft.inference.retrying import MAX_TOLD, Again, Answer, OutOfMemory
 from slurmft.inference.serving.endpoint import token_in
 from slurmft.inference.streams import events_of
 from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
-from slurmft.policy.inference.answers import Outcome, outcome_of_status, retry_after_s
+from slurmft.policy.inference.answers import Outcome, is_good, outcome_of_status, retry_after_s
 from slurmft.policy.inference.continuation import (
     JoinedAnswer,
     Prefix,
@@ -57,6 +57,9 @@ class Closed(Again):
 class Engine(Protocol):
     """The driver's view of what answers requests."""
 
+    request_path: str
+    """For requests that name no path."""
+
     at_once: int
     """Requests in one call of ``answer``: 1, or as many as there are slots for an engine that takes lists."""
 
@@ -78,8 +81,8 @@ class Engine(Protocol):
             Again: the next try may succeed.
         """
 
-    async def tokens(self) -> float | None:
-        """Tokens, or pieces of answers, made so far; None where that is not known."""
+    async def tokens(self) -> float:
+        """Tokens, or pieces of answers, made so far, as far as that is known."""
 
     async def ended(self) -> int:
         """Return, with the exit code, when the engine has ended by itself; never for one that is not ours."""
@@ -106,10 +109,11 @@ class HttpEngine:
         engine, kind = config.engine, engine_kind(config.engine.command or ())
         self._config, self._replica = config, replica
         self._partials = RequestCheckpointer() if partials is None else partials
-        self._forms = continued_forms(engine.continue_from_prefix, counts_pieces=kind.counts_pieces)
-        self._pieces = 0
+        self._forms = continued_forms(engine.continue_from_prefix)
+        self._pieces, self._counted = 0, 0.0
+        self._first: float | None = None
         self._ready_path = engine.ready_path or kind.ready_path
-        self._request_path = engine.request_path or kind.request_path
+        self.request_path = engine.request_path or kind.request_path
         self._metrics_path = engine.metrics_path or kind.metrics_path
         self._metric = engine.progress_metric or kind.progress_metric
         self._base = engine.url or ""
@@ -165,7 +169,7 @@ class HttpEngine:
         return [await self._post(request) for request in requests]
 
     async def _post(self, request: Mapping[str, Any]) -> Answer:
-        path, body = request.get("url", self._request_path), request["body"]
+        path, body = request.get("url", self.request_path), request["body"]
         form = form_of(path, body) if self._forms else None
         if form not in self._forms:
             return await self._ask(path, body)
@@ -174,12 +178,12 @@ class HttpEngine:
         if known is not None and (rest := continuing(body, form, known)) is not None:
             self._note(key, known)  # this engine may die, too
             answer = await self._ask(path, rest, key, JoinedAnswer(form, known))
-            if _is_good(answer):
+            if is_good(answer):
                 self._partials.forget(key)
                 return answer
         answer = await self._ask(path, streaming(body), key, JoinedAnswer(form, Prefix()))
         self._partials.forget(key)
-        return answer if _is_good(answer) else await self._ask(path, body)  # it may take no streams
+        return answer if is_good(answer) else await self._ask(path, body)  # it may take no streams
 
     async def _ask(
         self, path: str, body: Mapping[str, Any], key: str = "", joined: JoinedAnswer | None = None
@@ -234,17 +238,20 @@ class HttpEngine:
         if status in (401, 403) or status >= 500:
             raise LaunchError(f"a first request to {self._request_path} gets HTTP {status}: {text[:MAX_TOLD]}")
 
-    async def tokens(self) -> float | None:
-        """From the engine's metrics."""
+    async def tokens(self) -> float:
+        """From the engine's metrics since the first look, and by the pieces of streams."""
         import aiohttp
 
         if not self._metric or not self._metrics_path or self._session is None:
-            return self._pieces or None
+            return self._pieces + self._counted
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
             limit = aiohttp.ClientTimeout(total=METRICS_S)
             async with self._session.get(self._base + self._metrics_path, timeout=limit) as response:
-                return counter_in((await _content(response)).decode(errors="replace"), self._metric)
-        return None
+                found = counter_in((await _content(response)).decode(errors="replace"), self._metric)
+            if found is not None:
+                self._first = found if self._first is None else self._first
+                self._counted = found - self._first
+        return self._pieces + self._counted
 
     async def _gather(self, response: aiohttp.ClientResponse, key: str, joined: JoinedAnswer) -> tuple[int, str] | None:
         """Take all pieces of an answer; the status and text of an error among them."""
@@ -327,10 +334,6 @@ def _begin_engine() -> None:
     signal.pthread_sigmask(
         signal.SIG_BLOCK, {signal.SIGTERM, signal.Signals[os.environ.get(STOP_SIGNAL_VARIABLE, "SIGTERM")]}
     )
-
-
-def _is_good(answer: Answer) -> bool:
-    return 200 <= int(answer["response"]["status_code"]) < 300
 
 
 def default_device() -> str:

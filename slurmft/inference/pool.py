@@ -162,8 +162,7 @@ class ReplicaPool:
     def on_exit(self, number: int, code: int) -> None:
         """A replica's driver has ended."""
         replica = self.replicas[number]
-        self._monitor.gone(number)
-        replica.writer = None
+        replica.last, replica.writer = self._monitor.gone(number), None
         self._background.start(self._bury(replica, code))
 
     def note_signal(self) -> None:
@@ -246,13 +245,16 @@ class ReplicaPool:
                 self._later(replica, 0.0 if replica.why == RENEWED else 1.0)
             return
         self._queue.extendleft(reversed([index for index in lost if index not in begun]))
-        delay_s = self._manager.failed(replica.number)
+        # a request may only have been long: an engine has to answer for a hang where it has answered nothing, twice
+        is_excused = replica.is_hung and (replica.last.worked or not replica.hung_before)
+        replica.hung_before = replica.is_hung and not replica.last.worked
+        delay_s = 0.0 if is_excused else self._manager.failed(replica.number)
         if code == EXIT_USAGE and not was_ready:  # it fails again wherever it is tried
             delay_s = None
         died = ReplicaDied(
             epoch=self._epoch, replica=replica.number, name=f"{self._host}/{replica.number}#{replica.life}", code=code,
             how=how[:MAX_TOLD], in_flight=tuple(sorted(begun)), was_ready=was_ready, answered=replica.answered,
-            failures=self._manager.failures(replica.number),
+            failures=self._manager.failures(replica.number), load=max(len(begun), replica.last.in_flight),
         )  # fmt: skip
         self._report(died)
         if delay_s is None:
@@ -322,7 +324,7 @@ class ReplicaPool:
 
     def _hand_over(self, replica: Replica, indexes: list[int], now_s: float) -> None:
         replica.in_flight.update(dict.fromkeys(indexes, now_s))
-        self._monitor.dispatched(replica.number, len(indexes), now_s)
+        self._monitor.holds(replica.number, len(indexes), now_s)
         names = {name for index in indexes for name in self._partials.get(index, ())} if self._partials else ()
         self._tell(
             replica, kind="do", indexes=indexes, epoch=self._epoch, **({"partials": sorted(names)} if names else {})
@@ -375,7 +377,7 @@ class ReplicaPool:
             case "begun":
                 replica.begun.update(message["indexes"])
             case "completed":
-                self._note_completed(replica, message["indexes"], message["epoch"])
+                self._note_completed(replica, message["indexes"], message["epoch"], now_s)
             case "held":  # the engine is not to blame
                 self._monitor.progressed(replica.number, now_s)
                 if not replica.is_held:
@@ -386,18 +388,29 @@ class ReplicaPool:
                 if message["epoch"] == self._epoch:
                     replica.ends[message["segment"]] = message["end"]
                     self._report_answers(message["segment"], message["end"], message["indexes"])
-            case "tokens" | "load" | "dropped" as kind:
-                dropped = message["count"] if kind == "dropped" else 0
-                replica.void = max(0, replica.void - dropped)
-                self._note_load(replica, message.get("begun", 0), message.get("completed", 0) + dropped, now_s)
+            case "dropped":
+                replica.void = max(0, replica.void - message["count"])
+                self._monitor.holds(replica.number, -message["count"], now_s)
             case "slots":
                 replica.slots = message["now"]
                 if message["why"]:
                     self._report(ReplicaSmaller(epoch=self._epoch, replica=replica.number, slots=replica.slots,
                                                 why=message["why"]))  # fmt: skip
                 self._feed()
+            case _:
+                self._note_work(replica, message, now_s)
 
-    def _note_completed(self, replica: Replica, indexes: Sequence[int], epoch: int) -> None:
+    def _note_work(self, replica: Replica, message: Mapping[str, Any], now_s: float) -> None:
+        match message["kind"]:
+            case "progress":  # a byte of an answer, a token, or the answer to the smallest request
+                self._monitor.progressed(replica.number, now_s)
+            case "patience":
+                self._monitor.waits_for(replica.number, message["times"])
+            case "load":  # of an endpoint, whose routers send requests to the driver themselves
+                self._monitor.holds(replica.number, message["more"], now_s)
+                replica.answered += message["completed"]
+
+    def _note_completed(self, replica: Replica, indexes: Sequence[int], epoch: int, now_s: float) -> None:
         replica.begun.difference_update(indexes)
         for index in indexes:
             self._partials.pop(index, None)
@@ -408,21 +421,20 @@ class ReplicaPool:
         replica.alone = replica.alone and bool(replica.in_flight)
         replica.answered += len(indexes)
         self._manager.succeeded(replica.number)
-        self._monitor.progressed(replica.number, time.monotonic(), completed=len(indexes))
+        self._monitor.progressed(replica.number, now_s)
+        self._monitor.holds(replica.number, -len(indexes), now_s)
         self._feed()
-
-    def _note_load(self, replica: Replica, begun: int, completed: int, now_s: float) -> None:
-        """Progress. Of an endpoint, whose routers send requests to the driver themselves, with their numbers."""
-        self._monitor.dispatched(replica.number, begun, now_s)
-        self._monitor.progressed(replica.number, now_s, completed=completed)
-        replica.answered += completed
 
     async def _watch(self) -> None:
         while True:
             if asleep_s := await overslept_s(LOOK_S):
                 self._monitor.asleep(asleep_s)
-            for number, why in self._monitor.overdue(time.monotonic()).items():
+            now_s = time.monotonic()
+            for number, why in self._monitor.overdue(now_s).items():
+                self.replicas[number].is_hung = self.replicas[number].phase is Phase.READY
                 self._kill_for(self.replicas[number], why)
+            for number in self._monitor.suspects(now_s):
+                self._tell(self.replicas[number], kind="prove")
             if not self._queue:
                 self._feed()
 

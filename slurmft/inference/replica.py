@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Self
 
+from slurmft.inference.replica_health import Watched
+
 EXIT_CODE = "exit code"
 RENEWED = "it gets another engine"
 
@@ -70,12 +72,21 @@ class Replica:
     why: str = ""
     """What it is killed for."""
 
+    is_hung: bool = False
+    """That is a hang."""
+
+    hung_before: bool = False
+    """So was the end of the life before this one, in which it had answered nothing."""
+
+    last: Watched = field(default_factory=lambda: Watched(0.0))
+    """What was known of its last life at the end."""
+
     def begin(self, generation: int) -> None:
         """Another life of it, in which nothing of the last one counts."""
         self.life, self.generation = self.life + 1, generation
         self.phase, self.slots, self.answered, self.alone = Phase.STARTING, 0, 0, False
         self.in_flight, self.begun, self.void, self.ends, self.why = {}, set(), 0, {}, ""
-        self.is_held = self.is_giving_back = False
+        self.is_held = self.is_giving_back = self.is_hung = False
 
     def room(self, ahead: int = 0) -> int:
         """Requests that it can take now, of which ``ahead`` wait for a slot."""

@@ -365,6 +365,8 @@ class ReplicaDied(InferenceReport):
     was_ready: Flag
     answered: Count
     failures: Count
+    load: Count
+    """Requests that it had, also where they have no numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -130,8 +130,7 @@ def stormy(lab: Lab, request: pytest.FixtureRequest) -> EndpointRun:
     shutil.copy(HERE.parent / "unit" / "support" / "word_engine.py", folder)
     run = EndpointRun(lab, folder / "run", folder / "serve.yaml")
     section = {
-        "engine": {"command": ["python", str(folder / "word_engine.py"), "{port}", "0.1", "/dev/null"],
-                   "continue_from_prefix": "always"},
+        "engine": {"command": ["python", str(folder / "word_engine.py"), "{port}", "0.1", "/dev/null"]},
         "replicas_per_node": 2, "concurrency": 64, "hang_timeout_s": 6, "max_restarts": 50, "max_retries": 20,
         "serving": {"restart_window_s": 15, "client_timeout_s": 5, "tls_own": False},
     }  # fmt: skip
@@ -169,7 +168,7 @@ def test_random_serving_faults(stormy: EndpointRun, seed: int) -> None:
     for kind, count in told.items():
         if count["wrong"]:
             failures.append(f"neither answered nor refused: {kind}: {count['wrong']}")
-        if kind.startswith("patient") and count["refused"]:
+        if kind == "patient" and count["refused"]:  # a stream that has begun may end with an error
             failures.append(f"an error of a patient client: {kind}: {count['refused']}")
     run.slurmft("stop", str(run.path), check=False)
     deaths, ended, lost = (len(run.events(name)) for name in ("replica died", "router ended", "agent lost"))

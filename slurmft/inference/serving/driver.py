@@ -2,9 +2,9 @@
 
     python -m slurmft.inference.serving.driver      (forked by the agent's zygote)
 
-It speaks with its agent as the driver of a batch does (``inference.driver``), and tells it how many requests have begun
-and ended, and whether bytes or tokens came: by that the agent judges a hang. When the engine ends, the driver ends with
-its code; when the agent is gone, so is the driver.
+It speaks with its agent as the driver of a batch does (``inference.driver``), and tells it how many requests the engine
+works on, and whether bytes of answers or tokens came: by that the agent judges a hang. When the engine ends, or fails
+whatever it is asked, the driver ends with its code; when the agent is gone, so is the driver.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from slurmft.config.inference import InferenceConfig
 from slurmft.inference.driver import (
     EXIT_SICK,
     MAX_LINE_BYTES,
-    TOKENS_LOOKS,
+    Load,
     drive,
     exit_code_of,
+    watch_progress,
+    works,
 )
 from slurmft.inference.engines import HttpEngine
 from slurmft.inference.replica import ReplicaSettings
@@ -33,10 +35,12 @@ from slurmft.inference.serving.endpoint import is_local, key_of
 from slurmft.inference.serving.gate import Gate
 from slurmft.inference.serving.updates import OWN_CONFIG
 from slurmft.policy.inference.poison import has_crashed
+from slurmft.policy.inference.rotation import FAILURES_TO_AVOID
 from slurmft.system.processes import allow_descriptors
 
 TELL_S = 0.05
 DRAINED_LOOK_S = 0.02
+SICK_LOOK_S = 0.25
 QUEUED_S, QUEUED_LOOK_S = 10.0, 0.005
 """How long a connection waits for an engine that does not keep up with taking them."""
 
@@ -61,6 +65,9 @@ class ServingDriver:
         self._writer: asyncio.StreamWriter | None = None
         self._refuses_since_s = 0.0
         self._shut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._proving: asyncio.Task[None] | None = None
+        self._working = self._proved = 0
+        """Requests that the agent knows of, and the smallest ones that were asked."""
 
     async def run(self) -> int:
         """Work until the agent says so or the engine ends; returns the exit code.
@@ -85,15 +92,24 @@ class ServingDriver:
 
     async def _work(self, hearing: asyncio.Task[None]) -> int:
         ended = asyncio.create_task(self._engine.ended())
-        tasks = [asyncio.create_task(work()) for work in (self._tell_load, self._watch_tokens)]
-        waits: list[asyncio.Future[Any]] = [hearing, ended, self._shut, *tasks]
+        sick = asyncio.create_task(self._watch_failures())
+        progress = watch_progress(self._engine, self._config.hang_timeout_s, self._load, self._send)
+        tasks = [asyncio.create_task(work) for work in (self._tell_load(), progress)]
+        waits: list[asyncio.Future[Any]] = [hearing, ended, sick, self._shut, *tasks]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
+        for task in (*tasks, sick):
             if task.done() and (error := task.exception()) is not None:
                 raise error
+        ended_before = self._gate.ended
         self._gate.say("ended", crashed=ended.done() and has_crashed(ended.result()))
+        if sick.done():
+            await asyncio.sleep(LAST_WORDS_S)
+            sys.stderr.write(f"slurmft: the engine fails every request: {sick.result()}\n")
+            return EXIT_SICK
         if ended.done():
             await asyncio.sleep(LAST_WORDS_S)
+            # what has come in the last moment counts, and what its end has ended does not
+            self._tell(self._gate.in_flight + self._gate.ended - ended_before, 0)
             sys.stderr.write(f"slurmft: the engine has ended with {ended.result()}\n")
             return exit_code_of(ended.result())
         if self._shut.done():
@@ -118,31 +134,61 @@ class ServingDriver:
     async def _hear(self, reader: asyncio.StreamReader) -> None:
         """Return when there is nothing more to do: the agent is gone, or all that was in flight is finished."""
         while line := await reader.readline():
-            if json.loads(line)["kind"] == "drain":
+            kind = json.loads(line)["kind"]
+            if kind == "prove":
+                self._gate.suspect(is_suspected=True)
+                self._proving = asyncio.create_task(self._prove())
+            elif kind == "drain":
                 self._gate.say("draining")
                 while self._gate.in_flight:
                     await asyncio.sleep(DRAINED_LOOK_S)
                 return
 
     async def _tell_load(self) -> None:
+        ended = 0
         while True:
             await asyncio.sleep(TELL_S)
-            begun, done = self._gate.counted()
             moved, self._gate.moved = self._gate.moved, False
-            if begun or done or moved:
-                self._send(kind="load", begun=begun, completed=done)
+            if moved:
+                self._send(kind="progress")
+            new, ended = self._gate.ended - ended, self._gate.ended
+            self._tell(self._gate.working, new)
 
-    async def _watch_tokens(self) -> None:
-        """An engine may make tokens for a long answer without sending a byte of it."""
-        last, pause_s = None, max(0.05, min(5.0, self._config.hang_timeout_s / TOKENS_LOOKS))
+    def _tell(self, working: int, completed: int) -> None:
+        more, self._working = working - self._working, working
+        if more or completed:
+            self._send(kind="load", more=more, completed=completed)
+
+    def _load(self) -> Load:
+        return Load(self._working, self._gate.ended + self._proved, self._gate.patience)
+
+    async def _prove(self) -> None:
+        if await works(self._engine, self._gate.proof(is_answered=False)):
+            self._send(kind="progress")
+        self._proved += 1
+
+    async def _watch_failures(self) -> str:
+        """Return, with the reason, when the engine lives and fails whatever it is asked."""
+        good = bad = row = 0
+        since_s = time.monotonic()
         while True:
-            await asyncio.sleep(pause_s)
-            if self._gate.in_flight and (count := await self._engine.tokens()) is not None:
-                if last is not None and count > last:
-                    self._send(kind="tokens", count=count)
-                last = count
+            await asyncio.sleep(SICK_LOOK_S)
+            (good_before, bad_before), (good, bad) = (good, bad), self._gate.outcomes
+            row += max(0, bad - bad_before)
+            if good > good_before or not row:
+                row, since_s = 0, time.monotonic()
+            if row < FAILURES_TO_AVOID:
+                continue
+            proof = self._gate.proof(is_answered=True)
+            if await works(self._engine, proof):
+                row, self._proved = 0, self._proved + 1
+            # without a small request to ask it, what fails may all be of one client's making
+            elif proof is not None or time.monotonic() - since_s > self._config.hang_timeout_s:
+                return f"{row} in a row{', and the smallest one' if proof else ''}"
 
     def _send(self, **message: Any) -> None:
+        if message["kind"] == "progress":
+            self._gate.suspect(is_suspected=False)
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
 

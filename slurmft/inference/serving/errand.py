@@ -18,9 +18,8 @@ from yarl import URL
 
 from slurmft.inference.serving.replicas import Replica
 from slurmft.policy.inference.answers import Outcome, outcome_of_status, retry_after_s
-from slurmft.policy.inference.continuation import PATHS
+from slurmft.policy.inference.engines import PROVABLE, model_in, patience_for
 from slurmft.policy.inference.http_headers import end_to_end, within
-from slurmft.policy.inference.joined_streams import CONTINUED, JoinedStream, Unjoinable
 from slurmft.policy.inference.rotation import Priority
 from slurmft.policy.inference.second_tries import Failure, after_failure
 
@@ -37,7 +36,8 @@ UNTIMED_BYTES = 1 << 15
 WORD_S = 0.25
 """How long a broken connection waits for the word that its replica is gone."""
 
-HTTP_OK, UNPROCESSABLE = 200, 422
+HTTP_OK, CLIENT_ERROR, UNPROCESSABLE, SERVER_ERROR = 200, 400, 422, 500
+LOOKS = frozenset({"GET", "HEAD", "OPTIONS"})
 LOST, LATE = "its replica is gone", "the deadline of the request"
 AS_THEY_CAME = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
@@ -74,7 +74,7 @@ TRIP = web.RequestKey("trip", Trip)
 
 
 class _Failed(Exception):
-    """A try has failed: the client has not got a byte, or its stream can go on elsewhere."""
+    """A try has failed, and the client has not got a byte."""
 
     def __init__(
         self, failure: Failure, why: str, answer: web.Response | None = None, after_s: float | None = None
@@ -103,32 +103,21 @@ class Errand:
         self._limit: asyncio.Timeout | None = None
         self._response: aiohttp.ClientResponse | None = None
         self._is_lost = self._is_passing = self._is_late = False
-        self._answer: web.StreamResponse | None = None
-        """What the client gets part by part, once it has begun."""
-
-        self._stream: JoinedStream | None = None
-        """What it holds, where that may be continued."""
-
-        self._rest: dict[str, Any] | None = None
-        """The request for what is missing of it."""
-
         self.crashed: set[str] = set()
         """Replicas that crashed while they worked on it."""
 
         self.is_poison = False
         """It has crashed them."""
 
+        self.is_work = request.method not in LOOKS
+        self.patience = patience_for(body) if self.is_work else 1.0
+        model = model_in(body) if request.path in PROVABLE else ""
+        self.proof = (request.path, model) if model else None
+
         self._cut_for, self._last = LOST, b""
 
     async def run(self) -> web.StreamResponse:
         """The answer, of the first replica that gives one."""
-        try:
-            return await self._run()
-        finally:
-            if self._stream is not None:
-                self._stream.end()
-
-    async def _run(self) -> web.StreamResponse:
         router, failed, without = self._router, 0, set[str]()
         router.budget = router.budget.came()
         began_s = time.monotonic()
@@ -137,7 +126,7 @@ class Errand:
                 self._deadline_s, without, is_suspect=bool(self.crashed), priority=self._trip.priority
             )
             if replica is None:
-                return await self._give_up("deadline", 504, "no replica had room before the deadline of the request")
+                return self._give_up("deadline", 504, "no replica had room before the deadline of the request")
             self._trip.replica, self._trip.tries = replica.name, self._trip.tries + 1
             try:
                 answer = await self._try(replica)
@@ -151,8 +140,11 @@ class Errand:
                 replica.end()
             if self.is_poison:
                 router.remember_poison(self._request, self._body)
-                told = f"this request has crashed {len(self.crashed)} replicas: {', '.join(sorted(self.crashed))}"
-                return await self._give_up("poison", UNPROCESSABLE, told)
+                told = (
+                    f"this request has crashed {len(self.crashed)} replicas, or they made no progress while they had "
+                    f"it (inference.hang_timeout_s): {', '.join(sorted(self.crashed))}"
+                )
+                return self._give_up("poison", UNPROCESSABLE, told)
             failed += 1
             without.add(replica.name)
             left_s = self._deadline_s - time.monotonic()
@@ -165,8 +157,8 @@ class Errand:
             if not then.again:
                 if left_s <= 0:
                     why = f"no answer before the deadline of the request; the last try: {why}"
-                    return await self._give_up("deadline", 504, why)
-                return await self._give_up(
+                    return self._give_up("deadline", 504, why)
+                return self._give_up(
                     failure.failure.value, 502, f"{failed} tries have failed, the last: {why}", failure.answer
                 )
             if then.spends:
@@ -189,20 +181,16 @@ class Errand:
         if self._response is not None:
             self._response.close()
 
-    async def _give_up(
-        self, kind: str, status: int, why: str, answer: web.Response | None = None
-    ) -> web.StreamResponse:  # fmt: skip
-        """The error for the client, in its stream where that has begun."""
+    def _give_up(self, kind: str, status: int, why: str, answer: web.Response | None = None) -> web.Response:
+        """The error for the client."""
         self._router.metrics.failed(kind)
-        if self._answer is None:
-            return answer or self._router.error(status, why)
-        return await self._end_with_error(why, status)
+        return answer or self._router.error(status, why)
 
     async def _try(self, replica: Replica) -> web.StreamResponse:
         """The answer of one replica.
 
         Raises:
-            _Failed: there is none, and the client has not got a byte, or its stream can go on elsewhere.
+            _Failed: there is none, and the client has not got a byte.
         """
         loop = asyncio.get_running_loop()
         self._is_lost, self._is_passing, gone = False, False, replica.gone
@@ -219,22 +207,22 @@ class Errand:
             replica.leaves(self)
 
     async def _ask(self, replica: Replica, gone: asyncio.Event) -> web.StreamResponse:
-        body = self._body if self._rest is None else json.dumps(self._rest).encode()
         try:
             async with replica.session.request(
-                self._request.method, self._url, headers=self._headers, data=body or None, allow_redirects=False,
+                self._request.method, self._url, headers=self._headers, data=self._body or None, allow_redirects=False,
                 skip_auto_headers=AS_THEY_CAME,
             ) as response:  # fmt: skip
                 if response.status < HTTP_OK:
                     raise ValueError(f"HTTP {response.status}, which was not asked for")
                 if outcome_of_status(response.status) is not Outcome.ANSWER:
-                    replica.breaker = replica.breaker.failed(time.monotonic())
+                    if response.status >= SERVER_ERROR and self.is_work:
+                        replica.did(well=False)
                     after_s = retry_after_s(response.headers.get("Retry-After"), longest_s=self._config.max_delay_s)
                     answer = await self._whole(response, MAX_ERROR_BYTES)
                     raise _Failed(Failure.SICK, f"HTTP {response.status}", answer, after_s)
-                replica.breaker = replica.breaker.succeeded()
-                if self._answer is not None:
-                    return await self._go_on(response, gone)
+                if response.status < CLIENT_ERROR and self.is_work:
+                    replica.did(well=True)
+                    replica.proof = (*self.proof, True) if self.proof else replica.proof
                 if self._request.method == "HEAD":
                     return self._without_body(response)
                 length = response.content_length
@@ -245,7 +233,7 @@ class Errand:
                 return await self._pass_on(response, first, gone)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if not await _is_set(gone):
-                replica.breaker = replica.breaker.failed(time.monotonic())
+                replica.did(well=False)
                 raise _Failed(Failure.SICK, f"no answer: {error or type(error).__name__}") from error
             raise _Failed(Failure.LOST, LOST) from error
 
@@ -275,40 +263,18 @@ class Errand:
         return headers
 
     async def _pass_on(self, response: aiohttp.ClientResponse, part: bytes, gone: asyncio.Event) -> web.StreamResponse:
-        """Part by part, as it comes, from the first one on.
-
-        Raises:
-            _Failed: it has broken off, and can go on elsewhere.
-        """
-        self._answer = answer = web.StreamResponse(
-            status=response.status, reason=response.reason, headers=self._headers_of(response)
-        )
+        """Part by part, as it comes, from the first one on."""
+        answer = web.StreamResponse(status=response.status, reason=response.reason, headers=self._headers_of(response))
         if response.content_length is not None:
             answer.content_length = response.content_length
         elif self._request.version < HttpVersion11:
             answer.force_close()  # its end is that of the connection, whatever the client has asked for
         if is_last(self._request):
             answer.force_close()
-        if self._may_be_continued(response):
-            self._stream = JoinedStream(self._request.path, self._body, self._router.continued, kept=self._router.kept)
-            answer.headers[CONTINUED] = ", ".join(sorted(self._router.continued))
         with self._is_passed():
-            if not await self._gives(answer.prepare(self._request)):
-                return answer
-            return await self._parts(response, part, gone)
-
-    def _may_be_continued(self, response: aiohttp.ClientResponse) -> bool:
-        is_stream = response.content_length is None and _is_of_events(response)
-        is_asked = self._request.method == "POST" and self._request.path in PATHS
-        return is_stream and is_asked and bool(self._router.continued)
-
-    async def _go_on(self, response: aiohttp.ClientResponse, gone: asyncio.Event) -> web.StreamResponse:
-        """The rest of a stream, of another engine."""
-        if response.status != 200 or not _is_of_events(response):
-            return await self._end_with_error(f"HTTP {response.status} from the engine that was to go on with it")
-        self._response = response
-        with self._is_passed():
-            return await self._parts(response, b"", gone)
+            if await self._gives(answer.prepare(self._request)):
+                await self._parts(answer, response, part, gone)
+            return answer
 
     @contextlib.contextmanager
     def _is_passed(self) -> Iterator[None]:
@@ -322,66 +288,32 @@ class Errand:
         finally:
             late.cancel()
 
-    async def _parts(self, response: aiohttp.ClientResponse, part: bytes, gone: asyncio.Event) -> web.StreamResponse:
-        answer, stream = self._answer, self._stream
-        assert answer is not None
+    async def _parts(
+        self, answer: web.StreamResponse, response: aiohttp.ClientResponse, part: bytes, gone: asyncio.Event
+    ) -> None:
         try:
             while part := part or await response.content.readany():
-                out = part if stream is None else stream.take(part)
-                if out and not await self._gives(answer.write(out), len(out)):
-                    return answer
-                self._last = (self._last + out)[-4:]
-                if stream is not None and stream.is_closed:
-                    break
-                part = b""
-            if stream is not None and not stream.is_whole():
-                raise aiohttp.ClientPayloadError("it ended before the answer did")
-        except Unjoinable as error:
-            return await self._end_with_error(str(error))
+                if not await self._gives(answer.write(part), len(part)):
+                    return
+                self._last, part = (self._last + part)[-4:], b""
         except (aiohttp.ClientError, OSError) as error:
             await _is_set(gone)
-            return await self._broken(response, error)
-        if stream is not None and (rest := stream.left_over()) and not await self._gives(answer.write(rest)):
-            return answer
+            await self._break_off(answer, response, error)
+            return
         await self._gives(answer.write_eof())
-        return answer
 
-    async def _broken(self, response: aiohttp.ClientResponse, error: Exception) -> web.StreamResponse:
-        """An answer that has begun has no end.
-
-        Raises:
-            _Failed: it can go on elsewhere.
-        """
-        assert self._answer is not None
-        status = 504 if self._is_late else 502
-        why = f"{self._cut_for} ({error})" if self._cut_for != LOST else LOST
+    async def _break_off(self, answer: web.StreamResponse, response: aiohttp.ClientResponse, error: Exception) -> None:
+        """An answer that has begun has no end: what follows on another engine need not be what this one had said."""
         log.warning("request %s: an answer that had begun has no end: %s (%s)", self._trip.id, self._cut_for, error)
-        if self._stream is not None and not self._is_late:
-            try:
-                self._rest, ending = self._stream.rest()
-            except Unjoinable as reason:
-                why = f"{why}, and {reason}"
-            else:
-                if self._rest is not None:
-                    self._router.metrics.tried_again("stream")
-                    raise _Failed(Failure.LOST, why) from error
-                await self._gives(self._answer.write(ending))
-                await self._gives(self._answer.write_eof())
-                return self._answer
         self._router.metrics.failed("cut")
         if not _is_of_events(response):
             self._abort()
-            return self._answer
-        return await self._end_with_error(why, status)
-
-    async def _end_with_error(self, why: str, status: int = UNPROCESSABLE) -> web.StreamResponse:
-        """The end of a stream that cannot go on; ``status``: 502 where another router might continue it."""
-        assert self._answer is not None
+            return
+        why = f"{self._cut_for} ({error})" if self._cut_for != LOST else LOST
+        told = error_answer(504 if self._is_late else 502, f"the answer has no end: {why}")
         part = b"" if self._last.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
-        part += _as_event(error_answer(status, f"the answer has no end: {why}"))
-        if await self._gives(self._answer.write(part)):
-            await self._gives(self._answer.write_eof())
-        return self._answer
+        if await self._gives(answer.write(part + b"event: error\ndata: " + json.dumps(told).encode() + b"\n\n")):
+            await self._gives(answer.write_eof())
 
     async def _gives(self, work: Any, size: int | None = None) -> bool:
         """Whether the client takes something; one that does not take it in time is cut off.
@@ -436,7 +368,3 @@ async def _is_set(gone: asyncio.Event) -> bool:
 
 def _is_of_events(response: aiohttp.ClientResponse) -> bool:
     return response.content_type == "text/event-stream" and "Content-Encoding" not in response.headers
-
-
-def _as_event(value: Any) -> bytes:
-    return b"event: error\ndata: " + json.dumps(value).encode() + b"\n\n"

@@ -41,6 +41,9 @@ themselves within milliseconds, and nobody else can hold descriptors, or keep th
 STRANGERS_PER_ADDRESS = 128
 """A router opens as many connections at once as requests come to it in a burst."""
 
+LOOKS = (b"GET ", b"HEAD ", b"OPTIONS ")
+"""Requests that cost an engine nothing: one that hangs may answer them."""
+
 Connect = Callable[[Callable[[], asyncio.Protocol]], Any]
 """Opens a connection to the engine, for a protocol."""
 
@@ -60,11 +63,13 @@ class Gate:
         self.strangers: Strangers[_Visitor] = Strangers(MAX_STRANGERS, STRANGERS_PER_ADDRESS)
 
         self.moved = False
-        """Bytes came from the engine since the last look."""
+        """Bytes of an answer, other than to GET, came from the engine since the last look."""
+
+        self.is_suspected = False
+        """The engine makes no progress: routers avoid it, and where it ends so, what it had was the reason perhaps."""
 
         self._routers: set[_Control] = set()
-        self._before = 0, 0
-        self._gone = 0, 0
+        self._gone = 0
         self._server: asyncio.Server | None = None
         self._beats: asyncio.Task[None] | None = None
         self._soon: asyncio.TimerHandle | None = None
@@ -90,17 +95,44 @@ class Gate:
         self.phase, self._crashed = phase, crashed
         self._tell_all()
 
+    def suspect(self, *, is_suspected: bool) -> None:
+        """Tell all routers that the engine makes no progress, or does so again."""
+        if self.is_suspected != is_suspected:
+            self.is_suspected = is_suspected
+            self._tell_all()
+
     @property
     def in_flight(self) -> int:
         """Requests that the routers have here."""
         return sum(each.begun - each.done for each in self._routers)
 
-    def counted(self) -> tuple[int, int]:
-        """Requests begun and ended since the last call. Those of a router that is gone have ended."""
-        begun = self._gone[0] + sum(each.begun for each in self._routers)
-        done = self._gone[1] + sum(each.done for each in self._routers)
-        before, self._before = self._before, (begun, done)
-        return begun - before[0], done - before[1]
+    @property
+    def working(self) -> int:
+        """Those of them that an engine has to work on."""
+        return sum(each.working for each in self._routers)
+
+    @property
+    def patience(self) -> float:
+        """The most that one of them needs."""
+        return max((each.patience for each in self._routers), default=1.0)
+
+    def proof(self, *, is_answered: bool) -> dict[str, Any] | None:
+        """A request that shows how small ones look: path and model. ``is_answered``: one with an answer."""
+        found = (each.proof for each in self._routers if each.proof is not None)
+        best = max(found, key=lambda each: each[2], default=None)
+        if best is None or is_answered > best[2]:
+            return None
+        return {"id": "proof", "url": best[0], "body": {"model": best[1]}}
+
+    @property
+    def outcomes(self) -> tuple[int, int]:
+        """Requests that the engine has answered, and that it has failed, as those routers say that are there."""
+        return sum(each.good for each in self._routers), sum(each.bad for each in self._routers)
+
+    @property
+    def ended(self) -> int:
+        """Requests that have ended. Those of a router that is gone have."""
+        return self._gone + sum(each.done for each in self._routers)
 
     def joined(self, router: _Control) -> None:
         """A router has proved itself."""
@@ -110,7 +142,7 @@ class Gate:
     def left(self, router: _Control) -> None:
         """Its connection has ended."""
         self._routers.discard(router)
-        self._gone = self._gone[0] + router.begun, self._gone[1] + router.begun
+        self._gone += router.begun
 
     def changed(self) -> None:
         """A router has begun or ended requests."""
@@ -136,7 +168,8 @@ class Gate:
             router.tell(self._words())
 
     def _words(self) -> bytes:
-        told = {"phase": self.phase, "in_flight": self.in_flight, "crashed": self._crashed}
+        told = {"phase": self.phase, "in_flight": self.in_flight, "crashed": self._crashed,
+                "suspected": self.is_suspected}  # fmt: skip
         return json.dumps(told).encode() + b"\n"
 
 
@@ -199,6 +232,8 @@ class _Control(asyncio.Protocol):
     def __init__(self, gate: Gate) -> None:
         self._gate, self._rest = gate, b""
         self.begun = self.done = 0
+        self.working, self.patience, self.good, self.bad = 0, 1.0, 0, 0
+        self.proof: tuple[str, str, bool] | None = None
         self.heard_s = time.monotonic()
         self._transport: asyncio.Transport | None = None
 
@@ -217,10 +252,14 @@ class _Control(asyncio.Protocol):
                 before, begun, done = (self.begun, self.done), int(told["begun"]), int(told["done"])
                 self.begun = max(self.begun, begun)
                 self.done = min(max(self.done, done), self.begun)
+                self.working, self.patience = int(told.get("working", 0)), float(told.get("patience", 1.0))
+                self.good, self.bad = map(int, told.get("outcomes", (0, 0)))
+                if (proof := told.get("proof")) is not None:
+                    self.proof = str(proof[0]), str(proof[1]), bool(proof[2])
                 is_news = is_news or (begun, done) != before
             if is_news:
                 self._gate.changed()
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, IndexError):
             self.end()
         if len(self._rest) > MAX_LINE_BYTES:
             self.end()
@@ -268,6 +307,8 @@ class _Through(_Side):
         super().__init__()
         self._gate, self._early = gate, b""
         self._opening: asyncio.Task[None] | None = None
+        self.is_answered, self.is_work = True, False
+        """Nothing has come since the engine's last byte; what came last is more than a look at the engine."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -292,6 +333,8 @@ class _Through(_Side):
             self.transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
+        if self.is_answered:  # the head of a request: there is one at a time on a connection
+            self.is_answered, self.is_work = False, not data.startswith(LOOKS)
         if self.other is not None and self.other.transport is not None and not self._early:
             self.other.transport.write(data)
             return
@@ -307,7 +350,7 @@ class _Through(_Side):
 class _ToEngine(_Side):
     def __init__(self, gate: Gate, router: _Through) -> None:
         super().__init__()
-        self._gate, self.other = gate, router
+        self._gate, self._router, self.other = gate, router, router
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport) and self.other is not None
@@ -315,6 +358,7 @@ class _ToEngine(_Side):
         self.other.other = self
 
     def data_received(self, data: bytes) -> None:
-        self._gate.moved = True
+        self._gate.moved = self._gate.moved or self._router.is_work
+        self._router.is_answered = True
         if self.other is not None and self.other.transport is not None:
             self.other.transport.write(data)

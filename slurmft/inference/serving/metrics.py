@@ -26,10 +26,6 @@ class Counted(Protocol):
         """Requests that wait for a replica."""
 
     @property
-    def kept_bytes(self) -> int:
-        """Of streams, in case that they must go on elsewhere."""
-
-    @property
     def ready(self) -> int:
         """Replicas in the rotation."""
 
@@ -55,7 +51,6 @@ class Metrics:
             "slurmft_requests_waiting": ("Requests that wait for a replica", lambda: router.waiting),
             "slurmft_replicas_ready": ("Replicas in the rotation", lambda: router.ready),
             "slurmft_replicas_expected": ("Replicas that there should be", lambda: router.expected),
-            "slurmft_streams_kept_bytes": ("Text of streams that is kept to continue them", lambda: router.kept_bytes),
             "slurmft_degraded": ("1 while too few replicas are ready", lambda: float(router.degraded)),
         }
         for name, (text, value) in gauges.items():

@@ -49,6 +49,15 @@ class Leaving(Protocol):
     is_poison: bool
     """It has crashed them."""
 
+    is_work: bool
+    """It is more than a look at the engine."""
+
+    patience: float
+    """As ``patience_for``."""
+
+    proof: tuple[str, str] | None
+    """Path and model, where they make a smallest request."""
+
     def lost(self) -> None:
         """The replica is gone."""
 
@@ -104,7 +113,16 @@ class Replica:
         """As it says itself; empty before its first word."""
 
         self.has_crashed = False
-        """Its engine has ended by its own fault."""
+        """Its engine has ended by its own fault, or was ended as it made no progress."""
+
+        self.is_suspected = False
+        """Its engine makes no progress."""
+
+        self.proof: tuple[str, str, bool] | None = None
+        """Path and model of a request that it was asked, and whether it has answered that."""
+
+        self._good = self._bad = 0
+        """Requests that it has answered, and that it has failed, since the connection to its gate."""
 
         self.begun = self.done = 0
         """Requests of this router."""
@@ -134,11 +152,14 @@ class Replica:
         if self.phase != "ready" or self.gone.is_set() or now_s - self._heard_s > SILENT_S:
             return None
         suspected = weight([len(each.crashed) for each in self._suspects]) if self._suspects else 0
-        return Load(self.name, self.in_flight, avoided=self.breaker.is_open(now_s), suspected=suspected)
+        is_avoided = self.is_suspected or self.breaker.is_open(now_s)
+        return Load(self.name, self.in_flight, avoided=is_avoided, suspected=suspected)
 
     def takes(self, errand: Leaving) -> None:
         """It works on this from now on."""
         self.errands.add(errand)
+        if self.proof is None and errand.proof is not None:
+            self.proof = (*errand.proof, False)
         if errand.crashed:
             self._suspects.add(errand)
 
@@ -146,6 +167,12 @@ class Replica:
         """It does not work on this any more."""
         self.errands.discard(errand)
         self._suspects.discard(errand)
+
+    def did(self, *, well: bool) -> None:
+        """It has answered a request that is more than a look, or had no answer of its own."""
+        self.breaker = self.breaker.succeeded() if well else self.breaker.failed(time.monotonic())
+        self._good, self._bad = self._good + well, self._bad + (not well)
+        self._tell_soon()
 
     def begin(self) -> None:
         """It gets a request."""
@@ -203,7 +230,7 @@ class Replica:
             try:
                 connection = await self.knock(CONTROL)
                 reader, self._writer = await asyncio.open_connection(sock=connection)
-                self._base = self.done
+                self._base, self._good, self._bad = self.done, 0, 0
                 self._tell()
                 beats = asyncio.ensure_future(self._beat())
                 while line := await reader.readline():
@@ -233,6 +260,7 @@ class Replica:
         self._heard_s = time.monotonic()
         self._others = max(0, int(told["in_flight"]) - (self.begun - self.done))
         before, self.phase = (self.phase, self.gone.is_set()), str(told["phase"])
+        self.is_suspected = bool(told.get("suspected"))
         if self.phase == "ended":
             self.has_crashed = bool(told.get("crashed"))
             self._lose()
@@ -247,7 +275,7 @@ class Replica:
     def _lose(self) -> None:
         if not self.gone.is_set():
             self.gone.set()
-            if self.has_crashed:
+            if self.has_crashed or self.is_suspected:
                 self._blame()
             for errand in list(self.errands):
                 errand.lost()
@@ -268,9 +296,14 @@ class Replica:
     def _tell(self) -> None:
         self._telling = None
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(
-                json.dumps({"begun": self.begun - self._base, "done": self.done - self._base}).encode() + b"\n"
-            )
+            self._writer.write(json.dumps(self._words()).encode() + b"\n")
+
+    def _words(self) -> dict[str, Any]:
+        """What the gate is told: numbers of requests begun and done, and of those that it has those that are work, the
+        patience of the largest, how many were answered and failed, and one that was answered."""
+        working = [each.patience for each in self.errands if each.is_work]
+        told = {"begun": self.begun - self._base, "done": self.done - self._base, "working": len(working)}
+        return told | {"patience": max(working, default=1.0), "proof": self.proof, "outcomes": (self._good, self._bad)}
 
 
 class Replicas:

@@ -1,8 +1,7 @@
 """The router: takes a client's request, has one replica answer it, and passes the answer on as it comes.
 
-It looks at method, path and headers, into a body only where a stream must go on. A request whose replica is lost before
-the first byte of the answer is done on another one; a stream that has begun is continued on another one where engines
-can, else ended in a way that the client notices.
+It looks at method, path and headers, and in a body for its size alone. A request whose replica is lost before the first
+byte of the answer is done on another one; an answer that has begun is ended in a way that the client notices.
 """
 
 from __future__ import annotations
@@ -24,11 +23,8 @@ from slurmft.inference.serving.batches import Batches
 from slurmft.inference.serving.errand import TRIP, Errand, error_answer
 from slurmft.inference.serving.metrics import Metrics
 from slurmft.inference.serving.replicas import Replica, Replicas
-from slurmft.policy.inference.continuation import continued_forms
 from slurmft.policy.inference.degradation import GracefulDegradation, cheaper
-from slurmft.policy.inference.engines import engine_kind
 from slurmft.policy.inference.http_headers import seconds_asked, token_shown
-from slurmft.policy.inference.kept_streams import KeptStreams
 from slurmft.policy.inference.paths import is_open, normal
 from slurmft.policy.inference.poison import KILLS
 from slurmft.policy.inference.rotation import Entry, Priority, Queue, choose, entry_of
@@ -59,13 +55,6 @@ class Router:
         self._token = token.encode()
         self.engine_token = engine_token
         self._open_paths = config.engine.open_paths
-        kind = engine_kind(config.engine.command or ())
-        self.continued = continued_forms(config.engine.continue_from_prefix, counts_pieces=kind.counts_pieces)
-        """Forms of streams that go on with another replica."""
-
-        self.kept = KeptStreams(time.monotonic)
-        """What is kept of streams until their end, for that."""
-
         self.replicas = Replicas(key, self._on_change, self._wake)
         self._degradation = GracefulDegradation(self.serving.degraded_below, config.concurrency)
         self._terms = self._degradation.terms
@@ -167,7 +156,10 @@ class Router:
             )
         if self._poison and self.is_poison(request, body):
             self.metrics.refused("poison")
-            return self.error(422, f"a request like this has crashed {KILLS} replicas lately")
+            told = (
+                f"a request like this has crashed {KILLS} replicas lately, or held them up (inference.hang_timeout_s)"
+            )
+            return self.error(422, told)
         return await Errand(self, request, body, deadline_s).run()
 
     def is_poison(self, request: web.BaseRequest, body: bytes) -> bool:
@@ -313,11 +305,6 @@ class Router:
     def waiting(self) -> int:
         """Requests that wait for a replica."""
         return self._before(Priority.LOW)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Of streams, in case that they must go on elsewhere."""
-        return self.kept.kept_bytes
 
     @property
     def degraded(self) -> bool:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 RETRIED_STATUS = frozenset({408, 409, 425, 429})
 """Client errors of HTTP that a later try may not meet: time-out, conflict, too early, too many requests."""
+
+NOT_IMPLEMENTED = 501
+"""Whichever replica is asked, and however often."""
 
 OUT_OF_MEMORY = ("out of memory", "outofmemoryerror", "cuda oom", "kv cache is full", "cannot allocate memory")
 """Words of engines and frameworks, in lower case."""
@@ -35,7 +40,13 @@ def outcome_of_status(status: int, text: str = "") -> Outcome:
         return Outcome.ANSWER
     if status >= 500 and is_out_of_memory(text):
         return Outcome.SMALLER
-    return Outcome.RETRY if status in RETRIED_STATUS or status >= 500 else Outcome.ANSWER
+    is_passing = status in RETRIED_STATUS or (status >= 500 and status != NOT_IMPLEMENTED)
+    return Outcome.RETRY if is_passing else Outcome.ANSWER
+
+
+def is_good(answer: Mapping[str, Any]) -> bool:
+    """Whether it is an engine's answer, and none that refuses the request."""
+    return 200 <= int(answer.get("response", {}).get("status_code", 0)) < 300
 
 
 def is_out_of_memory(text: str) -> bool:

@@ -52,15 +52,13 @@ class Prefix:
     """Of the request itself, where an engine has told; a continuing one counts this beginning with them."""
 
 
-def continued_forms(setting: str, *, counts_pieces: bool) -> frozenset[Form]:
+def continued_forms(setting: str) -> frozenset[Form]:
     """What is asked for as a stream, to be continued (``continue_from_prefix``).
 
-    By itself only where the joined answer is known to be the same: where the engine counts the tokens of each piece,
-    and no chat template might write the beginning of a message in another way than the model did.
+    Not by itself: an engine may divide the text so far into other tokens than those that it had made, and then goes on
+    differently, whatever the rules for a cut.
     """
-    if setting == "always":
-        return frozenset(Form)
-    return frozenset({Form.TEXT} if setting == "auto" and counts_pieces else ())
+    return frozenset(Form if setting == "always" else ())
 
 
 def form_of(path: str, body: Mapping[str, Any], *, least_tokens: int = LEAST_TOKENS) -> Form | None:

@@ -14,9 +14,9 @@ import time
 from typing import Any
 
 from slurmft.config.config import RunConfig
-from slurmft.errors import LaunchError, SlurmftError, StorageError
+from slurmft.errors import LaunchError, SlurmftError, StorageError, StorageUnavailable
 from slurmft.inference.answers import Output, write_output
-from slurmft.inference.coordinator import Coordinator
+from slurmft.inference.coordinator import STORAGE_PAUSE_S, Coordinator
 from slurmft.inference.ledger import Ledger, open_ledger
 from slurmft.inference.parts import OutputParts
 from slurmft.inference.request_checkpoints import fingerprint, forget_all, left_behind
@@ -175,9 +175,14 @@ class InferenceAttempt:
         assert isinstance(self._coordinator, Coordinator) and self._ledger is not None
         ledger, folder, batch = self._ledger, self._output_folder, self._coordinator.batch
         # minutes for millions of answers: signs of life must not wait for it
-        async with self._writes_output:
-            form, file = self._section.output_format, self._section.output_file
-            found = await asyncio.to_thread(write_output, batch, ledger, folder, format=form, file=file)
+        form, file = self._section.output_format, self._section.output_file
+        try:
+            async with self._writes_output:
+                found = await asyncio.to_thread(write_output, batch, ledger, folder, format=form, file=file)
+        except StorageUnavailable as error:  # nothing is lost: it is tried until there is room, or the job ends
+            self._coordinator.held_up(error)
+            await asyncio.sleep(STORAGE_PAUSE_S)
+            return
         if isinstance(found, Output):
             self._output = found
             if self._parts is not None:
@@ -351,7 +356,7 @@ class InferenceAttempt:
                 self._last_death = f"{link.host}, replica {report.replica}: {report.how}"
                 self._is_hopeless = report.code == EXIT_USAGE and not report.was_ready
                 self._journal.append(EventName.REPLICA_DIED, node=link.host, replica=report.replica, reason=report.how,
-                                     in_flight=len(report.in_flight), answered=report.answered,
+                                     in_flight=report.load, answered=report.answered,
                                      failures=report.failures)  # fmt: skip
                 self._suspect(link, report)
             case ReplicaSmaller():
@@ -361,7 +366,7 @@ class InferenceAttempt:
     def _suspect(self, link: AgentLink, report: ReplicaDied) -> None:
         """Engines that die again and again on one node, while others work, are evidence against it."""
         now_s, nodes = time.monotonic(), {each.host for each in self._joined.values()}
-        self._deaths = self._deaths.died(link.host, now_s, in_flight=len(report.in_flight))
+        self._deaths = self._deaths.died(link.host, now_s, in_flight=report.load)
         if (node := self._deaths.suspect(nodes, now_s)) is None:
             return
         self._deaths = self._deaths.forgiven(node)

@@ -165,7 +165,15 @@ def test_a_request_that_kills_two_replicas_alone_is_answered_with_an_error(in_lo
     async def story(world: World) -> None:
         world.join(0)
         world.report(0, "want", count=TOTAL)
-        facts = {"replica": 0, "how": "ended by SIGSEGV", "code": -11, "was_ready": True, "answered": 1, "failures": 1}
+        facts = {
+            "replica": 0,
+            "how": "ended by SIGSEGV",
+            "code": -11,
+            "was_ready": True,
+            "answered": 1,
+            "failures": 1,
+            "load": 0,
+        }
         for life in (1, 2):
             world.report(0, "replica_died", name=f"n0/0#{life}", in_flight=(3, 4), **facts)
             world.report(0, "want", count=2)
@@ -194,7 +202,7 @@ def test_the_next_one_is_told_where_text_of_a_request_lies(in_loop):
         world.report(1, "replica", replica=0, phase="ready", life=1)
         first, second = (f"g000001-n0-r{each}-{world.epochs[0]}.jsonl" for each in ("0-1", "1-4"))
         world.report(0, "want", count=8)
-        facts = {"how": "ended by SIGKILL", "code": -9, "was_ready": True, "answered": 1, "failures": 1}
+        facts = {"how": "ended by SIGKILL", "code": -9, "was_ready": True, "answered": 1, "failures": 1, "load": 0}
         world.report(0, "replica_died", replica=1, name="n0/1#4", in_flight=(3, 4), **facts)
         (lease,) = world.sent[1]
         assert (lease.runs, lease.partials) == (((3, 4), (4, 5)), (second,))

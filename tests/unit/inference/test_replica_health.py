@@ -22,34 +22,100 @@ def test_a_replica_that_is_not_ready_in_time_is_overdue():
     assert "startup_timeout_s" in watch.overdue(101.0)[0]
 
 
+def overdue(watch: WorkerHealthMonitor, now_s: float) -> dict[int, str]:
+    """As the pool looks: who hangs, and who is to prove that it works."""
+    found = watch.overdue(now_s)
+    watch.suspects(now_s)
+    return found
+
+
+def looked(watch: WorkerHealthMonitor, first_s: float, last_s: float) -> tuple[float | None, str]:
+    """When it was overdue, where it is looked at every second, and why."""
+    now_s = first_s
+    while now_s <= last_s:
+        if found := overdue(watch, now_s):
+            return now_s, found[0]
+        now_s += 1.0
+    return None, ""
+
+
 def test_only_work_without_progress_is_a_hang():
     watch = monitor()
     watch.ready(0, 50.0)
-    assert watch.overdue(1000.0) == {}, "idle for long"
-    watch.dispatched(0, 2, 1000.0)
-    assert watch.overdue(1009.0) == {}
+    assert looked(watch, 50.0, 1000.0) == (None, ""), "idle for long"
+    watch.holds(0, 2, 1000.0)
+    assert looked(watch, 1000.0, 1009.0) == (None, "")
     watch.progressed(0, 1009.0)
-    assert watch.overdue(1018.0) == {}, "a token"
-    watch.progressed(0, 1018.0, completed=1)
-    assert watch.overdue(1027.0) == {}, "an answer"
-    assert "with 1 in flight" in watch.overdue(1028.5)[0]
-    watch.progressed(0, 1029.0, completed=1)
-    assert watch.overdue(2000.0) == {}, "nothing is left in flight"
+    assert looked(watch, 1009.0, 1018.0) == (None, ""), "a token"
+    watch.progressed(0, 1018.0)
+    watch.holds(0, -1, 1018.0)
+    assert looked(watch, 1018.0, 1027.0) == (None, ""), "an answer"
+    when_s, why = looked(watch, 1028.0, 1100.0)
+    assert when_s is not None and when_s <= 1030.0 and "with 1 in flight" in why
+    watch.progressed(0, 1029.0)
+    watch.holds(0, -1, 1029.0)
+    assert looked(watch, 1029.0, 2000.0) == (None, ""), "nothing is left in flight"
+
+
+def test_clients_that_give_up_hide_no_hang():
+    """Each gives up after three seconds, and the next one comes two seconds later."""
+    watch = monitor()
+    watch.ready(0, 0.0)
+    for now_s in range(0, 200, 5):
+        watch.holds(0, 1, now_s)
+        if any(overdue(watch, now_s + part) for part in range(3)):
+            break
+        watch.holds(0, -1, now_s + 3)
+        if any(overdue(watch, now_s + 3 + part) for part in range(2)):
+            break
+    assert 10 <= now_s <= 20
+
+
+def test_one_that_answers_the_smallest_request_does_not_hang():
+    watch = monitor()
+    watch.ready(0, 0.0)
+    watch.holds(0, 1, 0.0)
+    for now_s in range(100):
+        assert watch.overdue(now_s) == {}
+        if watch.suspects(now_s):
+            watch.progressed(0, now_s + 1.0)
+    assert watch.gone(0).worked
+
+
+def test_it_is_asked_once_and_dies_also_when_its_clients_have_gone():
+    watch = monitor()
+    watch.ready(0, 0.0)
+    watch.holds(0, 1, 0.0)
+    assert [watch.suspects(now_s) for now_s in (4.0, 6.0, 7.0)] == [[], [0], []]
+    watch.holds(0, -1, 7.0)
+    assert watch.overdue(10.0) == {} and watch.overdue(11.5), "nothing is left in flight, and it is silent"
+    assert not watch.gone(0).worked
+
+
+def test_a_large_request_has_longer_and_none_is_killed_unasked():
+    watch = monitor()
+    watch.ready(0, 0.0)
+    watch.waits_for(0, 3.0)
+    watch.holds(0, 1, 0.0)
+    assert looked(watch, 0.0, 14.0) == (None, "")
+    watch.waits_for(0, 1.0)  # it has gone, another one is there
+    when_s, _ = looked(watch, 15.0, 60.0)
+    assert when_s is not None and 20.0 <= when_s <= 22.0
 
 
 def test_a_sleep_of_the_watcher_is_not_a_hang():
     watch = monitor()
     watch.ready(0, 0.0)
-    watch.dispatched(0, 1, 0.0)
+    watch.holds(0, 1, 0.0)
     watch.asleep(500.0)
-    assert watch.overdue(505.0) == {}
-    assert watch.overdue(511.0)
+    assert looked(watch, 500.0, 509.0) == (None, "")
+    assert looked(watch, 510.0, 515.0)[0]
 
 
 def test_a_replica_that_is_gone_is_not_watched():
     watch = monitor()
     watch.gone(0)
-    watch.dispatched(0, 1, 0.0)
+    watch.holds(0, 1, 0.0)
     assert watch.overdue(1e6) == {}
 
 

@@ -71,7 +71,7 @@ def test_every_router_is_told_of_every_replica_that_is_ready(tmp_path: Path) -> 
     assert cluster.names(0) == cluster.names(1) == ["n0.0/0", "n2.2/1"]
     assert cluster.told[0].expected == 6
     died = ReplicaDied(epoch=cluster.epochs[0], replica=0, name="n0/0#1", code=-9, how="ended by SIGKILL", in_flight=(),
-                       was_ready=True, answered=3, failures=1)  # fmt: skip
+                       was_ready=True, answered=3, failures=1, load=0)  # fmt: skip
     cluster.roster.on_report(0, died)
     assert cluster.names(1) == ["n2.2/1"]
     cluster.replica(0, 0, life=2)

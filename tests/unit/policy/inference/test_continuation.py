@@ -59,13 +59,9 @@ def test_what_may_be_continued(path, body, form):
     assert form_of(path, body) is form
 
 
-@pytest.mark.parametrize(
-    ("setting", "counts", "forms"),
-    [("auto", True, {Form.TEXT}), ("auto", False, set()), ("always", False, {Form.TEXT, Form.CHAT}),
-     ("never", True, set())],
-)  # fmt: skip
-def test_by_itself_only_what_is_known_to_be_joined_exactly(setting, counts, forms):
-    assert continued_forms(setting, counts_pieces=counts) == forms
+@pytest.mark.parametrize(("setting", "forms"), [("auto", set()), ("always", {Form.TEXT, Form.CHAT}), ("never", set())])
+def test_nothing_is_continued_by_itself(setting, forms):
+    assert continued_forms(setting) == forms
 
 
 def test_the_rest_is_asked_for_with_what_was_generated_behind_the_prompt():

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from slurmft.policy.inference.answers import Outcome, outcome_of_status, retry_after_s
 from slurmft.policy.inference.devices import devices_of
-from slurmft.policy.inference.engines import counter_in, engine_kind
+from slurmft.policy.inference.engines import (
+    MOST_PATIENCE,
+    ORDINARY_BYTES,
+    counter_in,
+    engine_kind,
+    model_in,
+    patience_for,
+    smallest,
+)
 from slurmft.policy.inference.poison import Death, evidence_of, is_poison
 from slurmft.policy.inference.restarts import Restarts
 from slurmft.policy.inference.slots import RAISE_AFTER, Slots
@@ -20,12 +28,37 @@ from slurmft.policy.inference.slots import RAISE_AFTER, Slots
         (200, "", Outcome.ANSWER), (201, "", Outcome.ANSWER), (301, "", Outcome.ANSWER), (400, "", Outcome.ANSWER),
         (404, "", Outcome.ANSWER), (422, "out of memory", Outcome.ANSWER), (408, "", Outcome.RETRY),
         (429, "", Outcome.RETRY), (500, "oops", Outcome.RETRY), (503, "", Outcome.RETRY),
+        (501, "", Outcome.ANSWER),
         (500, "torch.OutOfMemoryError: CUDA out of memory", Outcome.SMALLER),
         (503, "KV cache is full", Outcome.SMALLER),
     ],
 )  # fmt: skip
 def test_what_follows_a_status(status, text, outcome):
     assert outcome_of_status(status, text) is outcome
+
+
+@pytest.mark.parametrize(
+    ("body", "times"),
+    [
+        (b"", 1.0), (b'{"max_tokens": 100}', 1.0), (b'{"max_tokens": 3072}', 3.0),
+        (b'{"prompt": "\\"max_tokens\\": 9999"}', 1.0), (b'{"max_completion_tokens":2048}', 2.0),
+        (b'{"max_tokens": 999999999}', MOST_PATIENCE), (b'{"max_tokens": 4096, "stream": true}', 1.0),
+        (b"x" * 4 * ORDINARY_BYTES, 4.0), (b"x" * (64 << 20), MOST_PATIENCE),
+        (b"x" * 3 * ORDINARY_BYTES + b'"max_tokens": 8192}', 8.0),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_how_long_an_engine_may_be_silent_over_a_request(body, times):
+    assert patience_for(body) == pytest.approx(times, rel=0.01)
+
+
+def test_the_smallest_request_has_the_model_of_the_one_it_is_made_from():
+    body = b'{"messages": [{"role": "user", "content": "\\"model\\": \\"x\\""}], "model": "org/m", "max_tokens": 9}'
+    assert model_in(body) == "org/m"
+    asked = smallest("/v1/chat/completions", {"model": "org/m", "messages": [1, 2], "max_tokens": 900, "tools": []})
+    assert asked == {"model": "org/m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    assert smallest("/generate", {"model": "m"}) is None and smallest("/v1/completions", {"prompt": "p"}) is None
+    assert model_in(b"\x00" * 100) == model_in(b"") == ""
 
 
 @pytest.mark.parametrize(
