@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import pytest
+from of_each import of_each
 
 from slurmft.ipc import channel
 from slurmft.ipc.calls import Call, Kill, LookNow, Ping, Port, Propose
@@ -755,7 +756,7 @@ def test_well_formed_reports_are_passed_on():
     run(work())
 
 
-@pytest.mark.parametrize("report", BAD_REPORTS, ids=lambda report: json.dumps(report)[:60])
+@of_each(report=BAD_REPORTS)
 def test_a_malformed_report_closes_its_connection_and_goes_no_further(report):
     async def work() -> None:
         async with pooling(2) as (pool, port), agent(port, 0), agent(port, 1) as broken:

@@ -7,6 +7,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.policy.inference.degradation import GracefulDegradation, cheaper
 from slurmft.policy.inference.http_headers import end_to_end, seconds_asked
@@ -137,10 +138,7 @@ def test_degradation_begins_below_its_share_and_ends_above_a_higher_one():
     assert not GracefulDegradation(below=0.9).saw(0, 10).saw(10, 10).degraded, "all that there are is always enough"
 
 
-@pytest.mark.parametrize("path", sorted(ADMINISTRATIVE))
-@pytest.mark.parametrize(
-    "form", ["{}", "{}/", "{}/below", "{up}", "%{first:02x}{rest}"]
-)  # fmt: skip
+@of_each(path=sorted(ADMINISTRATIVE), form=["{}", "{}/", "{}/below", "{up}", "%{first:02x}{rest}"])
 def test_an_administrative_path_is_closed_however_it_is_written(path, form):
     written = form.format(path, up=path.upper(), first=ord("/"), rest=path[1:])
     if form.startswith("%"):
