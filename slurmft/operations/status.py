@@ -285,9 +285,12 @@ def _state(
 
 def _ended(run: RunFolder) -> tuple[str, str]:
     event = run.journal().newest(
-        EventName.ATTEMPT_STARTED, EventName.DECISION, EventName.CANCELLED, EventName.ENDED_FROM_OUTSIDE,
+        EventName.ATTEMPT_STARTED,
+        EventName.DECISION,
+        EventName.CANCELLED,
+        EventName.ENDED_FROM_OUTSIDE,
         EventName.SUBMISSION_FAILED,
-    )  # fmt: skip
+    )
     if event is None:
         return "new", ""
     if event.event == EventName.ATTEMPT_STARTED:

@@ -58,8 +58,11 @@ class OpenGradients:
         self.are_waiting = not is_over and (are_new or (model is not None and _has_unsharded(model)))
         self._open_for = self._open_for + 1 if self.are_waiting else 0
         if self._open_for > LONGEST_WINDOW:
-            log.warning("gradients were not used for %d steps: saves do not wait for their use any more, and do not "
-                        "contain them", LONGEST_WINDOW)  # fmt: skip
+            log.warning(
+                "gradients were not used for %d steps: saves do not wait for their use any more, and do not "
+                "contain them",
+                LONGEST_WINDOW,
+            )
             self.are_waiting, self._is_blind = False, True
         if not self.are_waiting:
             for one in gradients:

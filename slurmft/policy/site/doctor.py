@@ -305,13 +305,20 @@ def judge_site(facts: SiteFacts) -> Iterator[Finding]:
         elif place.exists:
             yield _trusted(key, place, "root runs it")
         else:
-            yield Finding(check=key, level=Level.NOTE, text=f"there is no {place.path} on this machine",
-                          remedy="look whether all nodes have it: Slurm drains nodes whose Prolog fails")  # fmt: skip
+            yield Finding(
+                check=key,
+                level=Level.NOTE,
+                text=f"there is no {place.path} on this machine",
+                remedy="look whether all nodes have it: Slurm drains nodes whose Prolog fails",
+            )
     if facts.health_error:
         yield Finding(check="health.yaml", level=Level.PROBLEM, text=facts.health_error, remedy="correct it")
     elif not facts.health.exists:
-        yield _missing("health.yaml", f"there is no {facts.health.path}: defaults hold, and results stay on the nodes",
-                       "start from configs/health.yaml, and set results_folder")  # fmt: skip
+        yield _missing(
+            "health.yaml",
+            f"there is no {facts.health.path}: defaults hold, and results stay on the nodes",
+            "start from configs/health.yaml, and set results_folder",
+        )
     else:
         yield _trusted("health.yaml", facts.health, "root obeys it")
         yield _results(facts)
@@ -323,11 +330,19 @@ def judge_room(run: RoomFacts) -> Iterator[Finding]:
     if run.folder.changeable_by:
         yield _trusted("run folder's place", run.folder, "they can replace the run", is_roots=False)
     elif run.kind in LOCAL_KINDS and run.nodes > 1:
-        yield Finding(check="run folder's place", level=Level.NOTE, remedy="choose a run_folder that all nodes see",
-                      text=f"{run.folder.path} is on {run.kind}, which other nodes usually do not see")  # fmt: skip
+        yield Finding(
+            check="run folder's place",
+            level=Level.NOTE,
+            remedy="choose a run_folder that all nodes see",
+            text=f"{run.folder.path} is on {run.kind}, which other nodes usually do not see",
+        )
     if run.kept < 2:
-        yield Finding(check="kept checkpoints", level=Level.WARNING, remedy="set checkpoint.keep_last_n: 2 or more",
-                      text="one is kept: damage to it leaves nothing to resume from")  # fmt: skip
+        yield Finding(
+            check="kept checkpoints",
+            level=Level.WARNING,
+            remedy="set checkpoint.keep_last_n: 2 or more",
+            text="one is kept: damage to it leaves nothing to resume from",
+        )
     if run.free_bytes is None or not run.checkpoint_bytes:
         return
     # older ones are there already; the next is written before the oldest is removed
@@ -335,8 +350,12 @@ def judge_room(run: RoomFacts) -> Iterator[Finding]:
     if run.free_bytes < run.checkpoint_bytes:
         yield Finding(check=check, level=Level.PROBLEM, text=text, remedy="the next save fails: make room")
     elif run.free_bytes < run.checkpoint_bytes * (run.kept + 1):
-        yield Finding(check=check, level=Level.WARNING, text=text,
-                      remedy=f"room for {run.kept + 1} is safe; lower checkpoint.keep_last_n or make room")  # fmt: skip
+        yield Finding(
+            check=check,
+            level=Level.WARNING,
+            text=text,
+            remedy=f"room for {run.kept + 1} is safe; lower checkpoint.keep_last_n or make room",
+        )
     else:
         yield Finding(check=check, level=Level.OK, text=text)
 
@@ -348,9 +367,12 @@ def _missing(check: str, text: str, remedy: str) -> Finding:
 def _trusted(check: str, place: Place, why: str, *, is_roots: bool = True) -> Finding:
     """Whether others may change what is relied on; what root alone relies on must be root's own."""
     if place.changeable_by or (is_roots and place.owner != "root"):
-        return Finding(check=check, level=Level.PROBLEM if is_roots else Level.WARNING,
-                       text=f"{place.path} can be changed by {place.changeable_by or place.owner}: {why}",
-                       remedy="make it, and the folders above it, root's or yours alone (chmod go-w)")  # fmt: skip
+        return Finding(
+            check=check,
+            level=Level.PROBLEM if is_roots else Level.WARNING,
+            text=f"{place.path} can be changed by {place.changeable_by or place.owner}: {why}",
+            remedy="make it, and the folders above it, root's or yours alone (chmod go-w)",
+        )
     return Finding(check=check, level=Level.OK, text=f"{place.path} can be changed by {place.owner} only")
 
 
@@ -363,8 +385,12 @@ def _results(facts: SiteFacts) -> Finding:
     late = sorted(node for node in facts.nodes if facts.looked_at.get(node, FRESH_S + 1) > FRESH_S)
     if late:
         names = ", ".join(late[:5]) + (", ..." if len(late) > 5 else "")
-        return Finding(check=check, level=Level.WARNING, remedy="on one of them: slurmft health, then slurmd's log",
-                       text=f"{len(late)} of {len(facts.nodes)} nodes left no result {within}: {names}")  # fmt: skip
+        return Finding(
+            check=check,
+            level=Level.WARNING,
+            remedy="on one of them: slurmft health, then slurmd's log",
+            text=f"{len(late)} of {len(facts.nodes)} nodes left no result {within}: {names}",
+        )
     return Finding(check=check, level=Level.OK, text=f"{len(facts.nodes)} nodes, all looked at {within}")
 
 
