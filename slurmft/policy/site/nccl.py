@@ -8,8 +8,6 @@ sign of life. Names and defaults are those of torch 2.6 to 2.13.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 
 HANDLING_VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 OLD_HANDLING_VARIABLE = "NCCL_ASYNC_ERROR_HANDLING"
@@ -28,43 +26,6 @@ DUMP_S = 60
 
 BEFORE_THE_KILL_S = 20.0
 """The last look at all ranks, their dumps, and the copy of their last step, at the longest."""
-
-
-class Actor(StrEnum):
-    """The process or thread that ends a hung rank."""
-
-    AGENT = "slurmft"
-    WATCHDOG = "torch's watchdog"
-    MONITOR = "torch's monitor"
-
-
-@dataclass(frozen=True, slots=True)
-class Act:
-    """An action on a rank that hangs in a collective, unless an earlier one has ended it."""
-
-    after_s: float
-    """Since the collective was issued, about."""
-
-    actor: Actor
-    does: str
-
-
-def acts_on_a_hang(*, limit_s: float, timeout_s: float, heartbeat_s: float, handling: str = SKIP_CLEAN_UP) -> list[Act]:
-    """The actions on a rank that waits for ever in a NCCL collective, first to last.
-
-    Args:
-        limit_s: of the section ``step``, configured or learned; 0: none.
-        timeout_s: ``nccl.step_timeout_minutes``, in seconds.
-        heartbeat_s: HEARTBEAT_VARIABLE.
-        handling: HANDLING_VARIABLE.
-    """
-    acts = []
-    if limit_s:
-        acts.append(Act(limit_s, Actor.AGENT, "stacks, flight recorder, the last step kept, then the kill"))
-    if handling != NO_HANDLING:
-        acts.append(Act(timeout_s, Actor.WATCHDOG, "flight recorder, then the process ends by SIGABRT"))
-    acts.append(Act(timeout_s + heartbeat_s, Actor.MONITOR, "only if the watchdog hangs as well: SIGABRT"))
-    return sorted(acts, key=lambda act: act.after_s)
 
 
 def heartbeat_s(timeout_s: float, limit_s: float) -> int:

@@ -19,7 +19,7 @@ from slurmft.policy.verdicts.findings import (
     where,
 )
 from slurmft.policy.verdicts.testimony import StepWords, Testimony
-from slurmft.policy.verdicts.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, PLANNED, Cause, Verdict
+from slurmft.policy.verdicts.verdict import EXIT_RERUN_ELSEWHERE, EXIT_VALIDATION_FAILED, Cause, Verdict
 
 MAX_EVIDENCE = 12
 
@@ -122,11 +122,6 @@ def ends_attempt(end: WorkerEnd, *, planned: bool, complete_codes: frozenset[int
     """
     calm = {0, *complete_codes, *(_OBEYED if planned else ())}
     return has_failed(end, frozenset(calm)) and (end.rank == 0 or not only_lead)
-
-
-def is_planned(cause: Cause) -> bool:
-    """Whether the stop was requested."""
-    return cause in PLANNED
 
 
 def _most_telling(candidates: Sequence[Finding]) -> Finding:

@@ -18,7 +18,7 @@ import torch
 from another_user import OTHER, as_user, needs_root, sticky_folder
 from click.testing import CliRunner
 from of_each import of_each
-from staging import until
+from waiting import until
 
 from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.catalog import Catalog

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from serving_world import TOKEN, Handle, World, run, serving
+from waiting import until_async
 from word_engine import WordEngine, next_token, prompt_of
 
 from slurmft.inference import Client
@@ -91,9 +92,9 @@ def test_fifty_streams_are_those_of_a_calm_engine_byte_by_byte_when_one_dies_in_
         engines = {name: words(made) for name in "abc"}
         async with serving(engines, engine=ALWAYS, concurrency=64) as world:
             asking = [asyncio.create_task(streamed(world, path, body)) for body in bodies]
-            await world.until(lambda: sum(made.values()) > 500)
+            await until_async(lambda: sum(made.values()) > 500)
             await world["a"].die()
-            await world.until(lambda: sum(made.values()) > 1200)
+            await until_async(lambda: sum(made.values()) > 1200)
             await world["b"].die()
             found = await asyncio.gather(*asking)
             assert len(world["c"].seen) > STREAMS // 2, "streams went on there"
@@ -151,7 +152,7 @@ def test_what_cannot_be_continued_ends_with_an_error_event(keys: dict[str, Any])
         made: Counter[str] = Counter()
         async with serving({"a": words(made), "b": words(made)}, engine=ALWAYS) as world:
             asking = asyncio.create_task(streamed(world, TEXT, {**asked(TEXT, 174), **keys}))
-            await world.until(lambda: sum(made.values()) > BEGUN)
+            await until_async(lambda: sum(made.values()) > BEGUN)
             await world["a"].die()
             assert "a request like this is not continued" in error_in(await asking)
             assert world["b"].seen == []
@@ -166,7 +167,7 @@ def test_an_engine_of_which_it_is_not_known_is_not_asked_to_go_on(setting: str, 
         engine = {**ALWAYS, "continue_from_prefix": setting}
         async with serving({"a": words(made), "b": words(made)}, engine=engine) as world:
             asking = asyncio.create_task(streamed(world, path, asked(path, 174)))
-            await world.until(lambda: sum(made.values()) > BEGUN)
+            await until_async(lambda: sum(made.values()) > BEGUN)
             await world["a"].die()
             assert "its replica is gone" in error_in(await asking)
 
@@ -245,7 +246,7 @@ def test_where_no_replica_can_go_on_the_client_is_told(second: str) -> None:
     async def work() -> None:
         async with serving({"a": words(made), "b": bad}, engine=ALWAYS) as world:
             asking = asyncio.create_task(streamed(world, TEXT, asked(TEXT, 174)))
-            await world.until(lambda: sum(made.values()) > BEGUN)
+            await until_async(lambda: sum(made.values()) > BEGUN)
             await world["a"].die()
             content = await asking
             assert b"\n\nevent: error\n" in content
@@ -264,7 +265,7 @@ def test_our_client_goes_on_with_another_router(path: str) -> None:
             urls = [world.url, f"http://127.0.0.1:{await server.listen('127.0.0.1', 0)}"]
             places = [{"name": name, "hosts": ["127.0.0.1"], "port": world[name].port} for name in "ab"]
             other.replicas.take({"expected": 2, "replicas": places})
-            await world.until(lambda: other.replicas.ready == 2)
+            await until_async(lambda: other.replicas.ready == 2)
             bodies = [asked(path, number) for number in range(20)]
             async with Client(urls, token=TOKEN) as client:
 
@@ -274,7 +275,7 @@ def test_our_client_goes_on_with_another_router(path: str) -> None:
                 whole = await asyncio.gather(*(ask(body) for body in bodies))
                 made.clear()
                 asking = [asyncio.create_task(ask(body)) for body in bodies]
-                await world.until(lambda: sum(made.values()) > 300)
+                await until_async(lambda: sum(made.values()) > 300)
                 for connection in server._server.connections:
                     if connection.transport is not None:
                         connection.transport.abort()  # as its death does
@@ -328,7 +329,7 @@ def test_a_router_that_keeps_too_much_passes_streams_on_and_gives_back_what_it_k
         async with serving(engines, engine=ALWAYS, concurrency=64) as world:
             world.router.kept = KeptStreams(time.monotonic, most_bytes=1000)
             asking = [asyncio.create_task(streamed(world, CHAT, body)) for body in bodies]
-            await world.until(lambda: sum(made.values()) > 2 * BEGUN)
+            await until_async(lambda: sum(made.values()) > 2 * BEGUN)
             assert world.router.kept_bytes <= 1000
             await world["a"].die()
             await world["b"].die()

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from serving_world import TOKEN, World, answers, never, run, serving, streams
+from waiting import until_async
 from yarl import URL
 
 PARTS = [f"data: {number}\n\n".encode() for number in range(5)]
@@ -89,7 +90,7 @@ def test_what_a_dead_replica_had_is_done_by_another_one() -> None:
     async def work() -> None:
         async with serving({"a": never, "b": answers("b")}) as world:
             asked = [asyncio.create_task(world.ask()) for _ in range(2)]
-            await world.until(lambda: len(world["a"].seen) == 1)
+            await until_async(lambda: len(world["a"].seen) == 1)
             await world["a"].die()
             assert [await each for each in asked] == [(200, {"by": "b"})] * 2
             assert world.router.budget.has_one
@@ -102,7 +103,7 @@ def test_a_replica_that_its_supervisor_names_no_more_is_lost() -> None:
     async def work() -> None:
         async with serving({"a": never, "b": answers("b")}) as world:
             asked = [asyncio.create_task(world.ask()) for _ in range(2)]
-            await world.until(lambda: len(world["a"].seen) == 1)
+            await until_async(lambda: len(world["a"].seen) == 1)
             world.name_members("b", expected=2)
             assert [await each for each in asked] == [(200, {"by": "b"})] * 2
 
@@ -145,13 +146,13 @@ def test_a_full_router_refuses_at_once() -> None:
     async def work() -> None:
         async with serving({"a": never}, {"max_queue": 3}, concurrency=2) as world:
             asked = [asyncio.create_task(world.ask()) for _ in range(5)]
-            await world.until(lambda: world.router.waiting == 3)
+            await until_async(lambda: world.router.waiting == 3)
             async with world.client.post("/v1/x") as answer:
                 assert answer.status == 429 and int(answer.headers["Retry-After"]) >= 1
             for each in asked:
                 each.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
-            await world.until(lambda: world.router.waiting == 0 and world.router.in_flight == 0)
+            await until_async(lambda: world.router.waiting == 0 and world.router.in_flight == 0)
             assert world.router.replicas.by_name["a"].in_flight == 0, "a client that goes away frees its place"
 
     run(work())
@@ -170,7 +171,7 @@ def test_a_request_ends_at_its_own_deadline(engine: str) -> None:
     async def work() -> None:
         async with serving({"a": never}, concurrency=1) as world:
             other = asyncio.create_task(world.ask()) if engine == "full" else None
-            await world.until(lambda: len(world["a"].seen) == (engine == "full"))
+            await until_async(lambda: len(world["a"].seen) == (engine == "full"))
             began_s = asyncio.get_running_loop().time()
             status, answer = await world.ask(headers={"X-Request-Timeout": "0.3"})
             assert status == 504 and "deadline" in answer["error"]["message"]
@@ -258,7 +259,7 @@ def test_a_client_that_goes_away_ends_the_engines_work() -> None:
             await answer.content.readany()
             answer.close()
             await asyncio.wait_for(ended.wait(), 10)
-            await world.until(lambda: world.router.in_flight == 0)
+            await until_async(lambda: world.router.in_flight == 0)
 
     run(work())
 
@@ -271,7 +272,7 @@ def test_an_endpoint_with_too_few_replicas_is_degraded_and_comes_back() -> None:
             assert (await world.ask(headers=low))[0] == 200
             for name in "abc":
                 await world[name].die()
-            await world.until(lambda: world.router.degraded)
+            await until_async(lambda: world.router.degraded)
             async with world.client.post("/v1/x", headers=low) as answer:
                 assert (answer.status, answer.headers["X-Slurmft-State"]) == (503, "degraded")
                 assert int(answer.headers["Retry-After"]) > 0
@@ -299,7 +300,7 @@ def test_a_degraded_endpoint_answers_shorter_and_with_a_smaller_model() -> None:
             await (await world.client.post("/v1/completions", json=asked)).read()
             for name in "bc":
                 await world[name].die()
-            await world.until(lambda: world.router.degraded)
+            await until_async(lambda: world.router.degraded)
             await (await world.client.post("/v1/completions", json=asked)).read()
             await (await world.client.post("/v1/x", json=asked)).read()
             assert seen == [asked, {"model": "small", "prompt": "x", "max_tokens": 64}, asked]
@@ -311,11 +312,11 @@ def test_an_endpoint_that_drains_refuses_what_is_new_and_finishes_what_it_has() 
     async def work() -> None:
         async with serving({"a": answers("a", delay_s=0.5)}) as world:
             asked = asyncio.create_task(world.ask())
-            await world.until(lambda: len(world["a"].seen) == 1)
+            await until_async(lambda: len(world["a"].seen) == 1)
             gate = world["a"].gate
             assert gate is not None
             gate.say("draining")
-            await world.until(lambda: world.router.replicas.ready == 0)
+            await until_async(lambda: world.router.replicas.ready == 0)
             async with world.client.post("/v1/x") as answer:
                 assert answer.status == 503 and "Retry-After" in answer.headers
             assert await asked == (200, {"by": "a"})
@@ -344,7 +345,7 @@ def test_a_client_that_does_not_take_its_answer_is_cut_off() -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", world.port, limit=1024)
             writer.write(f"GET /v1/x HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
             await reader.readline()
-            await world.until(lambda: world.router.in_flight == 0)
+            await until_async(lambda: world.router.in_flight == 0)
             assert "slow client" in world.router.metrics.answer("")[0].decode()
             writer.close()
 
@@ -387,7 +388,7 @@ def test_a_router_that_leaves_tells_clients_not_to_use_their_connections_again()
     async def work() -> None:
         async with serving({"a": answers("a", delay_s=0.2)}) as world:
             asking = asyncio.create_task(world.client.post("/v1/x", data=b"{}"))
-            await world.until(lambda: world.router.in_flight == 1)
+            await until_async(lambda: world.router.in_flight == 1)
             leaving = asyncio.create_task(world.server.leave())
             async with await asking as answer:
                 assert (answer.status, answer.headers["Connection"]) == (200, "close")

@@ -12,7 +12,7 @@ from slurmft.policy.site.sbatch_options import OWNED_OPTIONS, SBATCH_OPTIONS
 from slurmft.policy.timing.grace import JobTimes, cause_of_signal
 from slurmft.policy.verdicts.decide import Budget, decide
 from slurmft.policy.verdicts.exit_actions import ExitAction, explicit_action, parse_codes
-from slurmft.policy.verdicts.judge import Circumstances, WorkerEnd, is_planned, judge
+from slurmft.policy.verdicts.judge import Circumstances, WorkerEnd, judge
 from slurmft.policy.verdicts.verdict import PLANNED, Action, Cause, Verdict
 from slurmft.storage.journal import Event
 from slurmft.supervisor.budget import budget_of
@@ -81,7 +81,6 @@ def test_a_planned_stop_never_spends_the_failure_budget(cause):
     spent = Budget(failures_so_far=10**6, max_failures=0)  # no idle cycle: those bound time limits
     expected = {Cause.STOPPED_BY_USER: STOP, Cause.RESIZED: Action.RESTART}.get(cause, CONTINUE)
     assert decide(verdict(cause), spent).action is expected
-    assert is_planned(cause)
 
 
 def test_the_reason_names_the_knob():
