@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart quickstart-infer test test-fast soak soak-faults soak-lightning check lint docs dist lab bench bench-exclusions bench-sweep bench-peer-copies bench-stragglers bench-symptoms bench-rerun bench-digests bench-rehearsal bench-many-ranks bench-recovery bench-fleet bench-inference bench-serving bench-lightning bench-checkpoint soak-integrations bench-integrations bench-metrics bench-plan bench-reporting failures soak-ray soak-digests bench-standby bench-just-in-time clean
+.PHONY: help install quickstart quickstart-infer test test-packages test-fast soak soak-faults soak-lightning check lint docs dist lab bench failures soak-integrations soak-ray soak-digests clean
 
 # PYTHON=/path/to/python3.12 chooses another interpreter; TESTS="tests/unit -k journal" chooses tests and options.
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
@@ -54,17 +54,20 @@ test: lint ## lint, then every test on a real Slurm cluster that is built for it
 		}; \
 		trap take_down EXIT; \
 		$(BIN)/slurmft lab up --accounting || [[ $$? == 69 ]]; \
-		{ command -v bwrap && command -v crun; } > /dev/null || apt-get install -q -y --no-install-recommends bubblewrap crun || \
-			echo "the tests of containers are skipped"; \
-		{ command -v prometheus && command -v prometheus-alertmanager; } > /dev/null || \
-			apt-get install -q -y --no-install-recommends prometheus prometheus-alertmanager || \
-			echo "the tests of alerts are skipped"; \
+		$(MAKE) --no-print-directory test-packages; \
 	fi; \
 	if [[ -n "$(strip $(TESTS))" ]]; then $(BIN)/pytest $(TESTS); exit; fi; \
 	failed=0; \
 	$(BIN)/pytest $(ALONE) || failed=1; \
 	$(BIN)/pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder --durations 30 --ignore $(ALONE) $(BESIDES) || failed=1; \
 	exit $$failed
+
+test-packages: ## install what the tests of containers and alerts need, where it is missing (root, Debian)
+	@{ command -v bwrap && command -v crun; } > /dev/null || apt-get install -q -y --no-install-recommends bubblewrap crun || \
+		echo "the tests of containers are skipped"
+	@{ command -v prometheus && command -v prometheus-alertmanager; } > /dev/null || \
+		apt-get install -q -y --no-install-recommends prometheus prometheus-alertmanager || \
+		echo "the tests of alerts are skipped"
 
 test-fast: lint ## lint, and what needs neither root nor Slurm and is quick: before each commit (4 minutes)
 	@$(BIN)/pytest --numprocesses 4 --dist loadfile -m "not soak and not slow and not slurm and not gpu" \
@@ -124,77 +127,28 @@ lab: install ## a shell in a real Slurm cluster on this machine (root); `slurmft
 	@echo 'in it:  slurmft submit configs/quickstart.yaml --wait --set run_folder=$$HOME/runs/quickstart'
 	@$(BIN)/slurmft lab shell
 
-bench: install ## measure every ending and what slurmft costs, into bench/results/ (root; 12 minutes, nothing else running)
-	@$(BIN)/python bench/endings --output bench/results/endings.md
+NAME ?= endings
+BENCHES = $(sort $(filter-out failures random_faults,$(notdir $(patsubst %/__main__.py,%,$(wildcard bench/*/__main__.py)))))
+# Options of single benches; the packages of the two that compare with NVRx.
+OPTIONS_recovery := --packages build/nvrx --lab
+OPTIONS_checkpoint := --nvrx build/nvrx
+NEED_NVRX := recovery checkpoint
 
-bench-exclusions: install ## measure the exclusion list, into bench/results/ (half a minute)
-	@$(BIN)/python bench/exclusions --output bench/results/exclusions.md
-
-bench-sweep: install ## measure one sweep over 10,000 nodes, into bench/results/ (a minute)
-	@$(BIN)/python bench/sweep --output bench/results/sweep.md
-
-bench-peer-copies: install ## measure copies to other nodes' memory, into bench/results/ (six minutes, nothing else running)
-	@$(BIN)/python bench/peer_copies --output bench/results/peer_copies.md
-
-bench-symptoms: install ## the confusion matrix of the ends of logs, into bench/results/ (seconds)
-	@$(BIN)/python bench/symptoms --output bench/results/symptoms.md
-
-bench-stragglers: install ## measure what straggler detection costs (20 s, nothing else running)
-	@$(BIN)/python bench/stragglers --output bench/results/stragglers.md
-
-bench-digests: install ## measure what digests of replicas cost (a minute, nothing else running)
-	@$(BIN)/python bench/digests --output bench/results/digests.md
-
-bench-recovery: install ## measure recovery from kill -9 beside torchrun and ft_launcher (root; 8 minutes, nothing else running)
-	@$(BIN)/pip install --quiet --no-deps --target build/nvrx nvidia-resiliency-ext==0.4.1 defusedxml nvidia-ml-py pynvml
-	@$(BIN)/python bench/recovery --packages build/nvrx --lab --output bench/results/recovery.md
-
-bench-rehearsal: install ## measure what a spare's rehearsal saves (five minutes; a C++ compiler)
-	@$(BIN)/python bench/rehearsal --output bench/results/rehearsal.md
-
-bench-just-in-time: install ## measure the steps that each kind of fault between two checkpoints costs (15 minutes)
-	@$(BIN)/python bench/just_in_time --output bench/results/just_in_time.md
-
-bench-standby: install ## measure the takeover by a standby supervisor (four minutes, root)
-	@$(BIN)/python bench/standby --output bench/results/standby.md
-
-bench-many-ranks: install ## measure 16,384 ranks: commit, load, the supervisor, files of a whole cluster (six minutes, nothing else running; 2 GB)
-	@$(BIN)/python bench/many_ranks --output bench/results/many_ranks.md
-
-bench-fleet: install ## measure the supervisor with 2,048 simulated agents (two minutes, nothing else running)
-	@$(BIN)/python bench/fleet --output bench/results/fleet.md
-
-bench-inference: install ## measure batch inference, into bench/results/ (15 minutes, nothing else running)
-	@$(BIN)/python bench/inference --output bench/results/inference.md
-
-bench-reporting: install ## measure reports, with a journal of a million events (two minutes, nothing else running)
-	@$(BIN)/python bench/reporting --output bench/results/reporting.md
+bench: install ## measure into bench/results/ (NAME=recovery; without, every ending: root, 12 minutes; NAME=list: all names)
+	@if [[ -z "$(filter $(NAME),$(BENCHES))" ]]; then \
+		for each in $(BENCHES); do sed -n "1s/^\"\"\"/$$(printf '%-14s' "$$each")/p" "bench/$$each/__main__.py"; done; \
+		[[ "$(NAME)" == list ]]; exit; \
+	fi; \
+	if [[ -n "$(filter $(NAME),$(NEED_NVRX))" ]]; then \
+		$(BIN)/pip install --quiet --no-deps --target build/nvrx nvidia-resiliency-ext==0.4.1 defusedxml nvidia-ml-py pynvml; \
+	fi; \
+	$(BIN)/python bench/$(NAME) $(OPTIONS_$(NAME)) --output bench/results/$(NAME).md; \
+	if [[ "$(NAME)" == checkpoint ]]; then \
+		$(BIN)/python bench/checkpoint --exercise --lab --output bench/results/checkpoint-exercise.md; \
+	fi
 
 failures: install ## see each failure on a lab and write docs/failures.md (root; 20 minutes; those seen already are left out)
 	@$(BIN)/python bench/failures $(FAILURES_OPTIONS)
-
-bench-metrics: install ## measure scrapes and files of metrics, with a journal of a million events (a minute)
-	@$(BIN)/python bench/metrics --output bench/results/metrics.md
-
-bench-plan: install ## measure slurmft plan for 2,000 nodes over 11 months (two minutes)
-	@$(BIN)/python bench/plan --output bench/results/plan.md
-
-bench-serving: install ## measure an endpoint, into bench/results/ (5 minutes, nothing else running)
-	@$(BIN)/python bench/serving --output bench/results/serving.md
-
-bench-lightning: install ## measure what the integration with Lightning costs in a step (2 minutes)
-	@$(BIN)/python bench/lightning --output bench/results/lightning.md
-
-bench-checkpoint: install ## measure what checkpoints cost beside torch's and NVRx's (root; 20 minutes, nothing else running)
-	@$(BIN)/pip install --quiet --no-deps --target build/nvrx nvidia-resiliency-ext==0.4.1 defusedxml nvidia-ml-py pynvml
-	@$(BIN)/python bench/checkpoint --nvrx build/nvrx --output bench/results/checkpoint.md
-	@$(BIN)/python bench/checkpoint --exercise --lab --output bench/results/checkpoint-exercise.md
-
-bench-integrations: install ## measure what the adapters of frameworks cost in each step (half a minute)
-	@$(BIN)/python bench/integrations --output bench/results/integrations.md
-
-bench-rerun: install ## measure what the re-run state machine costs (10 s, nothing else running)
-	@$(BIN)/python bench/rerun --output bench/results/rerun.md
 
 clean: ## remove .venv and caches; runs/ stays
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site *.egg-info

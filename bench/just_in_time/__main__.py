@@ -327,7 +327,7 @@ def page(results: Sequence[tuple[Case, Sequence[Result]]], notes: Sequence[str],
     times = str(min(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
     lines = [
         "# What a fault between two checkpoints costs", "",
-        f"`make bench-just-in-time`, slurmft {slurmft.__version__}, torch {torch.__version__}", "",
+        f"`make bench NAME=just_in_time`, slurmft {slurmft.__version__}, torch {torch.__version__}", "",
         f"One machine with {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}; two agents "
         f"with two ranks each, without Slurm; steps of {STEP_S} s and more, a checkpoint every {EVERY} steps, the "
         f"fault after step {AT.start} to {AT.stop - 1}. {times} times each; load before: "

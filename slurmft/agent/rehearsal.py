@@ -107,9 +107,16 @@ class SpareRehearsal:
         return [code for code, _ in ends], f"exit code {failed[0][0]}: {failed[0][1]}" if failed else ""
 
     def _environment_of(self, rank: int, port: int) -> dict[str, str]:
-        start = StartWorkers(attempt="rehearsal", cycle=0, first_rank=0, nodes=1, generation=0,
-                             nodelist=self._environment.get("SLURMD_NODENAME"), master_addr="127.0.0.1",
-                             master_port=port)  # fmt: skip
+        start = StartWorkers(
+            attempt="rehearsal",
+            cycle=0,
+            first_rank=0,
+            nodes=1,
+            generation=0,
+            nodelist=self._environment.get("SLURMD_NODENAME"),
+            master_addr="127.0.0.1",
+            master_port=port,
+        )
         environment = worker_environment(self._config, self._environment, start, rank, "rehearsal")
         for name in _OF_THE_RUN:
             environment.pop(name, None)

@@ -246,9 +246,16 @@ class CheckpointManager(NamedStates):
         if loaded.found and not loaded.is_durable and not self._is_guest and not loaded.is_of_this_attempt:
             with SAVERS.before_step(loaded.step):
                 again = self.save(
-                    model, optimizer, step=loaded.step, metrics=loaded.metrics, scheduler=scheduler, scaler=scaler,
-                    loader=loader, extra=loaded.extra, async_save=True,
-                )  # fmt: skip
+                    model,
+                    optimizer,
+                    step=loaded.step,
+                    metrics=loaded.metrics,
+                    scheduler=scheduler,
+                    scaler=scaler,
+                    loader=loader,
+                    extra=loaded.extra,
+                    async_save=True,
+                )
             if loaded.path is not None and again is not None:
                 same_state(self.directory, loaded.path.name, again.name)
         if loaded.found:

@@ -25,17 +25,16 @@ Exit codes:
 
 @click.command(epilog=_EXIT_CODES)
 @click.argument("config", type=click.Path(path_type=Path), required=False)
-@click.option("--production", is_flag=True,
-              help="Look at hooks, permissions, results of nodes and room as well (docs/deployment.md).")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, of a versioned format.")
-def doctor(*, config: Path | None, production: bool, as_json: bool) -> int:
+def doctor(*, config: Path | None, as_json: bool) -> int:
     """Say what will and will not work on this cluster, and what to do about it.
 
-    For the run of CONFIG, or for any. Asks Slurm a few questions and tries locks and replacing in the run folder's
-    filesystem. Changes nothing.
+    For the run of CONFIG, or for any. Asks Slurm a few questions, tries locks and replacing in the run folder's
+    filesystem, looks at the room there, and at what an administrator has set up: hooks, health.yaml, results of nodes,
+    and who may change what root relies on. Changes nothing.
     """
     settings = own_configuration(config) if config is not None else None
-    found = diagnose(settings, os.environ, here=Path.cwd(), production=production)
+    found = diagnose(settings, os.environ, here=Path.cwd())
     if as_json:
         facts = [asdict(finding) for finding in found.findings]
         say_json({"format": FORMAT, "exit_code": found.exit_code, "findings": facts})

@@ -13,7 +13,7 @@ from slurmft.cli.output import say
 from slurmft.errors import LaunchError, UsageError
 from slurmft.operations import control
 from slurmft.operations.run_configuration import configuration_of, refuse_shared
-from slurmft.policy.faults import LAB_COMMAND, MAX_AFTER_S, Fault, Order
+from slurmft.policy.faults import MAX_AFTER_S, Fault, Order
 from slurmft.storage.events import EventName
 from slurmft.storage.order_file import give_order, is_pending, withdraw_order
 from slurmft.storage.run_folder import RunFolder
@@ -26,18 +26,15 @@ FLIPPED_BYTES = 64
 
 _FAULTS = """\b
 Faults:
-  kill, stop, segfault       SIGKILL, SIGSTOP, SIGSEGV to the worker
+  kill, stop                 SIGKILL, SIGSTOP to the worker
   hang, exception            at its next step: sleeps for ever; raises
-  oom, host-oom              raises a GPU's out-of-memory error; raises MemoryError (the kernel's own kill cannot be
-                             ordered: to the worker, kill looks the same)
   nan                        its next loss is NaN, once
   bit-flip                   one bit of a parameter changes, silently; see the section digests
   bit-flip-moment            one bit of the optimizer's state does
   bit-flip-gradient          one bit of a gradient does, after the ranks have summed it
-  slow, leak                 every step from now on: 0.5 s longer; 32 MiB more, up to 512 MiB
-  full-disk                  its next file that is made durable fails with ENOSPC, once
   corrupt-newest-checkpoint  flips bytes in the newest committed checkpoint (of another rank's part with --rank)
-  partition, node-loss       only on a lab: says which `slurmft lab` command does it
+
+Whole nodes and slow ones: slurmft lab partition, kill-node, slow-node.
 """
 
 
@@ -76,10 +73,6 @@ def _refuse(run: RunFolder, order: Order) -> None:
     """
     if order.rank is not None and order.node:
         raise UsageError("--rank and --node exclude each other", hint="a rank lives on one node only")
-    if (command := LAB_COMMAND.get(order.fault)) is not None:
-        node = order.node or _node_of(run, order.rank or 0)
-        raise UsageError(f"{order.fault.value} takes root and a lab; a user's job cannot do that to its nodes",
-                         hint=f"on the machine of the lab: slurmft lab {command} {node}")  # fmt: skip
     if order.fault is Fault.CORRUPT_CHECKPOINT:
         if order.node or order.after_s:
             raise UsageError(f"{order.fault.value} takes no --node and no --after: it is done at once, in the files")
@@ -91,16 +84,6 @@ def _refuse(run: RunFolder, order: Order) -> None:
         raise UsageError(f"run {run.path.name} has no rank {order.rank}", hint=f"its ranks are 0 to {world_size - 1}")
     if is_pending(run.path):
         raise UsageError(f"another fault of run {run.path.name} waits to be taken", hint="try again in a second")
-
-
-def _node_of(run: RunFolder, rank: int) -> str:
-    """The host of a rank in the newest attempt that had agents, or a placeholder."""
-    ready = [event for event in run.journal().read() if event.event == EventName.AGENTS_READY]
-    hosts = ready[-1].details.get("hosts") if ready else None
-    per_node = configuration_of(run).nproc_per_node
-    if isinstance(hosts, list) and rank // per_node < len(hosts):
-        return str(hosts[rank // per_node])
-    return "NODE"
 
 
 def _corrupt_newest_checkpoint(run: RunFolder, order: Order) -> str:

@@ -29,11 +29,16 @@ _OURS_IN_SRUN = {*_SIZES, "label", "l", "unbuffered", "u", "kill-on-bad-exit", "
 _OTHER_LAUNCHERS = {"accelerate", "deepspeed", "mpirun", "horovodrun", "composer", "colossalai"}
 _PROFILERS = {"nsys", "ncu"}
 _SET_HERE = {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "LOCAL_WORLD_SIZE"}
-_SECRET = re.compile(r"TOKEN(?!IZ|S|_?ID)|SECRET|PASS(WORD|WD|PHRASE)|CREDENTIAL"
-                     r"|(^|[_-])(API|ACCESS|PRIVATE|AUTH|SSH)[_-]?KEY", re.IGNORECASE)  # fmt: skip
+_SECRET = re.compile(
+    r"TOKEN(?!IZ|S|_?ID)|SECRET|PASS(WORD|WD|PHRASE)|CREDENTIAL"
+    r"|(^|[_-])(API|ACCESS|PRIVATE|AUTH|SSH)[_-]?KEY",
+    re.IGNORECASE,
+)
 _NAMED_SECRET = re.compile(r"(?P<name>[A-Za-z_-][\w-]*)(?P<by>=|\s+)(?P<value>\"[^\"]*\"|'[^']*'|[^\s\"']+)")
-_SECRET_VALUE = re.compile(r"(?<![\w-])(hf_|sk-|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|AKIA)[\w-]{10,}"
-                           r"|(?<=://)[^/\s@]+:[^/\s@]+(?=@)|(?<=[Bb]earer )[^\s\"']+")  # fmt: skip
+_SECRET_VALUE = re.compile(
+    r"(?<![\w-])(hf_|sk-|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|AKIA)[\w-]{10,}"
+    r"|(?<=://)[^/\s@]+:[^/\s@]+(?=@)|(?<=[Bb]earer )[^\s\"']+"
+)
 _HIDDEN = "SECRET"
 _ASSIGNMENT = re.compile(r"(?P<export>export\s+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<value>.*)", re.DOTALL)
 _COMMAND = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`|(?<=\S)#")
@@ -305,8 +310,11 @@ def _launch(script: _Script, line: int, words: list[str]) -> None:
         words = _split(line, _known(script, words[2]))
     at = next((at for at in range(1, len(words)) if _is_trainer(words[at:])), 0)
     if words and PurePath(words[0]).name in _PROFILERS and at:
-        script.remark(line, f"{' '.join(words[:at])[:60]!r} is left out: signals, exit codes and restarts are the "
-                      "trainer's own; to profile a run all the same, write it in front of command")  # fmt: skip
+        script.remark(
+            line,
+            f"{' '.join(words[:at])[:60]!r} is left out: signals, exit codes and restarts are the "
+            "trainer's own; to profile a run all the same, write it in front of command",
+        )
         words = words[at:]
     cut = next((at for at, word in enumerate(words) if word and set(word) <= set("|&;<>()")), len(words))
     if cut < len(words):
@@ -388,8 +396,11 @@ def _finished(script: _Script) -> Converted:
     command = script.settings["command"]
     script.settings["command"] = _words_without_secrets(command)
     if command != script.settings["command"]:
-        script.remark(script.launched, f"a secret in the command is not stored in a configuration ({_HIDDEN} stands "
-                      "there): have the trainer read it from the environment")  # fmt: skip
+        script.remark(
+            script.launched,
+            f"a secret in the command is not stored in a configuration ({_HIDDEN} stands "
+            "there): have the trainer read it from the environment",
+        )
     settings, name = script.settings, str(script.slurm.get("job_name") or script.name)
     name = re.sub(r"[^\w.-]", "-", name).strip("-.")[:100] or "run"
     settings.setdefault("nodes", 1)

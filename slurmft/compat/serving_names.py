@@ -77,7 +77,7 @@ class RequestRedistributor:
         log.warning("request %s goes to worker %s", req_id, worker_id)
 
     def worker_recovered(self, worker_id: Any) -> None:
-        """It takes requests again, at once those that nobody has."""
+        """It takes requests again, at once those that no worker has."""
         if worker_id in self.failed_workers:
             self.failed_workers.discard(worker_id)
             self.redistribute_on_failure(None)
@@ -114,10 +114,14 @@ class WorkerHealthMonitor:
     """
 
     def __init__(
-        self, workers: Iterable[Any], heartbeat_interval: float = 10, *,
-        redistributor: RequestRedistributor | None = None, restarts: AutoRestartManager | None = None,
+        self,
+        workers: Iterable[Any],
+        heartbeat_interval: float = 10,
+        *,
+        redistributor: RequestRedistributor | None = None,
+        restarts: AutoRestartManager | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.heartbeat_interval = _number("heartbeat_interval", heartbeat_interval, 1e-3)
         self._redistributor, self._restarts, self._clock = redistributor, restarts, clock
         self.last_heartbeat, self.dead = dict.fromkeys(map(_id, workers), clock()), set[Any]()
@@ -255,9 +259,13 @@ class RetryManager:
     """Whether and when a failed request is tried again: ``base_delay`` doubled each time, at most ``max_delay`` s."""
 
     def __init__(
-        self, max_retries: int = 3, base_delay: float = 1.0, max_delay: float = 30.0,
-        *, sleep: Callable[[float], Any] = time.sleep,
-    ) -> None:  # fmt: skip
+        self,
+        max_retries: int = 3,
+        base_delay: float = 1.0,
+        max_delay: float = 30.0,
+        *,
+        sleep: Callable[[float], Any] = time.sleep,
+    ) -> None:
         self.max_retries = _number("max_retries", max_retries, 0, int)
         self.base_delay, self.max_delay = _number("base_delay", base_delay), _number("max_delay", max_delay)
         self._sleep, self.retry_counts = sleep, Counter[Any]()

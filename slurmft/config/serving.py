@@ -35,7 +35,7 @@ class ServingConfig(Section):
     """Routers speak HTTPS with certificates that the run makes itself: an authority in its run folder, which clients
     trust (``serving/ca.pem``), and a new key and certificate for each start of a router, with the names and addresses
     of its node. Needs ``openssl`` on the nodes. Off where there is ``tls_certificate``; with false and none, routers
-    speak plain HTTP, and whoever listens at a dead one's port gets tokens and requests, and can forge answers."""
+    speak plain HTTP, and any process at a dead one's port gets tokens and requests, and can forge answers."""
 
     max_queue: Count = Field(default=1024, ge=0)
     """Requests that may wait in a router for a free replica; more are refused at once with 429."""

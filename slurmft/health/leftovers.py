@@ -62,7 +62,7 @@ def running_jobs(scene: Scene) -> frozenset[str] | None:
             continue
         daemon = process(folder)
         if daemon is None or daemon.uid not in DAEMONS:
-            continue  # gone, or a user's: anybody can take that name and title
+            continue  # gone, or a user's: any process can take that name and title
         if (step := step_of(text_of(folder / "cmdline"))) is None:
             return None
         found.add(step or "")

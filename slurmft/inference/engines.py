@@ -231,12 +231,12 @@ class HttpEngine:
             async with self._session.get(f"{self._base}/v1/models") as response:
                 with contextlib.suppress(ValueError, LookupError, TypeError):
                     body["model"] = json.loads(await _content(response))["data"][0]["id"]
-            async with self._session.post(self._base + self._request_path, json=body) as response:
+            async with self._session.post(self._base + self.request_path, json=body) as response:
                 status, text = response.status, (await _content(response)).decode(errors="replace")
         except (aiohttp.ClientError, TimeoutError, OSError, Again) as error:
             raise LaunchError(f"a first request has no answer: {error or type(error).__name__}") from error
         if status in (401, 403) or status >= 500:
-            raise LaunchError(f"a first request to {self._request_path} gets HTTP {status}: {text[:MAX_TOLD]}")
+            raise LaunchError(f"a first request to {self.request_path} gets HTTP {status}: {text[:MAX_TOLD]}")
 
     async def tokens(self) -> float:
         """From the engine's metrics since the first look, and by the pieces of streams."""

@@ -59,7 +59,7 @@ def lend(run: RunFolder, environment: Mapping[str, str]) -> int:
 
 
 def _was_stopped(run: RunFolder) -> bool:
-    """Whether nothing follows the last attempt, and the run is not queued again; False where nobody can tell."""
+    """Whether nothing follows the last attempt, and the run is not queued again; False where that cannot be known."""
     with contextlib.suppress(StorageError):
         told = [one for one in run.journal().read() if one.event in (EventName.DECISION, *_GOES_ON)]
         return bool(told) and told[-1].event == EventName.DECISION and told[-1].details.get("action") == Action.STOP

@@ -130,7 +130,7 @@ def _leave_session_of_root(owner: int) -> None:
     Both are a thread's own, and a child has them from its first moment."""
     if (number := _KEYCTL.get(os.uname().machine)) is not None:
         ctypes.CDLL(None, use_errno=True).syscall(number, _JOIN_SESSION_KEYRING, None)
-    with contextlib.suppress(OSError):  # a kernel without audit, or one that lets nobody change it
+    with contextlib.suppress(OSError):  # a kernel without audit, or one in which it cannot be changed
         opening.write_bytes("/proc/thread-self/loginuid", str(owner).encode())
 
 

@@ -174,8 +174,10 @@ def submit(
     call = None
     if callable(what):
         if callable(getattr(what, "checkpoint", None)):  # submitit's, which would be ignored
-            raise UsageError("checkpoint() of a callable is not called: it would begin again from nothing",
-                             hint="save in session.steps (docs/coming-from/submitit.md)")  # fmt: skip
+            raise UsageError(
+                "checkpoint() of a callable is not called: it would begin again from nothing",
+                hint="save in session.steps (docs/coming-from/submitit.md)",
+            )
         call = cloudpickle.dumps((what, tuple(args), dict(kwargs or {})))
         settings = _settings_of_callable(overrides)
     elif args or kwargs:

@@ -288,9 +288,12 @@ def _state(
 
 def _ended(run: RunFolder) -> tuple[str, str]:
     event = run.journal().newest(
-        EventName.ATTEMPT_STARTED, EventName.DECISION, EventName.CANCELLED, EventName.ENDED_FROM_OUTSIDE,
+        EventName.ATTEMPT_STARTED,
+        EventName.DECISION,
+        EventName.CANCELLED,
+        EventName.ENDED_FROM_OUTSIDE,
         EventName.SUBMISSION_FAILED,
-    )  # fmt: skip
+    )
     if event is None:
         if (path := run.journal().path).exists() and path.stat().st_size > TAIL_BYTES:
             return "stopped", f"the newest {TAIL_BYTES >> 20} MiB of its journal do not say why"

@@ -22,21 +22,11 @@ class Fault(StrEnum):
     STOP = "stop"
     """SIGSTOP: it lives, holds all it has, and does nothing."""
 
-    SEGFAULT = "segfault"
-    """SIGSEGV: the death of a crash in native code."""
-
     HANG = "hang"
     """Its main thread sleeps for ever at the next step boundary."""
 
     EXCEPTION = "exception"
     """It raises at the next step boundary."""
-
-    OOM = "oom"
-    """It raises torch's out-of-memory error of a GPU at the next step boundary."""
-
-    HOST_OOM = "host-oom"
-    """It raises MemoryError there. The kernel's own kill cannot be injected: its message is in a log that only root
-    writes; ``kill`` looks the same to the worker."""
 
     NAN = "nan"
     """The first module of the next forward pass computes NaN, once; so the loss is NaN."""
@@ -50,38 +40,15 @@ class Fault(StrEnum):
     BIT_FLIP_GRADIENT = "bit-flip-gradient"
     """One bit of a gradient does, after gradients were summed over the ranks and before the optimizer uses them."""
 
-    SLOW = "slow"
-    """From the next step on, each one takes half a second longer."""
-
-    LEAK = "leak"
-    """From the next step on, each one keeps 32 MiB more, up to 512 MiB."""
-
-    FULL_DISK = "full-disk"
-    """The next file that it makes durable has no space on its device, once."""
-
     CORRUPT_CHECKPOINT = "corrupt-newest-checkpoint"
     """Bytes in the newest committed checkpoint change."""
 
-    PARTITION = "partition"
-    """Its node is cut off the network: on a lab only."""
 
-    NODE_LOSS = "node-loss"
-    """Its node loses its power: on a lab only."""
-
-
-BY_SIGNAL: Mapping[Fault, str] = {Fault.KILL: "SIGKILL", Fault.STOP: "SIGSTOP", Fault.SEGFAULT: "SIGSEGV"}
+BY_SIGNAL: Mapping[Fault, str] = {Fault.KILL: "SIGKILL", Fault.STOP: "SIGSTOP"}
 """Faults that reach any process."""
 
-IN_SESSION = frozenset(
-    {
-        Fault.HANG, Fault.EXCEPTION, Fault.OOM, Fault.HOST_OOM, Fault.NAN, Fault.SLOW, Fault.LEAK, Fault.FULL_DISK,
-        Fault.BIT_FLIP, Fault.BIT_FLIP_MOMENT, Fault.BIT_FLIP_GRADIENT,
-    }
-)  # fmt: skip
+IN_SESSION = frozenset(Fault) - {*BY_SIGNAL, Fault.CORRUPT_CHECKPOINT}
 """Faults that the worker's own session carries out at its next step boundary."""
-
-LAB_COMMAND: Mapping[Fault, str] = {Fault.PARTITION: "partition", Fault.NODE_LOSS: "kill-node"}
-"""Faults that take root and a lab, with the command of ``slurmft lab``."""
 
 SIMULATED: Mapping[str, Fault] = {"rank_killed": Fault.KILL, "rank_hung": Fault.STOP}
 """Values of fault_tolerance.simulated_fault_type, beside ``random``."""

@@ -298,8 +298,9 @@ class Accounting:
         was_working = self._phase in _WORKING
         self._end_attempt(last, at_s, noticed_s if is_sudden else None)
         self._close(self._end)
-        self._end = End(attempt, at_s, cause, reason, is_failure, () if self._is_injected else _nodes_of(facts),
-                        self._ranks)  # fmt: skip
+        self._end = End(
+            attempt, at_s, cause, reason, is_failure, () if self._is_injected else _nodes_of(facts), self._ranks
+        )
         if is_sudden:
             self._phase = Category.DETECTION if was_working else self._phase
             self._turn(noticed_s, Category.EVIDENCE)

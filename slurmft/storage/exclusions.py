@@ -230,7 +230,7 @@ class ExclusionList:
     # the small files
 
     def _check_place(self) -> None:
-        """Return when no link of somebody else decides where the list, or its folder of small files, lies.
+        """Return when no link of another user decides where the list, or its folder of small files, lies.
 
         Raises:
             StorageError: one does.

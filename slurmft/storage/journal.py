@@ -22,7 +22,7 @@ MAX_LINES = 500_000
 """Lines that a journal may have: an event every five seconds for a month. More would take too long to read."""
 
 TAIL_BYTES = 32 << 20
-"""From its end that ``newest`` looks at: what anybody may write into it costs a second and no more."""
+"""From its end that ``newest`` looks at: what any process may write into it costs a second and no more."""
 
 MAX_LINE_BYTES = 4 << 20
 """Of one event; a traceback is cut long before that. Longer lines are damage."""

@@ -88,10 +88,10 @@ def refuse_replaceable(folder: Path, *, parts: Sequence[Path]) -> None:
 
 
 def followed(path: Path) -> Path:
-    """``path`` with its symbolic links resolved: those that the caller or root made where nobody else may replace them.
+    """``path`` with its symbolic links resolved: those that the caller or root made where no other may replace them.
 
     Raises:
-        StorageError: another link is on the way: whoever made it chose the target.
+        StorageError: another link is on the way: its maker chose the target.
     """
     try:
         for step, status, above in _steps(path):

@@ -417,7 +417,7 @@ class AttemptRunner:
         return look.conclude(self._journal)
 
     async def _rescue(self) -> None:
-        """Have the nodes keep their newest step, once; whoever is about to kill workers waits for it."""
+        """Have the nodes keep their newest step, once; a kill of workers waits for it."""
         if self._config.checkpoint.just_in_time and self._digests.found is None:
             if self._keeping is None:
                 self._keeping = asyncio.ensure_future(rescue(self._pool.members, self._journal))

@@ -78,8 +78,11 @@ class OpenGradients:
                 hint="call its step() in the step of the last backward pass, not at the beginning of the next one",
             )
         if self._open_for > LONGEST_WINDOW:
-            log.warning("gradients were not used for %d steps: saves do not wait for their use any more, and do not "
-                        "contain them", LONGEST_WINDOW)  # fmt: skip
+            log.warning(
+                "gradients were not used for %d steps: saves do not wait for their use any more, and do not "
+                "contain them",
+                LONGEST_WINDOW,
+            )
             self.are_waiting, self._is_blind = False, True
         for one in gradients:  # on the tensor itself: the next one may have its address
             setattr(one, _USED_UP, _LEFT if self.are_waiting else _version(one))

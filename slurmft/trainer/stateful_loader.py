@@ -38,8 +38,11 @@ def mend() -> None:
     worker = importlib.import_module(_WORKER_MODULE)
     needed = [(kind, "_get_iterator"), *((worker, name) for name in ("try_to_serialize", "try_to_deserialize"))]
     if unknown := [name for owner, name in needed if not hasattr(owner, name)]:
-        log.warning("this torchdata has no %s: StatefulDataLoader is left as it is, and may read a resumed epoch in "
-                    "another order", ", ".join(unknown))  # fmt: skip
+        log.warning(
+            "this torchdata has no %s: StatefulDataLoader is left as it is, and may read a resumed epoch in "
+            "another order",
+            ", ".join(unknown),
+        )
         setattr(kind, OURS, False)
         return
     make, ask = kind._get_iterator, kind.state_dict

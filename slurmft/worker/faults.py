@@ -5,7 +5,6 @@ A step costs one comparison of an integer in the heartbeat page; everything else
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
@@ -22,11 +21,6 @@ from slurmft.ipc.pages.heartbeat import FAULT_SUFFIX, PAGE_VARIABLE, Page, Slot
 from slurmft.policy.faults import Fault
 from slurmft.system.files import read_json
 from slurmft.trainer.savers import SAVERS
-
-SLOW_STEP_S = 0.5
-LEAK_STEP_BYTES, LEAK_BYTES = 32 << 20, 512 << 20
-_LASTING = -1
-"""No number of a fault, so that every step looks again."""
 
 _BITS = {
     torch.float64: (torch.int64, 51), torch.float32: (torch.int32, 22), torch.bfloat16: (torch.int16, 6),
@@ -46,45 +40,27 @@ class InjectedFaults:
 
     def __init__(self, page: Page) -> None:
         self._page = page
-        self.seen = self._number = page[Slot.FAULT]
-        self._lasting: Fault | None = None
-        self._leaked: list[bytes] = []
+        self.seen = page[Slot.FAULT]
 
     def strike(self, step: int) -> None:
         """Do what was asked for. Call it at a step boundary when ``seen`` differs.
 
         Raises:
-            InjectedFault, torch.OutOfMemoryError, MemoryError: that was asked for.
+            InjectedFault: that was asked for.
         """
-        if self._number != self._page[Slot.FAULT]:
-            self._number = self.seen = self._page[Slot.FAULT]
-            if (fault := _newest()) is not None:
-                log.warning("injected fault at step %d: %s", step, fault.value)
-                self._begin(fault, step)
-        if self._lasting is Fault.SLOW:
-            time.sleep(SLOW_STEP_S)
-        elif self._lasting is Fault.LEAK and len(self._leaked) * LEAK_STEP_BYTES < LEAK_BYTES:
-            self._leaked.append(b"\x01" * LEAK_STEP_BYTES)
-
-    def _begin(self, fault: Fault, step: int) -> None:
-        why = f"injected by slurmft inject, at step {step}"
+        self.seen = self._page[Slot.FAULT]
+        if (fault := _newest()) is None:
+            return
+        log.warning("injected fault at step %d: %s", step, fault.value)
         match fault:
             case Fault.HANG:
                 hang_until_killed()
             case Fault.EXCEPTION:
-                raise InjectedFault(why)
-            case Fault.OOM:
-                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate 20.00 GiB ({why})")
-            case Fault.HOST_OOM:
-                raise MemoryError(why)
+                raise InjectedFault(f"injected by slurmft inject, at step {step}")
             case Fault.NAN:
                 _spoil_next_forward_pass()
-            case Fault.FULL_DISK:
-                _fill_disk_once()
             case Fault.BIT_FLIP | Fault.BIT_FLIP_MOMENT | Fault.BIT_FLIP_GRADIENT:
                 _flip_bit(fault)
-            case Fault.SLOW | Fault.LEAK:
-                self._lasting, self.seen = fault, _LASTING
 
 
 def hang_until_killed() -> None:
@@ -150,14 +126,3 @@ def flip_bit(tensor: torch.Tensor) -> None:
     index = torch.tensor(local.numel() // 2, device=local.device)
     at = torch.unravel_index(index, local.shape)
     local.view(integer)[at] = bits ^ (1 << bit)
-
-
-def _fill_disk_once() -> None:
-    """The next fsync of this process finds no space: there a write that was accepted before may still fail."""
-    real = os.fsync
-
-    def full(fd: Any) -> None:
-        os.fsync = real
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (injected)")
-
-    os.fsync = full

@@ -335,8 +335,9 @@ class Session(Sections):
                 "the loop over session.steps(until=%d) was left in step %d: that step counts as unfinished, and what "
                 "was trained since the newest checkpoint is not saved. To end early, call send(True) on what "
                 "session.steps() has returned, after the last step and on every rank, and then leave the loop",
-                self._unfinished[1], self._step,
-            )  # fmt: skip
+                self._unfinished[1],
+                self._step,
+            )
         if error is not None and not isinstance(error, PlannedStop | SystemExit):
             self._page[Slot.STATE] = State.FAILED
         if isinstance(error, Exception):
@@ -443,8 +444,9 @@ def _warn_of_steps_ahead() -> None:
         log.warning(
             "%s between the load of the checkpoint and session.steps(): each resume does so again, and goes on with "
             "other data or random numbers than an undisturbed run. Take each batch inside of its own step, and do what "
-            "else draws before the load", what,
-        )  # fmt: skip
+            "else draws before the load",
+            what,
+        )
 
 
 def _steps(name: str, value: Any) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import click
 import pytest
 import yaml
-from docs_pages import NAMES, PAGES, REPOSITORY, Block, blocks, commands, prose
+from docs_pages import PAGES, REPOSITORY, Block, blocks, commands, prose
 
 from slurmft.cli.main import cli
 from slurmft.config import config as configuration
@@ -41,9 +41,14 @@ def as_configuration(text: str, folder: Path) -> configuration.RunConfig:
     return configuration.load(path)
 
 
-@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
-def test_a_configuration_loads(block: Block, tmp_path: Path):
-    assert as_configuration(block.text, tmp_path).name
+def test_configurations_load(tmp_path: Path):
+    wrong = []
+    for block in blocks("yaml"):
+        try:
+            assert as_configuration(block.text, tmp_path).name
+        except (ConfigError, AssertionError) as error:
+            wrong.append(f"{block}: {error}")
+    assert wrong == []
 
 
 def test_a_wrong_configuration_does_not(tmp_path: Path):
@@ -51,10 +56,10 @@ def test_a_wrong_configuration_does_not(tmp_path: Path):
         as_configuration("checkpoint:\n  keep_lats_n: 3\n", tmp_path)
 
 
-@pytest.mark.parametrize("block", blocks("python"), ids=str)
-def test_python_compiles(block: Block):
-    if block.page != "docs/reference/public-names.md":  # those are signatures
-        compile(textwrap.dedent(block.text), str(block), "exec")
+def test_python_compiles():
+    for block in blocks("python"):
+        if block.page != "docs/reference/public-names.md":  # those are signatures
+            compile(textwrap.dedent(block.text), str(block), "exec")
 
 
 # ---- command lines ---------------------------------------------------------------------------------------------------
@@ -109,18 +114,32 @@ def words_of(line: str) -> list[str]:
 
 LINES = [(str(block), line) for block in blocks("console") for line, _ in commands(block)]
 TARGETS = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+BENCHES = {path.parent.name for path in (REPOSITORY / "bench").glob("*/__main__.py")}
+
+
+def is_target(words: list[str]) -> bool:
+    """Whether Make has it; of ``bench NAME=...``, whether there is such a one."""
+    names = [word.removeprefix("NAME=") for word in words if word.startswith("NAME=")]
+    return words[0] in TARGETS and set(names) <= {*BENCHES, "list"}
+
+
 OTHERS = {"git", "cd", "source", "exit", "sinfo", "sbatch", "curl"}
 
 
-@pytest.mark.parametrize(("where", "line"), LINES, ids=[f"{where}-{line[:40]}" for where, line in LINES])
-def test_a_command_line_is_one(where: str, line: str):
-    program, *words = words_of(line)
-    if program == "make":
-        assert words[0] in TARGETS
-    elif Path(program).name == "slurmft":
-        check(words)
-    else:
-        assert program in OTHERS, where
+def test_command_lines_are_some():
+    wrong = []
+    for where, line in LINES:
+        program, *words = words_of(line)
+        try:
+            if program == "make":
+                assert is_target(words)
+            elif Path(program).name == "slurmft":
+                check(words)
+            else:
+                assert program in OTHERS
+        except (Wrong, AssertionError) as error:
+            wrong.append(f"{where}: {line}: {error}")
+    assert wrong == []
 
 
 @pytest.mark.parametrize(
@@ -138,15 +157,14 @@ def spoken(page: Path) -> list[str]:
     return [re.sub(r"\s+", " ", code) for code in re.findall(r"`((?:slurmft|make) [^`]+)`", prose(page))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_verbs_and_options_in_the_text_exist(page: Path):
-    assert [code for code in spoken(page) if not _exists(code)] == []
+def test_verbs_and_options_in_the_text_exist():
+    assert [f"{page.name}: {code}" for page in PAGES for code in spoken(page) if not _exists(code)] == []
 
 
 def _exists(code: str) -> bool:
     program, *words = code.replace("...", "").replace("|", " ").split()
     if program == "make":
-        return words[0] in TARGETS
+        return is_target(words)
     command, options = cli, {option for each in cli.params for option in each.opts} | {"--help", "-h", "--version"}
     context = click.Context(cli)
     for word in words:
@@ -167,6 +185,9 @@ def _exists(code: str) -> bool:
 def test_a_wrong_verb_in_the_text_is_found():
     assert [_exists(f"slurmft {words}") for words in ("nonsense", "stop --nonsense", "stop RUN", "lab up", "lab upp",
             "exclude list --json", "VERB --help")] == [False, False, True, True, False, True, True]  # fmt: skip
+    assert [_exists(f"make bench{words}") for words in ("", " NAME=recovery", " NAME=none", "-sweep")] == [
+        True, True, False, False,
+    ]  # fmt: skip
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from slurmft.lab import building
 from slurmft.lab.cluster import Lab
@@ -54,10 +55,4 @@ def folder(lab_possible: None) -> Iterator[Path]:
 
 @pytest.fixture
 def eventually() -> Callable[..., None]:
-    def poll(condition: Callable[[], object], within_s: float = 30) -> None:
-        deadline = time.monotonic() + within_s
-        while not condition():
-            assert time.monotonic() < deadline, f"not within {within_s} s"
-            time.sleep(0.1)
-
-    return poll
+    return until

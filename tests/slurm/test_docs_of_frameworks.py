@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from extras import needs
 
 from slurm.conftest import eventually
 from slurmft.integrations.finished_folders import finished_steps
 from slurmft.storage.run_folder import RunFolder
 
-pytest.importorskip("transformers")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [needs("transformers"), pytest.mark.slow, pytest.mark.timeout(600)]
 PAGES = Path(__file__).parents[2] / "docs" / "how-to"
 
 

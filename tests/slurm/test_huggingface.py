@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import random
 import re
@@ -10,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from extras import needs
 
 from slurm.conftest import Run
 from slurm.stop_soak import HURRY, STOPS_PER_RUN, Book, stop_at_random_moments
 from slurmft.integrations.finished_folders import MARKER, finished_steps
 from slurmft.lab.cluster import Lab
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
-transformers = pytest.importorskip("transformers")
+pytestmark = [needs("transformers"), pytest.mark.slurm, pytest.mark.timeout(900)]
 
 NewRun = Callable[..., Run]
 TRAINER = ["python", str(Path(__file__).parent / "trainers" / "hf_trainer.py")]
@@ -92,7 +93,7 @@ def test_100_stops_at_random_moments(lab: Lab, new_run: NewRun) -> None:
     """Goes on where it ended, with a run of its own for every twenty of them."""
     book = Book("huggingface")
     epochs = "--epochs=30"
-    versions = f"transformers {transformers.__version__} torch {torch.__version__} {epochs}"
+    versions = f"transformers {importlib.metadata.version('transformers')} torch {torch.__version__} {epochs}"
 
     def calm() -> str:
         run = training(new_run, "hf-soak-calm", epochs, delay=0.0)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from extras import needs
 
 from slurm.conftest import eventually
 from slurm.test_local import LocalRun
 from slurmft.checkpoint.catalog import Catalog
 from slurmft.integrations.finished_folders import step_folders
 
-pytest.importorskip("transformers")
-pytestmark = [pytest.mark.timeout(600), pytest.mark.soak]
+pytestmark = [needs("transformers"), pytest.mark.timeout(600), pytest.mark.soak]
 
 TRAINER = [sys.executable, str(Path(__file__).parent / "trainers" / "hf_trainer.py")]
 STEPS = 40

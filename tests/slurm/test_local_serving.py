@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import psutil
 import pytest
 import yaml
@@ -129,6 +128,8 @@ def test_what_a_user_does(endpoint: Endpoint) -> None:
     assert json.loads(curl.stdout)["data"][0]["id"] == "m"
     # the client of OpenAI, unchanged
     assert endpoint.trusted is not None
+    import openai  # a second and a half, which no other test here needs
+
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=token_of(endpoint.folder.path), max_retries=0,
                            http_client=openai.DefaultHttpxClient(verify=endpoint.trusted))  # fmt: skip
     asked: Any = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}

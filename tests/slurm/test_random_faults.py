@@ -57,7 +57,7 @@ def drawn(seed: int) -> dict[str, Any]:
     if settings["checkpoint.interval"] == "seconds":
         settings["checkpoint.interval_seconds"] = 2.0
     if settings["launcher"] != "agent" or settings["spare_nodes"] == 0:
-        settings["spares"] = "import"  # nobody to rehearse, or a trainer that the agent does not start
+        settings["spares"] = "import"  # no spare to rehearse, or a trainer that the agent does not start
     return settings
 
 

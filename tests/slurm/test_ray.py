@@ -15,13 +15,13 @@ from typing import Any
 
 import psutil
 import pytest
+from extras import needs
 
 from slurm.conftest import eventually
 from slurm.test_local import LocalRun
 from slurmft.system.processes import session_members
 
-pytest.importorskip("ray", reason="the extra ray is not installed")
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [needs("ray"), pytest.mark.timeout(900)]
 
 RAY_S = 300.0
 DRIVER = Path(__file__).parent / "trainers" / "ray_driver.py"

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extras import needs
 
 from slurm.conftest import Run, eventually
 from slurmft.lab.cluster import Lab
 
-pytest.importorskip("ray", reason="the extra ray is not installed")
-pytestmark = [pytest.mark.slurm, pytest.mark.soak, pytest.mark.timeout(3600)]
+pytestmark = [needs("ray"), pytest.mark.slurm, pytest.mark.soak, pytest.mark.timeout(3600)]
 
 RAY_S = 900.0
 """A group of workers on a busy machine with two cores: each of them imports Ray and torch first."""

@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from extras import needs
 
 from slurm.conftest import eventually
 from slurm.test_sync import events, local_run, output
 
-pytest.importorskip("moto")
-pytest.importorskip("s3fs")
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [needs("moto", "s3fs"), pytest.mark.timeout(400)]
 
 SERVER = """
 import sys

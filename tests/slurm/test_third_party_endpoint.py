@@ -13,14 +13,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
 from slurm.conftest import eventually
 from slurm.test_local_serving import Endpoint
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster, token_of
+
+if TYPE_CHECKING:
+    import openai
 
 pytestmark = [
     pytest.mark.soak,
@@ -89,6 +91,8 @@ async def texts(endpoint: Endpoint, model: Path, begun: list[int]) -> list[Text]
             reason = BROKEN
         return text, reason
 
+    import openai
+
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key=token_of(endpoint.folder.path), max_retries=0,
         http_client=openai.DefaultAsyncHttpxClient(verify=endpoint.trusted),
@@ -98,6 +102,8 @@ async def texts(endpoint: Endpoint, model: Path, begun: list[int]) -> list[Text]
 
 def test_chats(endpoint: Endpoint, model: Path) -> None:
     url = HighAvailabilityCluster.read(endpoint.folder.path).routers[0].urls[0]
+    import openai
+
     with openai.OpenAI(base_url=f"{url}/v1", api_key=token_of(endpoint.folder.path), max_retries=0,
                        http_client=openai.DefaultHttpxClient(verify=endpoint.trusted)) as client:  # fmt: skip
         asked: Any = {"model": str(model), "messages": [{"role": "user", "content": "hello"}], "max_tokens": 40}

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from openai.types.chat import ChatCompletion
 
 from slurm.test_inference import BatchRun
 from slurmft.lab.cluster import Lab
@@ -46,6 +45,8 @@ class ChatRun(BatchRun):
         """What the model has said to each request, as OpenAI's client understands it."""
         found = {}
         for record in self.answers():
+            from openai.types.chat import ChatCompletion
+
             completion = ChatCompletion.model_validate(record["response"]["body"])
             assert completion.usage is not None
             assert 0 < completion.usage.completion_tokens <= TOKENS

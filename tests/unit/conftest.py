@@ -4,12 +4,12 @@ import contextlib
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from logging.handlers import QueueHandler
 from pathlib import Path
 
 import pytest
+from waiting import until
 from worker_variable import set_settings
 
 from slurmft.checkpoint.writer.writer_client import WriterClient
@@ -44,13 +44,7 @@ def own_log_records() -> Iterator[None]:
 def eventually() -> Callable[..., None]:
     """Waits for a condition: the writer prunes, and frees what a failed save took, after its save has returned."""
 
-    def wait(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "it never became true"
-            time.sleep(0.01)
-
-    return wait
+    return until
 
 
 @pytest.fixture

@@ -56,9 +56,14 @@ class SpawnedWriter:
             output = subprocess.DEVNULL if log is None else _appending(log, stack)
             stack.enter_context(_blocked())
             process = subprocess.Popen(
-                argv, env=os.environ | {MARK_VARIABLE: ""}, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True, pass_fds=numbers,
-            )  # fmt: skip
+                argv,
+                env=os.environ | {MARK_VARIABLE: ""},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=numbers,
+            )
         process.returncode = 0  # reaped below; no warning that it outlives its worker, which is its purpose
         return process.pid
 

@@ -36,7 +36,7 @@ SOON_S = 0.05
 MAX_LINE_BYTES = 4096
 MAX_STRANGERS = 256
 """Connections that have not proved themselves yet, in all and of one address. One more ends the oldest: routers prove
-themselves within milliseconds, and nobody else can hold descriptors, or keep them out."""
+themselves within milliseconds, and no other client can hold descriptors, or keep them out."""
 
 STRANGERS_PER_ADDRESS = 128
 """A router opens as many connections at once as requests come to it in a burst."""

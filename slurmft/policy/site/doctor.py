@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from slurmft.policy.timing.grace import REQUEUE_COST_S
@@ -16,6 +16,23 @@ CLOCK_WARNING_S, CLOCK_PROBLEM_S = 5.0, 300.0
 
 OWN_EXITS = (16, 17, 74, 75, 93)
 DEFAULT_CRED_EXPIRE_S = 120
+
+
+HOOKS: Mapping[str, tuple[str, str]] = {
+    "HealthCheckProgram": ("slurmft-healthcheck", "no node is looked at before a job meets its fault"),
+    "Epilog": ("slurmft-epilog", "processes that a job leaves behind hold their GPU until a person ends them"),
+    "EpilogSlurmctld": (
+        "slurmft-epilog-slurmctld",
+        "jobs that Slurm requeues by itself wait for 121 s instead of seconds",
+    ),
+}
+"""Key of slurm.conf -> its program, and what happens without it."""
+
+FRESH_S = 1800.0
+"""Results of a node are fresh for so long: six looks of HealthCheckInterval=300."""
+
+LOCAL_KINDS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "ramfs", "overlay", "zfs", "f2fs"})
+"""Types of filesystems that other nodes do not see; zfs and overlay may be shared by other means, hence no problem."""
 
 
 class Level(StrEnum):
@@ -121,6 +138,58 @@ class ContainerFacts:
     """The command that tries it, where that can only be done on a node."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A file or folder that programs of other users, or of root, rely on."""
+
+    path: str
+    exists: bool = True
+    owner: str = "root"
+    changeable_by: str = ""
+    """Who but root and its owner may change it, or replace it through a folder above; empty: no other user."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoomFacts:
+    """Where one run's folder and checkpoints are, and the room that is there for them."""
+
+    folder: Place
+    kind: str = ""
+    """Type of the filesystem; empty where it is unknown."""
+
+    nodes: int = 1
+    free_bytes: int | None = None
+    checkpoint_bytes: int = 0
+    """The newest checkpoint's size; 0 where there is none yet."""
+
+    kept: int = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SiteFacts:
+    """What an administrator has set up for all runs. No run needs any of it."""
+
+    installation: Place
+    conf: Mapping[str, str] = field(default_factory=dict)
+    """``scontrol show config``; empty where Slurm did not answer."""
+
+    programs: Mapping[str, Place] = field(default_factory=dict)
+    """Key of slurm.conf -> the hook's program on this machine."""
+
+    health: Place
+    health_error: str = ""
+    """Why health.yaml cannot be used; empty where it can, or is not there."""
+
+    results: Place | None = None
+    """The folder of the nodes' results; None where health.yaml names none."""
+
+    looked_at: Mapping[str, float] = field(default_factory=dict)
+    """Node -> seconds since its newest look."""
+
+    nodes: tuple[str, ...] = ()
+    """Slurm's nodes that are not down, or powered off."""
+
+
 def judge_container(facts: ContainerFacts) -> Iterator[Finding]:
     """Findings on the run's container."""
     check = "container"
@@ -222,6 +291,107 @@ def judge_permissions(facts: AdminFacts) -> Finding:
     unknown = "it is not known whether you may drain nodes" if facts.may_drain is None else "you may not drain nodes"
     return Finding(check="permissions", level=Level.NOTE, text=f"{unknown} ({facts.why}); you may requeue your jobs",
                    remedy="slurmft sweep prints the commands for an administrator")  # fmt: skip
+
+
+def judge_site(facts: SiteFacts) -> Iterator[Finding]:
+    """Findings on hooks, results, and the permissions of what root relies on; what is not set up is a note."""
+    hooks = {key for key, (name, _) in HOOKS.items() if name in facts.conf.get(key, "").replace(",", "/").split("/")}
+    is_open = bool(hooks and facts.installation.changeable_by)  # users may have installations of their own
+    yield _trusted("installation", facts.installation, "it is what all jobs run", is_roots=is_open)
+    for key, (name, without) in HOOKS.items() if facts.conf else ():
+        place = facts.programs.get(key, Place(path=facts.conf.get(key, ""), exists=False))
+        if key not in hooks:
+            yield _missing(key, f"{name} is not in slurm.conf: {without}", "slurmft hooks show")
+        elif place.exists:
+            yield _trusted(key, place, "root runs it")
+        else:
+            yield Finding(
+                check=key,
+                level=Level.NOTE,
+                text=f"there is no {place.path} on this machine",
+                remedy="look whether all nodes have it: Slurm drains nodes whose Prolog fails",
+            )
+    if facts.health_error:
+        yield Finding(check="health.yaml", level=Level.PROBLEM, text=facts.health_error, remedy="correct it")
+    elif not facts.health.exists:
+        yield _missing(
+            "health.yaml",
+            f"there is no {facts.health.path}: defaults hold, and results stay on the nodes",
+            "start from configs/health.yaml, and set results_folder",
+        )
+    else:
+        yield _trusted("health.yaml", facts.health, "root obeys it")
+        yield _results(facts)
+
+
+def judge_room(run: RoomFacts) -> Iterator[Finding]:
+    """Findings on the place of one run's folder, and the room for its checkpoints."""
+    check, gib = "room for checkpoints", 1 << 30
+    if run.folder.changeable_by:
+        yield _trusted("run folder's place", run.folder, "they can replace the run", is_roots=False)
+    elif run.kind in LOCAL_KINDS and run.nodes > 1:
+        yield Finding(
+            check="run folder's place",
+            level=Level.NOTE,
+            remedy="choose a run_folder that all nodes see",
+            text=f"{run.folder.path} is on {run.kind}, which other nodes usually do not see",
+        )
+    if run.kept < 2:
+        yield Finding(
+            check="kept checkpoints",
+            level=Level.WARNING,
+            remedy="set checkpoint.keep_last_n: 2 or more",
+            text="one is kept: damage to it leaves nothing to resume from",
+        )
+    if run.free_bytes is None or not run.checkpoint_bytes:
+        return
+    # older ones are there already; the next is written before the oldest is removed
+    text = f"{run.free_bytes / gib:.1f} GiB free, a checkpoint has {run.checkpoint_bytes / gib:.2f} GiB"
+    if run.free_bytes < run.checkpoint_bytes:
+        yield Finding(check=check, level=Level.PROBLEM, text=text, remedy="the next save fails: make room")
+    elif run.free_bytes < run.checkpoint_bytes * (run.kept + 1):
+        yield Finding(
+            check=check,
+            level=Level.WARNING,
+            text=text,
+            remedy=f"room for {run.kept + 1} is safe; lower checkpoint.keep_last_n or make room",
+        )
+    else:
+        yield Finding(check=check, level=Level.OK, text=text)
+
+
+def _missing(check: str, text: str, remedy: str) -> Finding:
+    return Finding(check=check, level=Level.NOTE, text=text, remedy=f"an administrator: {remedy} (docs/deployment.md)")
+
+
+def _trusted(check: str, place: Place, why: str, *, is_roots: bool = True) -> Finding:
+    """Whether others may change what is relied on; what root alone relies on must be root's own."""
+    if place.changeable_by or (is_roots and place.owner != "root"):
+        return Finding(
+            check=check,
+            level=Level.PROBLEM if is_roots else Level.WARNING,
+            text=f"{place.path} can be changed by {place.changeable_by or place.owner}: {why}",
+            remedy="make it, and the folders above it, root's or yours alone (chmod go-w)",
+        )
+    return Finding(check=check, level=Level.OK, text=f"{place.path} can be changed by {place.owner} only")
+
+
+def _results(facts: SiteFacts) -> Finding:
+    check, within = "node results", f"within {FRESH_S / 60:.0f} minutes"
+    if facts.results is None:
+        return _missing(check, "results_folder is not set: the sweep sees no results", "set it, to a shared folder")
+    if facts.results.changeable_by:
+        return _trusted(check, facts.results, "the sweep drains by it")
+    late = sorted(node for node in facts.nodes if facts.looked_at.get(node, FRESH_S + 1) > FRESH_S)
+    if late:
+        names = ", ".join(late[:5]) + (", ..." if len(late) > 5 else "")
+        return Finding(
+            check=check,
+            level=Level.WARNING,
+            remedy="on one of them: slurmft health, then slurmd's log",
+            text=f"{len(late)} of {len(facts.nodes)} nodes left no result {within}: {names}",
+        )
+    return Finding(check=check, level=Level.OK, text=f"{len(facts.nodes)} nodes, all looked at {within}")
 
 
 def worst(findings: Sequence[Finding]) -> Level:

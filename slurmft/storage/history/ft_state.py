@@ -59,10 +59,12 @@ def _read_all(run_folder: Path) -> dict[str, dict[str, list[float]]]:
         if (value := read_json(path, limit_bytes=MAX_BYTES)) is None:
             return {}
         return {
-            str(name): {str(section): [duration(value) for value in each][-MAX_SAMPLES:]
-                        for section, each in list(sections.items())[:MAX_SECTIONS]}
+            str(name): {
+                str(section): [duration(value) for value in each][-MAX_SAMPLES:]
+                for section, each in list(sections.items())[:MAX_SECTIONS]
+            }
             for name, sections in value["workloads"][-MAX_WORKLOADS:]
-        }  # fmt: skip
+        }
     except (StorageError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         log.warning("the learned timeouts in %s are ignored: %s", path, getattr(error, "what", repr(error)))
         return {}

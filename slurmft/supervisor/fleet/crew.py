@@ -103,7 +103,7 @@ class Crew:
     def _muster_again(self) -> None:
         """Where every srun has ended, each agent has, too, or will: one by one they are started again."""
         for link in self.pool.links.values():
-            link.last_heard = time.monotonic()  # nobody has listened since the last attempt
+            link.last_heard = time.monotonic()  # the pool has not listened since the last attempt
         if any(process.returncode is None for process in (*self.processes, *self.reviver.processes)):
             return
         for link in self.pool.links.values():

@@ -102,8 +102,13 @@ class Accuser:
         for each in evidence:
             if attempt == str(self._attempt):
                 self._own.append(each)
-            facts = {"gpu": each.suspect.gpu, "rank": each.suspect.rank, "step": each.step, "file": file,
-                     "reason": ON_PURPOSE if each.kind in on_purpose else ""}  # fmt: skip
+            facts = {
+                "gpu": each.suspect.gpu,
+                "rank": each.suspect.rank,
+                "step": each.step,
+                "file": file,
+                "reason": ON_PURPOSE if each.kind in on_purpose else "",
+            }
             self._journal.append(
                 EventName.EVIDENCE, kind=each.kind.value, node=each.suspect.node, message=each.message, seen_at=each.at,
                 **{key: value for key, value in facts.items() if value not in ("", None)},

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until_async
 
 from slurmft.agent import flight_recorder
 from slurmft.agent.forensics import MAX_REPLY_BYTES, WAIT_SHARE, Forensics, as_reply
@@ -58,15 +59,10 @@ class Node:
             verdicts=[self.folder / f"verdict-{rank}.json" for rank in range(ranks)], generation=1,
         )  # fmt: skip
         for rank in range(ranks):
-            await self.until(lambda path=self.folder / f"rank-{rank}.log": path.exists() and path.read_text())
-            await self.until(lambda rank=rank: self.pid(rank))  # the zygote's word may come later than the worker's
+            await until_async(lambda path=self.folder / f"rank-{rank}.log": path.exists() and path.read_text())
+            await until_async(lambda rank=rank: self.pid(rank))  # the zygote's word may come later than the worker's
             if "time.sleep(" in text:  # from the word to the sleep is a moment of its own
-                await self.until(lambda rank=rank: (seen := view(self.pid(rank))) is not None and seen.state == "S")
-
-    async def until(self, condition: Callable[[], Any]) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not condition():
-                await asyncio.sleep(0.002)
+                await until_async(lambda rank=rank: (seen := view(self.pid(rank))) is not None and seen.state == "S")
 
     async def look(self, within_s: float = PATIENT_S) -> list[RankEvidence]:
         workers = list(self.workers.by_rank.values())
@@ -132,7 +128,7 @@ def test_a_stopped_worker_is_told_from_outside_at_once(tmp_path):
     async def work(node: Node) -> None:
         await node.start(SLEEPS, ranks=2)
         os.kill(node.pid(1), signal.SIGSTOP)
-        await node.until(lambda: (seen := view(node.pid(1))) is not None and seen.state == "T")
+        await until_async(lambda: (seen := view(node.pid(1))) is not None and seen.state == "T")
         began = time.monotonic()
         found = await node.look()
         assert time.monotonic() - began < PATIENT_S, "nobody waits for an answer that cannot come"
@@ -214,7 +210,7 @@ def test_a_crash_leaves_its_stack(tmp_path, number):
         await node.start(SLEEPS)
         os.kill(node.pid(), number)
         worker = node.workers.by_rank[0]
-        await node.until(lambda: worker.exit_code is not None)
+        await until_async(lambda: worker.exit_code is not None)
         node.forensics.keep_last_words(worker, node.attempt)
         node.forensics.keep_last_words(worker, node.attempt)
         (each,) = await node.look()
@@ -232,7 +228,7 @@ def test_a_healthy_end_leaves_no_file(tmp_path):
     async def work(node: Node) -> None:
         await node.start("print('ready')")
         worker = node.workers.by_rank[0]
-        await node.until(lambda: worker.exit_code is not None)
+        await until_async(lambda: worker.exit_code is not None)
         node.forensics.keep_last_words(worker, node.attempt)
         node.forensics.finish(WAIT_S)
         assert list(node.attempt.iterdir()) == []
@@ -300,7 +296,7 @@ DUMP_OF_TORCH = Path(__file__).parents[1] / "data" / "flight_recorder" / "missin
 def test_the_dump_of_a_rank_that_torchs_watchdog_has_ended_is_read(tmp_path):
     async def work(node: Node) -> None:
         await node.start("import os\nprint('x', flush=True)\nos.abort()")
-        await node.until(lambda: node.workers.by_rank[0].exit_code is not None)
+        await until_async(lambda: node.workers.by_rank[0].exit_code is not None)
         flight_recorder.dump_of(node.attempt, 0).write_bytes(DUMP_OF_TORCH.read_bytes())
         (dead,) = await node.look()
         assert (dead.exit_code, len(dead.collectives)) == (-6, 2)

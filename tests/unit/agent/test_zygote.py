@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from waiting import until_async
 
 from slurmft.agent import workers as agent_workers
 from slurmft.agent.environment import worker_environment
@@ -60,13 +61,8 @@ class Node:
             generation=1,
         )
 
-    async def until(self, condition: Callable[[], Any]) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not condition():
-                await asyncio.sleep(0.005)
-
     async def codes(self) -> list[int | None]:
-        await self.until(lambda: len(self.ended) == len(self.workers.by_rank))
+        await until_async(lambda: len(self.ended) == len(self.workers.by_rank))
         return [worker.exit_code for _, worker in sorted(self.workers.by_rank.items())]
 
     async def run(self, command: Sequence[str], **options: Any) -> int | None:
@@ -548,8 +544,8 @@ time.sleep(300)
 
 async def ready(node: Node) -> int:
     """The process id of the worker's child, once it waits."""
-    await node.until(lambda: node.log().startswith("ready"))
-    await node.until(lambda: node.workers.by_rank[0].pid)  # the zygote's word may come later; kill(0) is for ourselves
+    await until_async(lambda: node.log().startswith("ready"))
+    await until_async(lambda: node.workers.by_rank[0].pid)  # the zygote's word may come later; kill(0) is for ourselves
     return int(node.log().split()[1])
 
 
@@ -559,7 +555,7 @@ def test_a_signal_reaches_the_worker_and_not_its_children(tmp_path):
         node.start([PYTHON, "train.py"])
         child = await ready(node)
         node.workers.signal(signal.SIGTERM)
-        await node.until(lambda: "term" in node.log())
+        await until_async(lambda: "term" in node.log())
         os.kill(child, signal.SIGKILL)  # what a TERM had ended before would end it with 5
         assert await node.codes() == [4]
 
@@ -574,7 +570,7 @@ def test_a_worker_is_killed_with_its_children(tmp_path):
         node.workers.kill()
         assert await node.codes() == [-9]
         assert node.workers.by_rank[0].killed
-        await node.until(lambda: gone(child))
+        await until_async(lambda: gone(child))
 
     on_a_node(tmp_path, work)
 
@@ -587,7 +583,7 @@ def test_a_worker_that_a_signal_ends_leaves_no_children_to_the_next_attempt(tmp_
         child = await ready(node)
         os.kill(node.workers.by_rank[0].pid, number)
         assert await node.codes() == [-number]
-        await node.until(lambda: gone(child))
+        await until_async(lambda: gone(child))
 
     on_a_node(tmp_path, work)
 
@@ -613,14 +609,14 @@ def test_a_worker_that_ends_by_itself_leaves_no_processes_to_the_next_attempt(tm
     async def work(node: Node) -> None:
         node.script(LEAVING.format(child=CHILDREN[child], end=ENDS[code]))
         node.start([PYTHON, "train.py"])
-        await node.until(lambda: node.log().startswith("ready"))
+        await until_async(lambda: node.log().startswith("ready"))
         left = int(node.log().split()[1])
         assert await node.codes() == [code]
         node.ended.clear()
         gone_at_start = []
         node.script("print('next', flush=True)", "next.py")
         node.start([PYTHON, "next.py"])
-        await node.until(lambda: node.workers.by_rank[0].pid)
+        await until_async(lambda: node.workers.by_rank[0].pid)
         gone_at_start.append(gone(left))
         assert await node.codes() == [0]
         assert gone_at_start == [True]
@@ -730,13 +726,13 @@ def test_what_a_living_rank_has_started_and_a_job_of_its_own_are_spared(tmp_path
     async def work(node: Node) -> None:
         node.script(text)
         node.start([PYTHON, "train.py"], ranks=2)
-        await node.until(lambda: node.ended and node.log(1).startswith("ready"))
+        await until_async(lambda: node.ended and node.log(1).startswith("ready"))
         jobs, children = zip(*(map(int, node.log(rank).split()[1:]) for rank in (0, 1)), strict=True)
-        await node.until(lambda: gone(children[0]))
+        await until_async(lambda: gone(children[0]))
         assert [gone(pid) for pid in (*jobs, children[1])] == [False] * 3
         node.workers.kill()
         await node.codes()
-        await node.until(lambda: gone(children[1]))
+        await until_async(lambda: gone(children[1]))
         for pid in jobs:
             os.kill(pid, signal.SIGKILL)
 
@@ -760,13 +756,13 @@ def test_a_worker_that_lingers_after_its_stop_is_killed(tmp_path):
     async def work(node: Node) -> None:
         node.script(WAITING)
         node.start([PYTHON, "train.py"], ranks=2)
-        await node.until(lambda: node.log(0).startswith("ready") and node.log(1).startswith("ready"))
+        await until_async(lambda: node.log(0).startswith("ready") and node.log(1).startswith("ready"))
         node.workers.by_rank[0].page[Slot.STATE] = State.STOPPED
         node.workers.kill_lingering(60.0)
         assert not node.workers.by_rank[0].killed
         await asyncio.sleep(0.02)
         node.workers.kill_lingering(0.01)
-        await node.until(lambda: node.ended)
+        await until_async(lambda: node.ended)
         assert node.workers.by_rank[0].exit_code == -9
         assert node.workers.by_rank[1].alive
 
@@ -799,7 +795,7 @@ def test_a_zygote_that_dies_takes_its_workers_along_and_is_noticed(tmp_path):
         worker = node.workers.by_rank[0].pid
         psutil.Process(worker).parent().kill()
         assert await node.codes() == [-9]
-        await node.until(lambda: gone(worker) and gone(child))
+        await until_async(lambda: gone(worker) and gone(child))
 
     on_a_node(tmp_path, work)
 
@@ -945,19 +941,19 @@ def test_the_next_attempt_finds_its_workers_forked(tmp_path, lost):
     async def work(node: Node) -> None:
         node.script("import os, time; print(os.environ.get('MARK'), flush=True); time.sleep(60)")
         node.start([PYTHON, "train.py"], ranks=2, MARK="first")
-        await node.until(lambda: all(worker.pid for worker in node.workers.by_rank.values()) and len(ahead(node)) == 2)
+        await until_async(lambda: all(worker.pid for worker in node.workers.by_rank.values()) and len(ahead(node)) == 2)
         waiting = ahead(node)
         for pid in waiting[:lost]:
             os.kill(pid, signal.SIGKILL)
         await node.workers.end_earlier()
         node.start([PYTHON, "train.py"], ranks=2, MARK="x" * 100_000)
-        await node.until(lambda: all(len(node.log(rank)) > 100_000 for rank in range(2)))
+        await until_async(lambda: all(len(node.log(rank)) > 100_000 for rank in range(2)))
         pids = {worker.pid for worker in node.workers.by_rank.values()}
         assert len(pids) == 2 and len(pids & set(waiting)) == 2 - lost
-        await node.until(lambda: len(ahead(node)) == 2)
+        await until_async(lambda: len(ahead(node)) == 2)
         left = [*pids, *ahead(node)]
         node.workers.close()
-        await node.until(lambda: all(map(gone, left)))
+        await until_async(lambda: all(map(gone, left)))
 
     on_a_node(tmp_path, work, "framework")
 
@@ -970,11 +966,11 @@ def test_one_that_is_stopped_from_outside_does_not_stop_the_zygote(tmp_path):
     async def work(node: Node) -> None:
         node.script("import time; time.sleep(60)")
         node.start([PYTHON, "train.py"])
-        await node.until(lambda: node.workers.by_rank[0].pid and ahead(node))
+        await until_async(lambda: node.workers.by_rank[0].pid and ahead(node))
         os.kill(ahead(node)[0], signal.SIGSTOP)
         await node.workers.end_earlier()
         node.start([PYTHON, "train.py"], MARK="x" * 1_000_000)
-        await node.until(lambda: node.workers.by_rank[0].pid)
+        await until_async(lambda: node.workers.by_rank[0].pid)
         await node.workers.end_earlier()
 
     on_a_node(tmp_path, work, "framework")

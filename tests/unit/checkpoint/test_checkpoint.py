@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from save_points import COMMIT_POINTS, STAGING_POINTS, WRITER_POINTS
 from worker_variable import set_settings
 
 from slurmft.checkpoint import Catalog, CheckpointManager
 from slurmft.checkpoint.format.shard_index import image_file, index_file
 from slurmft.checkpoint.staging.holding import Claim, is_claimed
-from slurmft.checkpoint.writer.fault_points import COMMIT_POINTS, ONCE_VARIABLE, STAGING_POINTS, VARIABLE, WRITER_POINTS
+from slurmft.checkpoint.writer.fault_points import ONCE_VARIABLE, VARIABLE
 from slurmft.errors import CheckpointError, DataError, DirectoryInUse, Fenced, UsageError
 from slurmft.policy.nodes.rerun_settings import RerunSettings
 from slurmft.system.files import write_json

@@ -17,7 +17,8 @@ import stored_state
 import torch
 from another_user import OTHER, as_user, needs_root, sticky_folder
 from click.testing import CliRunner
-from staging import until
+from of_each import of_each
+from waiting import until
 
 from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.catalog import Catalog
@@ -51,7 +52,11 @@ def template(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def directory(tmp_path, template, own_environment) -> Path:
-    return shutil.copytree(template, tmp_path / "checkpoints")
+    return copy_of(template, tmp_path)
+
+
+def copy_of(template: Path, folder: Path) -> Path:
+    return shutil.copytree(template, folder / "checkpoints")
 
 
 def trained(value: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -93,29 +98,29 @@ def quickly() -> Iterator[None]:
     assert time.monotonic() - began < SOON_S
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", NEEDED)
-@pytest.mark.parametrize("kind", [kind for kind in odd_files.MAKERS if kind != "dangling link"])
-def test_a_checkpoint_with_an_odd_file_is_passed_over_for_an_older_one(directory, kind, name):
+@pytest.mark.timeout(300)
+@of_each(name=NEEDED, kind=[kind for kind in odd_files.MAKERS if kind != "dangling link"])
+def test_a_checkpoint_with_an_odd_file_is_passed_over_for_an_older_one(tmp_path, template, own_environment, kind, name):
+    directory = copy_of(template, tmp_path)
     put(kind, directory, name)
     with quickly():
         assert loaded_step(directory) == 1
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", [METADATA_FILE, note_file(0), "lineage.json", ".manifest.json.lock", QUARANTINE])
-@pytest.mark.parametrize("kind", odd_files.NO_FILES)
-def test_what_a_load_does_not_need_does_not_disturb_it(directory, kind, name):
+@pytest.mark.timeout(300)
+@of_each(name=[METADATA_FILE, note_file(0), "lineage.json", ".manifest.json.lock", QUARANTINE], kind=odd_files.NO_FILES)
+def test_what_a_load_does_not_need_does_not_disturb_it(tmp_path, template, own_environment, kind, name):
+    directory = copy_of(template, tmp_path)
     put(kind, directory, name)
     odd_files.put(kind, directory / name)
     with quickly():
         assert loaded_step(directory) == 2
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", [*NEEDED, METADATA_FILE])
-@pytest.mark.parametrize("kind", odd_files.MAKERS)
-def test_the_verbs_tell_what_is_wrong_and_go_on(directory, tmp_path, kind, name):
+@pytest.mark.timeout(600)
+@of_each(name=[*NEEDED, METADATA_FILE], kind=odd_files.MAKERS)
+def test_the_verbs_tell_what_is_wrong_and_go_on(tmp_path, template, own_environment, kind, name):
+    directory = copy_of(template, tmp_path)
     put(kind, directory, name)
     is_missing = kind == "dangling link" and name == MANIFEST
     with quickly():

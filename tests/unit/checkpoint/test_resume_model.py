@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from slurmft.checkpoint.writer.fault_points import COMMIT_POINTS, STAGING_POINTS, WRITER_POINTS
+from save_points import COMMIT_POINTS, STAGING_POINTS, WRITER_POINTS
 
 WORLD = Path(__file__).parents[1] / "support" / "resume_world.py"
 MAX_RANKS = 6

@@ -17,6 +17,7 @@ import torch
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 from pydantic import BaseModel
 
 from slurmft.cli.main import HIDDEN_VERBS, VERBS, cli
@@ -67,8 +68,7 @@ def test_options_with_numbers_are_found():
     } <= OPTIONS.keys()
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e400", NINES, "9" * 5000, "", "x", "-1", "true"])
+@of_each(name=OPTIONS, text=["nan", "inf", "-inf", "1e400", NINES, "9" * 5000, "", "x", "-1", "true"])
 def test_every_number_option_refuses_what_is_none(name, text):
     with pytest.raises(click.BadParameter):
         OPTIONS[name].type.convert(text, OPTIONS[name], None)
@@ -100,7 +100,7 @@ def loaded(folder: Path, model: type[BaseModel], text: str) -> BaseModel:
     return configuration.load(path) if model is RunConfig else configuration.load_section(path, model)
 
 
-@pytest.mark.parametrize("key", KEYS)
+@of_each(key=KEYS)
 def test_every_key_takes_a_value_or_names_it(tmp_path, key):
     model, path = KEYS[key]
     base = "command: x\nrun_folder: r\n" if model is RunConfig else ""
@@ -126,17 +126,16 @@ def test_every_key_takes_a_value_or_names_it(tmp_path, key):
             assert found.isprintable(), value
 
 
-@pytest.mark.parametrize(
-    ("text", "is_good"),
-    [
+@of_each(
+    text__is_good=[
         ("30", True), ("90:30", True), ("1:30:00", True), ("1-0", True), ("1-12:30", True), ("7-00:00:00", True),
         ("UNLIMITED", True), ("infinite", True), ("-1", True), ("0", True), ("yesterday", False), ("-5", False),
         ("../..", False), ("nan", False), ("inf", False), ("2.5", False), ("1:2:3:4", False), ("1-", False),
         ("1:99:99", False), ("1:60", False), ("1-0:60", False), ("0-48:00", True), ("90:59", True),
         ("1h", False), (NINES, False), ("9" * 5000, False), ("٣٠", False), ("1 - 0", False), ("now", False),
     ],
+    option=["time", "time-min"],
 )  # fmt: skip
-@pytest.mark.parametrize("option", ["time", "time-min"])
 def test_what_a_time_limit_is(option, text, is_good):
     assert (unusable_value(option, text) == "") is is_good
     if not is_good:
@@ -169,12 +168,11 @@ VALUES_OF_OPTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "is_good"),
-    [(option, value, True) for option, good, _ in VALUES_OF_OPTIONS for value in good]
-    + [(option, value, False) for option, _, bad in VALUES_OF_OPTIONS for value in bad],
-    ids=lambda value: repr(value)[:30],
-)  # fmt: skip
+@of_each(
+    option__value__is_good=[
+        (option, value, value in good) for option, good, bad in VALUES_OF_OPTIONS for value in (*good, *bad)
+    ]
+)
 def test_what_other_options_take(option, value, is_good):
     assert (unusable_value(option, value) == "") is is_good
 
@@ -219,7 +217,7 @@ IMPOSSIBLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change", IMPOSSIBLE, ids=lambda change: change[:40])
+@of_each(change=IMPOSSIBLE)
 def test_a_dry_run_refuses_what_a_submission_refuses_and_makes_nothing(place, change):
     before = sorted(place.rglob("*"))
     dry = submit("--dry-run", "--set", change)
@@ -254,10 +252,7 @@ def test_a_folder_that_may_not_be_written_to_is_refused(place):
 # ---- the session -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "number", [2.5, 2.0, math.inf, -math.inf, math.nan, None, "3", True, -1, 10**15, [3]], ids=repr
-)
-@pytest.mark.parametrize("name", ["start", "until"])
+@of_each(number=[2.5, 2.0, math.inf, -math.inf, math.nan, None, "3", True, -1, 10**15, [3]], name=["start", "until"])
 def test_steps_are_whole_numbers(session, name, number):
     with pytest.raises(ValueError, match=f"{name}=.* is not a number of completed steps"):
         next(session.steps(**{"start": 0, "until": 3, name: number}, save=lambda step: None))

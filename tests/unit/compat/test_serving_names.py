@@ -108,7 +108,7 @@ def test_all_workers_may_die_at_once():
     assert monitor.check_workers() == WORKERS and requests.begun == []
     assert requests.request_assignments == {"a": None, "b": None}
     monitor.record_heartbeat("w2")
-    assert requests.begun == [("a", "w2"), ("b", "w2")], "nobody's requests are the first one's that is back"
+    assert requests.begun == [("a", "w2"), ("b", "w2")], "requests without a worker are the first one's that is back"
 
 
 def test_monitoring_goes_on_by_itself_and_survives_an_error():

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from of_each import of_each
 from pydantic import BaseModel
 
 from slurmft.config import config as configuration
@@ -46,7 +47,7 @@ def test_the_example_states_every_key_with_its_default():
     assert stated == KEYS
 
 
-@pytest.mark.parametrize("key", KEYS, ids=".".join)
+@of_each(key=KEYS)
 def test_the_example_explains_every_key(key):
     lines = EXAMPLE.read_text(encoding="utf-8").splitlines()
     indent = "  " * (len(key) - 1)

@@ -207,7 +207,7 @@ def test_while_a_step_of_the_job_lives_nothing_is_cleaned(node):
     add(node.root, 20, title="slurmstepd: [7.0]", uid=0)
     assert running_jobs(node) == {"7"}
     assert "still has a step here" in clean(node, "7", UID).skipped
-    add(node.root, 22, title="slurmstepd", uid=UID)  # anybody can give a process this name
+    add(node.root, 22, title="slurmstepd", uid=UID)  # any user can give a process this name
     add(node.root, 23, title="slurmstepd: [9.batch]", uid=UID)
     assert running_jobs(node) == {"7"}
     assert not clean(node, "9", UID).skipped

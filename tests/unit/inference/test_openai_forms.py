@@ -8,11 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from aiohttp import web
-from openai.types import BatchError, CreateEmbeddingResponse
-from openai.types.chat import ChatCompletion
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.inference.answers import Output, write_output
@@ -104,6 +101,9 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_openais_own_types_read_the_answers(output: Path):
+    from openai.types import CreateEmbeddingResponse
+    from openai.types.chat import ChatCompletion
+
     chat, embedding = lines_of(output / "answers.jsonl")
     for line in (chat, embedding):
         assert set(line) == {"id", "custom_id", "response", "error"}
@@ -117,6 +117,8 @@ def test_openais_own_types_read_the_answers(output: Path):
 
 
 def test_openais_own_types_read_the_errors(output: Path):
+    from openai.types import BatchError
+
     refused, broken = lines_of(output / "errors.jsonl")
     assert (refused["custom_id"], refused["response"]["status_code"]) == ("request-3", 404)
     assert refused["response"]["body"] == REFUSAL
@@ -127,6 +129,8 @@ def test_openais_own_types_read_the_errors(output: Path):
 
 def test_a_request_reaches_the_engine_as_openais_client_would_send_it(tmp_path: Path):
     """The same body from ``openai.OpenAI`` and from a batch line, as the server sees them."""
+    import openai
+
     seen: list[tuple[str, Any]] = []
 
     async def note(request: web.Request) -> web.Response:

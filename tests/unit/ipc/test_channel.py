@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import pytest
+from of_each import of_each
+from waiting import until_async
 
 from slurmft.ipc import channel
 from slurmft.ipc.calls import Call, Kill, LookNow, Ping, Port, Propose
@@ -45,13 +47,6 @@ def run(work: Awaitable[Any], limit_s: float = 30) -> Any:
                 await asyncio.sleep(0)
 
     return asyncio.run(limited())
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Wait for a condition, not for a time."""
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 class Server:
@@ -118,7 +113,7 @@ def test_messages_arrive_whole_in_order_and_both_ways():
             sent = [{"kind": "a", "n": n, "text": "ü\n" * n} for n in range(50)]
             for message in sent:
                 client.send(message)
-            await until(lambda: len(server.received) == 50)
+            await until_async(lambda: len(server.received) == 50)
             assert server.received == sent
             server.channels[0].send({"kind": "b"})
             server.channels[0].send({"kind": "c"})
@@ -131,7 +126,7 @@ def test_the_end_of_a_connection_is_none():
     async def work() -> None:
         async with serving() as server, talking(server.port) as client:
             client.send({"kind": "a"})
-            await until(lambda: server.channels)
+            await until_async(lambda: server.channels)
             server.channels[0].close()
             assert await client.receive() is None
 
@@ -142,7 +137,7 @@ def test_a_client_with_another_secret_is_refused():
     async def work() -> None:
         async with serving() as server, talking(server.port, b"another secret") as client:
             client.send({"kind": "hello"})
-            await until(lambda: server.refused)
+            await until_async(lambda: server.refused)
             assert "not authentic" in str(server.refused[0])
             assert server.received == []
             assert await client.receive() is None
@@ -226,7 +221,7 @@ async def three_messages_through(recorder: Recorder) -> Server:
         async with listener, talking(listener.sockets[0].getsockname()[1]) as client:
             for number in (1, 2, 3):
                 client.send({"kind": "m", "n": number})
-            await until(lambda: server.refused or len(server.received) == 3)
+            await until_async(lambda: server.refused or len(server.received) == 3)
         return server
 
 
@@ -262,7 +257,7 @@ def test_a_recorded_session_cannot_be_replayed():
         await three_messages_through(recorder)
         async with serving() as server, stranger(server.port) as (_, writer):
             writer.writelines(recorder.lines)
-            await until(lambda: server.refused)
+            await until_async(lambda: server.refused)
             assert server.received == []
 
     run(work())
@@ -298,7 +293,7 @@ def test_an_authentic_line_must_be_a_message(body, message):
     async def work() -> None:
         async with serving() as server, talking(server.port) as client:
             client._writer.write(client._mac(b"c", 0, body) + b" " + body + b"\n")
-            await until(lambda: server.refused)
+            await until_async(lambda: server.refused)
             assert message in str(server.refused[0])
 
     run(work())
@@ -315,7 +310,7 @@ def test_a_handshake_that_dawdles_is_ended(monkeypatch, sent):
     async def work() -> None:
         async with serving() as server, stranger(server.port) as (reader, writer):
             writer.write(sent)
-            await until(lambda: server.refused)
+            await until_async(lambda: server.refused)
             assert len(await reader.read()) == 33
 
     run(work())
@@ -344,7 +339,7 @@ def test_a_message_that_is_too_long_is_not_sent():
             with pytest.raises(ValueError, match="is too long"):
                 client.send({"kind": "a", "text": "x" * MAX_LINE_BYTES})
             client.send({"kind": "a", "text": "x" * (MAX_LINE_BYTES - 200)})
-            await until(lambda: server.received)
+            await until_async(lambda: server.received)
 
     run(work())
 
@@ -466,7 +461,7 @@ async def events_of(pool: AgentPool, count: int) -> list[tuple[int, str]]:
 def test_the_pool_is_complete_when_every_node_has_reported():
     async def work() -> None:
         async with pooling(2) as (pool, port), agent(port, 1):
-            await until(lambda: 1 in pool.links)
+            await until_async(lambda: 1 in pool.links)
             assert not pool.complete.is_set()
             async with agent(port, 0):
                 await asyncio.wait_for(pool.complete.wait(), WAIT_S)
@@ -499,7 +494,7 @@ def test_replies_that_come_in_another_order_find_their_calls():
         async with pooling(1) as (pool, port), agent(port, 0, held.append) as node:
             await pool.complete.wait()
             calls = [asyncio.create_task(pool.links[0].call(Ask(n=n))) for n in range(3)]
-            await until(lambda: len(held) == 3)
+            await until_async(lambda: len(held) == 3)
             for message in reversed(held):
                 node.client.send({"kind": "reply", "id": message["id"], "n": message["n"]})
             assert [(await call).n for call in calls] == [0, 1, 2]
@@ -551,7 +546,7 @@ def test_calls_fail_at_once_when_the_agent_goes():
                 await pool.complete.wait()
                 link = pool.links[0]
                 call = asyncio.create_task(link.call(Ask(), timeout_s=30))
-                await until(lambda: node.calls)
+                await until_async(lambda: node.calls)
             with pytest.raises(AgentLost, match="has gone"):
                 await call
             assert await events_of(pool, 1) == [(0, "disconnected")]
@@ -568,7 +563,7 @@ def test_a_node_that_reconnects_takes_its_place():
             await pool.complete.wait()
             first = pool.links[0]
             async with agent(port, 0, lambda _: {"life": 2}):
-                await until(lambda: pool.links[0] is not first and first.channel is None)
+                await until_async(lambda: pool.links[0] is not first and first.channel is None)
                 assert await pool.call_all(Ask()) == [Answered(life=2)]
                 assert pool.events.empty(), "the old connection's end is nobody's finding"
 
@@ -579,7 +574,7 @@ def test_a_node_that_reconnects_takes_its_place():
 def test_an_agent_that_does_not_belong_is_refused(hello):
     async def work() -> None:
         async with pooling(2) as (pool, port), agent(port, 0):
-            await until(lambda: pool.links)
+            await until_async(lambda: pool.links)
             async with talking(port) as client:
                 client.send({"kind": "hello", "node": 1, "host": "x", "pid": 1} | hello)
                 assert await client.receive() is None
@@ -632,7 +627,7 @@ def test_of_too_many_strangers_the_oldest_goes_and_an_agent_is_let_in(monkeypatc
 
     async def work() -> None:
         async with pooling(2) as (pool, port), agent(port, 0), contextlib.AsyncExitStack() as stack:
-            await until(lambda: 0 in pool.links)
+            await until_async(lambda: 0 in pool.links)
             crowd = [await stack.enter_async_context(stranger(port)) for _ in range(3)]
             for reader, _ in crowd:
                 assert len(await reader.readexactly(33)) == 33
@@ -646,7 +641,7 @@ def test_of_too_many_strangers_the_oldest_goes_and_an_agent_is_let_in(monkeypatc
             assert pool.links[0].channel is not None
             for _, writer in crowd:
                 writer.close()
-            await until(lambda: len(pool._strangers) == 0)
+            await until_async(lambda: len(pool._strangers) == 0)
 
     run(work())
 
@@ -755,7 +750,7 @@ def test_well_formed_reports_are_passed_on():
     run(work())
 
 
-@pytest.mark.parametrize("report", BAD_REPORTS, ids=lambda report: json.dumps(report)[:60])
+@of_each(report=BAD_REPORTS)
 def test_a_malformed_report_closes_its_connection_and_goes_no_further(report):
     async def work() -> None:
         async with pooling(2) as (pool, port), agent(port, 0), agent(port, 1) as broken:
@@ -909,7 +904,7 @@ def test_ten_thousand_malformed_messages_close_only_their_own_connections(monkey
         raised: list[Any] = []
         asyncio.get_running_loop().set_exception_handler(lambda _loop, context: raised.append(context))
         async with pooling(2) as (pool, port), agent(port, 0, lambda m: {"n": m["n"]}):
-            await until(lambda: pool.links)
+            await until_async(lambda: pool.links)
             steady, attacker = pool.links[0], Attacker(port, recorder.lines)
             answers, others, before = 0, set(), (0, 0, 0)
 
@@ -932,7 +927,7 @@ def test_ten_thousand_malformed_messages_close_only_their_own_connections(monkey
 
             asking = asyncio.create_task(ask())
             await asyncio.gather(*(crowd(first) for first in range(rounds)))
-            await until(lambda: len(pool._tasks) == 1)
+            await until_async(lambda: len(pool._tasks) == 1)
             assert not asking.done() and answers > 100
             asking.cancel()
             assert others == {(1, "disconnected")}

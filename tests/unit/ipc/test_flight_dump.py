@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.ipc.channel import BadMessage
 from slurmft.ipc.flight_dump import (
@@ -218,9 +219,8 @@ MEMO_BOMB = b"\x80\x02]r\xff\xff\xff\xff."
 NESTED = b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b"."
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"", b".", b"\x80", b"\x80\x02", b"(", b"u.", b"e.", b"\x80\x02}(K\x01u.", b"\x80\x02X\xff\xff\xff\xffabc.",
+@of_each(
+    data=[b"", b".", b"\x80", b"\x80\x02", b"(", b"u.", b"e.", b"\x80\x02}(K\x01u.", b"\x80\x02X\xff\xff\xff\xffabc.",
      b"\x80\x04\x8d" + b"\xff" * 8 + b".", b"\x80\x02h\x07.", b"\x80\x02K\x01a.", b"\x80\x02K\x01K\x02(u.",
      b"\x80\x02c__builtin__\neval\n.", b"\x80\x02ibuiltins\neval\n.", b"\x80\x04\x93.", b"\x80\x02\x82\x01.",
      b"\x80\x02N}b.", b"\x80\x02NQ.", b"\x80\x05\x97.", b"\x80\x02}](]Nu.", b"\x80\x02}((N)\x86Nu.", b"(\x85.", b"(a."],
@@ -269,18 +269,19 @@ def _tree(depth: int) -> Any:
     return tree
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"entries": None}, {"entries": {}}, {"pg_config": []}, {"pg_status": "x"}, {"pg_config": {"0": {"ranks": 7}}},
+@of_each(
+    changes=[{"entries": None}, {"entries": {}}, {"pg_config": []}, {"pg_status": "x"},
+     {"pg_config": {"0": {"ranks": 7}}},
      {"pg_config": {"0": {"ranks": "[99999999999999, 1]"}}}, {"pg_config": {"0": None, 7: {}}}],
 )  # fmt: skip
 def test_values_of_other_types_are_left_out(changes):
     progress_of({**of_nccl([entry(1)]), **changes})
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{name: value} for name in entry(1) for value in (None, -1, 1 << 70, "\x1b[31m", [], {}, _tree(40), True, 1.5)],
+@of_each(
+    changes=[
+        {name: value} for name in entry(1) for value in (None, -1, 1 << 70, "\x1b[31m", [], {}, _tree(40), True, 1.5)
+    ],
 )
 def test_entries_of_other_types_are_left_out(changes):
     found = progress_of(of_nccl([{**entry(1, "scheduled"), **changes}]))

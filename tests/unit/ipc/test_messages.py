@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.ipc import calls, reports
 from slurmft.ipc.calls import Call, parse_call
@@ -54,7 +55,7 @@ def made(kind: str, body: dict[str, Any]) -> dict[str, Any]:
     return found.as_mapping()
 
 
-@pytest.mark.parametrize(("kind", "body"), RECORDED, ids=lambda text: text[:60])
+@of_each(kind__body=RECORDED)
 def test_the_bytes_on_the_wire_are_those_of_the_version_before(kind, body):
     assert json.dumps(made(kind, json.loads(body)), separators=(",", ":")) == body
 

@@ -8,12 +8,12 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import until
 
 from slurmft.agent.environment import common_environment
 from slurmft.agent.workers import Workers
@@ -30,13 +30,6 @@ pytestmark = pytest.mark.usefixtures("pages_of_its_own")
 def configured(folder: Path, **changes: object) -> RunConfig:
     keys = {"command": ["train.py"], "run_folder": str(folder / "run"), "fault_tolerance": {"preload": False}}
     return validate(keys | changes, source="a test")
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture

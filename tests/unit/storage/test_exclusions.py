@@ -19,6 +19,7 @@ import pytest
 from another_user import OTHER, needs_root
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.errors import NewerFormat, StorageError, StorageUnavailable
 from slurmft.policy.nodes.evidence import Kind
@@ -351,8 +352,10 @@ FORGED_ENTRIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", FORGED_ROWS, ids=lambda row: ascii(row)[:60])
-def test_a_forged_row_is_left_out_and_hides_no_other(shared, path, row):
+@of_each(row=FORGED_ROWS)
+def test_a_forged_row_is_left_out_and_hides_no_other(tmp_path, row):
+    path = tmp_path / "list.json"
+    shared = ExclusionList(path, clock=lambda: NOW)
     forge(path, 3, [ENTRY], [row, list(seen(id="2"))])
     found = shared.read()
     assert (ids(found), len(found.manual), found.revision) == ({"2"}, 1, 3)
@@ -362,7 +365,7 @@ def test_a_forged_row_is_left_out_and_hides_no_other(shared, path, row):
     assert shared.read().damage == ""
 
 
-@pytest.mark.parametrize("entry", FORGED_ENTRIES, ids=lambda entry: ascii(entry)[:60])
+@of_each(entry=FORGED_ENTRIES)
 def test_a_forged_exclusion_by_hand_is_left_out_and_hides_no_other(shared, path, entry):
     forge(path, 3, [entry, ENTRY], [ROW])
     found = shared.read()
@@ -427,10 +430,10 @@ def test_any_list_with_a_right_checksum_is_read_or_ignored(path, revision, manua
     worth_keeping(found.observations, NOW, Rules())
 
 
-@pytest.mark.parametrize("kind", odd_files.MAKERS)
-@pytest.mark.parametrize("where", ["list", "small file", "folder of small files"])
-@pytest.mark.timeout(10)
-def test_whatever_lies_there_a_list_never_hangs_nor_raises_but_ours(path, kind, where):
+@of_each(where=["list", "small file", "folder of small files"], kind=odd_files.MAKERS)
+@pytest.mark.timeout(60)
+def test_whatever_lies_there_a_list_never_hangs_nor_raises_but_ours(tmp_path, kind, where):
+    path = tmp_path / "list.json"
     shared = ExclusionList(path, clock=lambda: NOW)
     shared.exclude(by_hand())
     content = path.read_bytes()

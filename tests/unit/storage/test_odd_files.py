@@ -13,6 +13,7 @@ from typing import Any
 import odd_files
 import pytest
 from click.testing import CliRunner
+from of_each import of_each
 
 from slurmft.agent import forensics, hangs
 from slurmft.cli import progress
@@ -109,17 +110,19 @@ READERS: dict[str, tuple[str, Reader]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", odd_files.MAKERS)
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.timeout(120)
+@of_each(reader=READERS, kind=odd_files.MAKERS)
 def test_no_reader_hangs_and_errors_are_ours(tmp_path, kind, reader):
     name, read = READERS[reader]
     path = odd_files.put(kind, tmp_path / name)
+    began = time.monotonic()
     try:
         read(path)
     except SlurmftError as error:
         assert str(path.parent) in str(error), "says where"
     except OSError as error:
         assert error.errno is not None
+    assert time.monotonic() - began < 10
     assert Path("/dev/zero").is_char_device()
     assert not (tmp_path / "no such file").exists(), "nothing is created through a link"
 
@@ -139,6 +142,10 @@ def test_what_is_no_file_is_no_request_and_hides_no_other_one(tmp_path, kind):
 @pytest.fixture
 def runs(tmp_path, monkeypatch) -> Path:
     """The root of runs, with a good one and a bad one in it; no Slurm."""
+    return made_runs(tmp_path, monkeypatch)
+
+
+def made_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SLURMFT_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("COLUMNS", "500")
@@ -195,10 +202,10 @@ def slurmft(*arguments: str) -> tuple[int, str]:
     return result.return_value or 0, result.output
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("kind", odd_files.MAKERS)
-@pytest.mark.timeout(60)
-def test_no_verb_hangs_or_hides_another_run(runs, kind, name):
+@of_each(name=FILES, kind=odd_files.MAKERS)
+@pytest.mark.timeout(900)
+def test_no_verb_hangs_or_hides_another_run(tmp_path, monkeypatch, kind, name):
+    runs = made_runs(tmp_path, monkeypatch)
     path = runs / "bad" / name
     if path.is_dir():
         path.rename(runs / "aside")

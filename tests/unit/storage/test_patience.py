@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from of_each import of_each
 
 from slurmft.errors import StorageError, StorageUnavailable
 from slurmft.storage.journal import Journal
@@ -150,7 +151,7 @@ def test_what_no_waiting_mends_is_told_at_once():
     assert len(tries) == 1
 
 
-@pytest.mark.parametrize("number", sorted(errno.errorcode))
+@of_each(number=sorted(errno.errorcode))
 def test_every_error_of_the_system_is_one_of_ours(number):
     error = translated("cannot write /x", OSError(number, os.strerror(number)))
     assert isinstance(error, StorageUnavailable) is (number in PASSING)

@@ -16,9 +16,7 @@ import os
 import shutil
 import signal
 import sys
-import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from waiting import until
 
 from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.format.flat_state import capture
@@ -120,14 +119,6 @@ class Listener:
     def on_save_failed(self, step: int, errno: int) -> None: ...
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(what)
-        time.sleep(0.002)
-
-
 class Leave(Exception):
     """A rank ends in the middle of a step."""
 
@@ -174,7 +165,7 @@ class Life:
         self.schedule.step()
         self.totals["seen"] += 6
         if self.rank == self.case.late and number == FAILS_IN:
-            until(self.is_missed.exists, "another rank keeps its part")
+            until(self.is_missed.exists, what="another rank keeps its part")
         SAVERS.at_boundary(number)
 
     def keep(self) -> None:
@@ -182,7 +173,7 @@ class Life:
         if self.rank == self.case.dies_copying:
             os.environ |= {fault_points.VARIABLE: "half staged=kill", fault_points.ONCE_VARIABLE: str(has_come)}
         elif self.case.dies_copying >= 0:
-            until(has_come.exists, "a rank is killed in its copy")
+            until(has_come.exists, what="a rank is killed in its copy")
         if self.rank // self.case.per_node == self.case.full_node:
             os.environ[fault_points.VARIABLE] = f"slot emptied={errno.ENOSPC}"
         if self.rank not in self.case.dead:

@@ -31,13 +31,14 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from save_points import STAGING_POINTS
 from worker_variable import worker_variable
 
 from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.catalog import Catalog
 from slurmft.checkpoint.replicas.offers import holdings_in
 from slurmft.checkpoint.writer import entry as writer
-from slurmft.checkpoint.writer.fault_points import ONCE_VARIABLE, STAGING_POINTS, VARIABLE
+from slurmft.checkpoint.writer.fault_points import ONCE_VARIABLE, VARIABLE
 from slurmft.checkpoint.writer.spawned_writer import SpawnedWriter
 from slurmft.errors import CheckpointError
 from slurmft.policy.checkpoints.tiers import Tier

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from waiting import until_async
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.inference.serving.gate import Gate
@@ -86,17 +87,12 @@ class World:
         self.url = f"http://127.0.0.1:{self.port}"
         self.name_members(*self.engines)
         self.client = aiohttp.ClientSession(f"{self.url}/", headers={"Authorization": f"Bearer {TOKEN}"})
-        await self.until(lambda: self.router.replicas.ready == len(self.engines))
+        await until_async(lambda: self.router.replicas.ready == len(self.engines))
 
     def name_members(self, *names: str, expected: int | None = None, closing: bool = False) -> None:
         places = [{"name": name, "hosts": ["127.0.0.1"], "port": self[name].port} for name in names]
         expected = len(self.engines) if expected is None else expected
         self.router.replicas.take({"expected": expected, "replicas": places, "closing": closing})
-
-    async def until(self, is_so: Callable[[], bool], within_s: float = 10.0) -> None:
-        async with asyncio.timeout(within_s):
-            while not is_so():
-                await asyncio.sleep(0.005)
 
     async def ask(self, path: str = "/v1/x", *, headers: dict[str, str] | None = None, body: bytes = b"{}") -> Any:
         """Status, and the answer as JSON."""

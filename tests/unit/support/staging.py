@@ -7,8 +7,7 @@ import itertools
 import os
 import random
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,14 +90,6 @@ def ended(client: WriterClient, request: WriteRequest) -> Report:
     report = client.wait(request.identity, 30)
     assert report is not None
     return report
-
-
-def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    """Return when ``condition`` holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.01)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ import torch
 import torch._dynamo  # what building an optimizer imports: here once, and not in every rank
 import torch.distributed as dist
 from torch import nn
+from waiting import until
 from worker_variable import worker_variable
 
 from slurmft.checkpoint import CheckpointManager
@@ -158,14 +159,14 @@ class Place:
 
     def _rescue(self, pages: list[Page]) -> None:
         """As ``agent.just_in_time``: ask those that wait, and return when each has kept its state."""
-        until(lambda: pages[0][Slot.DURABLE] == 3, "step 3 is durable")
-        until(lambda: all(page[Slot.RESCUABLE] == DIES_AT for page in pages), "the others have the last step")
+        until(lambda: pages[0][Slot.DURABLE] == 3, what="step 3 is durable")
+        until(lambda: all(page[Slot.RESCUABLE] == DIES_AT for page in pages), what="the others have the last step")
         for page in pages:
             pipe = (self.root / f"rank-{page[Slot.RANK]}").with_suffix(RESCUE_SUFFIX)
             descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
             os.write(descriptor, b"!")
             os.close(descriptor)
-        until(lambda: all(page[Slot.RESCUED] == DIES_AT for page in pages), "they have kept it")
+        until(lambda: all(page[Slot.RESCUED] == DIES_AT for page in pages), what="they have kept it")
 
     def reports(self, ranks: int) -> list[Any]:
         return [json.loads((self.root / f"report-{rank}.json").read_text()) for rank in range(ranks)]
@@ -256,7 +257,7 @@ def wrongly(rank: int, fault: Work) -> None:
         tell(rank, str(error))
     strict_group.VIOLATIONS.clear()
     reports = [Path(os.environ["PLACE"], f"report-{one}.json") for one in range(dist.get_world_size())]
-    until(lambda: all(report.exists() for report in reports), "every rank has said what it found")
+    until(lambda: all(report.exists() for report in reports), what="every rank has said what it found")
 
 
 def without_a_batch(rank: int) -> None:
@@ -307,13 +308,6 @@ def ended(pid: int) -> int:
             return os.waitstatus_to_exitcode(status)
         assert time.monotonic() < deadline, f"process {pid} does not end"
         time.sleep(0.005)
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.002)
 
 
 def free_port() -> int:

@@ -506,7 +506,7 @@ def test_links_whose_chain_leads_out_are_left_out_and_the_rest_is_stored(tmp_pat
     assert other.begin(2) == "restore"
     assert (other.path / "good").read_text() == "1"
     assert not (other.path / "ckpt").is_symlink()
-    assert (other.path / "snapshot").stat().st_mode & 0o777 == 0o644, "what others may write is nobody's choice"
+    assert (other.path / "snapshot").stat().st_mode & 0o777 == 0o644, "a sync does not choose what others may write"
 
 
 def test_a_folder_of_another_user_is_refused(tmp_path: Path):

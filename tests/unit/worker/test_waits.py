@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from of_each import of_each
 
 import slurmft
 
@@ -234,7 +235,7 @@ def without_each(tmp_path_factory) -> dict[str, tuple[int, str]]:
     return {name: (code, said) for name, code, said in map(json.loads, done.stdout.splitlines())}
 
 
-@pytest.mark.parametrize("name", WAITS)
+@of_each(name=WAITS)
 def test_the_source_still_has_the_wait(name):
     file, text, without, tests, words = WAITS[name]
     assert (PACKAGE / file).read_text(encoding="utf-8").count(text) == 1, f"{file} has moved on"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from made_snapshots import KEY, stage
-from staging import until
+from waiting import until
 
 from slurmft.checkpoint.replicas.offers import holdings_in
 from slurmft.checkpoint.replicas.replication import Peer, send_copy

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from made_snapshots import KEY, flip_byte, stage
-from staging import until
+from waiting import until
 from worker_variable import worker_variable
 
 from slurmft.checkpoint.replicas import keeper as keeper_module

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from made_snapshots import KEY
-from staging import until
+from waiting import until
 
 from slurmft.checkpoint.replicas.keeper import Keeper
 from slurmft.checkpoint.replicas.note_gathering import OwnNotes, gather

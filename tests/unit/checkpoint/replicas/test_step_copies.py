@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from staging import until
+from waiting import until
 from worker_variable import set_settings, worker_variable
 
 from slurmft.checkpoint import Catalog, CheckpointManager

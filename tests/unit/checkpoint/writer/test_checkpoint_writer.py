@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from staging import Memory, ended, quick_folder, until
+from staging import Memory, ended, quick_folder
+from waiting import until
 
 from slurmft.checkpoint.catalog import Catalog
 from slurmft.checkpoint.format.shard_index import image_file, index_file, read_index

@@ -14,18 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from staging import Memory, ended, quick_folder, until
+from save_points import COMMIT_POINTS, STAGING_POINTS, STEP_COPY_POINTS, WRITER_POINTS
+from staging import Memory, ended, quick_folder
+from waiting import until
 
 import slurmft.checkpoint
 from slurmft.checkpoint.writer import fault_points, writer_client, writer_task
-from slurmft.checkpoint.writer.fault_points import (
-    COMMIT_POINTS,
-    ONCE_VARIABLE,
-    STAGING_POINTS,
-    STEP_COPY_POINTS,
-    VARIABLE,
-    WRITER_POINTS,
-)
+from slurmft.checkpoint.writer.fault_points import ONCE_VARIABLE, VARIABLE
 from slurmft.checkpoint.writer.write_requests import Report
 from slurmft.checkpoint.writer.writer_client import WriterClient
 from slurmft.storage.checkpoint_names import MANIFEST

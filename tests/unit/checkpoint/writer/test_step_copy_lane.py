@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from made_snapshots import KEY, stage
-from staging import until
+from waiting import until
 from worker_variable import worker_variable
 
 from slurmft.checkpoint.writer.step_copy_lane import StepCopyLane

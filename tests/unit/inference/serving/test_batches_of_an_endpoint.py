@@ -12,6 +12,7 @@ import openai
 import pytest
 from aiohttp import web
 from serving_world import TOKEN, World, run, serving
+from waiting import until_async
 
 from slurmft.inference.serving import batches
 from slurmft.inference.serving.batches import Batches, form_in
@@ -134,7 +135,7 @@ def test_another_router_goes_on_with_a_batch_whose_router_has_died(tmp_path: Pat
             first.begin(world.url)
             asks = client(other)
             batch = await begun(asks, content(*(f"s{number}" for number in range(60))))
-            await world.until(lambda: len(engine.asked) > 15)
+            await until_async(lambda: len(engine.asked) > 15)
             second.begin(other.url)
             await asyncio.sleep(0.3)
             assert max(engine.asked.values()) == 1, "one router works on it"
@@ -156,7 +157,7 @@ def test_a_batch_that_is_cancelled_keeps_what_it_has(tmp_path: Path) -> None:
             world.router.batches.begin(world.url)
             asks = client(world)
             batch = await begun(asks, content(*(f"s{number}" for number in range(200))))
-            await world.until(lambda: len(engine.asked) > 10)
+            await until_async(lambda: len(engine.asked) > 10)
             with pytest.raises(openai.BadRequestError):
                 await asks.files.delete(batch.input_file_id)
             assert (await asks.batches.cancel(batch.id)).status == "cancelling"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from serving_world import TOKEN, World, run, serving
+from waiting import until_async
 
 SEED = int(os.environ.get("SLURMFT_FUZZ_HTTP", "19"))
 AT_ONCE, PATIENCE_S = 50, 0.3
@@ -117,9 +118,9 @@ def test_no_input_breaks_the_router_or_leaks_into_another_answer(count: int, cap
                     assert b" 500 " not in answer.partition(b"\r\n")[0], (SEED, content, answer)
                     seen[answer.split(b" ", 2)[1][:1].decode() if answer else "none"] += 1
                 assert own == [(200, {"path": path}) for path in mine], SEED
-            await world.until(lambda: world.router.in_flight == 0 and world.router.waiting == 0, 20)
+            await until_async(lambda: world.router.in_flight == 0 and world.router.waiting == 0, 20)
             # the gate says a moment later what it has of all routers
-            await world.until(lambda: world.router.replicas.by_name["a"].in_flight == 0)
+            await until_async(lambda: world.router.replicas.by_name["a"].in_flight == 0)
             assert world.router.replicas.by_name["a"].breaker.failures == 0, "no client makes a replica look sick"
             assert "/smuggled" not in json.dumps(world["a"].seen)
             assert troubles == []

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from serving_world import KEY, answers, run, serving
+from waiting import until_async
 
 from slurmft.inference.serving.driver import unix_connection
 from slurmft.inference.serving.gate import STRANGERS_PER_ADDRESS, Gate
@@ -92,10 +93,10 @@ def test_strangers_do_not_keep_routers_out() -> None:
             assert gate is not None
             place = "127.0.0.1", world["a"].port
             strangers = [await asyncio.open_connection(*place) for _ in range(STRANGERS_PER_ADDRESS + 9)]
-            await world.until(lambda: len(gate.strangers) == STRANGERS_PER_ADDRESS)
+            await until_async(lambda: len(gate.strangers) == STRANGERS_PER_ADDRESS)
             assert await world.ask() == (200, {"by": "a"})
             await asyncio.gather(*(end(writer) for _, writer in strangers))
-            await world.until(lambda: not gate.strangers)
+            await until_async(lambda: not gate.strangers)
 
     run(work())
 
@@ -151,7 +152,7 @@ def test_a_router_that_waits_for_a_long_answer_is_not_silent(monkeypatch: pytest
             gate = world["a"].gate
             assert gate is not None
             asked = asyncio.create_task(world.ask())
-            await world.until(lambda: gate.in_flight == 1)
+            await until_async(lambda: gate.in_flight == 1)
             assert await asked == (200, {"by": "a"})
             assert gate.in_flight + gate.ended == 1
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import aiohttp
 import pytest
 from serving_world import KEY, TOKEN, Engine, Handle, World, answers, run, serving, streams
+from waiting import until_async
 
 from slurmft.inference.serving.gate import Gate
 from slurmft.policy.strangers import Strangers
@@ -77,7 +78,7 @@ def test_a_body_that_turns_out_to_be_none_is_refused_and_its_place_is_free() -> 
             answer = await said(world, half, later="zz\r\n" + SMUGGLED)
             assert answer.split(b" ", 2)[1] in (b"400", b"408") and answer.count(b"HTTP/1.") == 1, answer
             assert TOKEN[:8].encode() not in answer and world["a"].seen == []
-            await world.until(lambda: world.router.in_flight == 0)
+            await until_async(lambda: world.router.in_flight == 0)
 
     run(work())
 
@@ -116,16 +117,16 @@ def test_strangers_that_hold_connections_open_do_not_keep_clients_out() -> None:
         async with serving({"a": answers("a", delay_s=0.5)}) as world:
             world.server.strangers = Strangers(5, 5)
             asked = asyncio.create_task(world.ask())
-            await world.until(lambda: len(world["a"].seen) == 1)
+            await until_async(lambda: len(world["a"].seen) == 1)
             strangers = [await asyncio.open_connection("127.0.0.1", world.port) for _ in range(20)]
-            await world.until(lambda: len(world.server.strangers) == 5)
+            await until_async(lambda: len(world.server.strangers) == 5)
             assert await asked == (200, {"by": "a"}), "a client whose request waits is no stranger"
             ended = [reader for reader, _ in strangers if reader.at_eof() or reader.exception() is not None]
             assert len(ended) == 15
             assert await world.ask() == (200, {"by": "a"})
             for _, writer in strangers:
                 writer.close()
-            await world.until(lambda: not world.server.strangers)
+            await until_async(lambda: not world.server.strangers)
 
     run(work())
 
@@ -135,11 +136,11 @@ def test_strangers_of_one_address_do_not_close_those_of_another() -> None:
         async with serving({"a": answers("a")}) as world:
             world.server.strangers = Strangers(8, 4)
             slow = await asyncio.open_connection("127.0.0.1", world.port, local_addr=("127.0.0.3", 0))
-            await world.until(lambda: len(world.server.strangers) == 1)
+            await until_async(lambda: len(world.server.strangers) == 1)
             others = [
                 await asyncio.open_connection("127.0.0.1", world.port, local_addr=("127.0.0.2", 0)) for _ in range(40)
             ]
-            await world.until(lambda: len(world.server.strangers) == 5)
+            await until_async(lambda: len(world.server.strangers) == 5)
             slow[1].write((GET + "\r\n").encode())
             assert (await asyncio.wait_for(slow[0].readline(), 10)).startswith(b"HTTP/1.1 200")
             for _, writer in [slow, *others]:

@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from serving_world import TOKEN, World, answers, never, run, serving, streams
+from waiting import until_async
 from yarl import URL
 
 from slurmft.inference.serving import access_log
@@ -95,7 +96,7 @@ def test_what_a_dead_replica_had_is_done_by_another_one() -> None:
     async def work() -> None:
         async with serving({"a": never, "b": answers("b")}) as world:
             asked = [asyncio.create_task(world.ask()) for _ in range(2)]
-            await world.until(lambda: len(world["a"].seen) == 1)
+            await until_async(lambda: len(world["a"].seen) == 1)
             await world["a"].die()
             assert [await each for each in asked] == [(200, {"by": "b"})] * 2
             assert world.router.budget.has_one
@@ -108,7 +109,7 @@ def test_a_replica_that_its_supervisor_names_no_more_is_lost() -> None:
     async def work() -> None:
         async with serving({"a": never, "b": answers("b")}) as world:
             asked = [asyncio.create_task(world.ask()) for _ in range(2)]
-            await world.until(lambda: len(world["a"].seen) == 1)
+            await until_async(lambda: len(world["a"].seen) == 1)
             world.name_members("b", expected=2)
             assert [await each for each in asked] == [(200, {"by": "b"})] * 2
 
@@ -151,13 +152,13 @@ def test_a_full_router_refuses_at_once() -> None:
     async def work() -> None:
         async with serving({"a": never}, {"max_queue": 3}, concurrency=2) as world:
             asked = [asyncio.create_task(world.ask()) for _ in range(5)]
-            await world.until(lambda: world.router.waiting == 3)
+            await until_async(lambda: world.router.waiting == 3)
             async with world.client.post("/v1/x") as answer:
                 assert answer.status == 429 and int(answer.headers["Retry-After"]) >= 1
             for each in asked:
                 each.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
-            await world.until(lambda: world.router.waiting == 0 and world.router.in_flight == 0)
+            await until_async(lambda: world.router.waiting == 0 and world.router.in_flight == 0)
             assert world.router.replicas.by_name["a"].in_flight == 0, "a client that goes away frees its place"
 
     run(work())
@@ -168,7 +169,7 @@ def test_bodies_beyond_the_memory_for_them_are_refused_before_they_are_read(is_c
     async def work() -> None:
         async with serving({"a": never}, {"max_held_bytes": 100_000}, concurrency=64) as world:
             asked = [asyncio.create_task(world.ask(body=b"x" * 60_000))]
-            await world.until(lambda: len(world["a"].seen) == 1)
+            await until_async(lambda: len(world["a"].seen) == 1)
             reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
             length = "Transfer-Encoding: chunked" if is_chunked else "Content-Length: 60000\r\nExpect: 100-continue"
             writer.write(
@@ -180,11 +181,11 @@ def test_bodies_beyond_the_memory_for_them_are_refused_before_they_are_read(is_c
             assert answer.startswith(b"HTTP/1.1 503") and b"Retry-After: 1\r\n" in answer
             writer.close()
             asked.append(asyncio.create_task(world.ask(body=b"x" * 30_000)))
-            await world.until(lambda: len(world["a"].seen) == 2)
+            await until_async(lambda: len(world["a"].seen) == 2)
             for each in asked:
                 each.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
-            await world.until(lambda: world.router.in_flight == 0)
+            await until_async(lambda: world.router.in_flight == 0)
             assert world.router.held_bytes == 0, "room is given back"
 
     run(work())
@@ -204,13 +205,13 @@ def test_a_higher_priority_is_next_and_low_ones_leave_room() -> None:
                 return asyncio.create_task(world.ask(f"/v1/{name}", headers={"X-Priority": priority}))
 
             asked = [ask(f"l{number}", "low") for number in range(5)]
-            await world.until(lambda: (world.router.waiting, len(world["a"].seen)) == (2, 3))  # a quarter is left
+            await until_async(lambda: (world.router.waiting, len(world["a"].seen)) == (2, 3))  # a quarter is left
             asked.append(ask("n1", ""))
-            await world.until(lambda: len(world["a"].seen) == 4)
+            await until_async(lambda: len(world["a"].seen) == 4)
             for name, priority in ("n2", "nonsense"), ("h1", "high"), ("h2", "HIGH"):
                 before = world.router.waiting
                 asked.append(ask(name, priority))
-                await world.until(lambda before=before: world.router.waiting == before + 1)
+                await until_async(lambda before=before: world.router.waiting == before + 1)
             free.set()
             assert [status for status, _ in await asyncio.gather(*asked)] == [200] * 9
             assert world["a"].seen[3:7] == ["/v1/n1", "/v1/h1", "/v1/h2", "/v1/n2"]
@@ -228,7 +229,7 @@ def test_the_access_log_has_a_line_for_each_request(tmp_path: Path) -> None:
                 given = answer.headers["X-Request-ID"]
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(asyncio.gather(world.ask("/v1/y"), world.ask("/v1/y")), 0.1)
-            await world.until(lambda: world.router.in_flight == 0)
+            await until_async(lambda: world.router.in_flight == 0)
             await log.close()
             found = [json.loads(line) for line in (tmp_path / "access.log").read_text().splitlines()]
             assert [(each["id"], each["path"], each["status"], each["tries"]) for each in found[:2]] == [
@@ -274,7 +275,7 @@ def test_a_request_ends_at_its_own_deadline(engine: str) -> None:
     async def work() -> None:
         async with serving({"a": never}, concurrency=1) as world:
             other = asyncio.create_task(world.ask()) if engine == "full" else None
-            await world.until(lambda: len(world["a"].seen) == (engine == "full"))
+            await until_async(lambda: len(world["a"].seen) == (engine == "full"))
             began_s = asyncio.get_running_loop().time()
             status, answer = await world.ask(headers={"X-Request-Timeout": "0.3"})
             assert status == 504 and "deadline" in answer["error"]["message"]
@@ -362,7 +363,7 @@ def test_a_client_that_goes_away_ends_the_engines_work() -> None:
             await answer.content.readany()
             answer.close()
             await asyncio.wait_for(ended.wait(), 10)
-            await world.until(lambda: world.router.in_flight == 0)
+            await until_async(lambda: world.router.in_flight == 0)
 
     run(work())
 
@@ -375,7 +376,7 @@ def test_an_endpoint_with_too_few_replicas_is_degraded_and_comes_back() -> None:
             assert (await world.ask(headers=low))[0] == 200
             for name in "abc":
                 await world[name].die()
-            await world.until(lambda: world.router.degraded)
+            await until_async(lambda: world.router.degraded)
             async with world.client.post("/v1/x", headers=low) as answer:
                 assert (answer.status, answer.headers["X-Slurmft-State"]) == (503, "degraded")
                 assert int(answer.headers["Retry-After"]) > 0
@@ -403,7 +404,7 @@ def test_a_degraded_endpoint_answers_shorter_and_with_a_smaller_model() -> None:
             await (await world.client.post("/v1/completions", json=asked)).read()
             for name in "bc":
                 await world[name].die()
-            await world.until(lambda: world.router.degraded)
+            await until_async(lambda: world.router.degraded)
             async with world.client.post("/v1/completions", json=asked) as answer:
                 assert answer.headers["X-Slurmft-Degraded"] == "max_tokens=64, model=small"
             async with world.client.post("/v1/x", json=asked) as answer:
@@ -417,7 +418,7 @@ def test_an_endpoint_that_drains_refuses_what_is_new_and_finishes_what_it_has() 
     async def work() -> None:
         async with serving({"a": answers("a", delay_s=0.5)}) as world:
             asked = asyncio.create_task(world.ask())
-            await world.until(lambda: len(world["a"].seen) == 1)
+            await until_async(lambda: len(world["a"].seen) == 1)
             gate = world["a"].gate
             assert gate is not None
             world.name_members("a", closing=True)
@@ -441,9 +442,9 @@ def test_requests_wait_for_the_next_life_of_the_only_replica(ends: str) -> None:
                 gate.say("ended", crashed=True)
             else:
                 gate.say("draining")
-            await world.until(lambda: world.router.replicas.ready == 0)
+            await until_async(lambda: world.router.replicas.ready == 0)
             asked = asyncio.create_task(world.ask())
-            await world.until(lambda: world.router.waiting == 1)
+            await until_async(lambda: world.router.waiting == 1)
             assert world.router.status()["state"] == "waiting"
             world.name_members("b", expected=1)
             assert await asked == (200, {"by": "b"})
@@ -473,7 +474,7 @@ def test_a_client_that_does_not_take_its_answer_is_cut_off() -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", world.port, limit=1024)
             writer.write(f"GET /v1/x HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
             await reader.readline()
-            await world.until(lambda: world.router.in_flight == 0)
+            await until_async(lambda: world.router.in_flight == 0)
             assert "slow client" in world.router.metrics.answer("")[0].decode()
             writer.close()
 
@@ -516,7 +517,7 @@ def test_a_router_that_leaves_tells_clients_not_to_use_their_connections_again()
     async def work() -> None:
         async with serving({"a": answers("a", delay_s=0.2)}) as world:
             asking = asyncio.create_task(world.client.post("/v1/x", data=b"{}"))
-            await world.until(lambda: world.router.in_flight == 1)
+            await until_async(lambda: world.router.in_flight == 1)
             leaving = asyncio.create_task(world.server.leave())
             async with await asking as answer:
                 assert (answer.status, answer.headers["Connection"]) == (200, "close")

@@ -212,7 +212,7 @@ def test_a_token_of_the_users_own_stays(tmp_path: Path) -> None:
 
 
 def test_a_forger_at_a_dead_routers_port_gets_no_token(tmp_path: Path) -> None:
-    """Whoever listens there cannot show a certificate of the run."""
+    """Another process that listens there cannot show a certificate of the run."""
     prepare(tmp_path, None)
     prepare_authority(tmp_path)
     heard, forging = bytearray(), set[Any]()

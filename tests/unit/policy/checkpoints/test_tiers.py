@@ -8,6 +8,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from of_each import of_each
 
 from slurmft.policy.checkpoints.supply import Transfer, plan, rounds_of, without
 from slurmft.policy.checkpoints.tiers import DISK, Committed, Decision, Offer, Tier, choose
@@ -132,8 +133,10 @@ def test_a_quarantined_snapshot_is_not_used_from_memory_either():
     assert decision.skipped == ("step 125 in memory: it is quarantined",)
 
 
-@pytest.mark.parametrize("bad", [-1, 1.0, math.nan, math.inf, None, True, "1"])
-@pytest.mark.parametrize("where", ["rank", "shards", "tries", "step", "generation", "commit", "held", "fence", "disk"])
+@of_each(
+    where=["rank", "shards", "tries", "step", "generation", "commit", "held", "fence", "disk"],
+    bad=[-1, 1.0, math.nan, math.inf, None, True, "1"],
+)
 def test_numbers_that_make_no_sense_are_refused(where, bad):
     values = {
         "rank": 0,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 import pytest
@@ -18,8 +16,6 @@ from slurmft.policy.site.nccl import (
     HANDLING_VARIABLE,
     HEARTBEAT_VARIABLE,
     MIN_HEARTBEAT_S,
-    NO_HANDLING,
-    SKIP_CLEAN_UP,
     heartbeat_s,
     variables,
     why_not_to_trust,
@@ -33,72 +29,43 @@ FABRIC = {
 }  # fmt: skip
 
 
-class Actor(StrEnum):
-    """The process or thread that ends a hung rank."""
-
-    AGENT = "slurmft"
-    WATCHDOG = "torch's watchdog"
-    MONITOR = "torch's monitor"
+AGENT, WATCHDOG, MONITOR = "slurmft", "torch's watchdog", "torch's monitor"
 
 
-@dataclass(frozen=True, slots=True)
-class Act:
-    """An action on a rank that hangs in a collective, unless an earlier one has ended it."""
-
-    after_s: float
-    """Since the collective was issued, about."""
-
-    actor: Actor
-    does: str
-
-
-def acts_on_a_hang(*, limit_s: float, timeout_s: float, heartbeat_s: float, handling: str = SKIP_CLEAN_UP) -> list[Act]:
-    """The actions on a rank that waits for ever in a NCCL collective, first to last.
-
-    Args:
-        limit_s: of the section ``step``, configured or learned; 0: none.
-        timeout_s: ``nccl.step_timeout_minutes``, in seconds.
-        heartbeat_s: HEARTBEAT_VARIABLE.
-        handling: HANDLING_VARIABLE.
-    """
-    acts = []
-    if limit_s:
-        acts.append(Act(limit_s, Actor.AGENT, "stacks, flight recorder, the last step kept, then the kill"))
-    if handling != NO_HANDLING:
-        acts.append(Act(timeout_s, Actor.WATCHDOG, "flight recorder, then the process ends by SIGABRT"))
-    acts.append(Act(timeout_s + heartbeat_s, Actor.MONITOR, "only if the watchdog hangs as well: SIGABRT"))
-    return sorted(acts, key=lambda act: act.after_s)
+def acts_on_a_hang(limit_s: float, timeout_s: float, beat_s: float, handling: str) -> list[tuple[float, str]]:
+    """Seconds from the start of a collective that hangs, and who ends its rank then; torch's part as in its code."""
+    agent = [(limit_s, AGENT)] if limit_s else []
+    watchdog = [(timeout_s, WATCHDOG)] if handling != "0" else []
+    return sorted([*agent, *watchdog, (timeout_s + beat_s, MONITOR)], key=lambda act: act[0])
 
 
 @pytest.mark.parametrize(
     ("limit_s", "timeout_s", "handling", "actors"),
     [
-        (300, 600, "3", [Actor.AGENT, Actor.WATCHDOG, Actor.MONITOR]),
-        (3600, 600, "3", [Actor.WATCHDOG, Actor.MONITOR, Actor.AGENT]),
-        (3600, 600, "0", [Actor.MONITOR, Actor.AGENT]),
-        (0, 600, "3", [Actor.WATCHDOG, Actor.MONITOR]),
-        (0, 600, "0", [Actor.MONITOR]),
+        (300, 600, "3", [AGENT, WATCHDOG, MONITOR]),
+        (3600, 600, "3", [WATCHDOG, MONITOR, AGENT]),
+        (3600, 600, "0", [MONITOR, AGENT]),
+        (0, 600, "3", [WATCHDOG, MONITOR]),
+        (0, 600, "0", [MONITOR]),
     ],
 )
 def test_the_order(limit_s, timeout_s, handling, actors):
-    acts = acts_on_a_hang(limit_s=limit_s, timeout_s=timeout_s, heartbeat_s=600, handling=handling)
-    assert [act.actor for act in acts] == actors
+    assert [actor for _, actor in acts_on_a_hang(limit_s, timeout_s, 600, handling)] == actors
 
 
 @given(limit_s=st.floats(0, 1e6), timeout_s=st.floats(1, 1e6), handling=st.sampled_from(["0", "1", "2", "3"]))
 def test_the_monitor_is_the_last_to_act_whatever_is_configured(limit_s, timeout_s, handling):
     chosen_s = heartbeat_s(timeout_s, limit_s)
-    acts = acts_on_a_hang(limit_s=limit_s, timeout_s=timeout_s, heartbeat_s=chosen_s, handling=handling)
-    assert acts[-1].actor is Actor.MONITOR and chosen_s >= MIN_HEARTBEAT_S
-    assert acts == sorted(acts, key=lambda act: act.after_s)
+    acts = acts_on_a_hang(limit_s, timeout_s, chosen_s, handling)
+    assert acts[-1][1] == MONITOR and chosen_s >= MIN_HEARTBEAT_S
 
 
 @pytest.mark.parametrize("limit_s", [3600, 300])
 def test_the_page_says_what_is_computed(limit_s):
     page = (Path(__file__).parents[4] / "docs" / "gpu.md").read_text(encoding="utf-8")
-    acts = acts_on_a_hang(limit_s=limit_s, timeout_s=600, heartbeat_s=heartbeat_s(600, limit_s))
+    acts = acts_on_a_hang(limit_s, 600, heartbeat_s(600, limit_s), "3")
     (row,) = [line for line in page.splitlines() if line.startswith(f"| {limit_s} s")]
-    assert row.endswith("".join(f"| {act.actor}, {act.after_s:.0f} s " for act in acts) + "|")
+    assert row.endswith("".join(f"| {actor}, {after_s:.0f} s " for after_s, actor in acts) + "|")
 
 
 def test_what_the_user_has_set_stays():

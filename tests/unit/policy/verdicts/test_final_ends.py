@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from of_each import of_each
 
 from slurmft.policy.verdicts.decide import Budget, decide
 from slurmft.policy.verdicts.final_ends import UNDONE_WITHIN_S, End, end_of, why_no_requeue, why_superfluous
@@ -37,9 +38,7 @@ ENDS = {
 FINAL = {"stop", "not continued", "resubmitted", "93", "17"}
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("end", ENDS)
+@of_each(end=ENDS, moment=MOMENTS, version=VERSIONS)
 def test_requeueing_is_switched_off_where_slurm_would_undo_an_end(end: str, moment: str, version: str) -> None:
     recording, restart, was_preempted = MOMENTS[moment]
     job = parse_requeueing((RECORDED / version / f"{recording}.txt").read_text(), restart)

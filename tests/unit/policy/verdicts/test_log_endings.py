@@ -8,6 +8,7 @@ import signal
 
 import pytest
 from log_endings import LABELS, log_endings
+from of_each import of_each
 
 from slurmft.policy.verdicts.judge import Circumstances, WorkerEnd, judge
 from slurmft.policy.verdicts.symptoms import cause_of_log, cause_of_text, last_words
@@ -21,9 +22,8 @@ NCCL = "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:
 OURS = "slurmft rank 1: collective timeouts after the first step: {'default': 61.2}"
 
 
-@pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.name)
-def test_an_ending_is_what_it_is_labelled(ending):
-    assert ending.found() == ending.label
+def test_endings_are_what_they_are_labelled():
+    assert {each.name: found for each in ENDINGS if (found := each.found()) != each.label} == {}
 
 
 def test_the_corpus_is_large_and_has_all_kinds():
@@ -41,7 +41,7 @@ def test_a_crash_behind_a_line_of_ours_is_a_crash():
     assert verdict.cause is Cause.SIGNAL_CRASH
 
 
-@pytest.mark.parametrize("ending", [each for each in ENDINGS if each.label != "none"], ids=lambda ending: ending.name)
+@of_each(ending=[each for each in ENDINGS if each.label != "none"])
 def test_lines_of_ours_around_a_symptom_change_nothing(ending):
     for text in (f"{ending.text}\n{OURS}\n", f"{OURS}\n{ending.text}"):
         assert report_of_text(text, source="log", rank=0, node="n1", log=True).cause is LABELS[ending.label]

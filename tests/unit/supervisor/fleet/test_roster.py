@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from waiting import until_async
 
 from slurmft.ipc.channel import Channel, connect
 from slurmft.policy.nodes.membership import Members, Size, TooFew, Wait
@@ -21,12 +22,6 @@ WITHIN_S = 10.0
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 30.0))
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(WITHIN_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
@@ -63,7 +58,7 @@ def test_an_agent_that_was_replaced_ends_and_the_one_in_its_place_stays():
             pool.drop(pool.links[1])
             channels["n2"].close()
             channels["n2"] = await hello(port, 1, "n2", pid=2)  # by this name it is closed in the end
-            await until(lambda: pool.links[1].channel is not None)
+            await until_async(lambda: pool.links[1].channel is not None)
             late = await hello(port, 1, "n2")
             told = await asyncio.wait_for(late.receive(), WITHIN_S)
             assert told is not None
@@ -81,12 +76,12 @@ def test_a_spare_takes_the_place_of_a_lost_agent_and_the_lost_one_is_a_spare_whe
             assert enlist(pool, roster) == ["n1", "n2"]
             assert roster.patience_s(pool.links[1], 3.0) == 3.0
             channels["n2"].close()
-            await until(lambda: pool.links[1].channel is None)
+            await until_async(lambda: pool.links[1].channel is None)
             pool.drop(pool.links[1])
             assert enlist(pool, roster) == ["n1", "n3"]
             assert roster.patience_s(pool.links[2], 3.0) == 12.0, "nobody could step in now"
             channels["n2"] = await hello(port, 1, "n2")
-            await until(lambda: pool.links[1].channel is not None)
+            await until_async(lambda: pool.links[1].channel is not None)
             assert enlist(pool, roster) == ["n1", "n3"], "whoever took over stays"
             assert roster.can_go_on({"n3"})
             assert not roster.can_go_on({"n3", "n1"})
@@ -99,7 +94,7 @@ def test_an_agent_that_has_just_hung_up_is_waited_for_and_one_that_is_lost_is_no
         async with crew("n1", "n2", size=Size(nodes=2, minimum=2, maximum=2)) as (pool, roster, channels, _):
             enlist(pool, roster)
             channels["n2"].close()
-            await until(lambda: pool.links[1].channel is None)
+            await until_async(lambda: pool.links[1].channel is None)
             assert isinstance(roster.next((), waited_s=0.0), Wait)
             pool.drop(pool.links[1])
             assert isinstance(roster.next((), waited_s=0.0), TooFew)
@@ -125,12 +120,12 @@ def test_lent_nodes_come_on_top_when_their_torch_is_warm_also_ones_that_the_job_
             assert enlist(pool, roster, ("n1", "n2")) == ["n1", "n2"]
             for node, host in enumerate(("n1", "n9")):
                 channels[f"lent {host}"] = await hello(port, node, host, lender="77")
-            await until(lambda: len(pool.links) == 4)
+            await until_async(lambda: len(pool.links) == 4)
             assert pool.complete.is_set()
             assert roster.newcomers(()) == (), "not ready"
             for host in ("n1", "n9"):
                 channels[f"lent {host}"].send({"kind": "progress", "ranks": [], "generation": 0, "ready": True})
-            await until(lambda: len(roster.newcomers(("n1", "n2"))) == 2)
+            await until_async(lambda: len(roster.newcomers(("n1", "n2"))) == 2)
             assert enlist(pool, roster, ("n1", "n2")) == ["n1", "n2", "n1", "n9"]
             assert [link.node for link in pool.members] == [0, 1, 2, 3]
             pool.links[2].leaving = True
@@ -144,9 +139,9 @@ def test_a_lender_that_comes_again_has_its_old_place():
         async with crew("n1", size=Size(nodes=1, minimum=1, maximum=2)) as (pool, roster, channels, port):
             for _ in range(2):
                 channels["lent"] = await hello(port, 0, "n9", lender="77")
-                await until(lambda: 1 in pool.links and pool.links[1].channel is not None)
+                await until_async(lambda: 1 in pool.links and pool.links[1].channel is not None)
                 channels["lent"].close()
-                await until(lambda: pool.links[1].channel is None)
+                await until_async(lambda: pool.links[1].channel is None)
                 pool.drop(pool.links[1])
             assert sorted(pool.links) == [0, 1]
             assert enlist(pool, roster) == ["n1"]

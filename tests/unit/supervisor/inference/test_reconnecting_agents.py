@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import until_async
 
 from slurmft.config.fault_tolerance import FaultToleranceConfig
 from slurmft.ipc.channel import UNANSWERED, Channel, connect
@@ -86,12 +87,6 @@ async def asked_to_begin(port: int) -> tuple[Channel, int]:
             return channel, message["id"]
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 @pytest.mark.parametrize("takes_over", [True, False])
 def test_an_agent_that_comes_back_late_is_kept_where_it_has_outlived_a_supervisor(takes_over: bool) -> None:
     async def story() -> list[EventName]:
@@ -103,7 +98,7 @@ def test_an_agent_that_comes_back_late_is_kept_where_it_has_outlived_a_superviso
             await asyncio.sleep(2 * BROKEN_S)  # it is slow
             channel, number = await asked_to_begin(port)
             channel.send(as_reply(number, Done()))
-            await until(lambda: EventName.NODE_ANSWERS in one.events)
+            await until_async(lambda: EventName.NODE_ANSWERS in one.events)
             channel.close()
             return one.events
         finally:

@@ -1,4 +1,4 @@
-"""A StatefulDataLoader goes on where it was: in the order of its epoch, with all draws, whoever asks it and when.
+"""A StatefulDataLoader goes on where it was: in the order of its epoch, with all draws, whatever asks it and when.
 
 Runs end in an epoch after the first: the order of epoch 0 is that of a sampler that was told nothing.
 """

@@ -1,4 +1,4 @@
-"""What a site should have before many rely on it: facts in, findings out."""
+"""What an administrator can set up for all runs, and one run's room: facts in, findings out."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from slurmft.config.config import validate
-from slurmft.operations.site.production import examine, newest_size, place
-from slurmft.policy.site.doctor import Level
-from slurmft.policy.site.production import HOOKS, Place, RunFacts, SiteFacts, judge_run, judge_site
+from slurmft.operations.site.doctor import diagnose, newest_size, place
+from slurmft.policy.site.doctor import HOOKS, Level, Place, RoomFacts, SiteFacts, judge_room, judge_site
 
 OURS = Place(path="/opt/slurmft/venv")
 CONF = {key: f"/opt/slurmft/bin/{name}" for key, (name, _) in HOOKS.items()}
@@ -29,8 +28,8 @@ def site(**changed: object) -> dict[str, Level]:
 
 def run(**changed: object) -> dict[str, Level]:
     facts = {"folder": Place(path="/shared/runs/first", owner="ann"), "kind": "nfs4", "nodes": 4, "kept": 3,
-             "free_bytes": 100 * GIB, "checkpoint_bytes": GIB, "time_limit": "60", "is_told": True}  # fmt: skip
-    return {each.check: each.level for each in judge_run(RunFacts(**facts | changed))}  # type: ignore[arg-type]
+             "free_bytes": 100 * GIB, "checkpoint_bytes": GIB}  # fmt: skip
+    return {each.check: each.level for each in judge_room(RoomFacts(**facts | changed))}  # type: ignore[arg-type]
 
 
 def test_of_a_good_site_and_run_there_is_nothing_to_do():
@@ -47,18 +46,18 @@ ANNS = Place(path="/x", owner="ann")
     [
         ({"conf": {}, "programs": {}, "installation": OTHERS}, "installation", Level.WARNING),
         ({"installation": OTHERS}, "installation", Level.PROBLEM),
-        ({"installation": ANNS}, "installation", Level.NOTE),
-        ({"conf": CONF | {"Epilog": "(null)"}}, "Epilog", Level.WARNING),
-        ({"conf": CONF | {"Epilog": "/opt/slurmft/bin/slurmft-epilog-of-another"}}, "Epilog", Level.WARNING),
+        ({"installation": ANNS}, "installation", Level.OK),
+        ({"conf": CONF | {"Epilog": "(null)"}}, "Epilog", Level.NOTE),
+        ({"conf": CONF | {"Epilog": "/opt/slurmft/bin/slurmft-epilog-of-another"}}, "Epilog", Level.NOTE),
         ({"conf": CONF | {"Epilog": "/etc/one,/opt/slurmft/bin/slurmft-epilog"}}, "Epilog", Level.OK),
         ({"programs": PROGRAMS | {"Epilog": Place(path="/x", exists=False)}}, "Epilog", Level.NOTE),
         ({"programs": PROGRAMS | {"Epilog": OTHERS}}, "Epilog", Level.PROBLEM),
         ({"programs": PROGRAMS | {"Epilog": ANNS}}, "Epilog", Level.PROBLEM),
-        ({"health": Place(path="/x", exists=False), "results": None}, "health.yaml", Level.WARNING),
+        ({"health": Place(path="/x", exists=False), "results": None}, "health.yaml", Level.NOTE),
         ({"health": OTHERS}, "health.yaml", Level.PROBLEM),
         ({"health": ANNS}, "health.yaml", Level.PROBLEM),
         ({"health_error": "line 3: ..."}, "health.yaml", Level.PROBLEM),
-        ({"results": None}, "node results", Level.WARNING),
+        ({"results": None}, "node results", Level.NOTE),
         ({"results": OTHERS}, "node results", Level.PROBLEM),
         ({"looked_at": {"n1": 60.0}}, "node results", Level.WARNING),
         ({"looked_at": {"n1": 60.0, "n2": 1801.0}}, "node results", Level.WARNING),
@@ -71,21 +70,19 @@ def test_what_is_said_of_a_site(changed: dict[str, object], check: str, level: L
 @pytest.mark.parametrize(
     ("changed", "check", "level"),
     [
-        ({"folder": OTHERS}, "run folder's place", Level.PROBLEM),
-        ({"kind": "ext4"}, "run folder's place", Level.WARNING),
-        ({"kind": "ext4", "nodes": 1}, "run folder's place", Level.OK),
+        ({"folder": OTHERS}, "run folder's place", Level.WARNING),
+        ({"kind": "ext4"}, "run folder's place", Level.NOTE),
+        ({"kind": "ext4", "nodes": 1}, "run folder's place", None),
         ({"free_bytes": GIB - 1}, "room for checkpoints", Level.PROBLEM),
         ({"free_bytes": 4 * GIB - 1}, "room for checkpoints", Level.WARNING),
         ({"free_bytes": 4 * GIB}, "room for checkpoints", Level.OK),
-        ({"free_bytes": None}, "room for checkpoints", Level.NOTE),
-        ({"checkpoint_bytes": 0}, "room for checkpoints", Level.NOTE),
+        ({"free_bytes": None}, "room for checkpoints", None),
+        ({"checkpoint_bytes": 0}, "room for checkpoints", None),
         ({"kept": 1}, "kept checkpoints", Level.WARNING),
-        ({"time_limit": ""}, "time limit", Level.NOTE),
-        ({"is_told": False}, "notifications", Level.NOTE),
     ],
 )
-def test_what_is_said_of_a_run(changed: dict[str, object], check: str, level: Level):
-    assert run(**changed)[check] is level
+def test_what_is_said_of_a_run(changed: dict[str, object], check: str, level: Level | None):
+    assert run(**changed).get(check) is level
 
 
 def test_who_may_change_a_place(tmp_path: Path):
@@ -124,9 +121,8 @@ def test_the_room_is_compared_with_the_newest_committed_checkpoint(tmp_path: Pat
         if is_committed:
             (folder / "manifest.json").touch()
     given = {"command": ["true"], "run_folder": str(tmp_path), "checkpoint": {"keep_last_n": 5}}
-    text = next(
-        each.text for each in examine(validate(given, source="test"), {}) if each.check == "room for checkpoints"
-    )
+    found = diagnose(validate(given, source="test"), {}, here=tmp_path).findings
+    text = next(each.text for each in found if each.check == "room for checkpoints")
     assert text.endswith("a checkpoint has 0.00 GiB") and "GiB free" in text
     assert newest_size(tmp_path / "checkpoints") == 100
     assert newest_size(tmp_path / "missing") == 0
