@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import secrets
 import stat
 import time
@@ -47,6 +48,8 @@ MAX_NAMES = 30
 
 REQUESTS = ("KILL", "SAVE", "REQUEUE")
 """Files that ask a run for something: stop after saving, save now, save and go through the queue again."""
+
+_JOB = re.compile(r"[\w+-]{1,64}", re.ASCII)
 
 log = logging.getLogger(__name__)
 
@@ -217,8 +220,11 @@ class RunFolder:
         if value is None:
             return None
         try:
+            job = str(value["job"])
+            if not _JOB.fullmatch(job):  # it becomes part of names of files
+                raise ValueError(f"{job[:40]!r} is no job")
             return Owner(
-                job=str(value["job"]),
+                job=job,
                 restart=int(value["restart"]),
                 generation=int(value["generation"]),
                 cluster=str(value["cluster"]),

@@ -89,6 +89,8 @@ DAMAGED = [
     ("owner.json", {**OWNER, "generation": "new"}, "owner.json is damaged"),
     ("owner.json", {**OWNER, "pid": None, "cluster": "local"}, "owner.json is damaged"),
     ("owner.json", {**OWNER, "pid": float("inf")}, "owner.json is damaged"),
+    ("owner.json", {**OWNER, "job": "a\0b"}, "owner.json is damaged"),
+    ("owner.json", {**OWNER, "job": "../../7"}, "owner.json is damaged"),
     ("jobs.json", {"format": 1, "jobs": 5}, "jobs.json does not hold a list of jobs"),
     ("jobs.json", {"format": 1, "jobs": [5, None]}, "jobs.json does not hold a list of jobs"),
     ("jobs.json", {"format": 1, "jobs": ["7", "seven"]}, "jobs.json names a job 'seven'"),
