@@ -19,7 +19,6 @@ from slurmft.errors import LaunchError, UsageError
 from slurmft.inference.callables import CallableEngine
 from slurmft.inference.request_checkpoints import NOTE_S, RequestCheckpointer
 from slurmft.inference.retrying import MAX_TOLD, Again, Answer, OutOfMemory
-from slurmft.inference.serving.endpoint import token_in
 from slurmft.inference.streams import events_of
 from slurmft.ipc.stacks import STOP_SIGNAL_VARIABLE
 from slurmft.policy.inference.answers import Outcome, is_good, outcome_of_status, retry_after_s
@@ -35,6 +34,7 @@ from slurmft.policy.inference.continuation import (
 from slurmft.policy.inference.engines import counter_in, engine_kind
 from slurmft.system.private_folder import PrivateFolder, make_private_folder
 from slurmft.system.processes import die_with_parent, owners_of_loopback_port, reap_adopted
+from slurmft.system.token_file import token_in
 
 if TYPE_CHECKING:
     import aiohttp

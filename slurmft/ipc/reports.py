@@ -365,8 +365,13 @@ class ReplicaDied(InferenceReport):
     was_ready: Flag
     answered: Count
     failures: Count
-    load: Count
+    load: Annotated[int | None, Shape(fits=integer(0, 2**62), optional=True)] = None
     """Requests that it had, also where they have no numbers."""
+
+    @property
+    def had(self) -> int:
+        """How many requests, as far as is known."""
+        return len(self.in_flight) if self.load is None else self.load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import StorageError, UsageError
-from slurmft.inference.serving.endpoint import token_in
 from slurmft.reporting import publishing
 from slurmft.reporting.metrics import RunMetrics, families
 from slurmft.reporting.notify import Notifier
 from slurmft.storage.run_folder import RunFolder
 from slurmft.system import processes
 from slurmft.system.exposition import Family
+from slurmft.system.token_file import token_in
 
 LOOK_S = 1.0
 AGAIN_S = 30.0

@@ -12,20 +12,19 @@ serving/            mode 0700
 from __future__ import annotations
 
 import os
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from slurmft.errors import StorageError, UsageError
+from slurmft.errors import StorageError
 from slurmft.storage.patience import writing
 from slurmft.system.files import read_json, replace_atomically, write_json
 from slurmft.system.opening import read_bytes, read_text, trusted_owners
+from slurmft.system.token_file import token_in
 
 MAX_ADDRESSES = 16
-MAX_TOKEN_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,23 +181,6 @@ def token_of(run_folder: Path) -> str:
         UsageError: the file cannot be read or believed.
     """
     return token_in(folder_of(run_folder) / "token")
-
-
-def token_in(path: Path, *, at_least: int = 16) -> str:
-    """The token in a file that its owner alone can read.
-
-    Raises:
-        UsageError: others can, it is another user's, it cannot be read, or holds no token.
-    """
-    try:
-        if path.stat().st_mode & 0o077:
-            raise UsageError(f"others may read the token in {path}", hint=f"chmod 600 {path}")
-        token = read_text(path, owners={os.geteuid()}, limit_bytes=MAX_TOKEN_BYTES).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the token in {path}: {error}") from error
-    if len(token) < at_least or not re.fullmatch(r"[\x21-\x7e]+", token):
-        raise UsageError(f"{path} must hold one token of at least {at_least} printable characters without spaces")
-    return token
 
 
 def is_local(environment: Mapping[str, str]) -> bool:

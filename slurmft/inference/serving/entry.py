@@ -19,11 +19,12 @@ from typing import Any
 from slurmft.config.config import load
 from slurmft.inference.serving.batches import Batches
 from slurmft.inference.serving.certificates import context_for
-from slurmft.inference.serving.endpoint import folder_of, is_local, key_of, token_in, token_of
+from slurmft.inference.serving.endpoint import folder_of, is_local, key_of, token_of
 from slurmft.inference.serving.listener import RouterServer
 from slurmft.inference.serving.router import Router
 from slurmft.inference.serving.router_settings import SETTINGS_VARIABLE, RouterSettings
 from slurmft.system.agents_child import run_below_agent
+from slurmft.system.token_file import token_in
 
 ALIVE_S = 1.0
 MAX_LINE_BYTES = 16 << 20

@@ -356,7 +356,7 @@ class InferenceAttempt:
                 self._last_death = f"{link.host}, replica {report.replica}: {report.how}"
                 self._is_hopeless = report.code == EXIT_USAGE and not report.was_ready
                 self._journal.append(EventName.REPLICA_DIED, node=link.host, replica=report.replica, reason=report.how,
-                                     in_flight=report.load, answered=report.answered,
+                                     in_flight=report.had, answered=report.answered,
                                      failures=report.failures)  # fmt: skip
                 self._suspect(link, report)
             case ReplicaSmaller():
@@ -366,7 +366,7 @@ class InferenceAttempt:
     def _suspect(self, link: AgentLink, report: ReplicaDied) -> None:
         """Engines that die again and again on one node, while others work, are evidence against it."""
         now_s, nodes = time.monotonic(), {each.host for each in self._joined.values()}
-        self._deaths = self._deaths.died(link.host, now_s, in_flight=report.load)
+        self._deaths = self._deaths.died(link.host, now_s, in_flight=report.had)
         if (node := self._deaths.suspect(nodes, now_s)) is None:
             return
         self._deaths = self._deaths.forgiven(node)

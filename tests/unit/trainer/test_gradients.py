@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,7 +36,8 @@ class Script:
 
 
 @pytest.fixture
-def watch() -> Iterator[OpenGradients]:
+def watch(monkeypatch) -> Iterator[OpenGradients]:
+    monkeypatch.setattr(torch.optim.optimizer, "_global_optimizer_post_hooks", OrderedDict())  # of other sessions
     yield (one := OpenGradients())
     if one._hook is not None:
         one._hook.remove()

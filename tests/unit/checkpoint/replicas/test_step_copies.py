@@ -349,7 +349,7 @@ os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from staging import until
+from waiting import until
 from slurmft.checkpoint import CheckpointManager
 from slurmft.checkpoint.staging import snapshots
 from slurmft.checkpoint.staging.step_places import StepPlaces

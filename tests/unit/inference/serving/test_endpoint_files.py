@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from slurmft.errors import UsageError
-from slurmft.inference.serving.endpoint import headers_file, prepare, token_in, token_of
+from slurmft.inference.serving.endpoint import headers_file, prepare, token_of
+from slurmft.system.token_file import token_in
 
 
 def test_secrets_are_private_and_stay_the_same(tmp_path: Path) -> None:
