@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,7 +38,7 @@ class Script:
 
 @pytest.fixture
 def watch(monkeypatch) -> Iterator[OpenGradients]:
-    monkeypatch.setattr(torch.optim.optimizer, "_global_optimizer_post_hooks", OrderedDict())  # of other sessions
+    monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_global_optimizer_post_hooks", OrderedDict())  # of other sessions
     yield (one := OpenGradients())
     if one._hook is not None:
         one._hook.remove()
