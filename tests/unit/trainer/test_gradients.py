@@ -38,7 +38,8 @@ class Script:
 
 @pytest.fixture
 def watch(monkeypatch) -> Iterator[OpenGradients]:
-    monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_global_optimizer_post_hooks", OrderedDict())  # of other sessions
+    of_other_sessions = sys.modules["torch.optim.optimizer"]
+    monkeypatch.setattr(of_other_sessions, "_global_optimizer_post_hooks", OrderedDict())
     yield (one := OpenGradients())
     if one._hook is not None:
         one._hook.remove()
