@@ -167,6 +167,7 @@ class Agent:
                 return EXIT_TEMPORARY if self._taken_back else serving.result()
             return LaunchError.exit_code
         finally:
+            is_lease_over = lease.done()
             for task in (reports, serving, lease, hangs, keeping, notices, alone):
                 task.cancel()
             if self._replicas is not None:
@@ -174,7 +175,7 @@ class Agent:
             await asyncio.gather(notices, return_exceptions=True)  # a plug-in is ended with it
             self._keeping.close()
             await self._rehearsal.stop()
-            self._workers.close(leave_memory=lease.done())  # a supervisor that wakes up goes on with it
+            self._workers.close(leave_memory=is_lease_over)  # a supervisor that wakes up goes on with it
             await self._sync.close()
             self._forensics.finish(LAST_FILES_S)
             if self._channel is not None:

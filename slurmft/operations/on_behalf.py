@@ -85,7 +85,7 @@ def left_alone(names: Mapping[int, Sequence[str]], why: str) -> str:
     """One line that counts these folders and names some of them; empty where there are none."""
     count, shown = sum(map(len, names.values())), []
     for owner in sorted(names)[:3]:
-        some = ", ".join(names[owner][:3]) + ", ..." * (len(names[owner]) > 3)
+        some = ", ".join(sorted(names[owner])[:3]) + ", ..." * (len(names[owner]) > 3)
         shown.append(f"{user_name(owner)}: {some}")
     more = "; ..." * (len(names) > 3)
     return f"left alone: {count} folders of other users ({why}): {'; '.join(shown)}{more}" if count else ""

@@ -40,6 +40,7 @@ async def healthy(_request: web.Request) -> web.Response:
 
 
 def main() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked, so that a signal to a job step ends none
     app = web.Application()
     app[BUSY] = {"now": 0}
     app.add_routes([web.post("/v1/chat/completions", complete), web.get("/health", healthy)])

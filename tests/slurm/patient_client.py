@@ -17,6 +17,7 @@ from slurmft.inference.serving.endpoint import HighAvailabilityCluster, ca_file,
 
 PASSING = (429, 502, 503, 504)
 LONGEST_PAUSE_S = 2.0
+LOOK_S = 1.0
 
 
 class NoAnswer(Exception):
@@ -40,6 +41,13 @@ class PatientClient:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
+    def _urls(self) -> list[str]:
+        return [url for router in HighAvailabilityCluster.read(self._run_folder).routers for url in router.urls]
+
+    async def _once(self, url: str, path: str, body: Any, headers: dict[str, str], left_s: float) -> tuple[int, bytes]:
+        async with asyncio.timeout(left_s), self._session.post(url + path, json=body, headers=headers) as found:
+            return found.status, await found.read()
+
     async def post(self, path: str, body: Any, *, timeout_s: float = 60.0) -> tuple[int, bytes]:
         """Status and content; a stream that breaks off is asked for again from its beginning."""
         until_s, why, pause_s = time.monotonic() + timeout_s, "", 0.05
@@ -48,12 +56,17 @@ class PatientClient:
                 routers = HighAvailabilityCluster.read(self._run_folder).routers
                 url = random.choice(random.choice(routers).urls) if routers else "http://no.router.invalid"
                 headers = {"Authorization": f"Bearer {token_of(self._run_folder)}", "X-Request-Timeout": str(left_s)}
-                async with asyncio.timeout(left_s), self._session.post(url + path, json=body, headers=headers) as found:
-                    content = await found.read()
+                asked = asyncio.ensure_future(self._once(url, path, body, headers, left_s))
+                while not asked.done():
+                    await asyncio.wait({asked}, timeout=LOOK_S)
+                    if not asked.done() and url not in self._urls():
+                        asked.cancel()  # its node is gone, which no packet says
+                        raise OSError("its router is no more")
+                status, content = asked.result()
                 is_cut = b"event: error\ndata: " in content and b'"slurmft"' in content
-                if found.status not in (*PASSING, 401) and not is_cut:
-                    return found.status, content
-                why = f"HTTP {found.status}: {content[-300:]!r}"
+                if status not in (*PASSING, 401) and not is_cut:
+                    return status, content
+                why = f"HTTP {status}: {content[-300:]!r}"
             except (aiohttp.ClientError, OSError, SlurmftError) as error:
                 why = why if isinstance(error, TimeoutError) and why else f"{type(error).__name__}: {error}"
             await asyncio.sleep(random.uniform(0, pause_s))

@@ -328,8 +328,10 @@ def test_bad_requests_end_in_errors_and_hurt_no_other(new_batch: NewBatch) -> No
     run.assert_exactly_once(errors=(20, 30, 80, 150))
     found = {record["custom_id"]: record for record in run.answers("errors.jsonl")}
     assert found["q30"]["response"]["status_code"] == 400
-    for name, words in (("q20", "SIGSEGV"), ("q150", "SIGSEGV"), ("q80", "hang_timeout_s")):
-        assert found[name]["error"]["code"] == "poison_request"
+    # the hung one is cut off by itself, as its engine answers others meanwhile
+    for name, code, words in (("q20", "poison_request", "SIGSEGV"), ("q150", "poison_request", "SIGSEGV"),
+                              ("q80", "no_answer", "hang_timeout_s")):  # fmt: skip
+        assert found[name]["error"]["code"] == code
         assert words in found[name]["error"]["message"]
     assert run.events("replica smaller"), run.story()
 
