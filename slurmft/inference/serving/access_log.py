@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
-import io
 import json
 import logging
-import os
 from pathlib import Path
 
 from aiohttp import web
 
 from slurmft.inference.serving.errand import TRIP
-from slurmft.system.opening import open_regular
+from slurmft.system.opening import write_bytes
 
 EVERY_S = 0.5
 MOST_LINES = 20_000
@@ -81,8 +79,6 @@ class AccessLog:
 
 
 def _append(path: Path, content: bytes) -> None:
-    with io.FileIO(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, follow=False), "a") as file:
-        file.write(content)
-        is_long = file.tell() > MOST_BYTES
-    if is_long:
+    write_bytes(path, content, append=True, follow=False)
+    if path.stat().st_size > MOST_BYTES:
         path.replace(path.with_suffix(".log.1"))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import logging
 import os
@@ -35,7 +34,7 @@ from slurmft.inference.requests import request_of
 from slurmft.policy.inference.answers import retry_after_s
 from slurmft.policy.inference.rotation import Priority
 from slurmft.system.files import read_json, replace_atomically, write_json
-from slurmft.system.opening import open_regular, read_bytes
+from slurmft.system.opening import read_bytes, write_bytes
 
 PATHS = re.compile(r"/v1/(files|batches)(?:/((?:file-|batch_)[0-9a-f]{32})(?:/(content|cancel))?)?")
 LOOK_S, BEAT_S, SILENT_S = 1.0, 2.0, 15.0
@@ -196,7 +195,7 @@ class Batches:
     # The work
 
     async def _watch(self, url: str) -> None:
-        # to this process's own socket: nobody else can be there
+        # to this process's own socket: no other process can be there
         connector = aiohttp.TCPConnector(limit=0, ssl=False)
         headers = {"Authorization": f"Bearer {self._token}", "X-Priority": "low"}
         async with aiohttp.ClientSession(url, headers=headers, connector=connector,
@@ -260,8 +259,9 @@ class Batches:
         is_mine = beat.startswith(mine) or beat == self._seen[name][0]
         if told["status"] not in OPEN or not is_mine:
             return None
-        replace_atomically(path, mine + f" {time.monotonic()}".encode())
-        self._seen[name] = _content_of(path), time.monotonic()
+        now_s = time.monotonic()
+        replace_atomically(path, beat := mine + f" {now_s}".encode())
+        self._seen[name] = beat, now_s
         if told["status"] == "cancelling":
             return False
         self._write({**told, "request_counts": self._counts(requests, done)})
@@ -326,8 +326,8 @@ def form_in(kind: str, body: bytes) -> dict[str, tuple[str, bytes]]:
 
 
 def _append(path: Path, row: Mapping[str, Any]) -> None:
-    with io.FileIO(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, follow=False), "a") as file:
-        file.write(b"\n" + json.dumps(row).encode() + b"\n")  # behind half a line of a router that has died
+    line = b"\n" + json.dumps(row).encode() + b"\n"  # behind half a line of a router that has died
+    write_bytes(path, line, append=True, follow=False)
 
 
 def _content_of(path: Path) -> bytes:
