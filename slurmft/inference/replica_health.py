@@ -61,7 +61,7 @@ class WorkerHealthMonitor:
             watched.ready, watched.since_s, watched.idle_s = True, now_s, now_s
 
     def holds(self, replica: int, more: int, now_s: float) -> None:
-        """It has so many more requests, or fewer, for whatever reason."""
+        """It has so many more requests, or fewer."""
         if (watched := self._watched.get(replica)) is not None:
             watched.in_flight = max(0, watched.in_flight + more)
             self._settle(watched, now_s)

@@ -18,13 +18,8 @@ def run_below_agent(work: Callable[[], Coroutine[Any, Any, int]]) -> int:
     """Run ``work`` until it ends or the agent does; returns its exit code, or that of its error, which is logged."""
     log_to_stderr("slurmft: %(message)s")
     die_with_parent()
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-        signal.SIGUSR1,
-        signal.SIGUSR2,
-    ):  # the agent says when to stop; an engine must not inherit "ignored"
+    # the agent says when to stop; an engine must not inherit "ignored"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda _number, _frame: None)
     try:
         return asyncio.run(work())

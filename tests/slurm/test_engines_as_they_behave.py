@@ -177,7 +177,7 @@ def test_an_engine_that_fails_everything_is_started_again(new_endpoint: New) -> 
 
 
 def test_an_engine_that_hangs_behind_a_page_of_health_is_found(new_endpoint: New) -> None:
-    """Somebody looks at its models all the time, and gets an answer."""
+    """A client lists its models all the time, and gets an answer."""
     endpoint = new_endpoint(max_restarts=5)
     assert endpoint.ask()[0] == 200
     endpoint.behaves("hangs")

@@ -46,7 +46,7 @@ class ServingStops(InferenceStops):
         deadline_s = began_s + await self._left_s()
         await asyncio.sleep(JOINED_S)
         within_s = max(0.5, deadline_s - time.monotonic() - LEAST_DRAIN_S)
-        self._have_drained(within_s)
+        self._tell_to_drain(within_s)
         while not self._is_late(deadline_s) and (self.joined - self.drained or time.monotonic() < began_s + LINGER_S):
             await asyncio.sleep(LOOK_S)
         roster.retire()

@@ -99,7 +99,7 @@ class InferenceStops:
             self.coordinator.stop()
             within_s = max(0.5, left_s - COMMIT_MARGIN_S)
             deadline_s = time.monotonic() + within_s
-            self._have_drained(within_s)
+            self._tell_to_drain(within_s)
             # Slurm's own end may become known only now, and is sooner
             while (
                 not self._over.is_set()
@@ -111,7 +111,7 @@ class InferenceStops:
             self._journal.append(EventName.STOP_SAVED, step=self.coordinator.requests.done)
         self._over.set()
 
-    def _have_drained(self, within_s: float) -> None:
+    def _tell_to_drain(self, within_s: float) -> None:
         drain = Drain(within_s=within_s).as_call(UNANSWERED)
         for link in [self._pool.links.get(node) for node in self.joined]:
             if link is not None and link.channel is not None:

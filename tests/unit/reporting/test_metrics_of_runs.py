@@ -146,7 +146,7 @@ def test_a_line_without_an_end_is_no_burden(run: RunFolder):
 
 
 def test_a_journal_that_is_mostly_a_hole_is_not_read(run: RunFolder) -> None:
-    """It costs whoever makes it nothing, and would keep every look at all runs busy for hours."""
+    """It costs its maker nothing, and would keep every look at all runs busy for hours."""
     os.truncate(run.journal().path, LOG_LIMIT_BYTES + 1)
     looks, problems = looks_at([run])
     assert (looks, problems) == ([], [f"{run.name}: is longer than {LOG_LIMIT_BYTES} bytes"])
