@@ -183,8 +183,16 @@ def lab() -> Iterator[Lab]:
 
 
 @pytest.fixture
-def new_run(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Callable[..., Run]]:
-    """Makes runs of 2 nodes x 2 ranks; ends whatever of them is left."""
+def left_idle(lab: Lab) -> Iterator[None]:
+    """Ends whatever a test has left in the queue: its processes must not be taken for those of the next test."""
+    yield
+    lab.run_as_admin(["scancel", "--user", lab.user], check=False)
+    lab.wait_until_idle(60)
+
+
+@pytest.fixture
+def new_run(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> Callable[..., Run]:
+    """Makes runs of 2 nodes x 2 ranks."""
 
     def make(name: str = "", *, delay: float = 0.1, steps: int = STEPS, command: list[str] | None = None,
              **changes: Any) -> Run:  # fmt: skip
@@ -211,9 +219,7 @@ def new_run(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Callable[..., 
         run.configure(**changes)
         return run
 
-    yield make
-    lab.run_as_admin(["scancel", "--user", lab.user], check=False)
-    lab.wait_until_idle(60)
+    return make
 
 
 @pytest.fixture(scope="session")

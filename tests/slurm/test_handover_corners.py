@@ -16,7 +16,7 @@ PORT = 18_080
 
 
 @pytest.fixture
-def new_endpoint(lab: Lab, request: pytest.FixtureRequest) -> NewEndpoint:
+def new_endpoint(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> NewEndpoint:
     return maker(lab, request)
 
 

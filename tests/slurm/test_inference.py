@@ -73,7 +73,9 @@ class BatchRun(Run):
         return sum(count - 1 for count in seen.values())
 
     def kill_processes(self, node: str, pattern: str, signal: str = "KILL") -> None:
-        pids = self.lab.run_on_as_admin(node, ["pgrep", "-f", pattern], check=False).stdout.split()
+        job = self.events("attempt started")[-1].attempt.split(".")[0]
+        script = 'for p in $(pgrep -f "$1"); do grep -qzx "SLURM_JOB_ID=$2" /proc/$p/environ && echo $p; done'
+        pids = self.lab.run_on_as_admin(node, ["bash", "-c", script, "", pattern, job], check=False).stdout.split()
         assert pids, f"no process like {pattern} on {node}\n{self.story()}"
         self.lab.run_on_as_admin(node, ["kill", f"-{signal}", pids[0]])
 
@@ -103,7 +105,7 @@ class BatchRun(Run):
 
 
 @pytest.fixture
-def new_batch(lab: Lab, request: pytest.FixtureRequest) -> NewBatch:
+def new_batch(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> NewBatch:
     def make(
         count: int = 300, *, pause: float = 0.2, special: dict[int, str] | None = None, engine: Path = ENGINE,
         body: dict | None = None, **changes,

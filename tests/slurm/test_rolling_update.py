@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
 @pytest.fixture
-def new_endpoint(lab: Lab, request: pytest.FixtureRequest) -> NewEndpoint:
+def new_endpoint(lab: Lab, left_idle: None, request: pytest.FixtureRequest) -> NewEndpoint:
     return maker(lab, request)
 
 

@@ -648,7 +648,7 @@ def start_engine(node: Node, rank: int) -> None:
 
 
 async def family_of(node: Node, rank: int, life: int = 1) -> list[int]:
-    await node.until(lambda: node.log(rank).count("ready") == life and node.log(rank).endswith("\n"))
+    await until_async(lambda: node.log(rank).count("ready") == life and node.log(rank).endswith("\n"))
     return [int(word) for word in node.log(rank).splitlines()[-1].split()[1:]]
 
 
@@ -660,15 +660,15 @@ def test_processes_of_an_engine_are_gone_before_it_is_started_again_and_those_of
         mine, others = [await family_of(node, rank) for rank in (0, 1)]
         assert not any(map(gone, (*mine, *others)))
         os.kill(node.workers.by_rank[0].pid, signal.SIGKILL)
-        await node.until(lambda: node.ended)
+        await until_async(lambda: node.ended)
         first = node.workers.by_rank[0].pid
         start_engine(node, 0)
-        await node.until(lambda: node.workers.by_rank[0].pid not in (0, first))
+        await until_async(lambda: node.workers.by_rank[0].pid not in (0, first))
         assert all(map(gone, mine)) and not any(map(gone, others))
         again = await family_of(node, 0, life=2)
         assert set(again).isdisjoint(mine)
         node.workers.close()
-        await node.until(lambda: all(map(gone, (*again, *others))))
+        await until_async(lambda: all(map(gone, (*again, *others))))
 
     on_a_node(tmp_path, work)
 
