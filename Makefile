@@ -59,7 +59,7 @@ test: lint ## lint, then every test on a real Slurm cluster that is built for it
 	if [[ -n "$(strip $(TESTS))" ]]; then $(BIN)/pytest $(TESTS); exit; fi; \
 	failed=0; \
 	$(BIN)/pytest $(ALONE) || failed=1; \
-	$(BIN)/pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder --durations 30 --ignore $(ALONE) $(BESIDES) || failed=1; \
+	$(BIN)/pytest --numprocesses 5 --dist loadfile --no-loadscope-reorder --durations 30 -r fER --ignore $(ALONE) $(BESIDES) || failed=1; \
 	exit $$failed
 
 test-packages: ## install what the tests of containers and alerts need, where it is missing (root, Debian)
