@@ -1,6 +1,8 @@
 """A deterministic engine over HTTP; some prompts make it die, hang, run out of memory or refuse.
 
 python inference_engine.py PORT PAUSE_SECONDS
+
+Those that begin with WAIT are answered when there is a file ``go`` beside it.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import hashlib
 import os
 import signal
 import sys
+from pathlib import Path
 
 from aiohttp import web
 
@@ -23,6 +26,9 @@ async def complete(request: web.Request) -> web.Response:
             os.kill(os.getpid(), signal.SIGSEGV)
         case "HANG":
             await asyncio.Event().wait()
+        case "WAIT":
+            while not Path(__file__).with_name("go").exists():
+                await asyncio.sleep(0.05)
         case "BAD":
             return web.json_response({"error": "I do not like it"}, status=400)
         case "OOM" if request.app[BUSY]["now"] > 0:

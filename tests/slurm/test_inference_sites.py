@@ -25,7 +25,11 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
 def test_replicas_follow_nodes_that_come_and_go(lab: Lab, new_batch: NewBatch) -> None:  # noqa: F811
-    run = new_batch(700, nodes=1, elastic={"min_nodes": 1, "max_nodes": 2})
+    special = {index: f"WAIT {index}" for index in range(100, 400)}
+    run = new_batch(
+        400, pause=1.0, special=special, nodes=1, elastic={"min_nodes": 1, "max_nodes": 2},
+        inference={"hang_timeout_s": 200},
+    )  # fmt: skip
     run.submit()
     run.wait_for("node answers")
     options = ["--nodes", "1", "--", "--time=5", f"--exclude={run.batch_host}"]
@@ -33,7 +37,8 @@ def test_replicas_follow_nodes_that_come_and_go(lab: Lab, new_batch: NewBatch) -
     lent = run.wait_for("node answers", 2).details["node"]
     assert lent != run.batch_host
     run.wait_for("replica ready", 4)
-    run.wait_for_answers((run.folder.progress() or {})["step"] + 80)
+    (run.config.parent / "go").touch()
+    run.wait_for_answers(140)
     lab.run(["scancel", lender])
     left = run.wait_for("agent left")
     assert left.details["node"] == lent
