@@ -74,9 +74,7 @@ def test_a_node_that_cannot_be_reached_when_the_agents_start(lab: Lab, new_run: 
     try:
         go.touch(mode=0o644)
         verdict = run.wait_for("verdict").details
-        if (
-            verdict["cause"] != "requeued by Slurm"
-        ):  # Slurm may notice the dead node before srun does
+        if verdict["cause"] != "requeued by Slurm":  # Slurm may notice the dead node before srun does
             assert (verdict["cause"], verdict["node"]) == ("launch failure", node), run.story()
             assert "could not start the agent" in verdict["reason"]
             assert run.wait_for("decision").details["avoid"] == [node]
