@@ -42,7 +42,7 @@ HANDSHAKE_S = 10.0
 """For TLS, at most."""
 
 TLS_STRANGERS = 1024
-"""At most so many: each costs 256 KiB from its first moment, in buffers of asyncio."""
+"""At most so many: each costs 256 KiB from its first byte on, in buffers of asyncio."""
 
 ACCEPTED_AT_ONCE = 64
 """More could use up the descriptors before those of strangers are given back."""
@@ -154,11 +154,14 @@ class RouterServer:
     async def _begin(self, arrival: _Arrival, context: ssl.SSLContext | None, address: str) -> None:
         limit_s = min(self._serving.client_timeout_s, HANDSHAKE_S) if context is not None else None
         try:
+            if context is not None:
+                await arrival.first_byte(limit_s)
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: self._connection(arrival, address), arrival.socket, ssl=context, ssl_handshake_timeout=limit_s
             )
         except OSError as error:  # what is no TLS as well
             log.debug("a connection from %s ended before it began: %s", address, error)
+            error.with_traceback(None)  # whose frames keep the error, and with it all buffers, until a full collection
         finally:
             self.strangers.forget(arrival)
 
@@ -227,6 +230,21 @@ class _Arrival:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
+
+    async def first_byte(self, limit_s: float | None) -> None:
+        """Wait for it, or close the socket and raise ``OSError``: a silent one costs a socket, and no buffers."""
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self.socket, ready.set)
+        try:
+            async with asyncio.timeout(limit_s):
+                await ready.wait()
+            if not self.socket.recv(1, socket.MSG_PEEK):
+                raise ConnectionError("closed without a word")
+        except BaseException:
+            loop.remove_reader(self.socket)
+            self.socket.close()
+            raise
+        loop.remove_reader(self.socket)
 
     def hang_up(self) -> None:
         """End it; its task notices."""

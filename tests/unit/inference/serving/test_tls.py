@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ssl
 import subprocess
+from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,36 @@ def test_silent_connections_are_counted_before_their_handshake(config: Inference
                 writer.close()
 
     run(work())
+
+
+@pytest.mark.parametrize(("sent", "at_most"), [(b"", 0), (b"\x16", 10)], ids=["silent", "one byte"])
+def test_connections_without_a_handshake_hold_no_buffers(config: InferenceConfig, sent: bytes, at_most: int) -> None:
+    def held() -> int:
+        return sum(isinstance(each, SSLProtocol) for each in gc.get_objects())
+
+    async def work() -> None:
+        async with listening(config) as (server, port):
+            server.strangers = Strangers(20, 10)
+            before = held()
+            streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
+            for _, writer in streams:
+                writer.write(sent)
+            ended = [asyncio.create_task(reader.read()) for reader, _ in streams]
+            async with asyncio.timeout(30):
+                while sum(each.done() for each in ended) < 40 or len(server._arriving) > 10:
+                    await asyncio.sleep(0)
+            assert held() - before <= at_most
+            for each in ended:
+                each.cancel()
+            for _, writer in streams:
+                writer.close()
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(work())
+    finally:
+        gc.enable()
 
 
 def test_a_key_that_others_may_read_is_refused(config: InferenceConfig) -> None:
