@@ -40,10 +40,10 @@ WAYS = {
 }
 
 
-def diary(path: Path) -> list[tuple[int, float, float]]:
-    """Of each token: the process, when that began, and when the token was there."""
+def diary(path: Path) -> list[tuple[int, float, float, float]]:
+    """Of each token: the process, when that began, when the token was there, and seconds of a core until then."""
     lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-    return [(int(pid), float(began), float(at)) for pid, began, at in lines]
+    return [(int(pid), float(began), float(at), float(core)) for pid, began, at, core in lines]
 
 
 def wait(condition: Callable[[], object], what: str) -> None:
@@ -61,8 +61,8 @@ def forget(path: Path) -> None:
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure(way: str, model: Path, rounds: int) -> tuple[float, list[float]]:
-    """Seconds of the cold start, and from each kill to the next token."""
+def measure(way: str, model: Path, rounds: int) -> list[tuple[float, float]]:
+    """Seconds of the cold start, and from each kill to the next token; each with seconds of a core until that token."""
     with tempfile.TemporaryDirectory(prefix="shared-weights-") as name:
         folder = Path(name)
         notes, run = folder / "diary", folder / "run"
@@ -71,7 +71,8 @@ def measure(way: str, model: Path, rounds: int) -> tuple[float, list[float]]:
         environment = {"BENCH_MODEL": str(model), "BENCH_DIARY": str(notes), "PYTHONPATH": str(HERE),
                        "BENCH_LAYERS": os.environ.get("BENCH_LAYERS", "10")}  # fmt: skip
         section = {"input": str(folder / "in.jsonl"), "engine": {"callable": f"engine:{way}"}, "concurrency": 1}
-        config = {"run_folder": str(run), "inference": section, "environment": environment}
+        config = {"run_folder": str(run), "inference": section, "environment": environment,
+                  "fault_tolerance": {"preload": ["engine"]}}  # fmt: skip
         (folder / "run.yaml").write_text(yaml.safe_dump(config))
         forget(model)
         slurm = [sys.executable, "-m", "slurmft"]
@@ -79,8 +80,8 @@ def measure(way: str, model: Path, rounds: int) -> tuple[float, list[float]]:
                        stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(HERE)})  # fmt: skip
         try:
             wait(lambda: diary(notes), "first token")
-            _, began, at = diary(notes)[0]
-            cold, away = at - began, []
+            _, began, at, core = diary(notes)[0]
+            found = [(at - began, core)]
             for _ in range(rounds):
                 victim = diary(notes)[-1][0]
                 seen = len(diary(notes)) + TOKENS_BEFORE_KILL
@@ -88,11 +89,12 @@ def measure(way: str, model: Path, rounds: int) -> tuple[float, list[float]]:
                 killed = time.time()
                 os.kill(victim, signal.SIGKILL)
                 wait(lambda victim=victim: diary(notes)[-1][0] != victim, "token after the kill")
-                away.append(next(at for pid, _, at in diary(notes) if pid != victim and at > killed) - killed)
+                at, core = next((at, core) for pid, _, at, core in diary(notes) if pid != victim and at > killed)
+                found.append((at - killed, core))
         finally:
             subprocess.run([*slurm, "stop", str(run), "--timeout", "60"], check=False, stdout=subprocess.DEVNULL)
-    print(f"{way}: cold {cold:.2f} s, killed {' '.join(f'{each:.2f}' for each in away)} s", file=sys.stderr)
-    return cold, away
+    print(f"{way}: {' '.join(f'{each:.2f} ({core:.2f})' for each, core in found)} s", file=sys.stderr)
+    return found
 
 
 def main() -> None:
@@ -117,13 +119,15 @@ def main() -> None:
         "Cold: the first process, from its fork to its first token, the file in no page cache. Killed: from `kill -9` "
         f"to the first token of the next process, median (least - most) of {args.rounds}; the file may be in the page "
         f"cache by then. Asked: killed at most {ASKED:.0%} of cold.", "",
-        "| | cold (s) | killed (s) | killed / cold | |", "|---|---|---|---|---|",
+        "| | cold (s) | killed (s) | killed / cold | | cold (s of a core) | killed (s of a core) | killed / cold |",
+        "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
-    for way, (cold, away) in found.items():
-        median = statistics.median(away)
-        verdict = "" if way == "Ordinary" else "hit" if median <= ASKED * cold else "missed"
-        lines.append(f"| {WAYS[way]} | {cold:.2f} | {median:.2f} ({min(away):.2f} - {max(away):.2f}) | "
-                     f"{median / cold:.1%} | {verdict} |")  # fmt: skip
+    for way, ((cold, cold_core), *killed) in found.items():
+        away, core = (statistics.median(values) for values in zip(*killed, strict=True))
+        least, most = min(killed)[0], max(killed)[0]
+        verdict = "" if way == "Ordinary" else "hit" if away <= ASKED * cold else "missed"
+        lines.append(f"| {WAYS[way]} | {cold:.2f} | {away:.2f} ({least:.2f} - {most:.2f}) | {away / cold:.1%} | "
+                     f"{verdict} | {cold_core:.2f} | {core:.2f} | {core / cold_core:.1%} |")  # fmt: skip
     text = "\n".join(lines) + "\n"
     args.output.write_text(text) if args.output else print(text)
 

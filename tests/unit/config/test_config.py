@@ -139,7 +139,8 @@ def test_a_run_has_a_trainer_or_inference(keys, message):
      ({"url": "http://user:secret@h"}, "inference.engine.url: "),
      ({"url": "http://h", "ready_path": "health"}, "inference.engine.ready_path: 'health' is not a path"),
      ({"comand": "a"}, "unknown key inference.engine.comand; did you mean command?")],
-    ids=["none", "staged elsewhere", "a relative stage", "a staged callable", "two", "no port", "no name", "a password", "no path", "a typo"],
+    ids=["none", "staged elsewhere", "a relative stage", "a staged callable", "two", "no port", "no name",
+         "a password", "no path", "a typo"],
 )  # fmt: skip
 def test_a_wrong_engine_is_named(engine, message):
     raw = {"run_folder": "runs/a", "inference": INFERENCE | {"engine": engine}}
