@@ -78,7 +78,7 @@ class EngineConfig(Section):
         if self.command is not None and not any(PORT_WORD in word or SOCKET_WORD in word for word in self.command):
             raise ValueError(f"command must hold {PORT_WORD} or {SOCKET_WORD}: each replica listens on one of its own")
         for path in self.stage_in_memory:
-            if not path.startswith("/") or with_another_path(self.command or (), path, "") == (self.command or ()):
+            if not re.match(r"/+[^/]", path) or with_another_path(self.command or (), path, "") == (self.command or ()):
                 raise ValueError(f"stage_in_memory: {path!r} is no absolute path that is in a word of command")
         return self
 

@@ -45,7 +45,7 @@ def stage_in_memory(path: str | Path) -> Path:
         Where the copy is; ``path`` itself, with a warning, where there is no room for it or it cannot be read, and
         without one where no agent of a run started this process.
     """
-    source = Path(path)
+    source = Path(os.path.normpath(Path(path).absolute()))  # without "..", and with the names of links
 
     def copy(folder: Path) -> None:
         before = files_of(source)
@@ -58,7 +58,7 @@ def stage_in_memory(path: str | Path) -> Path:
             raise OSError(errno.EAGAIN, "has changed while it was copied")
 
     folder = kept(source, "", copy)
-    return source if folder is None else folder / source.name
+    return Path(path) if folder is None else folder / source.name
 
 
 def kept(source: str | Path, version: str, fill: Callable[[Path], None]) -> Path | None:
@@ -108,12 +108,14 @@ def files_of(source: Path) -> tuple[tuple[str, int, int], ...]:
     if not source.is_dir():
         return (_facts(source, "."),)
     found = []
-    for where, folders, names in os.walk(source, onerror=_raise):
+    for where, folders, names in os.walk(source, onerror=_raise, followlinks=True):
         folders[:] = [each for each in folders if not each.startswith(".")]
         inner = Path(where).relative_to(source)
         if len(inner.parts) > MAX_DEPTH:
             raise OSError(errno.ELOOP, "folders are nested too deeply", where)
         found += [_facts(Path(where, name), str(inner / name)) for name in names if not name.startswith(".")]
+    if not found:
+        raise FileNotFoundError(errno.ENOENT, "holds no files", str(source))
     return tuple(sorted(found))
 
 
@@ -132,7 +134,7 @@ def _hold(place: Path, fill: Callable[[Path], None]) -> None:
     lock = open_regular(place.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, follow=False, owners={os.geteuid()})
     try:
         fcntl.flock(lock, fcntl.LOCK_SH)
-        if not _is_whole(place):
+        while not _is_whole(place):
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_whole(place):  # another replica may have been first
                 _remove_unused(place)

@@ -132,6 +132,7 @@ def test_a_run_has_a_trainer_or_inference(keys, message):
     [({}, "inference.engine: give one of command, callable and url; given: none"),
      ({"command": ["a", "/m/b", "{port}"], "stage_in_memory": ["/m/c"]}, "stage_in_memory: '/m/c' is no absolute path"),
      ({"command": ["a", "m", "{port}"], "stage_in_memory": ["m"]}, "stage_in_memory: 'm' is no absolute path"),
+     ({"command": ["a", "/", "{port}"], "stage_in_memory": ["/"]}, "stage_in_memory: '/' is no absolute path"),
      ({"callable": "a:b", "stage_in_memory": ["/m"]}, "stage_in_memory: '/m' is no absolute path"),
      ({"url": "http://h", "callable": "a:b"}, "give one of command, callable and url; given: callable, url"),
      ({"command": "vllm serve m"}, "inference.engine: command must hold {port}"),
@@ -139,7 +140,7 @@ def test_a_run_has_a_trainer_or_inference(keys, message):
      ({"url": "http://user:secret@h"}, "inference.engine.url: "),
      ({"url": "http://h", "ready_path": "health"}, "inference.engine.ready_path: 'health' is not a path"),
      ({"comand": "a"}, "unknown key inference.engine.comand; did you mean command?")],
-    ids=["none", "staged elsewhere", "a relative stage", "a staged callable", "two", "no port", "no name",
+    ids=["none", "staged elsewhere", "a relative stage", "all staged", "a staged callable", "two", "no port", "no name",
          "a password", "no path", "a typo"],
 )  # fmt: skip
 def test_a_wrong_engine_is_named(engine, message):

@@ -79,6 +79,15 @@ def test_a_single_file_keeps_its_name_also_behind_a_link(memory: Path, model: Pa
     assert copy.read_bytes() == WHOLE["inner/weights.bin"] and not copy.is_symlink()
 
 
+def test_folders_behind_links_and_paths_with_dots_are_copied_and_a_loop_is_not(memory: Path, model: Path) -> None:
+    (model / "link").symlink_to(model / "inner")
+    copy = slurmft.stage_in_memory(model / "inner" / "..")
+    assert copy.name == "mine" and copy.is_relative_to(memory)
+    assert content(copy) == WHOLE | {"link/weights.bin": WHOLE["inner/weights.bin"]}
+    (model / "loop").symlink_to(model)
+    assert slurmft.stage_in_memory(model) == model
+
+
 def test_a_changed_model_is_copied_again_and_the_old_one_goes_once_nobody_uses_it(memory: Path, model: Path) -> None:
     slurmft.stage_in_memory(model / "config.json")  # by this process, which lives
     old = in_child(lambda: slurmft.stage_in_memory(model))
@@ -135,7 +144,7 @@ def test_without_room_the_original_is_used_with_one_warning(
     assert len(caplog.records) == 2 and list((memory / "weights").glob("*/")) == []
 
 
-@pytest.mark.parametrize("way", ["full in the middle", "changes meanwhile", "gone", "a FIFO"])
+@pytest.mark.parametrize("way", ["full in the middle", "changes meanwhile", "gone", "a FIFO", "empty"])
 def test_what_cannot_be_copied_is_used_where_it_is(
     memory: Path, model: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
@@ -155,6 +164,8 @@ def test_what_cannot_be_copied_is_used_where_it_is(
             monkeypatch.setattr(module, "_copy", copy_and_change)
         case "gone":
             model = model / "not there"
+        case "empty":
+            (model := model / "nothing").mkdir()
         case "a FIFO":
             os.mkfifo(model / "pipe")
     assert slurmft.stage_in_memory(model) == model
