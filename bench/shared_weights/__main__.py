@@ -100,6 +100,7 @@ def measure(way: str, model: Path, rounds: int) -> list[tuple[float, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench/shared_weights", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default=",".join(WAYS), help="ways to measure, with commas between them")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     load = os.getloadavg()[0]
@@ -109,12 +110,12 @@ def main() -> None:
         size = sum(tensor.nbytes for tensor in weights.values())
         torch.save(weights, model)
         del weights
-        found = {way: measure(way, model, args.rounds) for way in WAYS}
+        found = {way: measure(way, model, args.rounds) for way in args.only.split(",")}
     lines = [
         "# Weights that stay in memory", "",
-        f"`python bench/shared_weights --rounds {args.rounds}` on {os.cpu_count()} cores, {platform.system()}, Python "
-        f"{platform.python_version()}, torch {torch.__version__}, slurmft {slurmft.__version__}. Processes that wanted "
-        f"to run when it began: {load:.1f}. A model of {size / 1e9:.2f} GB in float32 on CPUs, one replica, a token "
+        f"`python bench/shared_weights --rounds {args.rounds} --only {args.only}` on {os.cpu_count()} cores, "
+        f"{platform.system()}, Python {platform.python_version()}, torch {torch.__version__}, "
+        f"slurmft {slurmft.__version__}. Processes that wanted to run when it began: {load:.1f}. A model of {size / 1e9:.2f} GB in float32 on CPUs, one replica, a token "
         "for each request.", "",
         "Cold: the first process, from its fork to its first token, the file in no page cache. Killed: from `kill -9` "
         f"to the first token of the next process, median (least - most) of {args.rounds}; the file may be in the page "
