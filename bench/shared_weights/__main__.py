@@ -115,8 +115,8 @@ def main() -> None:
         "# Weights that stay in memory", "",
         f"`python bench/shared_weights --rounds {args.rounds} --only {args.only}` on {os.cpu_count()} cores, "
         f"{platform.system()}, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"slurmft {slurmft.__version__}. Processes that wanted to run when it began: {load:.1f}. A model of {size / 1e9:.2f} GB in float32 on CPUs, one replica, a token "
-        "for each request.", "",
+        f"slurmft {slurmft.__version__}. Processes that wanted to run when it began: {load:.1f}. A model of "
+        f"{size / 1e9:.2f} GB in float32 on CPUs, one replica, a token for each request.", "",
         "Cold: the first process, from its fork to its first token, the file in no page cache. Killed: from `kill -9` "
         f"to the first token of the next process, median (least - most) of {args.rounds}; the file may be in the page "
         f"cache by then. Asked: killed at most {ASKED:.0%} of cold.", "",
