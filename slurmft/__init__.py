@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from slurmft.errors import UsageError as UsageError
     from slurmft.operations.run_handle import RunHandle as RunHandle
     from slurmft.operations.run_handle import submit as submit
+    from slurmft.storage.shared_weights import stage_in_memory as stage_in_memory
     from slurmft.worker.data.sampler import ElasticLoader as ElasticLoader
     from slurmft.worker.data.sampler import ElasticSampler as ElasticSampler
     from slurmft.worker.session import PlannedStop as PlannedStop
@@ -56,6 +57,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from slurmft.worker.standalone.failures import categorize_failure as categorize_failure
     from slurmft.worker.standalone.health_monitor import HealthMonitor as HealthMonitor
     from slurmft.worker.standalone.record import record as record
+    from slurmft.worker.standalone.shared_weights import shared_weights as shared_weights
     from slurmft.worker.standalone.signal_handler import DistributedSignalHandler as DistributedSignalHandler
     from slurmft.worker.standalone.watchdog import WatchdogTimer as WatchdogTimer
 
@@ -74,6 +76,8 @@ _NAMES = {
     "slurmft.worker.standalone.failures": "categorize_failure",
     "slurmft.worker.standalone.failure_checks":
         "detect_gpu_failure detect_network_failure handle_nccl_timeout handle_gpu_oom",
+    "slurmft.storage.shared_weights": "stage_in_memory",
+    "slurmft.worker.standalone.shared_weights": "shared_weights",
     "slurmft.compat.megatron": "get_rerun_state_machine",
     "slurmft.compat.neighbours": "RerunStateMachineConfig",
     "slurmft.compat.rerun_names": "RerunMode RerunDiagnostic RerunErrorInjector",

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from slurmft.config.serving import ServingConfig
 from slurmft.config.types import Count, Folder, Positive, Seconds, Section, Text, Words
 from slurmft.policy import plain_values as plain
-from slurmft.policy.inference.engines import engine_kind
+from slurmft.policy.inference.engines import engine_kind, with_another_path
 from slurmft.policy.inference.paths import OF_ENGINES, OPENAI
 
 MAX_CONCURRENCY = 4096
@@ -30,6 +30,11 @@ class EngineConfig(Section):
     """A server that each replica starts for itself; ``{port}`` becomes a free port of the node, ``{socket}`` the path
     of a Unix socket that no other user can reach, ``{replica}`` the replica's number on the node. vLLM, SGLang, TGI
     and llama.cpp are known by name."""
+
+    stage_in_memory: tuple[Text, ...] = ()
+    """Files and folders of ``command``, by their absolute paths, that each node copies into its memory at the first
+    start: the command gets the copies' paths, and an engine that is started again reads, or maps, them there. They go
+    with the run on the node, and take as much of ``/dev/shm``."""
 
     callable: Text | None = None
     """``package.module:name`` of a function that takes a list of requests and returns a list of answers in the same
@@ -72,6 +77,9 @@ class EngineConfig(Section):
             raise ValueError(f"give one of command, callable and url; given: {', '.join(given) or 'none'}")
         if self.command is not None and not any(PORT_WORD in word or SOCKET_WORD in word for word in self.command):
             raise ValueError(f"command must hold {PORT_WORD} or {SOCKET_WORD}: each replica listens on one of its own")
+        for path in self.stage_in_memory:
+            if not re.match(r"/+[^/]", path) or with_another_path(self.command or (), path, "") == (self.command or ()):
+                raise ValueError(f"stage_in_memory: {path!r} is no absolute path that is in a word of command")
         return self
 
     @property

@@ -31,7 +31,8 @@ from slurmft.policy.inference.continuation import (
     form_of,
     streaming,
 )
-from slurmft.policy.inference.engines import counter_in, engine_kind
+from slurmft.policy.inference.engines import counter_in, engine_kind, with_another_path
+from slurmft.storage.shared_weights import stage_in_memory
 from slurmft.system.private_folder import PrivateFolder, make_private_folder
 from slurmft.system.processes import die_with_parent, owners_of_loopback_port, reap_adopted
 from slurmft.system.token_file import token_in
@@ -152,7 +153,11 @@ class HttpEngine:
             words = {PORT_WORD: str(port), "{replica}": str(self._replica)}
             if self._private is not None:
                 self.place = words[SOCKET_WORD] = str(self._private.path / "engine.sock")
-            argv = [_filled(word, words) for word in self._config.engine.command]
+            command = self._config.engine.command
+            for path in self._config.engine.stage_in_memory:
+                copy = await asyncio.to_thread(stage_in_memory, path)
+                command = with_another_path(command, path, str(copy))
+            argv = [_filled(word, words) for word in command]
             try:
                 self._process = await asyncio.create_subprocess_exec(
                     *argv, stdin=asyncio.subprocess.DEVNULL, preexec_fn=_begin_engine

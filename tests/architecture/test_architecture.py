@@ -73,6 +73,7 @@ ALLOWED = {
         "inference",
         "operations",
         "policy.inference",
+        "storage.shared_weights",
     },  # __init__ names them for type checkers, __main__ starts the command line
 }
 """Layer -> the slurmft layers, or single modules, that it may import. The empty name is the package itself."""
@@ -327,7 +328,7 @@ OPENERS = {
     "examples/ray_regression.py": "an example that imports nothing of slurmft; a log where its user says",
     "lab/": "a cluster that root has made for itself",
     "checkpoint/writer/priority.py": "/proc",
-    "checkpoint/staging/memory_limits.py": "/proc and cgroups",
+    "system/memory_limits.py": "/proc and cgroups",
     "checkpoint/just_in_time.py": "a worker's pipe, which it has just made in the agent's private folder",
     "checkpoint/format/image_writing.py": "creates exclusively",
     "checkpoint/staging/holding.py": "creates exclusively",
@@ -430,6 +431,7 @@ def test_the_public_names_are_exactly_these():
         "CheckpointManager", "DistributedCheckpointManager", "ElasticSampler", "ElasticLoader", "HealthMonitor",
         "WatchdogTimer", "DistributedSignalHandler", "categorize_failure", "detect_gpu_failure",
         "detect_network_failure", "handle_nccl_timeout", "handle_gpu_oom",
+        "stage_in_memory", "shared_weights",
         "get_rerun_state_machine", "RerunStateMachineConfig", "RerunMode", "RerunDiagnostic", "RerunErrorInjector",
         "WorkerHealthMonitor", "AutoRestartManager", "RequestRedistributor", "RequestCheckpointer",
         "RetryManager", "HighAvailabilityCluster", "GracefulDegradation",

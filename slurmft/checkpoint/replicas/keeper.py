@@ -26,12 +26,12 @@ from slurmft.checkpoint.replicas.note_taking import NoteTaker
 from slurmft.checkpoint.replicas.offers import holdings_in, image_of
 from slurmft.checkpoint.replicas.slots import Incoming, Mismatch, place_for, remove_stale, remove_unfinished
 from slurmft.checkpoint.replicas.wire import PIECE_BYTES, BadCopy, Wire
-from slurmft.checkpoint.staging.memory_limits import fits
 from slurmft.errors import StorageError
 from slurmft.policy.checkpoints.tiers import Name, Tier
 from slurmft.policy.strangers import Strangers
 from slurmft.storage.memory_folder import PEERS, read_copies_key, read_generation
 from slurmft.system.log_format import log_to_stderr
+from slurmft.system.memory_limits import fits
 from slurmft.system.opening import write_bytes
 from slurmft.system.processes import die_with_parent
 

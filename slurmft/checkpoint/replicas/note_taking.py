@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from slurmft.checkpoint.replicas.wire import SILENCE_S, BadCopy, Wire
-from slurmft.checkpoint.staging.memory_limits import fits
 from slurmft.checkpoint.staging.note_file import MAX_CAPACITY_BYTES, NOTES, NoteFile
 from slurmft.errors import UsageError
 from slurmft.storage.checkpoint_names import MAX_STEP
+from slurmft.system.memory_limits import fits
 
 PAUSE_S = 24 * 3600.0
 """Between two notes: a step may be long."""

@@ -26,13 +26,13 @@ import torch
 from slurmft.checkpoint.format.shard_index import MAX_INDEX_BYTES, Item, ShardIndex, read_index
 from slurmft.checkpoint.replicas.offers import Holding, holdings_in, name_of
 from slurmft.checkpoint.replicas.slots import Incoming, Mismatch, ranges_of
-from slurmft.checkpoint.staging.memory_limits import fits
 from slurmft.checkpoint.team import Team
 from slurmft.errors import CheckpointError, StorageError
 from slurmft.policy.checkpoints.supply import Transfer, plan, rounds_of
 from slurmft.policy.checkpoints.tiers import Decision, Name, Offer, Tier
 from slurmft.storage.memory_folder import read_copies_key
 from slurmft.system.authentication import TAG_BYTES, PieceTags, derived_key
+from slurmft.system.memory_limits import fits
 from slurmft.system.opening import open_regular, read_bytes, write_bytes
 
 FETCHED = "fetched"

@@ -25,7 +25,6 @@ from slurmft.checkpoint.format.objects import Packed
 from slurmft.checkpoint.format.shard_index import ShardIndex
 from slurmft.checkpoint.staging.arena import PLACES, PLACES_WITH_COPIES, Arena, Place, Spill
 from slurmft.checkpoint.staging.copying import copy_into
-from slurmft.checkpoint.staging.memory_limits import fits
 from slurmft.checkpoint.staging.step_places import StepPlaces
 from slurmft.checkpoint.writer.fault_points import reached
 from slurmft.checkpoint.writer.write_requests import CommitOrder, Report, Standing, WriteRequest
@@ -35,6 +34,7 @@ from slurmft.policy.checkpoints.checkpoint_settings import CheckpointSettings
 from slurmft.storage.checkpoint_names import Identity
 from slurmft.storage.memory_folder import ranks_of_this_node
 from slurmft.storage.verdicts import ERROR_DIR_VARIABLE
+from slurmft.system.memory_limits import fits
 from slurmft.trainer.streams import Device
 
 CLOSE_S = 600.0

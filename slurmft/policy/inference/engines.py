@@ -101,3 +101,10 @@ def counter_in(text: str, name: str) -> float | None:
             except (ValueError, IndexError):
                 continue
     return total if found else None
+
+
+def with_another_path(words: Sequence[str], path: str, by: str) -> tuple[str, ...]:
+    """The words of a command with ``by`` in place of a path, also of one from which others begin: ``/a`` is in
+    ``--model=/a`` and ``/a/b``, and not in ``/a-b`` or ``/c/a``."""
+    whole = re.compile(rf"(?<![\w./-]){re.escape(path.rstrip('/'))}(?![\w.-])")
+    return tuple(whole.sub(lambda _: by, word) for word in words)

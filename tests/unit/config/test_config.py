@@ -130,13 +130,18 @@ def test_a_run_has_a_trainer_or_inference(keys, message):
 @pytest.mark.parametrize(
     ("engine", "message"),
     [({}, "inference.engine: give one of command, callable and url; given: none"),
+     ({"command": ["a", "/m/b", "{port}"], "stage_in_memory": ["/m/c"]}, "stage_in_memory: '/m/c' is no absolute path"),
+     ({"command": ["a", "m", "{port}"], "stage_in_memory": ["m"]}, "stage_in_memory: 'm' is no absolute path"),
+     ({"command": ["a", "/", "{port}"], "stage_in_memory": ["/"]}, "stage_in_memory: '/' is no absolute path"),
+     ({"callable": "a:b", "stage_in_memory": ["/m"]}, "stage_in_memory: '/m' is no absolute path"),
      ({"url": "http://h", "callable": "a:b"}, "give one of command, callable and url; given: callable, url"),
      ({"command": "vllm serve m"}, "inference.engine: command must hold {port}"),
      ({"callable": "a.b"}, "inference.engine.callable: 'a.b' is not of the form package.module:name"),
      ({"url": "http://user:secret@h"}, "inference.engine.url: "),
      ({"url": "http://h", "ready_path": "health"}, "inference.engine.ready_path: 'health' is not a path"),
      ({"comand": "a"}, "unknown key inference.engine.comand; did you mean command?")],
-    ids=["none", "two", "no port", "no name", "a password", "no path", "a typo"],
+    ids=["none", "staged elsewhere", "a relative stage", "all staged", "a staged callable", "two", "no port", "no name",
+         "a password", "no path", "a typo"],
 )  # fmt: skip
 def test_a_wrong_engine_is_named(engine, message):
     raw = {"run_folder": "runs/a", "inference": INFERENCE | {"engine": engine}}

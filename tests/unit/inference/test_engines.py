@@ -280,6 +280,29 @@ def test_another_users_server_at_the_engines_port_is_asked_nothing(tmp_path: Pat
     assert not (tmp_path / "asked").exists()
 
 
+def test_an_engine_gets_the_copy_of_its_model_in_memory_at_each_start(tmp_path: Path, monkeypatch) -> None:
+    (memory := tmp_path / "memory").mkdir(mode=0o700)
+    monkeypatch.setenv("SLURMFT_MEMORY_DIR", str(memory))
+    (model := tmp_path / "a model").mkdir()
+    (model / "weights").write_text("w")
+    shell = 'echo "$1" >> "$2"; exec "$0" -c "$3" "$4" /dev/null'
+    command = ["sh", "-c", shell, sys.executable, f"{model}/weights", str(tmp_path / "told"), SERVER, "{port}"]
+    given = {"input": "x.jsonl", "engine": {"command": command, "stage_in_memory": [str(model)]}}
+
+    async def main() -> None:
+        found = HttpEngine(InferenceConfig.model_validate(given), 0)
+        try:
+            await found.start()
+        finally:
+            await found.close()
+            await found.ended()
+
+    asyncio.run(main())
+    asyncio.run(main())
+    first, second = map(Path, (tmp_path / "told").read_text().splitlines())
+    assert first == second and first.is_relative_to(memory) and first.read_text() == "w"
+
+
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     text = """

@@ -16,6 +16,7 @@ from slurmft.policy.inference.engines import (
     model_in,
     patience_for,
     smallest,
+    with_another_path,
 )
 from slurmft.policy.inference.poison import Death, evidence_of, is_poison
 from slurmft.policy.inference.restarts import Restarts
@@ -158,3 +159,12 @@ def test_the_gpus_of_a_replica(visible, replica, per_replica, devices):
 def test_too_few_gpus_are_told():
     with pytest.raises(ValueError, match="replica 1 needs GPUs 2 to 3, but there are 3"):
         devices_of(["0", "1", "2"], 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("word", "becomes"),
+    [("/m/a", "/x"), ("--model=/m/a", "--model=/x"), ("/m/a/b.gguf", "/x/b.gguf"), ("a=/m/a,b=/m/a", "a=/x,b=/x"),
+     ("/m/a-b", "/m/a-b"), ("/m/a.gguf", "/m/a.gguf"), ("/c/m/a", "/c/m/a"), ("{port}", "{port}")],
+)  # fmt: skip
+def test_a_path_of_a_command_becomes_another_one(word: str, becomes: str) -> None:
+    assert with_another_path(("serve", word), "/m/a/", "/x") == ("serve", becomes)
