@@ -88,6 +88,7 @@ class Replicas:
                     self._router.begin(call.epoch)
             case Members() if self._router is not None:
                 await self._router.take(call)
+                self._pool.want(call.on, call.epoch)
             case Lease():
                 self._pool.lease(call.runs, call.alone, call.epoch, call.partials or ())
             case Drain():

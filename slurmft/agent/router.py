@@ -63,7 +63,7 @@ class NodeRouter:
         self._manager = self._new_manager()
         self._members = b""
         self._wanted = self._runs = self._leaves = False
-        self._port, self._answered = config.port, 0
+        self._port, self._answered, self._load = config.port, 0, 0
         """The port stays the same over restarts: clients know it."""
 
         self._heard_s: float | None = None
@@ -153,9 +153,9 @@ class NodeRouter:
         is_first, self._heard_s = self._heard_s is None, time.monotonic()
         if message["kind"] == "ready":
             self._port = int(message["port"])
-        answered = int(message.get("answered", 0))
-        if is_first or answered != self._answered:
-            self._answered = answered
+        now = answered, load = int(message.get("answered", 0)), int(message.get("load", 0))
+        if is_first or now != (self._answered, self._load):
+            self._answered, self._load = answered, load
             self._tell("ready")
 
     async def _watch(self) -> None:
@@ -174,7 +174,7 @@ class NodeRouter:
 
     def _tell(self, phase: str, why: str = "") -> None:
         self._report(RouterPhase(epoch=self._epoch, phase=phase, hosts=self._hosts, port=self._port,
-                                 answered=self._answered, why=why[:2000]))  # fmt: skip
+                                 answered=self._answered, why=why[:2000], load=self._load))  # fmt: skip
 
     def _new_manager(self) -> AutoRestartManager:
         return AutoRestartManager(self._max_restarts, window_s=self._config.restart_window_s)

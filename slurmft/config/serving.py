@@ -12,11 +12,36 @@ from slurmft.config.types import Count, Folder, Fraction, Positive, Seconds, Sec
 from slurmft.policy import plain_values as plain
 
 
+class ReplicasConfig(Section):
+    """How many replicas are on: all, or as many as requests need."""
+
+    min: Annotated[Count, Field(ge=0)] | None = None
+    """The least; empty: all are always on. 0: with no request no engine runs, and the first one waits in its router
+    until one is ready, which needs a ``request_timeout_s`` above the engine's start."""
+
+    max: Positive | None = None
+    """The most; empty: ``nodes`` times ``replicas_per_node``, which it cannot exceed."""
+
+    idle_s: Annotated[Seconds, Field(gt=0)] = 300.0
+    """Fewer replicas have to have been enough for so many seconds before one is stopped."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.max is not None and self.min is None:
+            raise ValueError("replicas.max: without replicas.min all replicas are always on; give it, 0 or more")
+        if self.max is not None and self.min is not None and self.min > self.max:
+            raise ValueError(f"replicas.min ({self.min}) is above replicas.max ({self.max})")
+        return self
+
+
 class ServingConfig(Section):
     """An endpoint over HTTP: routers that clients talk to, in front of the replicas."""
 
     routers: Annotated[Positive, AfterValidator(plain.at_most(64))] = 2
     """Nodes with a router, the first ones of the job; each knows all replicas, and a client may use any of them."""
+
+    replicas: ReplicasConfig = Field(default_factory=ReplicasConfig)
+    """How many replicas are on."""
 
     port: Annotated[Count, AfterValidator(plain.at_most(65_535))] = Field(default=0, ge=0)
     """Port of every router; 0: a free one of each node, kept while its agent lives."""

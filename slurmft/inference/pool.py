@@ -76,7 +76,8 @@ class ReplicaPool:
         self._config, self._batch_folder, self._node, self._host = config, folder_of(run_folder), node, host
         self.socket = folder / "replicas.sock"
         self._start, self._kill, self._report, self._last_words = start, kill, report, last_words
-        self.replicas = [Replica(number) for number in range(config.replicas_per_node)]
+        first = Phase.OFF if config.serving is not None and config.serving.replicas.min is not None else Phase.WAITING
+        self.replicas = [Replica(number, first) for number in range(config.replicas_per_node)]
         self._monitor = WorkerHealthMonitor(
             hang_timeout_s=config.hang_timeout_s, startup_timeout_s=config.startup_timeout_s
         )
@@ -198,13 +199,33 @@ class ReplicaPool:
         """End this replica when it has finished what it has, or that time is up, and start it again at once."""
         replica, until_s = self.replicas[number], time.monotonic() + within_s
         life, is_ready, replica.why = replica.life, replica.phase is Phase.READY, RENEWED
-        if replica.phase in (Phase.WAITING, Phase.DOWN):
+        if replica.phase in (Phase.WAITING, Phase.DOWN, Phase.OFF):
             self._start_replica(replica)
         self._tell(replica, kind="drain")
         while is_ready and replica.phase is Phase.READY and time.monotonic() < until_s:
             await asyncio.sleep(0.02)
         if replica.life == life and replica.phase in (Phase.STARTING, Phase.READY):
             self._kill(number)
+
+    def want(self, numbers: Sequence[int] | None, epoch: int) -> None:
+        """Have these replicas on; others end when they have answered what they have."""
+        if self._draining or numbers is None or epoch != self._epoch:
+            return
+        for replica in self.replicas:
+            is_on, is_off = replica.number in numbers, replica.phase is Phase.OFF
+            if is_on and is_off:
+                self._start_replica(replica)
+            elif not is_on and replica.phase is Phase.WAITING:
+                self._turn_off(replica)
+            elif not is_on and replica.phase in (Phase.STARTING, Phase.READY) and not replica.is_leaving:
+                replica.is_leaving = True
+                self._tell(replica, kind="drain")
+                if replica.phase is Phase.STARTING:
+                    self._kill(replica.number)
+
+    def _turn_off(self, replica: Replica) -> None:
+        replica.phase = Phase.OFF
+        self.tell_state(replica)
 
     async def close(self) -> None:
         """Stop watching; the drivers are killed by the agent."""
@@ -237,6 +258,9 @@ class ReplicaPool:
         if how.startswith(EXIT_CODE) and (words := await asyncio.to_thread(self._last_words, replica.number)):
             how += f"; its last words: {words}"
         replica.phase, replica.in_flight, replica.alone = Phase.WAITING, {}, False
+        if replica.is_leaving:
+            self._turn_off(replica)  # the roster names it again where it is needed by now
+            return
         if asked or replica.why == RENEWED or time.monotonic() - self._signalled_s < SIGNALLED_S:
             self._return(lost)
             if asked:

@@ -29,6 +29,9 @@ class Phase(StrEnum):
     DOWN = "down"
     """It stays so until the next attempt."""
 
+    OFF = "off"
+    """It is not needed for the load."""
+
 
 @dataclass(slots=True)
 class Replica:
@@ -56,6 +59,9 @@ class Replica:
 
     is_giving_back: bool = False
     """It was told to end with what it has, as the time of a stop is up."""
+
+    is_leaving: bool = False
+    """It was told to end, as it is not needed for the load."""
 
     answered: int = 0
     """Requests completed in this life."""
@@ -86,7 +92,7 @@ class Replica:
         self.life, self.generation = self.life + 1, generation
         self.phase, self.slots, self.answered, self.alone = Phase.STARTING, 0, 0, False
         self.in_flight, self.begun, self.void, self.ends, self.why = {}, set(), 0, {}, ""
-        self.is_held = self.is_giving_back = self.is_hung = False
+        self.is_held = self.is_giving_back = self.is_hung = self.is_leaving = False
 
     def room(self, ahead: int = 0) -> int:
         """Requests that it can take now, of which ``ahead`` wait for a slot."""

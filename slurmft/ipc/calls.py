@@ -324,6 +324,9 @@ class Members(Call[Done]):
     closing: Annotated[bool | None, Shape(fits=is_flag, optional=True)] = None
     """The endpoint goes away, and no replica will be ready again: what comes now is refused."""
 
+    on: Annotated[tuple[int, ...] | None, Shape(fits=is_ranks, read=tuple, write=list, optional=True)] = None
+    """The node's replicas that are to be on; None: all."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RenewReplica(Call[Done]):

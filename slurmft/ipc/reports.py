@@ -349,6 +349,8 @@ class RouterPhase(InferenceReport):
     """Requests in its life."""
 
     why: Words = ""
+    load: Annotated[int | None, Shape(fits=integer(0, 2**62), optional=True)] = None
+    """Requests that wait in it, or that it has given to replicas."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

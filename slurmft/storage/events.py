@@ -137,6 +137,7 @@ class EventName(StrEnum):
     REPLICA_DIED = "replica died"
     REPLICA_DOWN = "replica down"
     REPLICAS_MISSING = "replicas missing"
+    REPLICAS_WANTED = "replicas wanted"
     REPLICA_SMALLER = "replica smaller"
     REQUEST_GIVEN_UP = "request given up"
     ANSWERS_HELD_UP = "answers held up"

@@ -47,9 +47,9 @@ class Endpoint:
         assert result.returncode == 0, result.stderr + self.story()
         return result.stdout
 
-    def start(self) -> None:
+    def start(self, replicas: int = 4) -> None:
         self.slurmft("serve", str(self.config), "--cluster", "local")
-        self.wait_for(2, 4)
+        self.wait_for(2, replicas)
 
     def wait_for(self, routers: int, replicas: int) -> None:
         """Until so many routers listen, and all of them see so many replicas."""
@@ -307,3 +307,46 @@ def test_a_replica_that_ends_again_and_again_stays_down_and_the_others_go_on(tmp
         assert len(endpoint.events("replica down")) == 1
     finally:
         endpoint.slurmft("stop", str(endpoint.folder.path), "--timeout", "30")
+
+
+@pytest.fixture
+def idle(tmp_path: Path) -> Iterator[Endpoint]:
+    """An endpoint that has no replica while nobody asks."""
+    found = Endpoint(tmp_path / "endpoint", concurrency=25, serving={"replicas": {"min": 0, "idle_s": 6}})
+    found.start(replicas=0)
+    yield found
+    found.slurmft("stop", str(found.folder.path), "--timeout", "30")
+
+
+def test_replicas_follow_the_load_from_none_to_none_and_no_request_fails(idle: Endpoint, tmp_path: Path) -> None:
+    endpoint = idle
+    assert endpoint.processes("serving_engine.py") == [], "no engine runs while nobody asks"
+    # a router that is started again while there is no replica
+    os.kill(endpoint.routers()[0], signal.SIGKILL)
+    eventually(lambda: len(endpoint.events("router ready")) == 3, 30, endpoint.story)
+    load = endpoint.load(60, "plain")
+    eventually(lambda: len(endpoint.processes("serving_engine.py")) >= 2, 30, endpoint.story)
+    endpoint.processes("serving_engine.py")[-1].kill()  # one that only starts, or has just begun
+    eventually(lambda: len(endpoint.events("replica ready")) >= 4, 40, endpoint.story)
+    # long answers are on all replicas when fewer are enough
+    routers = HighAvailabilityCluster.read(endpoint.folder.path).routers
+    asked = {"model": "m", "stream": True, "tokens": 400, "messages": [{"role": "user", "content": "long"}]}
+    streams = [
+        subprocess.Popen(["curl", "-sk", "-H", f"@{headers_file(endpoint.folder.path)}", "-d", json.dumps(asked), "-H",
+                          "Content-Type: application/json", f"{routers[n % 2].urls[0]}/v1/chat/completions"],
+                         stdout=subprocess.PIPE, text=True)
+        for n in range(8)
+    ]  # fmt: skip
+    (tmp_path / "enough").touch()
+    told = json.loads(load.communicate(timeout=90)[0])
+    assert told["errors"] == {}, (told, endpoint.story())
+    assert told["right"] == told["asked"] > 100
+    eventually(lambda: endpoint.events("replicas wanted")[-1].details["wanted"] == 1, 30, endpoint.story)
+    assert any(each.poll() is None for each in streams), "it shrinks while long answers are on their way"
+    for each in streams:
+        assert each.communicate(timeout=60)[0].endswith("data: [DONE]\n\n"), endpoint.story()
+    endpoint.wait_for(2, 0)
+    eventually(lambda: endpoint.processes("serving_engine.py") == [], 20, endpoint.story)
+    wanted = [each.details["wanted"] for each in endpoint.events("replicas wanted")]
+    assert max(wanted) == 4 and wanted[-1] == 0
+    assert endpoint.events("replica down") == []

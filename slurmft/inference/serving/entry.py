@@ -52,7 +52,7 @@ async def serve(settings: RouterSettings) -> int:
     async def say_alive() -> None:
         while True:
             await asyncio.sleep(ALIVE_S)
-            say(kind="alive", answered=router.answered)
+            say(kind="alive", answered=router.answered, load=router.load)
 
     host, context = "127.0.0.1" if is_local(os.environ) else None, None
     if section.serving.tls_own:

@@ -37,6 +37,9 @@ class _Agent:
     answered: int = 0
     """Requests of its router's present life."""
 
+    load: int | None = None
+    """Requests that it has; None while that is not known."""
+
 
 @dataclass(slots=True)
 class Served:
@@ -63,6 +66,18 @@ class Roster:
         assert config.serving is not None
         self._config, self._serving, self._submit = config, config.serving, submit
         self._expected = nodes * config.replicas_per_node
+        self.wanted: int | None = None
+        """Replicas that are to be on, where they follow the load; None: all."""
+
+        self.wants_all: Callable[[], bool] = lambda: False
+        """All are to be on for now, whatever is wanted."""
+
+        self._on: set[tuple[int, int]] = set()
+        """Node and number of those that are to be on, and ..."""
+
+        self._settled: set[tuple[int, int]] = set()
+        """... of those that were ready since then: one that only starts yet is not missing."""
+
         self.requests = Served(served)
         self.cluster = HighAvailabilityCluster()
         self.agents: dict[int, _Agent] = {}
@@ -89,6 +104,31 @@ class Roster:
         self._changed.clear()
         self._holding = asyncio.get_running_loop().call_later(seconds, self._release)
 
+    def want(self, count: int) -> None:
+        """Have so many replicas on."""
+        self.wanted = count
+        if self._chosen() != self._on:
+            self._tell_all()
+
+    @property
+    def load(self) -> int | None:
+        """Requests that all routers have; None where one has not said."""
+        named = {each.number for each in self.cluster.routers}
+        loads = [agent.load for agent in self.agents.values() if agent.node in named]
+        known = [each for each in loads if each is not None]
+        return sum(known) if known and len(known) == len(loads) else None
+
+    def _chosen(self) -> set[tuple[int, int]]:
+        """Which are to be on: those that are already, the ready ones first, then those that are off, then those that
+        still have something to finish; none that has given up."""
+        able = [
+            (place not in self._on, (agent.phases.get(number) != "ready") == (place in self._on), number, agent.node)
+            for agent in self.agents.values() for number in range(self._config.replicas_per_node)
+            if agent.phases.get(number) != "down" for place in [(agent.node, number)]
+        ]  # fmt: skip
+        most = len(able) if self.wants_all() else self.wanted
+        return {(node, number) for *_, number, node in sorted(able)[:most]}
+
     def _release(self) -> None:
         if self._holding is not None:
             self._holding.cancel()
@@ -98,8 +138,10 @@ class Roster:
 
     def join(self, node: int, host: str, send: Send) -> int:
         """An agent takes part; returns the epoch under which it does. ``admit`` follows once it knows that."""
-        if node in self.agents:
+        if node in self.agents:  # only its connection is another one: its replicas go on
+            on = {place for place in self._on if place[0] == node}
             self.lose(node)
+            self._on |= on
         epoch = next(self._epochs)
         self.agents[node] = _Agent(node, host, epoch, send)
         return epoch
@@ -194,7 +236,8 @@ class Roster:
         """How far the replicas and routers are."""
         phases = [phase for agent in self.agents.values() for phase in agent.phases.values()]
         wanted = min(self._serving.routers, max(1, len(self.agents)))
-        return Readiness(ready=len(self.places), down=phases.count("down"), expected=self._expected,
+        expected = self._expected if self.wanted is None or self.wants_all() else len(self._on)
+        return Readiness(ready=len(self.places), down=phases.count("down"), expected=expected,
                          routers=len(self.cluster.routers), routers_wanted=wanted)  # fmt: skip
 
     def hand_over(self, heirs: Sequence[ReplicaPlace], job: str) -> None:
@@ -214,9 +257,14 @@ class Roster:
             # the port tells lives apart whose agents both count from 1, and is the same for the next supervisor
             name = f"{agent.host}.{agent.node}/{report.replica}#{report.life}.{report.port}"
             agent.places[report.replica] = ReplicaPlace(name=name, hosts=report.hosts, port=report.port)
+            if self._holding is not None:
+                self._on.add((agent.node, report.replica))
+            self._settled |= {(agent.node, report.replica)} & self._on
             self._tell_all()
         else:
             self._drop_place(agent, report.replica)
+            if report.phase in ("down", "off") and self.wanted is not None:  # another is on instead, or it is again
+                self._tell_all()
 
     def _drop_place(self, agent: _Agent, replica: int) -> None:
         if agent.places.pop(replica, None) is not None:
@@ -225,7 +273,7 @@ class Roster:
     def _on_router(self, agent: _Agent, report: RouterPhase) -> None:
         new = report.answered - agent.answered
         self.requests.done += new if new >= 0 else report.answered
-        agent.answered = report.answered
+        agent.answered, agent.load = report.answered, report.load
         if report.phase == "ready":
             tls = self._serving.is_https
             address = RouterAddress(agent.node, agent.host, report.hosts, report.port, tls)
@@ -252,7 +300,15 @@ class Roster:
         places = (*self.places, *(self._heirs or ()))
         able = [] if self._retired else [agent.node for agent in self.agents.values() if not agent.router_is_down]
         with_router = sorted(able)[: self._serving.routers]
+        self._on = self._chosen()
+        self._settled &= self._on
         expected = self._expected if self._heirs is None else len(self._heirs)
+        if self.wanted is not None and self._heirs is None:
+            expected = len(self._settled)
         for agent in self.agents.values():
             agent.send(Members(epoch=agent.epoch, router=agent.node in with_router, expected=expected,
-                               closing=self._closing or self._heirs == (), replicas=places))  # fmt: skip
+                               closing=self._closing or self._heirs == (), replicas=places,
+                               on=self._on_at(agent.node)))  # fmt: skip
+
+    def _on_at(self, node: int) -> tuple[int, ...] | None:
+        return None if self.wanted is None else tuple(sorted(number for at, number in self._on if at == node))

@@ -307,6 +307,11 @@ class Router:
         return self._before(Priority.LOW)
 
     @property
+    def load(self) -> int:
+        """Requests that wait, or that replicas have from this router."""
+        return self.waiting + sum(each.begun - each.done for each in self.replicas.by_name.values())
+
+    @property
     def degraded(self) -> bool:
         """Too few replicas are ready."""
         return self._terms.degraded

@@ -21,6 +21,7 @@ from slurmft.inference.serving.certificates import prepare_authority
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster, prepare
 from slurmft.inference.serving.roster import Roster
 from slurmft.ipc.reports import InferenceReport, RouterPhase
+from slurmft.policy.inference.scaling import Bounds, Scale
 from slurmft.policy.site.job_identity import JobIdentity, OwnJob
 from slurmft.policy.verdicts.verdict import Cause
 from slurmft.scheduler import lending, own_jobs
@@ -47,6 +48,9 @@ HOLD_S = 5.0
 BORROW_S, LEAST_LOAN_S = 10.0, 300.0
 """How often it is looked after a loan, and of the job's time what makes one worth it."""
 
+SCALE_S = 0.25
+"""How often it is looked how many replicas the load needs."""
+
 SEE_OFF_S = 5.0
 """How often a new owner looks whether the job before it has ended."""
 
@@ -71,7 +75,9 @@ class ServingAttempt(InferenceAttempt):
         self._update: RollingUpdate | None = None
         self._since_s = time.monotonic()
         self._startup_s: float | None = None
-        self._missing = ""
+        self._missing = self._scaled = ""
+        """What status says of lost replicas, and of how many the load needs."""
+
         self._lenders: list[OwnJob] = []
         """Jobs that lend nodes for lost ones."""
 
@@ -105,6 +111,11 @@ class ServingAttempt(InferenceAttempt):
         self._roster.publish = self._publish
         if self._crew.has_outlived:
             self._roster.hold(HOLD_S)
+        if (bounds := self._bounds()) is not None:  # what serves already is not stopped before its load is known
+            self._roster.wanted = bounds.most if goes_on else bounds.least
+            self._roster.wants_all = lambda: (
+                self._candidacy is not None or bool(self._update and self._update.is_rolling)
+            )
         self._coordinator = self.stops.coordinator = self._roster
         self._journal.append(EventName.ENDPOINT_OPENED, routers=section.serving.routers,
                              replicas=config.nodes * section.replicas_per_node)  # fmt: skip
@@ -117,6 +128,8 @@ class ServingAttempt(InferenceAttempt):
         self._update = update = RollingUpdate(self._section, self._start, self._joined, self._is_calm)
         self._background.start(update.watch())
         self._background.start(self._make_up())
+        if (bounds := self._bounds()) is not None:
+            self._background.start(self._scale(bounds))
         is_wanted = self._section.serving.handover and self._config.preemption.continue_by != "nothing"
         if is_wanted and isinstance(self._cluster, SlurmCluster):
             giver = Giver(self._config, self._start, self._cluster, self._slurm, lambda: self._startup_s)
@@ -267,8 +280,34 @@ class ServingAttempt(InferenceAttempt):
 
     def _write_progress(self) -> None:
         if self._coordinator is not None and not self._start.candidate and not self.stops.superseded:
-            missing = {"missing": self._missing} if self._missing else {}
+            missing = {"missing": said} if (said := self._missing or self._scaled) else {}
             self._run.write_progress(**self._progress(self._roster.requests.done), **missing)
+
+    # As many replicas as the load needs
+
+    def _bounds(self) -> Bounds | None:
+        section, scaled = self._section, self._section.serving and self._section.serving.replicas
+        if not scaled or scaled.min is None:
+            return None
+        most = scaled.max or self._config.nodes * section.replicas_per_node
+        return Bounds(least=scaled.min, most=most, concurrency=section.concurrency, idle_s=scaled.idle_s)
+
+    async def _scale(self, bounds: Bounds) -> None:
+        """Start and stop replicas with the load."""
+        state, done = Scale(self._roster.wanted or 0), self._roster.requests.done
+        while True:
+            await asyncio.sleep(SCALE_S)
+            if self.stops.planned is not None or self.stops.superseded:
+                continue
+            requests, before, done = self._roster.load, done, self._roster.requests.done
+            if requests is not None and done != before:  # those that come and go between two looks
+                requests = max(1, requests)
+            state = state.saw(requests, bounds, time.monotonic())
+            if state.wanted != self._roster.wanted:
+                self._journal.append(EventName.REPLICAS_WANTED, wanted=state.wanted, before=self._roster.wanted,
+                                     reason=state.reason)  # fmt: skip
+            self._scaled = f"{state.wanted} of {bounds.most} replicas wanted"
+            self._roster.want(state.wanted)
 
     # Nodes that are lost
 
