@@ -153,10 +153,12 @@ def totals(name: str, lines: Sequence[dict[str, Any]]) -> list[str]:
             rows += [("takeovers", sum(line["takeovers"] for line in lines)),
                      ("runs in which two supervisors acted", count("two supervisors"))]  # fmt: skip
     elif name in ("serving", "behaviours"):
-        rows += [
-            ("replicas that were killed without cause", count("a replica was killed without cause")),
-            ("runs with a request that had no word in time", count("no word in time")),
-        ] * (name == "behaviours")
+        if name == "behaviours":
+            rows += [
+                ("replicas that were killed without cause", count("a replica was killed without cause")),
+                ("runs with a request that had no word in time", count("no word in time")),
+                ("ordinary requests that were taken for poison (422)", sum(line["poison"] for line in lines)),
+            ]
         rows += [
             ("replicas that died, routers that ended, nodes that were lost",
              ", ".join(str(sum(line[key] for line in lines)) for key in ("deaths", "routers", "nodes_lost"))),

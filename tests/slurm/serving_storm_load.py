@@ -40,8 +40,9 @@ TOLD_S = 20.0
 """What a plain client tells a router that it will wait; until its own limit an answer or an error has to be there."""
 
 IMPATIENT_S = 3.0
-SICK = b"CUDA error"
-"""In the engine's own 500, which passes where the tenth of requests that may be tried again is spent."""
+HONEST = (500, b"CUDA error"), (422, b"this request has crashed")
+"""Errors that pass: of a sick engine, where the tenth of requests that may be tried again is spent, and of the router
+where a request was on one engine after the other that was lost, which may be by chance in a storm."""
 
 TCP_REPAIR = 19
 """Of Linux: a socket that is closed in this mode sends nothing."""
@@ -122,7 +123,7 @@ def judge(path: str, body: dict[str, Any], status: int, content: bytes, count: C
             count.right += 1
         else:
             count.wrong["another answer"] += 1
-    elif status in (429, 502, 503, 504) or (status == 500 and SICK in content):
+    elif status in (429, 502, 503, 504) or any(status == known and words in content for known, words in HONEST):
         count.refused[f"HTTP {status}: {json.loads(content)['error']['message'][:80]}"] += 1
     else:
         count.wrong[f"HTTP {status}: {content[:80].decode(errors='replace')}"] += 1
@@ -138,12 +139,11 @@ class Load:
         self._is_enough = False
 
     async def run(self) -> None:
-        headers = {"Authorization": f"Bearer {token_of(self._run_folder)}", "X-Request-Timeout": str(TOLD_S)}
         timeout = aiohttp.ClientTimeout(total=PLAIN_DEADLINE_S)
         connector = aiohttp.TCPConnector(limit=0)
         async with (
             PatientClient(self._run_folder, (*PASSING, 500)) as client,
-            aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as session,
+            aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
         ):
             watching = asyncio.create_task(self._watch())
             works = [
@@ -178,11 +178,15 @@ class Load:
                 await asyncio.sleep(0.3)
             count.longest_s = max(count.longest_s, time.monotonic() - began_s)
 
+    def _headers(self) -> dict[str, str]:
+        """Each start of a job again has a token of its own."""
+        return {"Authorization": f"Bearer {token_of(self._run_folder)}", "X-Request-Timeout": str(TOLD_S)}
+
     async def _patient(self, client: PatientClient, path: str, body: dict[str, Any], count: Count) -> None:
         judge(path, body, *await client.post(path, body, timeout_s=DEADLINE_S), count)
 
     async def _plain(self, session: aiohttp.ClientSession, path: str, body: dict[str, Any], count: Count) -> None:
-        async with session.post(url_of(self._run_folder) + path, json=body) as answer:
+        async with session.post(url_of(self._run_folder) + path, json=body, headers=self._headers()) as answer:
             judge(path, body, answer.status, await answer.read(), count)
 
     async def _impatient(self, session: aiohttp.ClientSession, path: str, body: dict[str, Any], count: Count) -> None:
@@ -191,12 +195,16 @@ class Load:
             await self._plain(session, path, body, count)
 
     async def _patient_stream(self, client: PatientClient, path: str, body: dict[str, Any], count: Count) -> None:
-        judge_stream(path, body, (await client.post(path, body, timeout_s=DEADLINE_S))[1], count)
+        status, content = await client.post(path, body, timeout_s=DEADLINE_S)
+        if status == 200:
+            judge_stream(path, body, content, count)
+        else:
+            judge(path, body, status, content, count)
 
     async def _plain_stream(
         self, session: aiohttp.ClientSession, path: str, body: dict[str, Any], count: Count
     ) -> None:
-        async with session.post(url_of(self._run_folder) + path, json=body) as answer:
+        async with session.post(url_of(self._run_folder) + path, json=body, headers=self._headers()) as answer:
             content = await answer.read()
             if answer.status == 200:
                 judge_stream(path, body, content, count)
@@ -270,10 +278,7 @@ async def ask_for_much(how: str, run_folder: Path, number: int) -> None:
             aiohttp.ClientSession(headers=headers, timeout=timeout) as session,
             session.post(url_of(run_folder) + path, json=body) as answer,
         ):
-            if how == "stall" and answer.status == 422:
-                count.refused["HTTP 422"] += 1
-            else:
-                judge(path, body, answer.status, await answer.read(), count)
+            judge(path, body, answer.status, await answer.read(), count)
     except (aiohttp.ClientError, OSError) as error:
         count.refused[f"{type(error).__name__}: {error}"] += 1
         count.late += [time.time()] * isinstance(error, TimeoutError)

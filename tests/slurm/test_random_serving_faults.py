@@ -250,9 +250,14 @@ def endure(storm: ServingStorm, pauses_s: tuple[float, float]) -> None:
     for kind, count in told.items():
         if count["wrong"]:
             failures.append(f"neither answered nor refused: {kind}: {count['wrong']}")
-        if kind == "patient" and count["refused"]:  # a stream that has begun may end with an error
+        is_poison = [why for why in count["refused"] if "this request has crashed" in why]
+        if kind == "patient" and len(count["refused"]) > len(
+            is_poison
+        ):  # a stream that has begun may end with an error
             failures.append(f"an error of a patient client: {kind}: {count['refused']}")
     run.slurmft("stop", str(run.path), check=False)
     deaths, ended, lost = (len(run.events(name)) for name in ("replica died", "router ended", "agent lost"))
-    storm.record(failures, clients=told, deaths=deaths, routers=ended, nodes_lost=lost)
+    poison = sum(count["refused"][why] for kind, count in told.items() if kind != "stall" for why in count["refused"]
+                 if "this request has crashed" in why)  # fmt: skip
+    storm.record(failures, poison=poison, clients=told, deaths=deaths, routers=ended, nodes_lost=lost)
     assert failures == [], storm.story()
