@@ -314,10 +314,13 @@ def test_a_replica_that_ends_again_and_again_stays_down_and_the_others_go_on(tmp
 
 @pytest.mark.soak
 @pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
-def test_ten_thousand_strangers_cost_a_router_no_client_and_bounded_memory(tmp_path: Path, tls: bool) -> None:
+def test_ten_thousand_strangers_cost_a_router_no_client_and_bounded_memory(
+    tmp_path: Path, request: pytest.FixtureRequest, tls: bool
+) -> None:
     """Each comes again as soon as it is cut off."""
     endpoint = Endpoint(tmp_path / "endpoint", serving={"tls_own": tls, "routers": 1})
     endpoint.slurmft("serve", str(endpoint.config), "--cluster", "local")
+    request.addfinalizer(lambda: endpoint.slurmft("stop", str(endpoint.folder.path), "--timeout", "30"))
     endpoint.wait_for(1, 4)
     (pid,) = set(endpoint.routers())
     router, sizes = psutil.Process(pid), list[int]()
@@ -333,4 +336,3 @@ def test_ten_thousand_strangers_cost_a_router_no_client_and_bounded_memory(tmp_p
     assert told["opened"] >= 10_000, "they have all been there"
     assert max(sizes) - sizes[0] < STRANGERS_BYTES, (sizes[0], max(sizes), told)
     assert router.is_running() and not endpoint.events("replica died") and not endpoint.events("router ended")
-    endpoint.slurmft("stop", str(endpoint.folder.path), "--timeout", "30")
