@@ -73,7 +73,17 @@ test-fast: lint ## lint, and what needs neither root nor Slurm and is quick: bef
 	@$(BIN)/pytest --numprocesses 4 --dist loadfile -m "not soak and not slow and not slurm and not gpu" \
 		tests/architecture tests/docs tests/unit tests/slurm/test_local.py::test_stop_and_resume
 
-soak: install ## the long tests that `make test` leaves out (root; three hours)
+# Not ours to import: LiteLLM's packages are not compatible with ours, and llama.cpp's server is built of its sources.
+build/litellm/bin/litellm:
+	@"$(PYTHON)" -m venv build/litellm && build/litellm/bin/pip --disable-pip-version-check install --quiet 'litellm[proxy]'
+build/llama/out/bin/llama-server:
+	@mkdir -p build/llama && $(BIN)/pip --disable-pip-version-check download --quiet --no-deps --no-binary llama-cpp-python \
+		--dest build/llama llama-cpp-python && tar -C build/llama -xf build/llama/llama_cpp_python-*.tar.gz
+	@cmake -S build/llama/llama_cpp_python-*/vendor/llama.cpp -B build/llama/out -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
+		-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_OPENSSL=OFF > /dev/null
+	@cmake --build build/llama/out --target llama-server --parallel > /dev/null
+
+soak: install build/litellm/bin/litellm build/llama/out/bin/llama-server ## the long tests that `make test` leaves out (root; three hours)
 	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[soak]'
 	@$(BIN)/pytest -m soak --numprocesses 2 --dist loadfile --durations 15 --ignore tests/slurm/test_huggingface.py \
 		--ignore tests/slurm/test_kills_in_saves.py tests/slurm tests/unit tests/docs

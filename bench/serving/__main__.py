@@ -16,6 +16,7 @@ import platform
 import secrets
 import shutil
 import socket
+import ssl
 import statistics
 import subprocess
 import sys
@@ -32,7 +33,7 @@ import psutil
 import yaml
 
 import slurmft
-from slurmft.inference.serving.endpoint import HighAvailabilityCluster, token_of
+from slurmft.inference.serving.endpoint import HighAvailabilityCluster, ca_file, token_of
 
 ENGINE = Path(__file__).with_name("engine.py")
 SLURMFT = [sys.executable, "-m", "slurmft"]
@@ -72,11 +73,11 @@ def wait(condition: Callable[[], object], what: str, of: Sequence[subprocess.Pop
 class Endpoint:
     """On this machine: one node with a router, and two replicas."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, tls: bool = False) -> None:
         self.path = folder / "endpoint"
         config = folder / "serve.yaml"
         engine = {"command": [sys.executable, str(ENGINE), "--socket", "{socket}"]}
-        serving = {"routers": 1, "tls_own": False}
+        serving = {"routers": 1, "tls_own": tls}
         section = {"engine": engine, "replicas_per_node": 2, "concurrency": 256, "serving": serving}
         config.write_text(yaml.safe_dump({"run_folder": str(self.path), "nodes": 1, "inference": section}))
         subprocess.run([*SLURMFT, "serve", str(config), "--cluster", "local"], check=True, capture_output=True)
@@ -87,9 +88,10 @@ class Endpoint:
 
     def wait_for_replicas(self) -> None:
         asked = urllib.request.Request(f"{self.url}/status", headers=self.headers)
+        trusted = ssl.create_default_context(cafile=ca_file(self.path)) if self.url.startswith("https") else None
 
         def are_ready() -> bool:
-            with urllib.request.urlopen(asked, timeout=10) as answer:
+            with urllib.request.urlopen(asked, timeout=10, context=trusted) as answer:
                 return bool(json.load(answer)["replicas"]["ready"] == 2)
 
         wait(are_ready, "replicas")
@@ -317,12 +319,40 @@ def memory(endpoint: Endpoint, requests: int) -> list[str]:
             f"MiB after each tenth: {told} (goal: flat). {rate:.0f} requests a second, 50 at a time.", ""]  # fmt: skip
 
 
+def strangers(folder: Path, count: int = 10_000, seconds: float = 30.0) -> list[str]:
+    """Connections that prove nothing: memory of a router, and its clients meanwhile."""
+    lines = [f"## {count} strangers", "",
+             "Each says nothing, half a request or half a TLS hello, and comes again as soon as it is cut off, for "
+             f"{seconds:.0f} s; ten clients of another address connect anew for each request.", "",
+             "| | connections of strangers, at once | memory before, most, MiB | requests of clients, failed "
+             "| p50, p99, s |", "|---|---|---|---|---|"]  # fmt: skip
+    script = Path(__file__).parents[2] / "tests" / "slurm" / "serving_strangers.py"
+    for scheme in ("http", "https"):
+        (folder / scheme).mkdir()
+        endpoint = Endpoint(folder / scheme, tls=scheme == "https")
+        try:
+            router, sizes = endpoint.router, list[float]()
+            argv = [sys.executable, str(script), str(endpoint.path), str(count), str(seconds)]
+            with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as siege:
+                assert siege.stdout is not None
+                while siege.poll() is None:
+                    sizes.append(router.memory_info().rss / 2**20)
+                    time.sleep(0.2)
+                told = json.loads(siege.stdout.read())
+        finally:
+            endpoint.stop()
+        failed = sum(told["errors"].values())
+        lines.append(f"| {scheme} | {told['opened']}, {told['at_once']} | {sizes[0]:.0f}, {max(sizes):.0f} "
+                     f"| {told['asked']}, {failed} | {told['p50_s']:.2f}, {told['p99_s']:.2f} |")  # fmt: skip
+    return [*lines, ""]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench/serving", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=100_000, help="for the memory")
     parser.add_argument("--litellm", type=Path, help="its program, in an environment of its own")
-    parser.add_argument("--only-latency", action="store_true")
+    parser.add_argument("--parts", default="latency,failover,idle,memory,strangers")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     load = os.getloadavg()[0]
@@ -333,12 +363,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         endpoint = Endpoint(Path(folder))
         try:
-            parts = [lambda: latency(endpoint, args.rounds, Path(folder), args.litellm)]
-            if not args.only_latency:
-                parts += [lambda: failover(endpoint, args.rounds), lambda: idle(endpoint),
-                          lambda: memory(endpoint, args.requests)]  # fmt: skip
-            for part in parts:
-                lines += part()
+            parts: dict[str, Callable[[], list[str]]] = {
+                "latency": lambda: latency(endpoint, args.rounds, Path(folder), args.litellm),
+                "failover": lambda: failover(endpoint, args.rounds), "idle": lambda: idle(endpoint),
+                "memory": lambda: memory(endpoint, args.requests), "strangers": lambda: strangers(Path(folder)),
+            }  # fmt: skip
+            for name in args.parts.split(","):
+                lines += parts[name]()
         finally:
             endpoint.stop()
     if args.output:

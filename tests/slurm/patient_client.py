@@ -7,6 +7,7 @@ import contextlib
 import random
 import ssl
 import time
+from collections.abc import Container
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,8 +28,8 @@ class NoAnswer(Exception):
 class PatientClient:
     """For one event loop."""
 
-    def __init__(self, run_folder: Path) -> None:
-        self._run_folder = run_folder
+    def __init__(self, run_folder: Path, passing: Container[int] = PASSING) -> None:
+        self._run_folder, self._passing = run_folder, passing
 
     async def __aenter__(self) -> Self:
         own = ca_file(self._run_folder)
@@ -64,7 +65,7 @@ class PatientClient:
                         raise OSError("its router is no more")
                 status, content = asked.result()
                 is_cut = b"event: error\ndata: " in content and b'"slurmft"' in content
-                if status not in (*PASSING, 401) and not is_cut:
+                if status not in self._passing and status != 401 and not is_cut:
                     return status, content
                 why = f"HTTP {status}: {content[-300:]!r}"
             except (aiohttp.ClientError, OSError, SlurmftError) as error:

@@ -117,6 +117,9 @@ class Struck:
     seconds: float | None = None
     """Until the next new step; None where the run was over before."""
 
+    at_s: float = 0.0
+    """Since the epoch."""
+
     journal: dict[str, float] = field(default_factory=dict)
     """Events until then, and when each came first, in seconds after the fault."""
 
@@ -352,7 +355,7 @@ class Storm:
         said = self.attempt(lambda: self.kinds[name].strike(self))
         if said is None:
             return False
-        struck = Struck(name, str(said), time.strftime("%T"), step)
+        struck = Struck(name, str(said), time.strftime("%T"), step, at_s=at_s)
         self.done.append(struck)
         self._open.append(_Open(struck, attempt, began_s, at_s, events))
         self._since.append(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -27,6 +28,8 @@ pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
 SLURMFT = [sys.executable, "-m", "slurmft"]
 HERE = Path(__file__).parent
 CLIENTS = 100
+STRANGERS_BYTES = 400 << 20
+"""Of memory for all strangers: a thousand handshakes of 256 KiB, and what they leave behind."""
 
 
 class Endpoint:
@@ -350,3 +353,29 @@ def test_replicas_follow_the_load_from_none_to_none_and_no_request_fails(idle: E
     wanted = [each.details["wanted"] for each in endpoint.events("replicas wanted")]
     assert max(wanted) == 4 and wanted[-1] == 0
     assert endpoint.events("replica down") == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
+def test_ten_thousand_strangers_cost_a_router_no_client_and_bounded_memory(
+    tmp_path: Path, request: pytest.FixtureRequest, tls: bool
+) -> None:
+    """Each comes again as soon as it is cut off."""
+    endpoint = Endpoint(tmp_path / "endpoint", serving={"tls_own": tls, "routers": 1})
+    endpoint.slurmft("serve", str(endpoint.config), "--cluster", "local")
+    request.addfinalizer(lambda: endpoint.slurmft("stop", str(endpoint.folder.path), "--timeout", "30"))
+    endpoint.wait_for(1, 4)
+    (pid,) = set(endpoint.routers())
+    router, sizes = psutil.Process(pid), list[int]()
+    argv = [sys.executable, str(HERE / "serving_strangers.py"), str(endpoint.folder.path), "10000", "30"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as siege:
+        assert siege.stdout is not None
+        while siege.poll() is None:
+            sizes.append(router.memory_info().rss)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                siege.wait(0.2)
+        told = json.loads(siege.stdout.read())
+    assert told["errors"] == {} and told["asked"] >= 10, told
+    assert told["opened"] >= 10_000, "they have all been there"
+    assert max(sizes) - sizes[0] < STRANGERS_BYTES, (sizes[0], max(sizes), told)
+    assert router.is_running() and not endpoint.events("replica died") and not endpoint.events("router ended")

@@ -1,16 +1,19 @@
 """Random faults at random moments on an endpoint under constant load: each request is answered once, or has an error.
 
 As test_random_faults.py: the seed decides; ``SLURMFT_FAULT_SEEDS`` chooses seeds, ``SLURMFT_FAULTS_OUTPUT`` takes a
-line of JSON for each run. A hundred clients count what became of their requests.
+line of JSON for each run. A hundred clients count what became of their requests. A second storm is of behaviours above
+all: engines and clients that are slow, sick, hung or gone without a word, where no engine may be killed without cause.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import shutil
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +21,7 @@ import pytest
 import yaml
 
 from slurm.cluster_faults import CLUSTER_KINDS, kill_one
+from slurm.conftest import eventually
 from slurm.endpoints import EndpointRun
 from slurm.storm import Kind, Storm, errors_in_logs, seeds
 from slurmft.inference.serving.endpoint import HighAvailabilityCluster
@@ -40,6 +44,18 @@ CLUSTER = (
     "partition",
     "slow node",
 )
+
+
+ON_ITS_NODE = {"engine": 1, "driver": 1, "engine stopped": 1, "driver stopped": 1, "fails": 1, "hangs": 1, "grows": 1,
+               "agent": 2, "zygote": 2, "power": 2, "partition": 2, "slow node": 2}  # fmt: skip
+ANYWHERE = {"stalling request": 6, "supervisor": 6, "srun": 6, "TERM": 6, "power of the batch host": 6}
+"""Deaths of replicas that a fault explains: on the node that it names, or on any; a request that stalls is one of two,
+each of which may cost as many engines as make it poison (3)."""
+
+EXPLAINS_S = 60.0
+SILENT = frozenset({"router stopped", "power", "power of the batch host", "partition", "slow node", "supervisor",
+                    "srun", "TERM", "agent"})  # fmt: skip
+"""Faults behind which a plain client may hear nothing within its time."""
 
 
 class Clients:
@@ -101,10 +117,43 @@ class ServingStorm(Storm):
         sent = self.lab.run_on_as_admin(router.node, ["kill", f"-{signal}", found[1]], check=False)
         return f"{signal} on {router.node}" if sent.returncode == 0 else None
 
-    def bad_client(self, how: str) -> str:
+    def bad_client(self, how: str, count: int = 3, *, admin: bool = False) -> str:
         words = f"python {self.run.path.parent}/load.py {how} {self.run.path} {self.chance.randrange(1 << 20)}"
-        self.lab.run(["bash", "-c", f"for n in 1 2 3; do setsid {words} > /dev/null 2>&1 & done"])
-        return "three of them"
+        run = self.lab.run_as_admin if admin else self.lab.run
+        run(["bash", "-c", f"for n in $(seq {count}); do setsid {words}$n > /dev/null 2>&1 & done"])
+        return f"{count} of them"
+
+    def without_cause(self) -> list[str]:
+        """Deaths of replicas that no fault explains."""
+        left = [[one, {**ON_ITS_NODE, **ANYWHERE}.get(one.kind, 0)] for one in self.done]
+        found = []
+        for event in (event for event in self.journal() if event.event == "replica died"):
+            at_s, node = event.seconds(), event.details["node"]
+            causes = [each for each in left if each[1] and -1 < at_s - each[0].at_s < EXPLAINS_S
+                      and (each[0].kind in ANYWHERE or node in each[0].said.split())]  # fmt: skip
+            if causes:  # of a node's own first
+                min(causes, key=lambda each: each[0].kind in ANYWHERE)[1] -= 1
+            else:
+                found.append(f"{event.at:%T} {node}: {event.details['reason']}")
+        return found
+
+    def late(self, told: dict[str, Any]) -> dict[str, int]:
+        """Requests without a word in time behind which there is no fault that makes routers silent."""
+        struck = [one.at_s for one in self.done if one.kind in SILENT]
+        times = {kind: [each for each in count["late"] if not any(-35 < at_s - each < 35 for at_s in struck)]
+                 for kind, count in told.items()}  # fmt: skip
+        return {kind: len(each) for kind, each in times.items() if each}
+
+    def outcomes(self) -> dict[str, Any]:
+        """Of the requests that take long or stall, in the form of the clients' counts."""
+        path, found = self.run.path.parent / "outcomes", dict[str, Any]()
+        for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
+            into = found.setdefault(line["kind"], {"asked": 0, "right": 0, "refused": Counter(), "wrong": Counter(),
+                                                   "longest_s": 0.0, "late": []})  # fmt: skip
+            for key in ("asked", "right", "refused", "wrong", "late"):
+                into[key] += Counter(line[key]) if isinstance(line[key], dict) else line[key]
+            into["longest_s"] = max(into["longest_s"], line["longest_s"])
+        return found
 
     kinds: ClassVar = {
         "engine": Kind(16, lambda storm: storm.signal_engine("KILL")),
@@ -116,6 +165,24 @@ class ServingStorm(Storm):
         "slow client": Kind(5, lambda storm: storm.bad_client("slow")),
         "garbage": Kind(5, lambda storm: storm.bad_client("garbage")),
         **{name: CLUSTER_KINDS[name] for name in CLUSTER},
+    }  # fmt: skip
+
+
+class BehaviourStorm(ServingStorm):
+    name = "behaviours"
+
+    kinds: ClassVar = {
+        **{name: Kind(each.weight // 2, each.strike, each.takes_s) for name, each in ServingStorm.kinds.items()
+           if name not in CLUSTER},
+        "fails": Kind(9, lambda storm: storm.signal_engine("USR1")),
+        "hangs": Kind(9, lambda storm: storm.signal_engine("USR2")),
+        "grows": Kind(6, lambda storm: storm.signal_engine("URG")),
+        "long request": Kind(8, lambda storm: storm.bad_client("long", 4)),
+        "stalling request": Kind(3, lambda storm: storm.bad_client("stall", 2)),
+        "disconnecting clients": Kind(6, lambda storm: storm.bad_client("leaves", 8)),
+        "half-open": Kind(6, lambda storm: storm.bad_client("half-open", 1, admin=True)),
+        **{name: dataclasses.replace(CLUSTER_KINDS[name], weight=1)
+           for name in ("agent", "supervisor", "power", "slow node")},
     }  # fmt: skip
 
 
@@ -149,28 +216,48 @@ def stormy(lab: Lab, request: pytest.FixtureRequest) -> EndpointRun:
 
 @pytest.mark.parametrize("seed", seeds())
 def test_random_serving_faults(stormy: EndpointRun, seed: int) -> None:
-    run, storm = stormy, ServingStorm(stormy, seed)
+    endure(ServingStorm(stormy, seed), (0.2, 1.5))
+
+
+@pytest.mark.parametrize("seed", seeds())
+def test_random_behaviours(stormy: EndpointRun, seed: int) -> None:
+    endure(BehaviourStorm(stormy, seed), (1.0, 4.0))
+
+
+def endure(storm: ServingStorm, pauses_s: tuple[float, float]) -> None:
+    run = storm.run
     run.submit()
     clients = Clients(run)
     with storm.ending() as failures:
         run.wait_for_step(100)
         while len(storm.done) < MAX_FAULTS and not storm.is_over():
-            storm.wait(storm.chance.uniform(0.2, 1.5))
+            storm.wait(storm.chance.uniform(*pauses_s))
             if storm.is_settled() or storm.chance.random() < 0.1:
                 storm.strike()
         storm.wait(5)
+        asking = ["pgrep", "-f", f"[l]oad.py (long|stall) {run.path}"]
+        eventually(lambda: not run.lab.run(asking, check=False).stdout, 150, "a long request has not ended")
         if storm.is_over():
             failures.append("the run has ended by itself")
     told, error = clients.result()
+    if isinstance(storm, BehaviourStorm):
+        told |= storm.outcomes()
+        failures += [f"a replica was killed without cause: {death}" for death in storm.without_cause()]
+        failures += [f"no word in time: {late}" for late in [storm.late(told)] if late]
     failures += [error] if error else []
     failures += [f"an error of ours: {error}" for error in errors_in_logs(run)]
     failures += storm.unexplained_waits()
     for kind, count in told.items():
         if count["wrong"]:
             failures.append(f"neither answered nor refused: {kind}: {count['wrong']}")
-        if kind == "patient" and count["refused"]:  # a stream that has begun may end with an error
+        is_poison = [why for why in count["refused"] if "this request has crashed" in why]
+        if kind == "patient" and len(count["refused"]) > len(
+            is_poison
+        ):  # a stream that has begun may end with an error
             failures.append(f"an error of a patient client: {kind}: {count['refused']}")
     run.slurmft("stop", str(run.path), check=False)
     deaths, ended, lost = (len(run.events(name)) for name in ("replica died", "router ended", "agent lost"))
-    storm.record(failures, clients=told, deaths=deaths, routers=ended, nodes_lost=lost)
+    poison = sum(count["refused"][why] for kind, count in told.items() if kind != "stall" for why in count["refused"]
+                 if "this request has crashed" in why)  # fmt: skip
+    storm.record(failures, poison=poison, clients=told, deaths=deaths, routers=ended, nodes_lost=lost)
     assert failures == [], storm.story()

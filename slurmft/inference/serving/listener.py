@@ -9,6 +9,7 @@ import logging
 import socket
 import ssl
 import time
+import traceback
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -161,7 +162,7 @@ class RouterServer:
             )
         except OSError as error:  # what is no TLS as well
             log.debug("a connection from %s ended before it began: %s", address, error)
-            error.with_traceback(None)  # whose frames keep the error, and with it all buffers, until a full collection
+            traceback.clear_frames(error.__traceback__)  # asyncio's hold the error, and so the buffers, in a circle
         finally:
             self.strangers.forget(arrival)
 

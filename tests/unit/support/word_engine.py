@@ -2,7 +2,9 @@
 
 python word_engine.py PORT PAUSE_SECONDS LOG
 
-Each token takes a pause, and a line in the log: the digest of what it followed, so that one made twice is seen.
+Each token takes a pause, and a line in the log: the digest of what it followed, so that one made twice is seen. After
+USR1 it fails every request, after USR2 it makes no token and is healthy all the same, after URG its memory grows until
+it is killed, as by the kernel; a request with ``stall`` holds up everything for so many seconds.
 """
 
 from __future__ import annotations
@@ -12,11 +14,16 @@ import hashlib
 import json
 import os
 import re
+import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from aiohttp import web
+
+FULL_BYTES = 1 << 27
+"""Of memory that grows, at which it is killed."""
 
 TOKEN = re.compile(r"[\sA-Z]?[0-9a-f]+|.", re.DOTALL)
 
@@ -56,6 +63,12 @@ class WordEngine:
 
     def __init__(self, pause_s: float, on_token: Callable[[str], object], *, events: int | None = None) -> None:
         self._pause_s, self._on_token, self._events = pause_s, on_token, events
+        self.fails = self.hangs = self.grows = False
+        self._grown = bytearray()
+
+    def misbehave_on_signals(self) -> None:
+        for number, how in ((signal.SIGUSR1, "fails"), (signal.SIGUSR2, "hangs"), (signal.SIGURG, "grows")):
+            signal.signal(number, lambda *_, how=how: setattr(self, how, True))
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -72,12 +85,21 @@ class WordEngine:
             if (token := next_token(context)) is None:
                 return
             await asyncio.sleep(self._pause_s)
+            while self.hangs:
+                await asyncio.sleep(1)
+            if self.grows:
+                self._grown += b"x" * (FULL_BYTES >> 8)
+                if len(self._grown) >= FULL_BYTES:
+                    os.kill(os.getpid(), signal.SIGKILL)
             self._on_token(hashlib.sha256(context.encode()).hexdigest()[:16])
             context += token
             yield token
 
     async def complete(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await request.json()
+        if self.fails:
+            return web.json_response({"error": {"message": "CUDA error: device-side assert triggered"}}, status=500)
+        time.sleep(body.get("stall", 0))  # nothing else goes on meanwhile
         is_chat = request.path.endswith("/chat/completions")
         prompt, limit = prompt_of(request.path, body), body.get("max_tokens") or 256
         head = {"id": "words", "created": 1, "model": "words"}
@@ -127,6 +149,7 @@ class WordEngine:
 def main() -> None:
     log = os.open(sys.argv[3], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     engine = WordEngine(float(sys.argv[2]), lambda digest: os.write(log, f"{digest}\n".encode()) and None)
+    engine.misbehave_on_signals()
     web.run_app(engine.app(), host="127.0.0.1", port=int(sys.argv[1]), print=None, access_log=None)
 
 

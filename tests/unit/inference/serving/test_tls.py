@@ -7,6 +7,7 @@ import contextlib
 import gc
 import ssl
 import subprocess
+from asyncio import sslproto
 from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -84,6 +85,31 @@ def test_a_client_that_does_not_finish_the_handshake_is_cut_off(
             writer.write(b"\x16\x03\x01")
             assert await asyncio.wait_for(reader.read(), 10) == b""
             writer.close()
+
+    run(work())
+
+
+def test_handshakes_that_fail_leave_no_buffers_behind(config: InferenceConfig) -> None:
+    """They are 256 KiB each, and nobody has to look for circles first."""
+
+    async def work() -> None:
+        async with listening(config) as (server, port):
+            gc.collect()
+            gc.disable()
+            try:
+                for said in (b"GET / HTTP/1.1\r\n\r\n", b""):
+                    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                    writer.write(said)
+                    writer.write_eof()
+                    await asyncio.wait_for(reader.read(), 10)
+                    writer.close()
+                async with asyncio.timeout(10):
+                    while len(server.strangers):
+                        await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                assert not [each for each in gc.get_objects() if isinstance(each, sslproto.SSLProtocol)]
+            finally:
+                gc.enable()
 
     run(work())
 
