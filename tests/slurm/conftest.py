@@ -122,25 +122,36 @@ class Run:
         chosen = [pids[rank] for rank in ranks or pids]
         self.lab.run_on_as_admin(node, ["kill", f"-{signal}", *chosen])
 
-    def kill_between_steps(self, node: str, *ranks: int) -> None:
-        """Kill these ranks while they wait for their next batch: what they had for themselves is noted then.
+    def kill_between_steps(self, node: str, *ranks: int, signal: str = "KILL") -> None:
+        """Kill these ranks, or ``STOP`` them, while they wait for their next batch.
+
+        What they had for themselves is noted then, and sent to the node's peers.
 
         A rank that dies after a step's last collective and before its end takes with it what it would have noted.
         """
         script = """
-            for try in $(seq 200); do
-                kill -STOP "$@"; waiting=0
+            asleep() { read -r call _ < /proc/$1/syscall && [[ $call == "$SLEEPING" ]]; }
+            for try in $(seq 400); do
+                waiting=0
                 for pid in "$@"; do
-                    until grep -q '^State:.T' /proc/$pid/status; do :; done
-                    [[ $(cut -d' ' -f1 /proc/$pid/syscall) == "$SLEEPING" ]] && waiting=$((waiting + 1))
+                    asleep $pid && ! grep -qs '^State:.R' /proc/$pid/task/*/status && waiting=$((waiting + 1))
                 done
-                [[ $waiting == $# ]] && exec kill -KILL "$@"
-                kill -CONT "$@"; sleep 0.03
+                if [[ $waiting == $# ]]; then
+                    kill -STOP "$@"; waiting=0
+                    for pid in "$@"; do
+                        until grep -q '^State:.T' /proc/$pid/status; do :; done
+                        asleep $pid && waiting=$((waiting + 1))
+                    done
+                    [[ $waiting == $# ]] && exec kill -$SIGNAL "$@"
+                    kill -CONT "$@"
+                fi
+                sleep 0.01
             done
             exit 1"""
         sleeping = {"x86_64": "230", "aarch64": "115"}[platform.machine()]  # clock_nanosleep, of time.sleep
         pids = self.pids(node)
-        command = ["env", f"SLEEPING={sleeping}", "bash", "-c", script, "kill", *(pids[rank] for rank in ranks)]
+        variables = [f"SLEEPING={sleeping}", f"SIGNAL={signal}"]
+        command = ["env", *variables, "bash", "-c", script, "kill", *(pids[rank] for rank in ranks or pids)]
         self.lab.run_on_as_admin(node, command)
 
     def output(self, rank: int = 0) -> str:

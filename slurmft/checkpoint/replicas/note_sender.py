@@ -69,23 +69,30 @@ class _Lane:
 
     def _run(self) -> None:
         wire: Wire | None = None
+        unanswered = deque[_Note]()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting)
-                note = self._waiting.popleft()
+                self._changed.wait_for(lambda: self._waiting, PAUSE_S if unanswered else None)
+                note = self._waiting.popleft() if self._waiting else None
             try:
-                wire = wire or connected(self._peer, self._key_file, limit_s=COPY_LIMIT_S, stop=self._never)
-                problem = _sent(wire, note)
+                if note is not None:
+                    unanswered.append(note)
+                    wire = wire or connected(self._peer, self._key_file, limit_s=COPY_LIMIT_S, stop=self._never)
+                    _send(wire, note)
+                # a busy peer answers late: were each answer waited for, it would not get the newest note in time
+                while wire is not None and unanswered and (len(unanswered) > NOTES or wire.has_more()):
+                    problem = _answer(wire)
+                    self._tell(unanswered.popleft(), problem)
             except (BadCopy, OSError, StorageError) as error:
-                problem = str(error) or type(error).__name__
                 if wire is not None:
                     with wire:
                         wire = None
+                self._tell(unanswered[0], str(error) or type(error).__name__)
                 with self._changed:
                     if len(self._waiting) < NOTES:  # else newer ones are enough to do
-                        self._waiting.appendleft(note)
+                        self._waiting.extendleft(reversed(unanswered))
+                unanswered.clear()
                 time.sleep(PAUSE_S)
-            self._tell(note, problem)
 
     def _tell(self, note: _Note, problem: str) -> None:
         """Once when it fails, and when it works again."""
@@ -99,11 +106,15 @@ class _Lane:
         self._has_warned = bool(problem)
 
 
-def _sent(wire: Wire, note: _Note) -> str:
-    """Why the peer has not taken it; empty where it has."""
+def _send(wire: Wire, note: _Note) -> None:
     wire.deadline = time.monotonic() + SILENCE_S
     wire.send({"note": note.step, "name": note.name, "generation": note.generation,
                "capacity": note.capacity_bytes, "bytes": len(note.payload)})  # fmt: skip
     wire.send_blob(note.payload)
+
+
+def _answer(wire: Wire) -> str:
+    """Why the peer has not taken its oldest note without an answer; empty where it has."""
+    wire.deadline = time.monotonic() + SILENCE_S
     answer = wire.receive().get("answer")
     return "" if answer == "kept" else str(answer)[:500]

@@ -8,8 +8,8 @@
 
 Notes on each step (``note_sender``) travel in the same way, on a connection that stays:
 
-    sender  -> keeper   {note, name, generation, capacity, bytes} and the note, again and again
-    keeper  -> sender   {"answer": "kept"} or why not
+    sender  -> keeper   {note, name, generation, capacity, bytes} and the note, again and again, ahead of the answers
+    keeper  -> sender   {"answer": "kept"} or why not, for each
 
 Each line and the index carry a HMAC under a key that is derived from the run's key and both nonces, bound to the
 direction and the place in the sequence. The image's key is derived from that one and the index, which names run
@@ -102,6 +102,15 @@ class Wire:
         if not isinstance(message, dict):
             raise BadCopy("a line is not an object")
         return message
+
+    def has_more(self) -> bool:
+        """Whether ``receive`` would find something at once: a line, or that the connection has ended."""
+        self._socket.settimeout(0.0)
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        return True
 
     def send_blob(self, blob: bytes) -> None:
         """Send bytes of which the other side knows how many there are."""

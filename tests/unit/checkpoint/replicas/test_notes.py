@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from slurmft.checkpoint.replicas.keeper import Keeper
 from slurmft.checkpoint.replicas.note_gathering import OwnNotes, gather
 from slurmft.checkpoint.replicas.note_sender import NoteSender
 from slurmft.checkpoint.replicas.replication import Peer, connected
-from slurmft.checkpoint.replicas.wire import BadCopy
+from slurmft.checkpoint.replicas.wire import BadCopy, Wire
 from slurmft.checkpoint.staging.lead_note import LeadRecord
 from slurmft.checkpoint.staging.note_file import NoteFile, read_note
 from slurmft.checkpoint.staging.rank_records import RankRecord, read_record
@@ -70,6 +71,26 @@ def test_notes_lie_with_the_peer_a_moment_later_and_the_newest_of_them_stay(tmp_
         sender.offer("rank-3", step, file, b"state after %d" % step)
         until(lambda step=step: peer_has(node, step) == b"state after %d" % step)
     assert peer_has(node, 1) is None and peer_has(node, 4) is not None and peer_has(node, 9, generation=2) is None
+
+
+def test_the_newest_note_does_not_wait_for_the_answer_to_the_one_before(tmp_path: Path, key: Path):
+    """Else it is late with a peer that is busy, and the step is lost with this node; unanswered ones are sent again."""
+    listener, where = socket.create_server(("127.0.0.1", 0)), announcement(tmp_path, 0)
+    write_json(where, {"hosts": ["127.0.0.1"], "port": listener.getsockname()[1]}, durable=False)
+    listener.settimeout(20)
+    sender = NoteSender([Peer(place=0, announcement=where)], key)
+    for answers in (0, 2):
+        if not answers:
+            sender.offer("rank-3", 7, NoteFile(tmp_path / "rank-3.record", 1, 4096), b"state after 7")
+        with Wire(listener.accept()[0], KEY, is_keeper=True, deadline=time.monotonic() + 20) as wire:
+            for step in (7, 8):
+                assert wire.receive()["note"] == step
+                assert wire.receive_blob(13) == b"state after %d" % step
+                if step == 7 and not answers:
+                    sender.offer("rank-3", 8, NoteFile(tmp_path / "again", 1, 4096), b"state after 8")
+            for _ in range(answers):
+                wire.send({"answer": "kept"})
+    listener.close()
 
 
 def test_notes_of_an_attempt_that_is_over_are_refused(tmp_path: Path, node: Node, key: Path, caplog):
