@@ -16,7 +16,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 NewRun = Callable[..., Run]
 FAULTS = {"num_in_job_restarts": 3, "standby_supervisor": True}
-LOST_TO_TRAINING_S = 10.0
+LOST_TO_TRAINING_S = 20.0
+"""Alone on two cores 6 to 8 s; the benches have the figures."""
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import ssl
 import subprocess
-from asyncio import sslproto
 from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -107,7 +106,7 @@ def test_handshakes_that_fail_leave_no_buffers_behind(config: InferenceConfig) -
                     while len(server.strangers):
                         await asyncio.sleep(0)
                 await asyncio.sleep(0)
-                assert not [each for each in gc.get_objects() if isinstance(each, sslproto.SSLProtocol)]
+                assert not [each for each in gc.get_objects() if isinstance(each, SSLProtocol)]
             finally:
                 gc.enable()
 
