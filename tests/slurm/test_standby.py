@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 NewRun = Callable[..., Run]
 FAULTS = {"num_in_job_restarts": 3, "standby_supervisor": True}
 LOST_TO_TRAINING_S = 20.0
-"""Alone on two cores 6 to 8 s; the benches have the figures."""
+"""At a load of 50 on two cores it took up to 12 s."""
 
 
 @pytest.fixture
