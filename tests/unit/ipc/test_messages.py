@@ -59,10 +59,11 @@ def made(kind: str, line: bytes) -> Any:
 
 @of_each(kind__body=RECORDED)
 def test_messages_of_the_version_before_are_read_and_written_as_it_does(kind, body):
-    """But for NaN and infinities, which are null."""
-    again, before = json.loads(encoded(made(kind, body.encode()))), json.loads(body, parse_constant=lambda _: None)
-    assert again == before
-    assert json.loads(encoded(made(kind, encoded(again)))) == before
+    again = encoded(made(kind, body.encode()))
+    assert body_of(again) == body_of(body.encode())
+    assert again.count(b"NaN") == body.count("NaN"), "earlier versions need a metric that is a number"
+    assert again.count(b"null") == body.count("null"), "nor do they know a null elsewhere"
+    assert encoded(made(kind, again)) == again
 
 
 def test_every_kind_of_message_was_recorded():
