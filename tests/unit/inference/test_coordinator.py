@@ -23,7 +23,9 @@ from slurmft.ipc.shapes import kind_of
 from slurmft.storage.events import EventName
 
 TOTAL = 20
-REPORTS = {kind_of(each): each for each in (RequestsWanted, RequestsAnswered, RequestsReturned, ReplicaPhase, ReplicaDied)}
+REPORTS = {
+    kind_of(each): each for each in (RequestsWanted, RequestsAnswered, RequestsReturned, ReplicaPhase, ReplicaDied)
+}
 
 
 class World:
