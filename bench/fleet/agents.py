@@ -17,8 +17,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
+
 from slurmft.ipc.calls import AskSections, Kill, Port, RescueState, Shutdown, StartWorkers, TakeEvidence, parse_call
-from slurmft.ipc.channel import BadMessage, Channel, connect
+from slurmft.ipc.channel import BadMessage, Channel, connect, encoded
 from slurmft.ipc.pages.heartbeat import State
 from slurmft.ipc.replies import (
     Done,
@@ -97,12 +99,13 @@ class Agent:
         if self.channel is not None:
             self.step += 1
             told = tuple(facts_of(rank, self.step) for rank in self._ranks)
-            self.channel.send(ProgressReport(ranks=told, ready=True, generation=self.generation).as_mapping())
+            self.channel.send(ProgressReport(ranks=told, ready=True, generation=self.generation))
 
     def die(self, rank: int, code: int, *, killed: bool) -> None:
         if self.channel is not None and rank in self._ranks:
-            end = WorkerExited(code=code, killed=killed, generation=self.generation, facts=facts_of(rank, self.step))
-            self.channel.send(end.as_mapping())
+            facts = asdict(facts_of(rank, self.step))
+            end = WorkerExited(code=code, killed=killed, generation=self.generation, **facts)
+            self.channel.send(end)
 
     def _all_die(self) -> None:
         for rank in self._ranks:
@@ -114,9 +117,9 @@ class Agent:
 
     async def live(self, channel: Channel) -> None:
         self.channel = channel
-        while (message := await channel.receive()) is not None:
-            number, call = parse_call(message)
-            self._moments.got(message["kind"])
+        while (line := await channel.receive_line()) is not None:
+            number, call = parse_call(line)
+            self._moments.got(getattr(call, "kind", ""))
             send_text(channel, number, self._answer(call))
             if isinstance(call, StartWorkers):
                 self.report()
@@ -140,7 +143,7 @@ class Agent:
 
 def text_of(reply: Fields) -> str:
     """A reply as JSON, without what comes before it on its way: real agents make theirs at the same time."""
-    return json.dumps(reply.as_mapping(), separators=(",", ":"))[1:]
+    return encoded(reply)[1:].decode()
 
 
 def send_text(channel: Channel, number: int, text: str) -> None:
@@ -161,7 +164,7 @@ async def connected(agent: Agent, port: int, secret: bytes, few: asyncio.Semapho
                 break
             except (OSError, BadMessage):
                 await asyncio.sleep(0.2)
-        channel.send(Hello(node=agent.node, host=f"n{agent.node}", pid=1).as_mapping())
+        channel.send(Hello(node=agent.node, host=f"n{agent.node}", pid=1))
     await agent.live(channel)
 
 

@@ -13,10 +13,11 @@ import tempfile
 import time
 import timeit
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 import slurmft
 from slurmft.agent.stragglers import RANKS_PER_MESSAGE, TimingReports

@@ -11,9 +11,10 @@ import socket
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import asdict, replace
 
 from slurmft.agent.container.inside import Outside, limits_here
 from slurmft.agent.digests import DigestReports
@@ -224,18 +225,18 @@ class Agent:
             node=self._index, host=self._host, pid=os.getpid(), birth=self._birth[:100] or None,
             lender=self._lender or None,
         )  # fmt: skip
-        channel.send(hello.as_mapping())
+        channel.send(hello)
         self._channel = channel
         for report in (*self._unreported, *self._lasting):
-            channel.send(report.as_mapping())
+            channel.send(report)
         self._unreported = []
         try:
             while not self._shutdown:
-                message = await channel.receive()
-                if message is None:
+                line = await channel.receive_line()
+                if line is None:
                     return
                 self._last_heard = time.monotonic()
-                number, call = parse_call(message)
+                number, call = parse_call(line)
                 answer = await self._answer(call)
                 if number != UNANSWERED:
                     channel.send(as_reply(number, answer))
@@ -422,7 +423,7 @@ class Agent:
         own, facts, code = self._generation, worker.facts(), worker.exit_code or 0
         killed, starved = worker.killed, worker.starved
         self._report_digests([worker])  # first: the end of the last rank ends the attempt
-        self._report(WorkerExited(code=code, killed=killed, starved=starved, generation=own, facts=facts))
+        self._report(WorkerExited(code=code, killed=killed, starved=starved, generation=own, **asdict(facts)))
 
     def _report_digests(self, workers: Sequence[Worker]) -> None:
         for report in self._digests.new(workers):
@@ -437,7 +438,7 @@ class Agent:
         elif self._channel is None:
             self._unreported.append(report)
         if self._channel is not None:
-            self._channel.send(report.as_mapping())
+            self._channel.send(report)
 
     async def _report_regularly(self) -> None:
         interval_s = report_interval_s(self._config.nodes + self._config.spare_nodes)
@@ -448,13 +449,13 @@ class Agent:
             if self._channel is not None:
                 ranks = tuple(worker.facts() for worker in self._workers.by_rank.values())
                 own, ready = self._generation, self._workers.ready.is_set()
-                self._channel.send(ProgressReport(ranks=ranks, ready=ready, generation=own).as_mapping())
+                self._channel.send(ProgressReport(ranks=ranks, ready=ready, generation=own))
                 if self._timings is not None and self._config.straggler_detection.enabled:
                     for report in self._timings.due(list(self._workers.by_rank.values()), time.monotonic()):
-                        self._channel.send(replace(report, generation=own).as_mapping())
+                        self._channel.send(replace(report, generation=own))
                 self._report_digests(list(self._workers.by_rank.values()))
                 if (durations := self._hangs.durations()) is not None:
-                    self._channel.send(replace(durations, generation=own).as_mapping())
+                    self._channel.send(replace(durations, generation=own))
 
 
 def _tell_error(task: asyncio.Task[None]) -> None:

@@ -14,20 +14,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from slurmft.agent import flight_recorder
 from slurmft.agent.workers import Worker
 from slurmft.ipc import flight_dump, stacks
+from slurmft.ipc.channel import encoded
 from slurmft.ipc.pages.heartbeat import Slot, State
 from slurmft.ipc.pages.section_stack import open_sections
 from slurmft.ipc.replies import RankEvidence
@@ -250,7 +252,7 @@ def as_reply(summaries: Sequence[RankEvidence]) -> list[RankEvidence]:
 
 
 def _size(ranks: Sequence[RankEvidence]) -> int:
-    return len(json.dumps([each.as_mapping() for each in ranks]))
+    return len(encoded(ranks))
 
 
 def _in_file(summary: RankEvidence) -> dict[str, Any]:

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from slurmft.agent.environment import common_environment
 from slurmft.agent.gpus import VISIBLE_VARIABLE, gpu_uuids
@@ -150,7 +151,7 @@ class Replicas:
 
         def told(sent: Sent) -> None:
             is_found = isinstance(sent, ReplicaPhase) and sent.port is not None
-            report(replace(sent, hosts=self._hosts) if is_found else sent)  # type: ignore[type-var]
+            report(replace(sent, hosts=self._hosts) if is_found else sent)
 
         return told
 

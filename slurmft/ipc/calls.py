@@ -8,11 +8,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Generic, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Generic, TypeVar, get_args
 
-from slurmft.ipc.channel import BadMessage, Body
+from msgspec import Meta
+
+from slurmft.ipc.channel import Body
 from slurmft.ipc.replies import (
     Done,
     EvidenceReply,
@@ -27,221 +28,149 @@ from slurmft.ipc.replies import (
 from slurmft.ipc.shapes import (
     Count,
     Fields,
-    Flag,
+    HasRuns,
     Hosts,
     Message,
     Name,
+    OpenPort,
     PortNumber,
     Rank,
+    Ranks,
     Requests,
     Runs,
     Seconds,
-    Shape,
     SlotValue,
-    integer,
-    is_flag,
-    is_limits,
-    is_list,
-    is_names,
-    is_ranks,
-    is_time,
-    text,
-    texts,
+    Text255,
+    kind_of,
+    written,
 )
 
 Answer = TypeVar("Answer", bound=Fields)
 
 
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_choice(value: Any) -> bool:
-    return value is None or is_ranks(value)
-
-
-def _chosen(value: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if value is None else tuple(value)
-
-
-def _as_choice(value: Sequence[int] | None) -> list[int] | None:
-    return None if value is None else list(value)
-
-
-class Call(Message, Generic[Answer]):
+class Call(Message, Generic[Answer], frozen=True):
     """Something that an agent is to do, or to say."""
 
-    __slots__ = ()
-
-    @property
-    def reply(self) -> type[Answer]:
+    @classmethod
+    def reply(cls) -> type[Answer]:
         """The class of the reply."""
-        raise NotImplementedError
+        found: type[Answer] = get_args(cls.__orig_bases__[0])[0]  # type: ignore[attr-defined]
+        return found
 
-    def reply_of(self, mapping: Body) -> Answer:
+    @classmethod
+    def reply_of(cls, line: bytes) -> Answer:
         """The agent's reply.
 
         Raises:
             BadMessage: it is malformed.
         """
-        return self.reply.parse(mapping, f"the reply to {self.kind!r}")
+        return cls.reply().parse(line, f"the reply to {kind_of(cls)!r}")
 
     def as_call(self, number: int) -> Body:
         """The call, as the channel takes it; the reply bears its number."""
-        return {"kind": self.kind, "id": number, **Fields.as_mapping(self)}
+        return {"kind": self.kind, "id": number, **self.as_mapping()}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StartWorkers(Call[Started]):
+class StartWorkers(Call[Started], frozen=True, kw_only=True, tag="start"):
     """Start the workers of an attempt."""
 
-    kind: ClassVar[str] = "start"
-    reply: ClassVar[type[Started]] = Started
-    suspect_gpus: Annotated[tuple[str, ...], Shape(fits=texts(1 << 20, 255), read=tuple, write=list)] = ()
+    suspect_gpus: Annotated[tuple[Text255, ...], Meta(max_length=1 << 20)] = written(())
     """To be left out."""
 
-    batch_divisor: SlotValue = 1
-    mtbf_s: Annotated[float | None, Shape(fits=is_time, optional=True)] = None
+    batch_divisor: SlotValue = written(1)
+    mtbf_s: Seconds | None = None
     attempt: Name
     cycle: SlotValue
     first_rank: Rank
     nodes: Rank
     generation: SlotValue
-    nodelist: Annotated[str | None, Shape(fits=text(1 << 20), optional=True)] = None
+    nodelist: Annotated[str, Meta(max_length=1 << 20)] | None = None
     """The attempt's nodes in the order of ranks, as Slurm writes them."""
 
     master_addr: Name
-    master_port: Annotated[int, Shape(fits=integer(1, 65535))]
-    limits: Annotated[Mapping[str, float] | None, Shape(fits=is_limits, optional=True)] = None
+    master_port: OpenPort
+    limits: Mapping[str, Seconds] | None = None
     """Seconds, by section: those learned, in place of the configured ones."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Port(Call[ReservedPort]):
+class Port(Call[ReservedPort], frozen=True, kw_only=True, tag="port"):
     """Reserve a port for the rendezvous."""
 
-    kind: ClassVar[str] = "port"
-    reply: ClassVar[type[ReservedPort]] = ReservedPort
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ping(Call[Done]):
+class Ping(Call[Done], frozen=True, kw_only=True, tag="ping"):
     """The supervisor lives."""
 
-    kind: ClassVar[str] = "ping"
-    reply: ClassVar[type[Done]] = Done
-    limits: Annotated[Mapping[str, float] | None, Shape(fits=is_limits, optional=True)] = None
+    limits: Mapping[str, Seconds] | None = None
     """As in ``StartWorkers``."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LookNow(Call[Looks]):
+class LookNow(Call[Looks], frozen=True, kw_only=True, tag="look"):
     """How far is every worker?"""
 
-    kind: ClassVar[str] = "look"
-    reply: ClassVar[type[Looks]] = Looks
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Propose(Call[Looks]):
+class Propose(Call[Looks], frozen=True, kw_only=True, tag="propose"):
     """Offer the workers a tick at which all of them may act."""
 
-    kind: ClassVar[str] = "propose"
-    reply: ClassVar[type[Looks]] = Looks
     tick: SlotValue
     action: SlotValue
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Commit(Call[Done]):
+class Commit(Call[Done], frozen=True, kw_only=True, tag="commit"):
     """Have them act at it."""
 
-    kind: ClassVar[str] = "commit"
-    reply: ClassVar[type[Done]] = Done
     tick: SlotValue
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Withdraw(Call[Done]):
+class Withdraw(Call[Done], frozen=True, kw_only=True, tag="withdraw"):
     """Take the offer back."""
 
-    kind: ClassVar[str] = "withdraw"
-    reply: ClassVar[type[Done]] = Done
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PassOnTerm(Call[Done]):
+class PassOnTerm(Call[Done], frozen=True, kw_only=True, tag="signal"):
     """Send every worker the signal that asks for a stop."""
 
-    kind: ClassVar[str] = "signal"
-    reply: ClassVar[type[Done]] = Done
-    at_last: Annotated[bool | None, Shape(fits=is_flag, optional=True)] = None
+    at_last: bool | None = None
     """The time is nearly up: SIGTERM, where that was another one."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AskSections(Call[SectionsReply]):
+class AskSections(Call[SectionsReply], frozen=True, kw_only=True, tag="sections"):
     """Which sections are open? Of the workers from the ``first`` on."""
 
-    kind: ClassVar[str] = "sections"
-    reply: ClassVar[type[SectionsReply]] = SectionsReply
-    first: Rank = 0
+    first: Rank = written(0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TakeEvidence(Call[EvidenceReply]):
+class TakeEvidence(Call[EvidenceReply], frozen=True, kw_only=True, tag="evidence"):
     """What does every worker do? Within so many seconds, and more for dumps of flight recorders."""
 
-    kind: ClassVar[str] = "evidence"
-    reply: ClassVar[type[EvidenceReply]] = EvidenceReply
     within_s: Seconds
-    dumps_within_s: Seconds = 0.0
+    dumps_within_s: Seconds = written(0.0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RescueState(Call[Rescued]):
+class RescueState(Call[Rescued], frozen=True, kw_only=True, tag="rescue"):
     """Keep the newest complete step."""
 
-    kind: ClassVar[str] = "rescue"
-    reply: ClassVar[type[Rescued]] = Rescued
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Inject(Call[Injected]):
+class Inject(Call[Injected], frozen=True, kw_only=True, tag="inject"):
     """Inject a fault."""
 
-    kind: ClassVar[str] = "inject"
-    reply: ClassVar[type[Injected]] = Injected
-    order: Annotated[Mapping[str, Any], Shape(fits=_is_object)]
+    order: Mapping[str, Any]
     """``policy.faults.Order`` as JSON, which the agent checks itself, and may refuse."""
 
-    ranks: Annotated[tuple[int, ...] | None, Shape(fits=_is_choice, read=_chosen, write=_as_choice)]
+    ranks: tuple[Rank, ...] | None
     """None: all of the node."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kill(Call[Done]):
+class Kill(Call[Done], frozen=True, kw_only=True, tag="kill"):
     """Kill the workers."""
 
-    kind: ClassVar[str] = "kill"
-    reply: ClassVar[type[Done]] = Done
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shutdown(Call[Done]):
+class Shutdown(Call[Done], frozen=True, kw_only=True, tag="shutdown"):
     """End, with all workers."""
 
-    kind: ClassVar[str] = "shutdown"
-    reply: ClassVar[type[Done]] = Done
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SyncFolders(Call[Synced]):
+class SyncFolders(Call[Synced], frozen=True, kw_only=True, tag="sync"):
     """Have the node's kept folders restored, or uploaded. Sent again with its number, it asks whether that is done."""
 
-    kind: ClassVar[str] = "sync"
-    reply: ClassVar[type[Synced]] = Synced
-    upload: Flag
+    upload: bool
     """false: restore them."""
 
     number: Count
@@ -250,27 +179,20 @@ class SyncFolders(Call[Synced]):
 
     place: Rank
     generation: Count
-    within_s: Seconds = 0.0
+    within_s: Seconds = written(0.0)
     """For an upload."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rehearse(Call[Done]):
+class Rehearse(Call[Done], frozen=True, kw_only=True, tag="rehearse"):
     """Run the trainer for two steps, in a world of this node alone (``spares: rehearse``); it reports the end."""
-
-    kind: ClassVar[str] = "rehearse"
-    reply: ClassVar[type[Done]] = Done
 
 
 # Inference: what an agent does under one epoch is void when it is lost, and comes back with another
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BeginReplicas(Call[Done]):
+class BeginReplicas(Call[Done], frozen=True, kw_only=True, tag="replicas"):
     """Take part in answering requests."""
 
-    kind: ClassVar[str] = "replicas"
-    reply: ClassVar[type[Done]] = Done
     attempt: Name
     epoch: Count
     generation: SlotValue
@@ -278,32 +200,25 @@ class BeginReplicas(Call[Done]):
     """The number of the agent's node in this run; a node that another job lends has one of its own in that job."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lease(Call[Done]):
+class Lease(Call[Done], HasRuns, frozen=True, kw_only=True, tag="lease"):
     """Answer these requests; those ``alone`` each on a replica that does nothing else.
 
     ``partials`` are files with text that earlier replicas have generated for some of the ``runs``.
     """
 
-    kind: ClassVar[str] = "lease"
-    reply: ClassVar[type[Done]] = Done
     epoch: Count
     runs: Runs
-    alone: Requests = ()
-    partials: Annotated[tuple[str, ...] | None, Shape(fits=is_names, read=tuple, write=list, optional=True)] = None
+    alone: Requests = written(())
+    partials: Annotated[tuple[Name, ...], Meta(max_length=1000)] | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Drain(Call[Done]):
+class Drain(Call[Done], frozen=True, kw_only=True, tag="drain"):
     """Finish what is in flight within this time, and give the rest back."""
 
-    kind: ClassVar[str] = "drain"
-    reply: ClassVar[type[Done]] = Done
     within_s: Seconds
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaPlace(Fields):
+class ReplicaPlace(Fields, frozen=True, kw_only=True):
     """Where a replica of an endpoint listens."""
 
     name: Name
@@ -311,29 +226,23 @@ class ReplicaPlace(Fields):
     port: PortNumber
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Members(Call[Done]):
+class Members(Call[Done], frozen=True, kw_only=True, tag="members"):
     """All replicas of the endpoint that are ready; for the node's router, where it is to have one."""
 
-    kind: ClassVar[str] = "members"
-    reply: ClassVar[type[Done]] = Done
     epoch: Count
-    router: Flag
+    router: bool
     expected: Count
-    replicas: Annotated[tuple[ReplicaPlace, ...], Shape(fits=is_list, of=ReplicaPlace)]
-    closing: Annotated[bool | None, Shape(fits=is_flag, optional=True)] = None
+    replicas: tuple[ReplicaPlace, ...]
+    closing: bool | None = None
     """The endpoint goes away, and no replica will be ready again: what comes now is refused."""
 
-    on: Annotated[tuple[int, ...] | None, Shape(fits=is_ranks, read=tuple, write=list, optional=True)] = None
+    on: Ranks | None = None
     """The node's replicas that are to be on; None: all."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RenewReplica(Call[Done]):
+class RenewReplica(Call[Done], frozen=True, kw_only=True, tag="renew replica"):
     """Start a replica anew with another configuration, once it has finished what it has."""
 
-    kind: ClassVar[str] = "renew replica"
-    reply: ClassVar[type[Done]] = Done
     replica: Count
     config: Name
     """Path in the run folder. A replica that has it already only says how it is."""
@@ -342,24 +251,20 @@ class RenewReplica(Call[Done]):
     """Time for what it has in flight."""
 
 
-_CALLS: Mapping[str, type[Call[Any]]] = {
-    each.kind: each
-    for each in (
-        StartWorkers, Port, Ping, LookNow, Propose, Commit, Withdraw, PassOnTerm, AskSections, TakeEvidence,
-        RescueState, Inject, Kill, Shutdown, BeginReplicas, Lease, Drain, Members,
-        RenewReplica, SyncFolders, Rehearse,
-    )
-}  # fmt: skip
+class _Head(Fields, frozen=True, kw_only=True):
+    kind: str
+    id: int
 
 
-def parse_call(mapping: Body) -> tuple[int, Call[Any] | None]:
+_KINDS: Any = {kind_of(each): each for each in Call.__subclasses__()}
+
+
+def parse_call(line: bytes) -> tuple[int, Call[Any] | None]:
     """A call and its number; None where its kind is of a newer version.
 
     Raises:
         BadMessage: it is malformed.
     """
-    kind, number = mapping["kind"], mapping.get("id")
-    if type(number) is not int:
-        raise BadMessage(f"a call has the id {str(number)[:40]!r}")
-    found = _CALLS.get(kind)
-    return number, None if found is None else found.parse(mapping, f"the call {kind!r}")
+    head = _Head.parse(line, "a call")
+    found = _KINDS.get(head.kind)
+    return head.id, None if found is None else found.parse(line, f"the call {head.kind!r}")

@@ -9,7 +9,6 @@ Formats 2.1 (torch 2.4) to 2.10 (torch 2.13) have the same keys, as far as they 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import pickletools
 import re
@@ -195,16 +194,6 @@ def _text(value: object) -> str:
 
 
 # Messages from an agent to the supervisor
-
-
-def as_json(progress: Progress) -> dict[str, Any]:
-    """The fields, as a message holds them."""
-    return {**dataclasses.asdict(progress), "members": [list(span) for span in progress.members]}
-
-
-def from_json(facts: Mapping[str, Any]) -> Progress:
-    """The inverse of ``as_json``, of facts whose shapes were checked (``ipc.calls``)."""
-    return Progress(**{**facts, "members": tuple((first, last) for first, last in facts["members"])})
 
 
 # The pickle

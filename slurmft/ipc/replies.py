@@ -2,160 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated
 
-from slurmft.ipc.channel import BadMessage, Body
-from slurmft.ipc.flight_dump import MAX_GROUPS, MAX_MEMBERS, MAX_SPANS, MAX_TEXT, as_json, from_json
-from slurmft.ipc.pages.heartbeat import State
+from msgspec import Meta
+
+from slurmft.ipc.channel import Body
+from slurmft.ipc.flight_dump import MAX_GROUPS, MAX_MEMBERS, MAX_SPANS, MAX_TEXT
 from slurmft.ipc.pages.section_stack import DEPTH, ELSEWHERE
 from slurmft.ipc.shapes import (
+    ExitCode,
     Fields,
-    Flag,
+    Held,
+    OpenPort,
     Rank,
     Ranks,
     Seconds,
-    Shape,
     SlotValue,
+    Text200,
     Words,
-    as_lists,
-    as_tuples,
-    integer,
-    is_flag,
-    is_list,
-    is_name,
-    is_time,
-    rows,
-    text,
-    texts,
+    written,
 )
 from slurmft.ipc.stacks import MAX_FRAME, MAX_FRAMES
+from slurmft.ipc.worker_facts import StateNumber
 from slurmft.policy.timing.hangs import WorkerLook
-from slurmft.policy.timing.stop import Look
 from slurmft.policy.verdicts.collectives import Progress
 from slurmft.policy.verdicts.whereabouts import Where
 
-_LOOK = (is_flag, integer(-(2**63), 2**63 - 1), is_flag, integer(-(2**63), 2**63 - 1))
-_CODE = integer(-128, 255)
-_OPEN = (is_name, is_time)
-Held = tuple[tuple[str, float], ...]
-"""Sections: name, and for how many seconds each has been open."""
 
-
-def _are_spans(value: Any) -> bool:
-    """Not too many, and no more ranks in all than one group may have: a few bytes could be millions of them."""
-    fits = integer(0, MAX_MEMBERS)
-    if not rows(MAX_SPANS, (fits, fits))(value):
-        return False
-    return all(first <= last for first, last in value) and sum(last - first for first, last in value) < MAX_MEMBERS
-
-
-_PROGRESS = {
-    "group": text(MAX_TEXT), "description": text(MAX_TEXT), "operation": text(MAX_TEXT),
-    "called_from": text(MAX_TEXT), "entered": integer(0, 2**62), "done": integer(0, 2**62),
-    "members": _are_spans,
-}  # fmt: skip
-
-
-def _are_collectives(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) <= MAX_GROUPS
-        and all(
-            isinstance(one, dict)
-            and one.keys() == _PROGRESS.keys()
-            and all(fits(one[name]) for name, fits in _PROGRESS.items())
-            for one in value
-        )
-    )
-
-
-def _progress_of(value: Sequence[Mapping[str, Any]]) -> tuple[Progress, ...]:
-    return tuple(map(from_json, value))
-
-
-def _as_collectives(value: Sequence[Progress]) -> list[dict[str, Any]]:
-    return list(map(as_json, value))
-
-
-def _is_where(value: Any) -> bool:
-    return value in tuple(Where)
-
-
-def _is_code(value: Any) -> bool:
-    return value is None or _CODE(value)
-
-
-def _as_gpus(value: Any) -> tuple[str, ...]:
-    return tuple(map(str, value)) if isinstance(value, list) else (str(value)[:40],)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Done(Fields):
+class Done(Fields, frozen=True, kw_only=True):
     """Nothing to say."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Started(Fields):
+class Started(Fields, frozen=True, kw_only=True):
     """The workers have been started, unless GPUs are named."""
 
-    suspect_gpus: Annotated[
-        tuple[str, ...] | None, Shape(fits=bool, read=_as_gpus, write=list, optional=True, lenient=True)
-    ] = None
+    suspect_gpus: tuple[str, ...] | None = None
     """Suspects that the node cannot do without; no worker was started."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Synced(Fields):
+class Synced(Fields, frozen=True, kw_only=True):
     """Whether an order about kept folders has been carried out, and what was wrong then."""
 
-    done: Flag
+    done: bool
     problem: Words
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReservedPort(Fields):
+class ReservedPort(Fields, frozen=True, kw_only=True):
     """Free, and held until the next one is."""
 
-    port: Annotated[int, Shape(fits=integer(1, 65535))]
+    port: OpenPort
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Looks(Fields):
+class Looks(Fields, frozen=True, kw_only=True):
     """The agreement's view of every worker of the node."""
 
-    looks: Annotated[tuple[Look, ...], Shape(fits=is_list)]
-
-    @classmethod
-    def parse(cls, mapping: Any, what: str) -> Self:
-        """As of any message."""
-        looks = mapping.get("looks")
-        if not rows(1 << 62, _LOOK)(looks):
-            raise BadMessage(f"{what} holds no looks")
-        return cls(looks=tuple(Look(attached=a, tick=tick, alive=b, holding=c) for a, tick, b, c in looks))
-
-    def as_mapping(self) -> Body:
-        """As of any message."""
-        return {"looks": [[each.attached, each.tick, each.alive, each.holding] for each in self.looks]}
+    looks: tuple[tuple[bool, SlotValue, bool, SlotValue], ...]
+    """Each as a ``policy.timing.stop.Look``."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerSections(Fields):
+class WorkerSections(Fields, frozen=True, kw_only=True):
     """A ``WorkerLook``, as it is sent."""
 
     rank: Rank
-    attached: Flag
+    attached: bool
     age_s: Seconds
     quiet_s: Seconds
-    sections: Annotated[Held, Shape(fits=rows(DEPTH + 1, _OPEN), read=as_tuples, write=as_lists)]
-    elsewhere: Annotated[Held, Shape(fits=rows(ELSEWHERE, _OPEN), read=as_tuples, write=as_lists)]
+    sections: Annotated[Held, Meta(max_length=DEPTH + 1)]
+    elsewhere: Annotated[Held, Meta(max_length=ELSEWHERE)]
     step: SlotValue
     own_work: SlotValue
-    stopped: Flag
-    holding: Flag
-    warming_up: Flag
-    heartbeat_s: Annotated[float | None, Shape(fits=is_time, optional=True)] = None
+    stopped: bool
+    holding: bool
+    warming_up: bool
+    heartbeat_s: Seconds | None = None
 
     def as_look(self, node: str) -> WorkerLook:
         """The look, at a worker of ``node``."""
@@ -166,61 +85,71 @@ class WorkerSections(Fields):
         )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SectionsReply(Fields):
+class SectionsReply(Fields, frozen=True, kw_only=True):
     """Some of the node's workers, and whether there are more."""
 
-    workers: Annotated[tuple[WorkerSections, ...], Shape(fits=is_list, of=WorkerSections)]
-    more: Flag
+    workers: tuple[WorkerSections, ...]
+    more: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankEvidence(Fields):
+class RankEvidence(Fields, frozen=True, kw_only=True):
     """What one worker did just before the kill."""
 
     rank: Rank
     pid: Rank
-    kind: Annotated[Where, Shape(fits=_is_where, read=Where)]
-    doing: Annotated[str, Shape(fits=text(200))]
-    process: Annotated[str, Shape(fits=text(1))]
-    wchan: Annotated[str, Shape(fits=text(64))]
-    attached: Flag
-    state: Annotated[int, Shape(fits=integer(min(State), max(State)))]
+    kind: Where
+    doing: Text200
+    process: Annotated[str, Meta(max_length=1)]
+    wchan: Annotated[str, Meta(max_length=64)]
+    attached: bool
+    state: StateNumber
     step: SlotValue
     tick: SlotValue
-    sections: Annotated[tuple[str, ...], Shape(fits=texts(64, 200), read=tuple, write=list)]
-    python_top: Annotated[tuple[str, ...], Shape(fits=texts(MAX_FRAMES, 2 * MAX_FRAME + 32), read=tuple, write=list)]
-    exit_code: Annotated[int | None, Shape(fits=_is_code)]
-    killed: Flag
-    collectives: Annotated[
-        tuple[Progress, ...], Shape(fits=_are_collectives, read=_progress_of, write=_as_collectives)
-    ] = ()
+    sections: Annotated[tuple[Text200, ...], Meta(max_length=64)]
+    python_top: Annotated[tuple[Annotated[str, Meta(max_length=2 * MAX_FRAME + 32)], ...], Meta(max_length=MAX_FRAMES)]
+    exit_code: ExitCode | None
+    killed: bool
+    collectives: Annotated[tuple[Progress, ...], Meta(max_length=MAX_GROUPS)] = written(())
+
+    def __post_init__(self) -> None:
+        """A ``ValueError`` makes the reply a malformed one."""
+        if not all(map(_is_sane, self.collectives)):
+            raise ValueError("`collectives` holds an odd one")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvidenceReply(Fields):
+def _is_sane(progress: Progress) -> bool:
+    """Not too long, and no more ranks in all than one group may have: a few bytes could be millions of them."""
+    texts = (progress.group, progress.description, progress.operation, progress.called_from)
+    spans = progress.members
+    return (
+        max(map(len, texts)) <= MAX_TEXT
+        and all(0 <= number <= 2**62 for number in (progress.entered, progress.done))
+        and len(spans) <= MAX_SPANS
+        and all(0 <= first <= last <= MAX_MEMBERS for first, last in spans)
+        and sum(last - first for first, last in spans) < MAX_MEMBERS
+    )
+
+
+class EvidenceReply(Fields, frozen=True, kw_only=True):
     """Of every worker of the node."""
 
-    ranks: Annotated[tuple[RankEvidence, ...], Shape(fits=is_list, of=RankEvidence)]
+    ranks: tuple[RankEvidence, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rescued(Fields):
+class Rescued(Fields, frozen=True, kw_only=True):
     """The newest step that the node's workers have kept; negative where they have none."""
 
     step: SlotValue
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Injected(Fields):
+class Injected(Fields, frozen=True, kw_only=True):
     """The ranks that a fault has hit, and why it has not hit others."""
 
     injected: Ranks
-    refused: Annotated[tuple[str, ...], Shape(fits=texts(4096, 300), read=tuple, write=list)]
+    refused: Annotated[tuple[Annotated[str, Meta(max_length=300)], ...], Meta(max_length=4096)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failed(Fields):
+class Failed(Fields, frozen=True, kw_only=True):
     """In place of a reply: the agent could not do what it was asked for."""
 
     error: Words

@@ -1,85 +1,50 @@
-"""What the fields of a control message may hold, and how they are read from JSON and written to it.
+"""What the fields of a control message may hold, and how messages are read from JSON.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place(Fields):
+class Place(Fields, frozen=True, kw_only=True):
     rank: Rank
-    sections: Annotated[tuple[str, ...], Shape(texts(64, 200), read=tuple, write=list)]
+    sections: tuple[Text200, ...]
 
-Place.parse(mapping, "a report")    # BadMessage names the first field that is missing or malformed
+Place.parse(line, "a report")    # BadMessage names the field that is missing or malformed
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Self, get_type_hints
+import re
+import sys
+from typing import Annotated, Any, Self
 
-from slurmft.ipc.channel import BadMessage, Body
+import msgspec
 
-Check = Callable[[Any], bool]
+from slurmft.ipc.channel import BadMessage, Body, body_of
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What one field may hold: the metadata of its annotation. No lambda: it would not find its names."""
-
-    fits: Check
-    read: Callable[[Any], Any] | None = None
-    """From JSON's value to the field's; None where they are the same."""
-
-    write: Callable[[Any], Any] | None = None
-    optional: bool = False
-    """It may be missing, and is not written while it is None."""
-
-    lenient: bool = False
-    """No reader relies on it: a value that does not fit counts as missing."""
-
-    of: type[Fields] | None = None
-    """The field is a tuple of these, in JSON a list of objects."""
+_LENIENT = {"at", "attached_at", "loop_at", "step_at", "copied", "copy_interval", "copy_share_ppm", "ready", "count"}
+"""Optional fields on which no reader relies: a value that does not fit counts as missing."""
 
 
-class Fields:
-    """The values of one JSON object. Subclasses are frozen dataclasses; their fields are written in their order."""
-
-    __slots__ = ()
+class Fields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The values of one JSON object. Keys that it does not know are those of a newer version."""
 
     @classmethod
-    def parse(cls, mapping: Any, what: str) -> Self:
-        """The object that ``mapping`` holds; unknown keys are tolerated, if they are plain or end in _s.
+    def parse(cls, found: bytes | Body, what: str) -> Self:
+        """The object that a line of JSON holds, or that was read from one.
 
         Raises:
-            BadMessage: names ``what``, and the first field that is missing or malformed.
+            BadMessage: names ``what``, and the field that is missing or malformed.
         """
-        shapes = shapes_of(cls)
-        require(mapping, shapes, what)
-        return cls(**values_of(mapping, shapes, what))
+        return read(found, cls, what)  # type: ignore[no-any-return]
 
     def as_mapping(self) -> Body:
         """The inverse of ``parse``."""
-        found = {}
-        for name, shape in shapes_of(type(self)).items():
-            value = getattr(self, name)
-            if value is None and shape.optional:
-                continue
-            if shape.of is not None:
-                value = [each.as_mapping() for each in value]
-            elif shape.write is not None:
-                value = shape.write(value)
-            found[name] = value
-        return found
+        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
 
 
-class Message(Fields):
-    """Fields with a kind, which is written first."""
+class Message(Fields, frozen=True, tag_field="kind"):
+    """Fields with a kind, which is written first: the ``tag`` of their class."""
 
-    __slots__ = ()
-    kind: ClassVar[str]
-
-    def as_mapping(self) -> Body:
-        """The message, as the channel takes it."""
-        return {"kind": self.kind, **Fields.as_mapping(self)}
+    @property
+    def kind(self) -> str:
+        """Tells it from others."""
+        return kind_of(type(self))
 
 
 class Report:
@@ -88,195 +53,112 @@ class Report:
     __slots__ = ()
 
     @property
+    def kind(self) -> str:
+        """As of any message."""
+        raise NotImplementedError
+
+    @property
     def generation(self) -> int | None:
         """Of the attempt that it is about; None where it is about none."""
         return None
 
 
-class Sent(Message, Report):
-    """A report that an agent sends, and how errors name it."""
-
-    __slots__ = ()
-    told_as: ClassVar[str]
+class Sent(Message, Report, frozen=True):
+    """A report that an agent sends."""
 
 
-def shapes_of(kind: type[Any]) -> Mapping[str, Shape]:
-    """The shape of each field of a subclass of ``Fields``, in their order."""
-    return _shapes_of(kind)  # type: ignore[arg-type]  # the stubs take no class of classes for hashable
+def kind_of(message: type[msgspec.Struct]) -> str:
+    """What its ``kind`` is in JSON."""
+    return str(message.__struct_config__.tag)
 
 
-@functools.cache
-def _shapes_of(kind: type[Any]) -> Mapping[str, Shape]:
-    hints = get_type_hints(kind, include_extras=True)
-    return {
-        each.name: next(note for note in hints[each.name].__metadata__ if isinstance(note, Shape))
-        for each in fields(kind)
-    }
+def written(default: Any) -> Any:
+    """A default that is sent all the same, as earlier versions need the field; others are left out."""
+    return msgspec.field(default_factory=lambda: default)
 
 
-_MISSING = object()
-
-
-def require(mapping: Any, shapes: Mapping[str, Shape], what: str) -> None:
-    """Every field is there and has its shape, and every other one that ends in _s is a time.
+def read(found: bytes | Body, kind: Any, what: str) -> Any:
+    """An object of this class, or of one of this union.
 
     Raises:
-        BadMessage: names the first field that is missing or malformed.
+        BadMessage: names ``what``, and the field that is missing or malformed.
     """
-    if not isinstance(mapping, dict):
-        raise BadMessage(f"{what} is not an object")
-    for name, shape in shapes.items():  # the supervisor of 16,384 ranks comes by here 20,000 times a second
-        value = mapping.get(name, _MISSING)
-        if value is _MISSING:
-            fits = shape.optional
-        else:
-            fits = shape.fits(value) or (shape.lenient and (not name.endswith("_s") or is_time(value)))
-        if not fits:
-            raise BadMessage(f"{what} has {name}={str(mapping.get(name, 'nothing'))[:40]!r}")
-    for name in mapping.keys() - shapes.keys():
-        if name.endswith("_s") and not is_time(mapping[name]):
-            raise BadMessage(f"{what} has {name}={str(mapping[name])[:40]!r}")
+    if isinstance(found, bytes):
+        try:
+            return msgspec.json.decode(found, type=kind)
+        except (ValueError, RecursionError):  # what is no JSON for msgspec may be for json: NaN, half a surrogate pair
+            found = body_of(found)
+    while True:
+        try:
+            return msgspec.convert(found, kind)
+        except msgspec.ValidationError as error:
+            name = str(error).rpartition(".")[2].rstrip("`")
+            if name not in _LENIENT or (less := _without(found, name)) == found:
+                raise BadMessage(f"{what}: {re.sub(_REGEX, ' of printable characters', str(error))}") from None
+            found = less
 
 
-def values_of(mapping: Mapping[str, Any], shapes: Mapping[str, Shape], what: str) -> dict[str, Any]:
-    """The fields of a mapping that ``require`` has checked, but for those that are missing.
-
-    Raises:
-        BadMessage: an object in one of its lists is malformed.
-    """
-    found = {}
-    for name, shape in shapes.items():
-        if name not in mapping or (shape.lenient and not shape.fits(mapping[name])):
-            continue
-        value = mapping[name]
-        if shape.of is not None:
-            value = tuple([shape.of.parse(each, what) for each in value])
-        elif shape.read is not None:
-            value = shape.read(value)
-        found[name] = value
+def _without(found: Any, name: str) -> Any:
+    """Without the key of that name, in lists of objects as well."""
+    if isinstance(found, list):
+        return [_without(each, name) for each in found]
+    if isinstance(found, dict):
+        return {key: _without(value, name) if key == "ranks" else value for key, value in found.items() if key != name}
     return found
 
 
-# Checks
+# Types of fields that occur more than once
 
-
-def integer(low: int, high: int) -> Check:
-    """An integer from ``low`` to ``high``, no boolean."""
-    return lambda value: type(value) is int and low <= value <= high
-
-
-def is_number(value: Any) -> bool:
-    """An integer or a float, NaN and infinity as well."""
-    return type(value) in (int, float)
-
-
-def is_time(value: Any) -> bool:
-    """A finite number."""
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def is_flag(value: Any) -> bool:
-    """True or false."""
-    return type(value) is bool
-
-
-def is_name(value: Any) -> bool:
-    """A text of 1 to 255 printable characters."""
-    return isinstance(value, str) and 0 < len(value) <= 255 and value.isprintable()
-
-
-def is_list(value: Any) -> bool:
-    """A list of anything."""
-    return isinstance(value, list)
-
-
-def text(longest: int) -> Check:
-    """A text of at most so many characters, of any kind."""
-    return lambda value: isinstance(value, str) and len(value) <= longest
-
-
-def texts(most: int, longest: int) -> Check:
-    """At most so many of them."""
-    fits = text(longest)
-    return lambda value: isinstance(value, list) and len(value) <= most and all(map(fits, value))
-
-
-def rows(most: int, columns: Sequence[Check]) -> Check:
-    """At most so many lists, each with one value for each of these checks."""
-    return lambda value: (
-        isinstance(value, list)
-        and len(value) <= most
-        and all(
-            isinstance(row, list)
-            and len(row) == len(columns)
-            and all(fits(each) for fits, each in zip(columns, row, strict=True))
-            for row in value
-        )
-    )
-
-
-def is_limits(value: Any) -> bool:
-    """Seconds, by the name of a section."""
-    return isinstance(value, dict) and all(map(is_time, value.values()))
-
-
-def is_ranks(value: Any) -> bool:
-    """A list of ranks."""
-    return isinstance(value, list) and all(map(RANK, value))
-
-
-def is_runs(value: Any) -> bool:
-    """Numbers of requests: pairs of the first, and the one behind the last."""
-    return rows(MAX_RUNS, (REQUEST, REQUEST))(value) and all(first < last for first, last in value)
-
-
-def is_requests(value: Any) -> bool:
-    """A list of numbers of requests."""
-    return isinstance(value, list) and len(value) <= MAX_RUNS and all(map(REQUEST, value))
-
-
-def is_names(value: Any) -> bool:
-    """A list of names."""
-    return isinstance(value, list) and len(value) <= MAX_NAMES and all(map(is_name, value))
-
-
-def as_tuples(value: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
-    """From rows of JSON."""
-    return tuple(map(tuple, value))
-
-
-def as_lists(value: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """The inverse of ``as_tuples``."""
-    return list(map(list, value))
-
-
-SLOT = integer(-(2**63), 2**63 - 1)
-"""What a slot of a shared page holds."""
-
-RANK = integer(0, 2**31 - 1)
+_REGEX = r" matching regex '.*'"
+_PRINTABLE = (
+    r"[^\x00-\x1f\x7f-\xa0\xad\u061c\u1680\u180e\u2000-\u200f\u2028-\u202f\u205f-\u206f\u3000\ud800-\uf8ff\ufeff"
+    r"\ufff0-\uffff\U000e0000-\U0010ffff]"
+)
+"""Neither control characters nor those that are invisible or change how a line is shown."""
 
 MAX_RUNS = 100_000
 """In one message; a line of the channel has room for less."""
 
-MAX_NAMES = 1000
-"""In one message."""
+Rank = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+SlotValue = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""What a slot of a shared page holds."""
 
-REQUEST = integer(0, 2**40)
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+ExitCode = Annotated[int, msgspec.Meta(ge=-128, le=255)]
+OpenPort = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+PortNumber = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Seconds = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+"""Finite."""
+
+Printable = Annotated[str, msgspec.Meta(pattern=rf"\A{_PRINTABLE}*\Z")]
+Name = Annotated[Printable, msgspec.Meta(min_length=1, max_length=255)]
+
+BeginsAsName = Annotated[str, msgspec.Meta(pattern=rf"\A(?:{_PRINTABLE}{{255}}|{_PRINTABLE}{{1,254}}\Z)")]
+Words = Annotated[str, msgspec.Meta(max_length=4000)]
+Text200 = Annotated[str, msgspec.Meta(max_length=200)]
+Text255 = Annotated[str, msgspec.Meta(max_length=255)]
+Ranks = tuple[Rank, ...]
+Request = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 """The number of a request, or the one behind the last."""
 
-# Types of fields that occur more than once
+Requests = Annotated[tuple[Request, ...], msgspec.Meta(max_length=MAX_RUNS)]
+Runs = Annotated[tuple[tuple[Request, Request], ...], msgspec.Meta(max_length=MAX_RUNS)]
+"""Pairs of the first, and the one behind the last."""
 
-Rank = Annotated[int, Shape(fits=RANK)]
-SlotValue = Annotated[int, Shape(fits=SLOT)]
-Seconds = Annotated[float, Shape(fits=is_time)]
-Flag = Annotated[bool, Shape(fits=is_flag)]
-Name = Annotated[str, Shape(fits=is_name)]
-Ranks = Annotated[tuple[int, ...], Shape(fits=is_ranks, read=tuple, write=list)]
-Count = Annotated[int, Shape(fits=integer(0, 2**62))]
-Words = Annotated[str, Shape(fits=text(4000))]
-Runs = Annotated[tuple[tuple[int, int], ...], Shape(fits=is_runs, read=as_tuples, write=as_lists)]
-Requests = Annotated[tuple[int, ...], Shape(fits=is_requests, read=tuple, write=list)]
-Hosts = Annotated[tuple[str, ...], Shape(fits=texts(16, 255), read=tuple, write=list)]
+Hosts = Annotated[tuple[Text255, ...], msgspec.Meta(max_length=16)]
 """Names and addresses of one node, best first."""
 
-PortNumber = Annotated[int, Shape(fits=integer(0, 65535))]
+Held = tuple[tuple[Name, Seconds], ...]
+"""Sections: name, and for how many seconds each has been open."""
+
+
+class HasRuns:
+    """A message with ``runs``, none of which is empty."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        """A ``ValueError`` makes the message a malformed one."""
+        runs: Runs = self.runs  # type: ignore[attr-defined]
+        if any(first >= last for first, last in runs):
+            raise ValueError("`runs` holds an empty one")

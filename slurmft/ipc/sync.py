@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-from slurmft.ipc.shapes import Count, Name, Seconds, Sent, Words
+from slurmft.ipc.shapes import Count, Name, Seconds, Sent, Words, written
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SyncReport(Sent):
+class SyncReport(Sent, frozen=True, kw_only=True, tag="synced"):
     """Something has happened to a kept folder. ``what``: as in ``supervisor.fleet.kept_folders``."""
 
-    kind: ClassVar[str] = "synced"
-    told_as: ClassVar[str] = "a report of a kept folder"
     what: Name
     path: Words
-    reason: Words = ""
-    version: Words = ""
-    files: Count = 0
-    bytes: Count = 0
-    took_s: Seconds = 0.0
+    reason: Words = written("")
+    version: Words = written("")
+    files: Count = written(0)
+    bytes: Count = written(0)
+    took_s: Seconds = written(0.0)

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
+from msgspec import Meta
+
 from slurmft.ipc.pages.heartbeat import State
-from slurmft.ipc.shapes import Fields, Flag, Rank, Seconds, Shape, SlotValue, integer, is_number, is_time
+from slurmft.ipc.shapes import Count, Fields, Rank, Seconds, SlotValue
 
-_STATE = integer(min(State), max(State))
+StateNumber = Annotated[int, Meta(ge=int(min(State)), le=int(max(State)))]
 
-Since = Annotated[float | None, Shape(fits=is_time, optional=True, lenient=True)]
+Since = Seconds | None
 """None where it is 0; agents of an earlier version do not send it."""
 
 
-Count = Annotated[int | None, Shape(fits=integer(0, 2**62), optional=True, lenient=True)]
-"""None where there is nothing to count."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerFacts(Fields):
+class WorkerFacts(Fields, frozen=True, kw_only=True):
     """One worker's page."""
 
     rank: Rank
-    state: Annotated[int, Shape(fits=_STATE)]
-    attached: Flag
+    state: StateNumber
+    attached: bool
     step: SlotValue
     until: SlotValue
     saved: SlotValue
@@ -32,12 +28,14 @@ class WorkerFacts(Fields):
     resumed: SlotValue
     first_step_at: Seconds
     answered: SlotValue
-    metric: Annotated[float, Shape(fits=is_number)]
+    metric: float | None
+    """NaN and infinities arrive as None."""
+
     first_step_s: Seconds
     longest_step_s: Seconds
     saves: SlotValue
     save_failures: SlotValue
-    save_errno: Annotated[int, Shape(fits=integer(-(2**31), 2**31 - 1))]
+    save_errno: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
     save_s: Seconds
     save_cost_s: Seconds
     saving_s: Seconds
@@ -51,7 +49,7 @@ class WorkerFacts(Fields):
     stall_s: Since = None
     """How long it read checkpoints, and how long saves have stopped its training, in all."""
 
-    copied: Count = None
-    copy_interval: Count = None
-    copy_share_ppm: Count = None
+    copied: Count | None = None
+    copy_interval: Count | None = None
+    copy_share_ppm: Count | None = None
     """Copies of steps in memory (``Slot.COPIED`` and those behind it); None where there is none."""

@@ -8,7 +8,8 @@ import logging
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from slurmft.config.config import RunConfig
 from slurmft.errors import LaunchError, StorageError

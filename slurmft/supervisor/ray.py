@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from slurmft.config.config import RunConfig
 from slurmft.ipc.calls import PassOnTerm, Shutdown, StartWorkers
@@ -50,7 +51,7 @@ class RayAttempt(AttemptRunner):
         return 0 if self._order is None else self._order.nodes
 
     def _on_exit(self, link: AgentLink, report: WorkerExited) -> None:
-        if report.facts.rank == 0:
+        if report.rank == 0:
             super()._on_exit(link, report)
             self._over.set()  # the others serve it, and are ended now
             return

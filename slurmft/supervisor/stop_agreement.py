@@ -70,4 +70,4 @@ def describe(plan: Plan) -> dict[str, Any]:
 
 
 def _looks(replies: Sequence[Looks]) -> list[Look]:
-    return [look for reply in replies for look in reply.looks]
+    return [Look(*look) for reply in replies for look in reply.looks]

@@ -7,8 +7,10 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from slurmft.config.inference import InferenceConfig
 from slurmft.errors import StorageError

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 BATCH_BITS = 18
 SUB_BITS = 26
@@ -84,8 +85,7 @@ class StopAt:
 Plan = NothingToSave | Finishing | ByThemselves | StopAt
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
+class Look(NamedTuple):
     """An agent's reading of one worker's page."""
 
     attached: bool

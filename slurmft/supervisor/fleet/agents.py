@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slurmft.ipc.calls import Answer, Call, Ping, Shutdown
-from slurmft.ipc.channel import MAX_LINE_BYTES, UNANSWERED, BadMessage, Body, Channel, accept, keep_alive
-from slurmft.ipc.replies import Failed
+from slurmft.ipc.channel import MAX_LINE_BYTES, UNANSWERED, BadMessage, Channel, accept, keep_alive
 from slurmft.ipc.reports import (
     Connected,
     Disconnected,
     Hello,
     Lasting,
     ProgressReport,
+    Reply,
     Report,
     parse_hello,
     parse_report,
@@ -88,7 +88,7 @@ class AgentLink:
 
         self.last_heard = time.monotonic()
         self._next_id = 0
-        self._waiting: dict[int, tuple[Callable[[Body], Any], asyncio.Future[Any]]] = {}
+        self._waiting: dict[int, tuple[Callable[[bytes], Any], asyncio.Future[Any]]] = {}
 
     def is_same(self, other: AgentLink) -> bool:
         """Whether both are connections of one agent."""
@@ -125,11 +125,11 @@ class AgentLink:
         """
         return self._ask(call, call.reply_of)
 
-    def ask_unread(self, call: Call[Any]) -> tuple[int, asyncio.Future[Body]]:
+    def ask_unread(self, call: Call[Any]) -> tuple[int, asyncio.Future[bytes]]:
         """The same; its reply is not looked at yet (``Call.reply_of``)."""
-        return self._ask(call, dict)
+        return self._ask(call, bytes)
 
-    def _ask(self, call: Call[Any], read: Callable[[Body], Any]) -> tuple[int, asyncio.Future[Any]]:
+    def _ask(self, call: Call[Any], read: Callable[[bytes], Any]) -> tuple[int, asyncio.Future[Any]]:
         if self.channel is None:
             raise AgentLost(f"the agent on {self.host} is not connected")
         number = self._next_id = self._next_id + 1
@@ -146,26 +146,22 @@ class AgentLink:
         """The error of a call whose time is up."""
         return AgentLost(f"the agent on {self.host} did not answer {call.kind!r} within {timeout_s:.0f} s")
 
-    def answered(self, message: Body) -> None:
+    def answered(self, head: Reply, line: bytes) -> None:
         """Hand a reply to the call that waits for it.
 
         Raises:
-            BadMessage: it cannot be a reply to anything, or not to that call.
+            BadMessage: it cannot be a reply to that call.
         """
-        call_id = message.get("id")
-        if type(call_id) is not int:
-            raise BadMessage(f"a reply has the id {str(call_id)[:40]!r}")
-        if call_id not in self._waiting:  # its caller no longer waits
+        if head.id not in self._waiting:  # its caller no longer waits
             return
-        read, future = self._waiting[call_id]
-        if "error" in message:
-            failed = Failed.parse(message, "an error").error
-            del self._waiting[call_id]
+        read, future = self._waiting[head.id]
+        if head.error is not None:
+            del self._waiting[head.id]
             if not future.done():
-                future.set_exception(CallFailed(f"the agent on {self.host}: {failed}"))
+                future.set_exception(CallFailed(f"the agent on {self.host}: {head.error}"))
             return
-        reply = read(message)  # before it is taken off: the end of the connection fails the call
-        del self._waiting[call_id]
+        reply = read(line)  # before it is taken off: the end of the connection fails the call
+        del self._waiting[head.id]
         if not future.done():
             future.set_result(reply)
 
@@ -198,7 +194,7 @@ async def call_each(links: Sequence[AgentLink], calls: Sequence[Call[Answer]], *
     return found
 
 
-async def ask_unread(links: Sequence[AgentLink], call: Call[Any], *, timeout_s: float) -> list[Body | AgentLost]:
+async def ask_unread(links: Sequence[AgentLink], call: Call[Any], *, timeout_s: float) -> list[bytes | AgentLost]:
     """As ``ask_each``, but the replies are not looked at, which would take most of the time: ``Call.reply_of``."""
     asks = [functools.partial(link.ask_unread, call) for link in links]
     return await _replies(links, [call] * len(links), asks, timeout_s=timeout_s)
@@ -404,12 +400,12 @@ class AgentPool:
 
     async def _listen_to(self, link: AgentLink, channel: Channel) -> None:
         try:
-            while (message := await channel.receive()) is not None:
+            while (line := await channel.receive_line()) is not None:
                 link.last_heard = time.monotonic()
-                if message["kind"] == "reply":
-                    link.answered(message)
+                report = parse_report(line)
+                if isinstance(report, Reply):
+                    link.answered(report, line)
                 else:
-                    report = parse_report(message)
                     link.ready = link.ready or (isinstance(report, ProgressReport) and report.ready)
                     if not link.has_told(report):
                         self.events.put_nowait((link, report))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmft.ipc.calls import TakeEvidence
-from slurmft.ipc.channel import BadMessage, Body
+from slurmft.ipc.channel import BadMessage
 from slurmft.ipc.replies import RankEvidence
 from slurmft.policy.verdicts.collectives import Progress, absent_ranks, ranks_told, stuck_collectives, stuck_told
 from slurmft.policy.verdicts.culprit import Blame, Summary, blame
@@ -76,7 +76,7 @@ class LastLook:
 
     call: TakeEvidence
     links: Sequence[AgentLink]
-    replies: Sequence[Body | AgentLost]
+    replies: Sequence[bytes | AgentLost]
     per_node: int
     ends: Sequence[WorkerEnd]
     overdue: Mapping[int, str] | None
@@ -106,7 +106,7 @@ class LastLook:
                        **as_event(self.found, summaries, facts), collectives=stuck_told(stuck))  # fmt: skip
         return self.found
 
-    def _ranks_in(self, link: AgentLink, reply: Body | AgentLost) -> Sequence[RankEvidence] | None:
+    def _ranks_in(self, link: AgentLink, reply: bytes | AgentLost) -> Sequence[RankEvidence] | None:
         """None where the agent could not be reached, or its reply is none."""
         if isinstance(reply, AgentLost):
             log.debug("no evidence: %s", reply)

@@ -125,23 +125,22 @@ class Observations:
 
     def note_exit(self, host: str, report: WorkerExited) -> WorkerEnd:
         """Take in the end of one worker."""
-        facts = report.facts
-        rank = facts.rank
-        self.note_progress([facts])
-        is_unclosed = facts.attached and report.code == 0 and facts.state == State.FAILED
+        rank = report.rank
+        self.note_progress([report])
+        is_unclosed = report.attached and report.code == 0 and report.state == State.FAILED
         error = UNCLOSED if is_unclosed else ""
         end = self.ends[rank] = WorkerEnd(
             rank=rank,
             node=host,
             code=report.code,
-            attached=facts.attached,
-            stopped=facts.state == State.STOPPED,
-            finished=facts.state == State.FINISHED,
+            attached=report.attached,
+            stopped=report.state == State.STOPPED,
+            finished=report.state == State.FINISHED,
             unclosed=is_unclosed,
             killed=report.killed,
             starved=report.starved,
             error=error if report.code == 0 or report.killed else self._error_of(rank),
-            step=facts.step,
+            step=report.step,
         )
         return end
 
@@ -214,7 +213,7 @@ class Observations:
             self._run.write_progress(at=time.time(), attempt=str(self._attempt), state="running")
             return
         lead = self._ranks.get(0)
-        metric = math.nan if lead is None else lead.metric
+        metric = None if lead is None else lead.metric
         self._run.write_progress(
             at=time.time(),
             attempt=str(self._attempt),
@@ -223,7 +222,7 @@ class Observations:
             until=max(facts.until for facts in ranks),
             saved=max(facts.saved for facts in ranks),
             state=State(min(facts.state for facts in ranks)).name.lower(),
-            metric=metric if math.isfinite(metric) else None,
+            metric=metric if metric is not None and math.isfinite(metric) else None,
             world_size=self.world_size,
             **self.measured(),
             **self._saves.facts(),

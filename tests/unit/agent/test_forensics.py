@@ -23,6 +23,7 @@ from slurmft.agent.forensics import MAX_REPLY_BYTES, WAIT_SHARE, Forensics, as_r
 from slurmft.agent.workers import Workers
 from slurmft.ipc import stacks
 from slurmft.ipc.calls import TakeEvidence
+from slurmft.ipc.channel import encoded
 from slurmft.ipc.replies import EvidenceReply, RankEvidence
 from slurmft.policy.timing.stop import NOT_STARTED
 from slurmft.policy.verdicts.collectives import Progress
@@ -39,8 +40,8 @@ pytestmark = pytest.mark.usefixtures("pages_of_its_own")
 
 def arrived(found: list[RankEvidence]) -> list[RankEvidence]:
     """The evidence, as the supervisor reads it from a message."""
-    body = json.loads(json.dumps(EvidenceReply(ranks=tuple(found)).as_mapping()))
-    return list(TakeEvidence(within_s=1.0).reply_of(body).ranks)
+    line = encoded(EvidenceReply(ranks=tuple(found)))
+    return list(TakeEvidence(within_s=1.0).reply_of(line).ranks)
 
 
 class Node:
@@ -265,7 +266,7 @@ def test_a_reply_fits_into_a_message_however_many_ranks_there_are():
     )  # fmt: skip
     for number in (1, 100, 300, 1024):
         reply = as_reply([one] * number)
-        assert len(json.dumps([each.as_mapping() for each in reply])) <= MAX_REPLY_BYTES
+        assert len(encoded(reply)) <= MAX_REPLY_BYTES
         assert len(reply) == number or number > 300
 
 

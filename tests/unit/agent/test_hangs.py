@@ -18,7 +18,7 @@ import pytest
 from slurmft.agent.hangs import WORKERS_PER_MESSAGE, HangWatch, facts_of, mentions
 from slurmft.config.config import RunConfig
 from slurmft.ipc.calls import AskSections
-from slurmft.ipc.channel import BadMessage
+from slurmft.ipc.channel import BadMessage, encoded
 from slurmft.ipc.pages.heartbeat import Page, Slot
 from slurmft.ipc.pages.section_stack import Phase, SectionStack
 from slurmft.ipc.reports import HangReport, parse_report
@@ -62,7 +62,7 @@ class Bench:
     def told(self) -> list[tuple[int, str]]:
         self.watch.look()
         for report in self.reports:
-            assert parse_report(report.as_mapping()) == report
+            assert parse_report(encoded(report)) == report
         return [(report.rank, report.section) for report in self.reports]
 
 
@@ -286,7 +286,7 @@ def test_durations_are_seen_from_outside(made: Bench):
     made.clock.ahead_s = 8.1
     message = made.watch.durations()
     assert message is not None
-    assert parse_report(message.as_mapping()) == message
+    assert parse_report(encoded(message)) == message
     assert {name: round(seconds) for name, seconds in message.sections} == {"step": 3, "load": 3}
     assert made.watch.durations() is None
 
@@ -374,7 +374,7 @@ def test_what_is_told_the_supervisor_arrives_as_it_was(made: Bench):
         assert again.quiet_s == pytest.approx(look.quiet_s, abs=0.001)
         assert (again.heartbeat_s is None) == (look.heartbeat_s is None)
     told = made.watch.facts(0)
-    assert AskSections().reply_of(told.as_mapping()) == told
+    assert AskSections().reply_of(encoded(told)) == told
 
 
 def test_many_workers_are_told_of_in_several_messages(made: Bench):
@@ -397,7 +397,7 @@ def test_any_page_gives_a_message_that_is_taken(made: Bench):
     made.clock.ahead_s = 1e6
     made.told()
     told = made.watch.facts(0)
-    assert AskSections().reply_of(told.as_mapping()) == told
+    assert AskSections().reply_of(encoded(told)) == told
 
 
 @pytest.mark.parametrize(
@@ -416,7 +416,7 @@ def test_any_page_gives_a_message_that_is_taken(made: Bench):
 )
 def test_a_report_of_another_shape_is_refused(message: dict[str, Any]):
     with pytest.raises(BadMessage):
-        parse_report(message)
+        parse_report(encoded(message))
 
 
 @pytest.mark.parametrize(

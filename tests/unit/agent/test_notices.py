@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from slurmft.agent.metadata import NoAnswer, ask
 from slurmft.agent.notices import NoticeWatch, firmware_facts
 from slurmft.config import config as configuration
+from slurmft.ipc.channel import encoded
 from slurmft.ipc.reports import NoticeReport, parse_report
 from slurmft.policy.site.notices import (
     AZURE_CHASSIS,
@@ -254,7 +255,7 @@ def watched(
 
     asyncio.run(watch())
     for report in reports:
-        assert parse_report(report.as_mapping()) == report
+        assert parse_report(encoded(report)) == report
     return [{name: getattr(report, name) for name in ("source", "ends", "left_s")} for report in reports]
 
 

@@ -19,10 +19,13 @@ from slurmft.inference.requests import prepare
 from slurmft.inference.segments import SegmentWriter, runs_of
 from slurmft.ipc.calls import Lease
 from slurmft.ipc.reports import ReplicaDied, ReplicaPhase, RequestsAnswered, RequestsReturned, RequestsWanted
+from slurmft.ipc.shapes import kind_of
 from slurmft.storage.events import EventName
 
 TOTAL = 20
-REPORTS = {each.kind: each for each in (RequestsWanted, RequestsAnswered, RequestsReturned, ReplicaPhase, ReplicaDied)}
+REPORTS = {
+    kind_of(each): each for each in (RequestsWanted, RequestsAnswered, RequestsReturned, ReplicaPhase, ReplicaDied)
+}
 
 
 class World:

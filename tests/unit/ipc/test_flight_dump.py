@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from slurmft.ipc.channel import BadMessage
 from slurmft.ipc.flight_dump import (
     MAX_DUMP_BYTES,
     BadDump,
-    as_json,
     plain,
     progress_of,
     read_dump,
@@ -285,7 +285,7 @@ def test_values_of_other_types_are_left_out(changes):
 )
 def test_entries_of_other_types_are_left_out(changes):
     found = progress_of(of_nccl([{**entry(1, "scheduled"), **changes}]))
-    shown = json.dumps([as_json(each) for each in found])
+    shown = json.dumps([asdict(each) for each in found])
     assert len(shown) < 2000
     assert "\\u001b" not in shown
 
@@ -308,7 +308,7 @@ def test_the_lines_stay_short_with_many_ranks_and_groups():
 def evidence(**changes: Any) -> dict[str, Any]:
     one = {"rank": 0, "pid": 7, "kind": "elsewhere", "doing": "x", "process": "S", "wchan": "", "attached": True,
            "state": 1, "step": 1, "tick": 1, "sections": [], "python_top": [], "killed": False, "exit_code": None,
-           "collectives": [{**as_json(world(5, 4)), **changes}]}  # fmt: skip
+           "collectives": [{**asdict(world(5, 4)), **changes}]}  # fmt: skip
     return {"kind": "reply", "ranks": [json.loads(json.dumps(one))]}
 
 
@@ -320,11 +320,15 @@ def test_progress_travels_as_it_is():
 @pytest.mark.parametrize(
     "changes",
     [{"group": 7}, {"group": "x" * 121}, {"entered": -1}, {"done": True}, {"members": [[0, 1 << 30]]},
-     {"members": [[0, 200_000]] * 3}, {"members": [[3, 1]]}, {"members": [[1]]}, {"members": 7}, {"other": 1}],
+     {"members": [[0, 200_000]] * 3}, {"members": [[3, 1]]}, {"members": [[1]]}, {"members": 7}],
 )  # fmt: skip
 def test_progress_of_another_shape_is_refused(changes):
     with pytest.raises(BadMessage):
         EvidenceReply.parse(evidence(**changes), "a reply")
+
+
+def test_progress_of_a_newer_version_is_taken():
+    assert EvidenceReply.parse(evidence(other=1), "a reply").ranks[0].collectives == (world(5, 4),)
 
 
 def test_a_dump_is_read_once_and_an_old_one_never(tmp_path):

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import math
+import os
 import typing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from of_each import of_each
+from rank_facts import training
 
 from slurmft.ipc import calls, reports
 from slurmft.ipc.calls import Call, parse_call
-from slurmft.ipc.channel import BadMessage
+from slurmft.ipc.channel import BadMessage, body_of, encoded
 from slurmft.ipc.replies import as_reply
-from slurmft.ipc.reports import Hello, Sent, parse_hello, parse_report
-from slurmft.ipc.shapes import Fields
-from slurmft.policy.timing.stop import Look
+from slurmft.ipc.reports import Hello, Sent, SignalReport, parse_hello, parse_report
+from slurmft.ipc.shapes import Fields, kind_of
+from slurmft.ipc.sync import SyncReport
 from slurmft.policy.verdicts.collectives import Progress
 
 RECORDED = [
@@ -29,7 +32,7 @@ RECORDED = [
 """The kind, and the bytes: most of them from a run of an earlier version on one machine."""
 
 CALLS: dict[str, type[Call[Any]]] = {
-    each.kind: each
+    kind_of(each): each
     for each in vars(calls).values()
     if isinstance(each, type) and issubclass(each, Call) and each is not Call
 }
@@ -39,32 +42,77 @@ REPORTS: list[type[Sent]] = [
 ]  # fmt: skip
 
 
-def made(kind: str, body: dict[str, Any]) -> dict[str, Any]:
+def made(kind: str, line: bytes) -> Any:
     """Parsed and made again."""
     if kind.startswith("reply to "):
-        call = object.__new__(CALLS[kind.removeprefix("reply to ")])
-        return as_reply(body["id"], call.reply_of(body))
-    if "id" in body:
-        number, found = parse_call(body)
+        return as_reply(json.loads(line)["id"], CALLS[kind.removeprefix("reply to ")].reply_of(line))
+    if kind == "hello":
+        return parse_hello(json.loads(line))
+    if b'"id":' in line:
+        number, found = parse_call(line)
         assert found is not None
         return found.as_call(number)
-    if kind == "hello":
-        return parse_hello(body).as_mapping()
-    found = parse_report(body)
-    assert isinstance(found, Sent)
-    return found.as_mapping()
+    report = parse_report(line)
+    assert isinstance(report, Sent)
+    return report
 
 
 @of_each(kind__body=RECORDED)
-def test_the_bytes_on_the_wire_are_those_of_the_version_before(kind, body):
-    assert json.dumps(made(kind, json.loads(body)), separators=(",", ":")) == body
+def test_messages_of_the_version_before_are_read_and_written_as_it_does(kind, body):
+    again = encoded(made(kind, body.encode()))
+    assert body_of(again) == body_of(body.encode())
+    assert again.count(b"NaN") == body.count("NaN"), "earlier versions need a metric that is a number"
+    assert again.count(b"null") == body.count("null"), "nor do they know a null elsewhere"
+    assert encoded(made(kind, again)) == again
 
 
 def test_every_kind_of_message_was_recorded():
     found = {kind for kind, _ in RECORDED}
-    assert found >= {*CALLS, "hello", *(each.kind for each in REPORTS)}
-    with_reply = {kind for kind, call in CALLS.items() if dataclasses.fields(call.reply)} - {"propose"}  # looks, too
+    assert found >= {*CALLS, "hello", *map(kind_of, REPORTS)}
+    with_reply = {kind for kind, call in CALLS.items() if call.reply().__struct_fields__} - {"propose"}  # looks, too
     assert found >= {f"reply to {kind}" for kind in with_reply}
+
+
+@pytest.mark.parametrize("metric", [math.nan, math.inf, -math.inf])
+def test_a_metric_that_is_no_number_of_json_arrives_as_none(metric):
+    """As this version sends it, and the ones before."""
+    told = training(step=7, metric=metric)
+    report = reports.ProgressReport(ranks=(told, training(metric=0.5)), ready=True)
+    before = json.dumps(report.as_mapping()).encode()
+    assert b"NaN" in before or b"Infinity" in before
+    for line in (before, encoded(report)):
+        found = parse_report(line)
+        assert isinstance(found, reports.ProgressReport)
+        assert [each.metric for each in found.ranks] == [None, 0.5]
+
+
+def test_a_name_that_is_not_utf_8_arrives_as_it_was():
+    report = SyncReport(what="kept", path=os.fsdecode(b"/models/caf\xe9"))
+    assert parse_report(encoded(report)) == report
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        (b'{"kind":"hung","rank":0,"section":"a\\u202eb","held_s":1,"limit_s":1,"why":""}', r"`\$.section`"),
+        (b'{"kind":"want","epoch":1,"count":18446744073709551616}', "`count`"),
+        (b'{"kind":"limit","what":""}', r"`\$.what`"),
+        (b'{"kind":"timings","window":9223372036854775808,"ranks":[]}', r"`\$.window`"),
+        (b'{"kind":"returned","epoch":1,"runs":[[0,8],[3,3]]}', "`runs`"),
+        (b'{"kind":"progress","ranks":[],"generation":true}', r"`\$.generation`"),
+        (b'{"kind":"a kind of tomorrow","generation":"1"}', r"`\$.generation`"),
+    ],
+)  # fmt: skip
+def test_a_malformed_report_is_refused_with_its_field(line, error):
+    with pytest.raises(BadMessage, match=error):
+        parse_report(line)
+
+
+def test_what_no_reader_relies_on_counts_as_missing_where_it_is_malformed():
+    assert parse_report(b'{"kind":"signal","name":"SIGTERM","count":"two","at":[]}') == SignalReport(name="SIGTERM")
+    ranks = [training(copied=1, attached_at=2.5).as_mapping(), training(rank=1).as_mapping() | {"copied": -1}]
+    found = parse_report(encoded({"kind": "progress", "ranks": ranks, "ready": "yes"}))
+    assert found == reports.ProgressReport(ranks=(training(attached_at=2.5), training(rank=1)))
 
 
 # any values that fit
@@ -74,6 +122,7 @@ NUMBERS = st.floats(allow_nan=False, allow_infinity=False, width=32)
 NAMES = st.text(st.characters(categories=("L", "N")), min_size=1, max_size=40)
 SLOTS = st.integers(-(2**63), 2**63 - 1)
 SMALL = st.integers(0, 1)
+LOOK = st.tuples(st.booleans(), SLOTS, st.booleans(), SLOTS)
 TIMED = st.tuples(NAMES, NUMBERS, st.integers(1, 9))
 FIRSTS = st.integers(0, 2**40 - 9)
 RUNS = FIRSTS.map(lambda first: (first, first + 9))
@@ -94,7 +143,7 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
 def values(kind: type[Any]) -> st.SearchStrategy[Any]:
     """Any message of this kind."""
     hints = typing.get_type_hints(kind)
-    return st.builds(kind, **{one.name: one_value(one.name, hints[one.name]) for one in dataclasses.fields(kind)})
+    return st.builds(kind, **{one.name: one_value(one.name, hints[one.name]) for one in msgspec.structs.fields(kind)})
 
 
 def one_value(name: str, hint: Any) -> st.SearchStrategy[Any]:
@@ -108,8 +157,7 @@ def one_value(name: str, hint: Any) -> st.SearchStrategy[Any]:
     if type(None) in arguments:
         return st.none() | one_value(name, arguments[0])
     special = {
-        tuple[Look, ...]: st.lists(st.builds(Look, attached=st.booleans(), tick=SLOTS, alive=st.booleans(),
-                                             holding=SLOTS)).map(tuple),
+        tuple[tuple[bool, int, bool, int], ...]: st.lists(LOOK).map(tuple),
         tuple[Progress, ...]: st.lists(PROGRESS, max_size=2).map(tuple),
         tuple[str, ...]: st.lists(NAMES, min_size=1, max_size=3).map(tuple),
         tuple[tuple[str, float], ...]: HELD,
@@ -121,9 +169,8 @@ def one_value(name: str, hint: Any) -> st.SearchStrategy[Any]:
     return special.get(hint, st.from_type(hint))
 
 
-def over_the_wire(body: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(body))
-    return found
+def parse_any_hello(line: bytes) -> Hello:
+    return parse_hello(body_of(line))
 
 
 @pytest.mark.parametrize("kind", [Hello, *REPORTS], ids=lambda kind: kind.__name__)
@@ -131,18 +178,19 @@ def over_the_wire(body: dict[str, Any]) -> dict[str, Any]:
 @given(data=st.data())
 def test_what_an_agent_says_arrives_as_it_was(kind, data):
     message = data.draw(values(kind))
-    parse = parse_hello if kind is Hello else parse_report
-    assert parse(over_the_wire(message.as_mapping())) == message
-    assert parse({**over_the_wire(message.as_mapping()), "of a newer version": [1], "new_s": 2.5}) == message
+    parse = parse_any_hello if kind is Hello else parse_report
+    assert parse(encoded(message)) == message
+    assert parse(encoded({**message.as_mapping(), "of a newer version": [1], "new_s": 2.5})) == message
+    assert parse(json.dumps({**message.as_mapping(), "new": math.nan}).encode()) == message
 
 
 @pytest.mark.parametrize("kind", CALLS.values(), ids=lambda kind: kind.__name__)
 @FEW
 @given(data=st.data())
 def test_a_call_and_its_reply_arrive_as_they_were(kind, data):
-    call, reply = data.draw(values(kind)), data.draw(values(kind.reply))
-    assert parse_call(over_the_wire(call.as_call(7))) == (7, call)
-    assert call.reply_of(over_the_wire(as_reply(7, reply))) == reply
+    call, reply = data.draw(values(kind)), data.draw(values(kind.reply()))
+    assert parse_call(encoded(call.as_call(7))) == (7, call)
+    assert call.reply_of(encoded(as_reply(7, reply))) == reply
 
 
 @pytest.mark.parametrize("kind", [Hello, *REPORTS, *CALLS.values()], ids=lambda kind: kind.__name__)
@@ -155,9 +203,9 @@ def test_of_a_message_with_other_values_only_the_connection_ends(kind, data):
     name = data.draw(st.sampled_from([each for each in body if each != "kind"] or ["new_s"]))
     odd = st.recursive(st.none() | st.booleans() | SLOTS | st.floats() | st.text(), st.lists, max_leaves=5)
     changed = data.draw(st.one_of(odd.map(lambda value: {**body, name: value}), st.just(without(body, name))))
-    parse = parse_call if issubclass(kind, Call) else parse_hello if kind is Hello else parse_report
+    parse = parse_call if issubclass(kind, Call) else parse_any_hello if kind is Hello else parse_report
     try:
-        parse(over_the_wire(changed))
+        parse(json.dumps(changed).encode())
     except BadMessage as error:
         assert "\n" not in str(error)
 
@@ -169,18 +217,24 @@ def without(body: dict[str, Any], name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("body", "error"),
     [
-        ({"kind": "propose", "id": 1, "action": 1}, "the call 'propose' has tick='nothing'"),
-        ({"kind": "propose", "id": 1, "action": 1, "tick": "7"}, "the call 'propose' has tick='7'"),
-        ({"kind": "ping", "id": 0, "limits": {"step": "long"}}, "the call 'ping' has limits="),
-        ({"kind": "ping", "id": "0"}, "a call has the id '0'"),
-        ({"kind": "ping"}, "a call has the id 'None'"),
+        ({"kind": "propose", "id": 1, "action": 1}, "the call 'propose': Object missing required field `tick`"),
+        (
+            {"kind": "propose", "id": 1, "action": 1, "tick": "7"},
+            r"'propose': Expected `int`, got `str` - at `\$.tick`",
+        ),
+        (
+            {"kind": "ping", "id": 0, "limits": {"step": "long"}},
+            r"'ping': Expected `float`, got `str` - at `\$.limits\[",
+        ),
+        ({"kind": "ping", "id": "0"}, r"a call: Expected `int`, got `str` - at `\$.id`"),
+        ({"kind": "ping"}, "a call: Object missing required field `id`"),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_a_malformed_call_is_refused(body, error):
     with pytest.raises(BadMessage, match=error):
-        parse_call(body)
+        parse_call(encoded(body))
 
 
 def test_a_call_of_a_newer_version_is_none_of_ours():
-    assert parse_call({"kind": "a kind of tomorrow", "id": 3, "x": None}) == (3, None)
+    assert parse_call(b'{"kind": "a kind of tomorrow", "id": 3, "x": null}') == (3, None)

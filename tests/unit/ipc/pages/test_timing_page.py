@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slurmft.agent.stragglers import MIN_SAMPLES, TimingReports
-from slurmft.ipc.channel import MAX_LINE_BYTES, BadMessage
+from slurmft.ipc.channel import MAX_LINE_BYTES, BadMessage, encoded
 from slurmft.ipc.pages.timing_page import (
     CPU,
     MAX_NAME,
@@ -125,7 +124,7 @@ def test_a_window_is_reported_once_it_is_over(page):
     (message,) = reports.due(workers, 110.0)
     facts = RankTimings(rank=3, role="", device=0, sections=(("data", 0.002, 5),))
     assert message == TimingsReport(window=1, ranks=(facts,))
-    assert parse_report(message.as_mapping()) == message
+    assert parse_report(encoded(message)) == message
     assert list(reports.due(workers, 119.0)) == []
     put(page, "data", 4_000_000)
     (message,) = reports.due(workers, 145.0)
@@ -144,8 +143,8 @@ def test_a_report_fits_into_the_control_channel(tmp_path):
     messages = list(TimingReports(1.0, 0.0).due([Worker(rank, page) for rank, page in enumerate(pages)], 1.5))
     assert [len(message.ranks) for message in messages] == [32, 32, 6]
     for message in messages:
-        assert parse_report(message.as_mapping()) == message
-        assert len(json.dumps(message.as_mapping())) < MAX_LINE_BYTES - 100
+        assert parse_report(encoded(message)) == message
+        assert len(encoded(message)) < MAX_LINE_BYTES - 100
     for page in pages:
         page.close()
 
@@ -166,8 +165,8 @@ GOOD = {"rank": 0, "role": "", "device": 1, "sections": [["own work", 0.1, 5]]}
 )  # fmt: skip
 def test_a_report_of_another_shape_closes_its_connection(ranks):
     with pytest.raises(BadMessage):
-        parse_report({"kind": "timings", "window": 1, "ranks": ranks})
-    parse_report({"kind": "timings", "window": 1, "ranks": [GOOD]})
+        parse_report(encoded({"kind": "timings", "window": 1, "ranks": ranks}))
+    parse_report(encoded({"kind": "timings", "window": 1, "ranks": [GOOD]}))
 
 
 WORKER = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -235,7 +234,7 @@ def test_a_first_step_counts_where_there_was_no_other(tmp_path):
 
 
 QUIET: dict[str, Any] = {
-    **{each.name: 0 for each in dataclasses.fields(WorkerFacts)}, "attached": True, "metric": 0.5,
+    **dict.fromkeys(WorkerFacts.__struct_fields__, 0), "attached": True, "metric": 0.5,
 }  # fmt: skip
 del QUIET["rank"]
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from slurmft.ipc.calls import Kill, Port
+from slurmft.ipc.channel import encoded
 from slurmft.ipc.replies import ReservedPort
-from slurmft.ipc.reports import Hello
+from slurmft.ipc.reports import Hello, parse_report
 from slurmft.supervisor.fleet.agents import AgentLink, AgentLost, ask_each, ask_unread, call_each
 
 
@@ -27,7 +28,8 @@ class Agent:
         if self.goes:
             loop.call_soon(self.link.disconnected)
         elif self.answer is not None:
-            loop.call_soon(self.link.answered, {"kind": "reply", "id": message["id"], **self.answer})
+            line = encoded({"kind": "reply", "id": message["id"], **self.answer})
+            loop.call_soon(self.link.answered, parse_report(line), line)
 
 
 def links(*agents: Agent) -> list[AgentLink]:
@@ -60,7 +62,7 @@ def test_where_all_are_needed_the_one_that_is_gone_is_named_at_once() -> None:
 
 def test_a_reply_that_is_not_looked_at_is_no_reason_to_hang_up() -> None:
     found = asyncio.run(_unread())
-    assert found == [{"kind": "reply", "id": 1, "port": "none"}]
+    assert found == [b'{"kind":"reply","id":1,"port":"none"}']
 
 
 async def _unread() -> list[Any]:

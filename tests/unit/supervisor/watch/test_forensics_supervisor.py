@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from slurmft.ipc.calls import TakeEvidence
+from slurmft.ipc.channel import encoded
 from slurmft.policy.timing.stop import tick_of
 from slurmft.policy.verdicts.culprit import Blame, Named, Summary, blame
 from slurmft.policy.verdicts.findings import WorkerEnd
@@ -44,7 +45,7 @@ class Link:
         self.node, self.host, self._ranks, self._takes_s = node, f"n{node}", ranks, takes_s
         self.channel: Any = None
 
-    def ask_unread(self, call: TakeEvidence) -> tuple[int, asyncio.Future[dict[str, Any]]]:
+    def ask_unread(self, call: TakeEvidence) -> tuple[int, asyncio.Future[bytes]]:
         return 1, asyncio.ensure_future(self._answer())
 
     def forget(self, number: int) -> None:
@@ -54,11 +55,11 @@ class Link:
         assert 0 < call.within_s + call.dumps_within_s < timeout_s
         return AgentLost("too late")
 
-    async def _answer(self) -> dict[str, Any]:
+    async def _answer(self) -> bytes:
         await asyncio.sleep(self._takes_s)
         if self._ranks is None:
             raise AgentLost("gone")
-        return {"ranks": self._ranks}
+        return encoded({"kind": "reply", "ranks": self._ranks})
 
 
 class Pool:

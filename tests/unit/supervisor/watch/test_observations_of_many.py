@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from slurmft.ipc.worker_facts import WorkerFacts
 from slurmft.storage.run_folder import Attempt, RunFolder
