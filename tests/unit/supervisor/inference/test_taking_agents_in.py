@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from slurmft.ipc.reports import Hello
+from slurmft.ipc.channel import encoded
+from slurmft.ipc.reports import Hello, Reply
 from slurmft.storage.events import EventName
 from slurmft.supervisor.fleet.agents import AgentLink, AgentPool
 from slurmft.supervisor.inference.attempt import InferenceAttempt
@@ -27,7 +28,8 @@ class Wire:
     def send(self, call: dict[str, Any]) -> None:
         self.sent.append(call["kind"])
         if self.answers and call["kind"] != "ping":
-            asyncio.get_running_loop().call_soon(self.link.answered, {"kind": "reply", "id": call["id"]})  # type: ignore[attr-defined]
+            reply = Reply(id=call["id"])
+            asyncio.get_running_loop().call_soon(self.link.answered, reply, encoded(reply))  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Nothing is open."""
