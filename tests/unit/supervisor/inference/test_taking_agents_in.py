@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from slurmft.ipc.channel import encoded
 from slurmft.ipc.reports import Hello, Reply
 from slurmft.storage.events import EventName
 from slurmft.supervisor.fleet.agents import AgentLink, AgentPool
@@ -28,8 +29,8 @@ class Wire:
     def send(self, call: dict[str, Any]) -> None:
         self.sent.append(call["kind"])
         if self.answers and call["kind"] != "ping":
-            line = json.dumps({"kind": "reply", "id": call["id"]}).encode()
-            asyncio.get_running_loop().call_soon(self.link.answered, Reply(id=call["id"]), line)  # type: ignore[attr-defined]
+            reply = Reply(id=call["id"])
+            asyncio.get_running_loop().call_soon(self.link.answered, reply, encoded(reply))  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Nothing is open."""
