@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from types import SimpleNamespace
 from typing import Any
 
