@@ -314,7 +314,7 @@ def test_a_replica_that_ends_again_and_again_stays_down_and_the_others_go_on(tmp
 
 @pytest.fixture
 def idle(tmp_path: Path) -> Iterator[Endpoint]:
-    """An endpoint that has no replica while nobody asks."""
+    """An endpoint that has no replica while no request comes."""
     found = Endpoint(tmp_path / "endpoint", concurrency=25, serving={"replicas": {"min": 0, "idle_s": 6}})
     found.start(replicas=0)
     yield found
@@ -323,7 +323,7 @@ def idle(tmp_path: Path) -> Iterator[Endpoint]:
 
 def test_replicas_follow_the_load_from_none_to_none_and_no_request_fails(idle: Endpoint, tmp_path: Path) -> None:
     endpoint = idle
-    assert endpoint.processes("serving_engine.py") == [], "no engine runs while nobody asks"
+    assert endpoint.processes("serving_engine.py") == [], "no engine runs while no request comes"
     # a router that is started again while there is no replica
     os.kill(endpoint.routers()[0], signal.SIGKILL)
     eventually(lambda: len(endpoint.events("router ready")) == 3, 30, endpoint.story)

@@ -72,7 +72,7 @@ class Roster:
         """Replicas that are to be on, where they follow the load; None: all."""
 
         self.wants_all: Callable[[], bool] = lambda: False
-        """All are to be on for now, whatever is wanted."""
+        """All are to be on for now, also where fewer are wanted."""
 
         self._on: set[tuple[int, int]] = set()
         """Node and number of those that are to be on, and ..."""

@@ -258,25 +258,26 @@ def test_a_canary_is_a_client_s_first_request_and_judges_the_engine_alone(status
     assert path == "/v1/chat/completions" and (body["model"], body["max_tokens"]) == ("small", 1)
 
 
+async def started_and_ended(given: dict[str, Any]) -> None:
+    found = HttpEngine(InferenceConfig.model_validate(given), 0)
+    try:
+        await found.start()
+    finally:
+        await found.close()
+        await found.ended()
+
+
 @pytest.mark.parametrize("owner", [None, 4242])
 def test_another_users_server_at_the_engines_port_is_asked_nothing(tmp_path: Path, monkeypatch, owner: int | None):
-    async def main() -> None:
-        command = [sys.executable, "-c", SERVER, "{port}", str(tmp_path / "asked")]
-        given = {"input": "x.jsonl", "engine": {"command": command}}
-        found = HttpEngine(InferenceConfig.model_validate(given), 0)
-        try:
-            await found.start()
-        finally:
-            await found.close()
-            await found.ended()
-
+    command = [sys.executable, "-c", SERVER, "{port}", str(tmp_path / "asked")]
+    given = {"input": "x.jsonl", "engine": {"command": command}}
     if owner is None:
-        asyncio.run(main())
+        asyncio.run(started_and_ended(given))
         assert (tmp_path / "asked").read_text() == "/health"
         return
     monkeypatch.setattr(engines, "owners_of_loopback_port", lambda port: {owner})
     with pytest.raises(LaunchError, match=r"user 4242 listens at port [0-9]+, which was the engine's"):
-        asyncio.run(main())
+        asyncio.run(started_and_ended(given))
     assert not (tmp_path / "asked").exists()
 
 
@@ -289,16 +290,8 @@ def test_an_engine_gets_the_copy_of_its_model_in_memory_at_each_start(tmp_path: 
     command = ["sh", "-c", shell, sys.executable, f"{model}/weights", str(tmp_path / "told"), SERVER, "{port}"]
     given = {"input": "x.jsonl", "engine": {"command": command, "stage_in_memory": [str(model)]}}
 
-    async def main() -> None:
-        found = HttpEngine(InferenceConfig.model_validate(given), 0)
-        try:
-            await found.start()
-        finally:
-            await found.close()
-            await found.ended()
-
-    asyncio.run(main())
-    asyncio.run(main())
+    asyncio.run(started_and_ended(given))
+    asyncio.run(started_and_ended(given))
     first, second = map(Path, (tmp_path / "told").read_text().splitlines())
     assert first == second and first.is_relative_to(memory) and first.read_text() == "w"
 
