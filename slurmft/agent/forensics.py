@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from slurmft.agent import flight_recorder
 from slurmft.agent.workers import Worker
@@ -128,7 +128,7 @@ class Forensics:
             await self._dumps([worker.rank for worker in recorders], folder, dumps_within_s * WAIT_SHARE)
         left_s = max(LEAST_READ_S, within_s + dumps_within_s - (time.monotonic() - started))
         progress = await self._progress([worker.rank for worker in workers], folder, left_s)
-        return as_reply([replace(each, collectives=tuple(progress.get(each.rank, ()))) for each in summaries])
+        return as_reply([structs.replace(each, collectives=tuple(progress.get(each.rank, ()))) for each in summaries])
 
     async def _progress(self, ranks: Sequence[int], folder: Path, within_s: float) -> dict[int, list[Progress]]:
         """How far ranks with a new dump have come in their collectives."""
@@ -241,7 +241,7 @@ def as_reply(summaries: Sequence[RankEvidence]) -> list[RankEvidence]:
     kept = list(summaries)
     for calls, groups in ((stacks.MAX_FRAMES, flight_dump.MAX_GROUPS), (2, 4), (1, 2), (0, 1), (0, 0)):
         kept = [
-            replace(each, python_top=each.python_top[:calls], collectives=each.collectives[:groups])
+            structs.replace(each, python_top=each.python_top[:calls], collectives=each.collectives[:groups])
             for each in summaries
         ]
         if _size(kept) <= MAX_REPLY_BYTES:
